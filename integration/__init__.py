@@ -1,0 +1,1 @@
+"""End-to-end tests and the simulated GPU host that they run on."""

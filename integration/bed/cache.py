@@ -1,0 +1,73 @@
+"""Content-addressed build cache, so that a second run of the bed starts in seconds."""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def cache_root() -> Path:
+    """`$XDG_CACHE_HOME/unbounded-agent`, by default below `~/.cache` (XDG Base Directory Specification)."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = Path(base) / "unbounded-agent"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+@contextmanager
+def step(title: str) -> Iterator[None]:
+    """Say what is being done, and how many seconds it took."""
+    print(f"==> {title} ...", flush=True)
+    started = time.monotonic()
+    yield
+    print(f"    {title}: {time.monotonic() - started:.1f} s", flush=True)
+
+
+def digest(inputs: Iterable[Path | str]) -> str:
+    """A hex digest of strings, files and directory trees (names, modes and contents)."""
+    total = hashlib.sha256()
+    for item in inputs:
+        if isinstance(item, str):
+            total.update(b"text\0" + item.encode() + b"\0")
+            continue
+        files = [item] if item.is_file() else sorted(path for path in item.rglob("*") if path.is_file())
+        for file in files:
+            if "__pycache__" in file.parts:
+                continue
+            name = file.name if file is item else str(file.relative_to(item))
+            total.update(f"file\0{name}\0{file.stat().st_mode:o}\0".encode())
+            total.update(hashlib.sha256(file.read_bytes()).digest())
+    return total.hexdigest()[:16]
+
+
+def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
+    """The directory that `build` fills from `inputs`; built once, published whole by one rename.
+
+    Older results of the same name are removed: they are large (gigabytes).
+    """
+    root = cache_root()
+    result = root / f"{name}-{digest(inputs)}"
+    with (root / f".{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if result.is_dir():
+            return result
+        with step(f"build {name}"):
+            partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+            try:
+                partial.chmod(0o755)
+                build(partial)
+                partial.rename(result)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+        for stale in root.glob(f"{name}-" + "[0-9a-f]" * 16):
+            if stale != result:
+                shutil.rmtree(stale, ignore_errors=True)
+    return result
