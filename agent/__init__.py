@@ -1,0 +1,1 @@
+"""Makes a VM host's GPUs usable inside a systemd-nspawn machine: observe facts, plan the goal, apply the difference."""

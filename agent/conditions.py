@@ -1,0 +1,96 @@
+"""Named checks of readiness in the form of Kubernetes' conditions: status, reason, message, last transition."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+class Status(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class ConditionType(StrEnum):
+    """In the order in which a machine becomes ready; the last one sums up."""
+
+    DRIVER_LOADED = "DriverLoaded"
+    DEVICES_PRESENT = "DevicesPresent"
+    LIBRARIES_PRESENT = "LibrariesPresent"
+    FABRIC_READY = "FabricReady"
+    PERSISTENCE_MODE = "PersistenceMode"
+    DRIVER_ROOT_STAGED = "DriverRootStaged"
+    MACHINE_RUNNING = "MachineRunning"
+    DEVICES_ALLOWED = "DevicesAllowed"
+    LIBRARIES_LINKED = "LibrariesLinked"
+    CDI_SPEC_CURRENT = "CDISpecCurrent"
+    RUNTIME_CONFIGURED = "RuntimeConfigured"
+    RUNTIME_ACTIVE = "RuntimeActive"
+    GPUS_ADVERTISED = "GPUsAdvertised"
+    READY = "Ready"
+
+
+IN_MACHINE = (
+    ConditionType.LIBRARIES_LINKED,
+    ConditionType.CDI_SPEC_CURRENT,
+    ConditionType.RUNTIME_CONFIGURED,
+    ConditionType.RUNTIME_ACTIVE,
+    ConditionType.GPUS_ADVERTISED,
+)
+"""Reported by the machine half; all others are seen from the host."""
+
+NOT_NEEDED_FOR_READY = frozenset({ConditionType.PERSISTENCE_MODE, ConditionType.GPUS_ADVERTISED, ConditionType.READY})
+"""The device plugin waits for readiness: depending on what it advertises would be a deadlock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One check; `reason` is one CamelCase word, `message` a sentence with what to do next."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    message: str
+    last_transition: float = 0.0
+    """Seconds since the epoch; 0 until `with_transitions` has set it."""
+
+
+def true(kind: ConditionType, reason: str, message: str) -> Condition:
+    return Condition(kind, Status.TRUE, reason, message)
+
+
+def false(kind: ConditionType, reason: str, message: str) -> Condition:
+    return Condition(kind, Status.FALSE, reason, message)
+
+
+def unknown(kind: ConditionType, reason: str, message: str) -> Condition:
+    return Condition(kind, Status.UNKNOWN, reason, message)
+
+
+def not_applicable(kind: ConditionType, message: str) -> Condition:
+    """What does not apply does not stand in the way."""
+    return Condition(kind, Status.TRUE, "NotApplicable", message)
+
+
+def summarize(conditions: Iterable[Condition]) -> Condition:
+    """The Ready condition over all others: False outranks Unknown, the first in order gives the reason."""
+    relevant = sorted(
+        (each for each in conditions if each.type not in NOT_NEEDED_FOR_READY),
+        key=lambda each: list(ConditionType).index(each.type),
+    )
+    for status in (Status.FALSE, Status.UNKNOWN):
+        for each in relevant:
+            if each.status is status:
+                return Condition(ConditionType.READY, status, each.reason, f"{each.type}: {each.message}")
+    return true(ConditionType.READY, "AllConditionsTrue", "the machine can run GPU workloads")
+
+
+def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
+    """`new` with the times of last change: kept where type and status are as in `old`, else `now`."""
+    before = {each.type: each for each in old}
+    dated = []
+    for each in new:
+        previous = before.get(each.type)
+        kept = previous is not None and previous.status is each.status
+        dated.append(replace(each, last_transition=previous.last_transition if previous and kept else now))
+    return tuple(dated)

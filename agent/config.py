@@ -1,0 +1,157 @@
+"""The configuration: /etc/unbounded-agent/config.toml and config.d/*.toml, merged in this order, then validated."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic_core import ErrorDetails
+
+from agent.errors import ConfigError
+from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.system import System
+
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""As sysfs names PCI devices: domain:bus:device.function."""
+GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+MachineName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
+"""A host name (machinectl(1)): it becomes part of unit names and paths, so it may hold no slash."""
+OneLine = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
+"""Text for a line of a unit file: a line break in it would start a setting of its own."""
+SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
+
+
+class Model(BaseModel):
+    """Immutable; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class NspawnSettings(Model):
+    """systemd.nspawn(5) settings that a Kubernetes node needs; each default that relaxes something says why."""
+
+    capability: OneLine = "all"
+    """The kubelet mounts, sets sysctls and manages cgroups; containerd and runc need most of the rest."""
+    private_users: bool = False
+    """The kubelet does not run in a user namespace, and device nodes bound into one belong to nobody."""
+    system_call_filter: OneLine = "@keyring bpf"
+    """runc joins a session keyring and loads BPF device programs; nspawn forbids both by default."""
+    virtual_ethernet: bool = False
+    """The node uses the host's network."""
+    kmsg: bool = True
+    """The kubelet watches /dev/kmsg for out-of-memory kills and refuses to start without it."""
+    modules: bool = True
+    """kube-proxy and CNI plugins look into /lib/modules; it is bound read-only."""
+    environment: dict[str, OneLine] = {
+        "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
+    }
+    """For systemd-nspawn itself: cgroup v2 in the machine, and /proc/sys/net writable for CNI."""
+    extra: dict[SectionName, dict[str, OneLine | list[OneLine]]] = {}
+    """Further settings by section, such as `extra.Files.Bind = ["/srv/data"]`; appended as they are."""
+
+
+class MachineSettings(Model):
+    """One machine."""
+
+    gpus: OneLine | list[OneLine] = "all"
+    """`all`, `count=N`, or a list of PCI addresses and UUIDs."""
+    require_gpus: bool = False
+    """Whether a host without GPUs makes this machine not ready."""
+    device_mode: Literal["rw", "rwm"] = "rw"
+    """`m` allows mknod in the machine; runc does not need it, it binds the node instead."""
+    mig_config: bool = False
+    """Grant the capability to change the MIG layout: a privilege, not a device."""
+    mig_monitor: bool = False
+    """Grant the capability to watch all MIG instances of all GPUs."""
+    imex_channels: bool = False
+    """Grant the IMEX channels, which reach the memory of other nodes' GPUs."""
+    default_runtime: bool = False
+    """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
+    nspawn: NspawnSettings = NspawnSettings()
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            if value != "all" and not re.fullmatch(r"count=[0-9]{1,4}", value):
+                raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
+            return value
+        for each in value:
+            if not PCI_ADDRESS.fullmatch(each) and not GPU_UUID.fullmatch(each):
+                raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
+        return value
+
+
+class MetricsSettings(Model):
+    """Where Prometheus scrapes."""
+
+    address: Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")] = (
+        "127.0.0.1:9788"
+    )
+
+
+class Config(Model):
+    """Everything that can be configured."""
+
+    machines: dict[MachineName, MachineSettings] = Field(min_length=1)
+    metrics: MetricsSettings = MetricsSettings()
+
+
+def load_config(system: System, path: str = CONFIG_FILE) -> Config:
+    """Raises ConfigError, which names the file and the key."""
+    files = [path] if system.exists(path) else []
+    if path == CONFIG_FILE and system.is_directory(CONFIG_DIRECTORY):
+        files += [f"{CONFIG_DIRECTORY}/{name}" for name in system.entries(CONFIG_DIRECTORY) if name.endswith(".toml")]
+    if not files:
+        raise ConfigError(f"{path}: there is no such file", "write it, with a table [machines.NAME] for each machine")
+    merged: dict[str, Any] = {}
+    origins: dict[tuple[str, ...], str] = {}
+    for file in files:
+        _merge(merged, _parse(system, file), file, origins, ())
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_sentence(each, origins, files[-1]) for each in error.errors())) from error
+
+
+def _parse(system: System, file: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(system.read(file).decode())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+
+
+def _merge(
+    into: dict[str, Any], new: Mapping[str, Any], file: str, origins: dict[tuple[str, ...], str], at: tuple[str, ...]
+) -> None:
+    """Tables are merged, anything else is replaced; `origins` learns which file each key came from."""
+    for key, value in new.items():
+        origins[(*at, key)] = file
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, file, origins, (*at, key))
+        elif isinstance(value, dict):
+            into[key] = {}
+            _merge(into[key], value, file, origins, (*at, key))
+        else:
+            into[key] = value
+
+
+def _sentence(error: ErrorDetails, origins: dict[tuple[str, ...], str], default: str) -> str:
+    """One of pydantic's errors as `FILE: KEY: what is wrong`."""
+    # pydantic adds the names of union members and "[key]" to the location; they are no keys of the file.
+    keys = tuple(str(part) for part in error["loc"])
+    known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
+    if error["type"] == "missing":
+        known = keys
+    what = {
+        "extra_forbidden": "unknown key",
+        "missing": "is missing",
+        "too_short": "at least one machine is needed, as a table [machines.NAME]",
+        "string_pattern_mismatch": f"{error['input']!r} is not allowed here ({error['msg']})",
+    }.get(error["type"], error["msg"])
+    return f"{origins.get(known, default)}: {'.'.join(known or keys)}: {what}"

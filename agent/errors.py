@@ -1,0 +1,52 @@
+"""Everything that can go wrong, each with what to do next.
+
+AgentError
+├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
+├── UnsupportedError    this host cannot do it: no root rights, systemd too old
+├── ObservationError    something could not be looked at; never means that it is absent
+├── CommandError        a program failed, was not found, or ran out of time
+├── DocumentError       a handoff, report or tool output does not have its form
+└── ApplyError          a step towards the goal failed
+"""
+
+
+class AgentError(Exception):
+    """One sentence on what failed, and one on what to do next (may be empty)."""
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class ConfigError(AgentError):
+    """Names the file and the key, or the argument."""
+
+
+class UnsupportedError(AgentError):
+    """The host or the caller lacks something that cannot be worked around."""
+
+
+class ObservationError(AgentError):
+    """Looking failed, which is a different fact from "not there"."""
+
+
+class CommandError(AgentError):
+    """A program that did not succeed: its arguments, how it ended and the end of its standard error."""
+
+    def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
+        tail = stderr.strip()[-1000:]
+        super().__init__(f"{' '.join(argv)}: {ended}" + (f": {tail}" if tail else ""), hint)
+        self.argv = argv
+        self.stderr = stderr
+
+
+class DocumentError(AgentError):
+    """Names the document and the key that is missing or has the wrong type."""
+
+
+class ApplyError(AgentError):
+    """Names the step that failed; what was done before it stays done."""

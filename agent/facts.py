@@ -1,0 +1,213 @@
+"""What was seen in one pass: frozen data without behaviour.
+
+Absent, Broken and Unseen are three different facts: only the first may ever remove something (fail static).
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TypeAlias, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """Looked for in full and not there."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """There, but it cannot be used as it is."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unseen:
+    """Looking failed (permission, time limit, a tool's error): nothing is known."""
+
+    why: str
+
+
+T = TypeVar("T")
+Seen: TypeAlias = T | Absent | Broken | Unseen
+
+
+class DeviceKind(StrEnum):
+    """What a device node is for; the names follow NVIDIA's documentation and the kernel's DRM subsystem."""
+
+    GPU = "gpu"
+    CONTROL = "control"
+    MODESET = "modeset"
+    UVM = "uvm"
+    UVM_TOOLS = "uvm-tools"
+    CAPABILITY = "capability"
+    IMEX_CHANNEL = "imex-channel"
+    NVSWITCH = "nvswitch"
+    NVLINK = "nvlink"
+    DRI_CARD = "dri-card"
+    DRI_RENDER = "dri-render"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceNumber:
+    """A character device's major and minor number, with the node's permission bits and owner."""
+
+    major: int
+    minor: int
+    mode: int = 0o666
+    uid: int = 0
+    gid: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceNode:
+    """One usable character device below /dev."""
+
+    path: str
+    kind: DeviceKind
+    number: DeviceNumber
+    pci_address: str = ""
+    """Of the GPU that it belongs to; empty for nodes that all GPUs share."""
+    capability: str = ""
+    """For DeviceKind.CAPABILITY: its path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PciDevice:
+    """One device on the PCI bus, as sysfs shows it."""
+
+    address: str
+    """Domain, bus, device and function in the kernel's form: `0000:01:00.0`."""
+    vendor_id: int
+    device_id: int
+    class_id: int
+    """24 bits: 0x030200 is a 3D controller."""
+    driver: str = ""
+    """The bound kernel driver's name; empty when none is bound."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DrmDevice:
+    """One DRM device node with the PCI device that it belongs to; connectors are left out."""
+
+    path: str
+    """`/dev/dri/cardN` or `/dev/dri/renderDN`."""
+    pci_address: str
+    """Empty for a device that is not on the PCI bus (simpledrm, vgem)."""
+    driver: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class CacheEntry:
+    """One line of `ldconfig -p`."""
+
+    soname: str
+    architecture: str
+    """As `uname -m` prints it (x86_64, aarch64, i686); empty for another one."""
+    path: str
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Gpu:
+    """One display-class PCI device; its identity is the PCI address, never an index or minor."""
+
+    pci_address: str
+    vendor: str
+    driver: str = ""
+    """The bound kernel driver's name; empty when none is bound."""
+    model: str = ""
+    uuid: str = ""
+    """Empty until the driver has initialised the GPU."""
+    minor: int | None = None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Library:
+    """One driver library or companion file: where the host keeps it, and where it belongs below a driver root."""
+
+    target: str
+    """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
+    source: str
+    """Absolute real path on the host (no symbolic link in it); empty for a link."""
+    link: str = ""
+    """For a symbolic link: what it points to, relative to its own directory."""
+    size: int = 0
+    mtime_ns: int = 0
+    executable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """One vendor's kernel driver and its user space, as far as each could be seen."""
+
+    module_version: Seen[str]
+    library_version: Seen[str]
+    files: Seen[tuple[Library, ...]]
+    """The user-space files that belong into a driver root, of `library_version` only."""
+    fabric: Seen[str] = Absent("no NVSwitch")
+    """Where NVSwitch exists: ActiveState of the fabric manager's unit (`active`, `failed`, `inactive`)."""
+    persistence: Seen[str] = Absent("no persistence daemon")
+    """ActiveState of the persistence daemon's unit."""
+
+
+@dataclass(frozen=True, slots=True)
+class VendorFacts:
+    """Everything of one vendor on this host."""
+
+    vendor: str
+    gpus: tuple[Gpu, ...] = ()
+    devices: Seen[tuple[DeviceNode, ...]] = ()
+    driver: Driver | None = None
+    problems: tuple[str, ...] = ()
+    """Nodes and entries that were refused or are broken, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StagedRoot:
+    """A driver root of ours that is on disk, whole and unchanged since it was published."""
+
+    index: int
+    vendor: str
+    version: str
+    files: tuple[Library, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """A file that we would own: its content now, and whether the ownership record names it."""
+
+    content: Seen[bytes]
+    owned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFacts:
+    """What the host sees of one machine, without ever following a path in the machine's root file system."""
+
+    name: str
+    root_exists: bool
+    unit_state: Seen[str]
+    """ActiveState of `systemd-nspawn@NAME.service`."""
+    started_with: str = ""
+    """Digest of the settings that the running machine was started with; empty when unknown."""
+    report: Seen[bytes] = Absent("the machine has not reported")
+    report_age: float = 0.0
+    """Seconds since the report was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One pass over the host."""
+
+    architecture: str
+    """As `uname -m` prints it: x86_64 or aarch64."""
+    systemd_version: int
+    template_device_allow: tuple[str, ...]
+    """DeviceAllow= entries of the installed systemd-nspawn@.service, in their order."""
+    vendors: tuple[VendorFacts, ...]
+    machines: tuple[MachineFacts, ...]
+    staged: tuple[StagedRoot, ...] = ()
+    staged_problems: tuple[str, ...] = ()
+    files: dict[str, FileState] = field(default_factory=dict)
+    """By absolute path: every file that the goal may want or the ownership record names."""

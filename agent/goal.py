@@ -1,0 +1,56 @@
+"""What should be: a pure function of configuration and facts, as frozen data."""
+
+from dataclasses import dataclass
+
+from agent.facts import DeviceNode, StagedRoot
+from agent.handoff import Handoff
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one vendor wants exposed to one machine."""
+
+    vendor: str
+    gpus: tuple[str, ...] = ()
+    """PCI addresses."""
+    nodes: tuple[DeviceNode, ...] = ()
+    driver_root: StagedRoot | None = None
+    """None when the vendor needs no user-space files, or has none that may be used now."""
+    problems: tuple[str, ...] = ()
+    """What was asked for and cannot be granted, one sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedFile:
+    """A file that only this agent writes."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGoal:
+    """One machine's files on the host, and what is handed to its own half."""
+
+    name: str
+    grants: tuple[Grant, ...]
+    nspawn: OwnedFile
+    drop_in: OwnedFile
+    handoff: Handoff
+    handoff_file: OwnedFile
+    settings_digest: str
+    """Of .nspawn and drop-in together: a machine that was started with another needs a restart to follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Everything that this host should have."""
+
+    driver_roots: tuple[StagedRoot, ...]
+    machines: tuple[MachineGoal, ...]
+
+    def files(self) -> tuple[OwnedFile, ...]:
+        """Every owned file, in the order in which they are written: the handoff last."""
+        settings = [file for machine in self.machines for file in (machine.nspawn, machine.drop_in)]
+        return (*settings, *(machine.handoff_file for machine in self.machines))

@@ -1,0 +1,62 @@
+"""Where things are: on the host, in the machine, and in both. Pure strings, absolute unless said otherwise."""
+
+CONFIG_FILE = "/etc/unbounded-agent/config.toml"
+CONFIG_DIRECTORY = "/etc/unbounded-agent/config.d"
+
+STATE = "/var/lib/unbounded-agent"
+HOST_NVIDIA = f"{STATE}/host-nvidia"
+"""Parent of the staged driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA."""
+STAGING = f"{STATE}/staging"
+"""Driver roots in the making: beside HOST_NVIDIA, so that one rename publishes and no machine sees them before."""
+MANIFESTS = f"{STATE}/driver-roots"
+"""`<index>.json`, what was staged; outside of what machines see, so that none can spoil it."""
+OWNED = f"{STATE}/owned.json"
+MACHINES_STATE = f"{STATE}/machines"
+
+RUNTIME = "/run/unbounded-agent"
+INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
+PASS_LOCK = f"{RUNTIME}/pass.lock"
+MACHINES_RUNTIME = f"{RUNTIME}/machines"
+CONDITIONS = f"{RUNTIME}/conditions.json"
+"""Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
+
+MACHINE_ROOTS = "/var/lib/machines"
+NSPAWN = "/etc/systemd/nspawn"
+UNITS = "/etc/systemd/system"
+
+MACHINE_HOST_NVIDIA = "/run/host-nvidia"
+MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
+MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
+MACHINE_STATE = "/run/unbounded-agent/state"
+HANDOFF_NAME = "handoff.json"
+REPORT_NAME = "report.json"
+
+
+def nspawn_file(machine: str) -> str:
+    """The machine's settings, systemd.nspawn(5); there are no drop-ins for it."""
+    return f"{NSPAWN}/{machine}.nspawn"
+
+
+def machine_unit(machine: str) -> str:
+    """The unit that runs the machine; machine names are host names, which need no systemd-escape(1)."""
+    return f"systemd-nspawn@{machine}.service"
+
+
+def unit_drop_in(machine: str) -> str:
+    """Sorts behind systemd's own 50-DeviceAllow.conf (systemctl set-property), so that ours wins."""
+    return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
+
+
+def handoff_directory(machine: str) -> str:
+    """Bound read-only into the machine at MACHINE_HANDOFF_DIRECTORY."""
+    return f"{MACHINES_STATE}/{machine}/handoff"
+
+
+def report_directory(machine: str) -> str:
+    """A small tmpfs of its own, bound into the machine at MACHINE_REPORT_DIRECTORY."""
+    return f"{MACHINES_RUNTIME}/{machine}/report"
+
+
+def started_with_file(machine: str) -> str:
+    """Holds the digest of the settings that the running machine was started with."""
+    return f"{MACHINES_RUNTIME}/{machine}/started-with"

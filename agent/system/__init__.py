@@ -1,0 +1,221 @@
+"""The only door to files and processes. Every path is below one root prefix, so that recorded hosts can be observed."""
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+
+from agent.facts import DeviceNumber
+from agent.system.commands import Runner, run_checked
+
+READ_LIMIT = 4 << 20
+"""Bytes; nothing that we read is larger."""
+LINK_LIMIT = 40
+"""Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
+FICLONE = 0x40049409
+"""ioctl_ficlone(2), from linux/fs.h: share the extents of another file."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Changes whenever a file's content may have."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    executable: bool
+
+
+class System:
+    """Files below `root` and programs by `runner`. Methods raise OSError as the system calls do."""
+
+    def __init__(self, runner: Runner, root: str = "/") -> None:
+        self.root = root.rstrip("/") or "/"
+        self._runner = runner
+
+    def run(self, *argv: str, timeout: float = 30.0) -> str:
+        """Standard output of a program that succeeded; raises CommandError."""
+        return run_checked(self._runner, argv, timeout)
+
+    # ---- reading
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        """A regular file's content (files of /proc and /sys are regular); never blocks on a FIFO or a device."""
+        descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        with open(descriptor, "rb") as file:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
+        return content
+
+    def read_text(self, path: str) -> str:
+        """As `read`; bytes that are not UTF-8 are kept by surrogateescape."""
+        return self.read(path).decode(errors="surrogateescape")
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        """Sorted names in a directory."""
+        return tuple(sorted(os.listdir(self._at(path))))
+
+    def exists(self, path: str) -> bool:
+        """Whether there is anything at all; a dangling link counts."""
+        return os.path.lexists(self._at(path, follow=False))
+
+    def is_directory(self, path: str) -> bool:
+        """Whether it is a directory, links followed within the root."""
+        return os.path.isdir(self._at(path))
+
+    def read_link(self, path: str) -> str | None:
+        """A symbolic link's text; None for anything else, also for nothing."""
+        try:
+            return os.readlink(self._at(path, follow=False))
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.ENOENT, errno.ENOTDIR):
+                return None
+            raise
+
+    def real_path(self, path: str) -> str:
+        """The path without symbolic links, absolute links resolved below the root; FileNotFoundError if dangling."""
+        resolved = self._resolve(path)
+        os.lstat(self._below_root(resolved))
+        return resolved
+
+    def identity(self, path: str) -> FileIdentity:
+        """Of a file, links followed."""
+        status = os.stat(self._at(path))
+        return FileIdentity(
+            status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
+        )
+
+    def device(self, path: str) -> DeviceNumber | None:
+        """Numbers of a character device; None for any other file. Links are not followed."""
+        status = os.lstat(self._at(path, follow=False))
+        if not stat.S_ISCHR(status.st_mode):
+            return None
+        return DeviceNumber(
+            os.major(status.st_rdev),
+            os.minor(status.st_rdev),
+            stat.S_IMODE(status.st_mode),
+            status.st_uid,
+            status.st_gid,
+        )
+
+    def free_bytes(self, path: str) -> int:
+        """Space that root may still use on the file system of a directory."""
+        found = os.statvfs(self._at(path))
+        return found.f_bavail * found.f_frsize
+
+    def modified(self, path: str) -> float:
+        """Time of the last change of a file's content, seconds since the epoch."""
+        return os.stat(self._at(path)).st_mtime
+
+    # ---- writing
+
+    def make_directory(self, path: str) -> None:
+        """With parents, each mode 0755 whatever the umask."""
+        place = self._at(path)
+        missing = []
+        while not os.path.isdir(place):
+            missing.append(place)
+            place = os.path.dirname(place)
+        for directory in reversed(missing):
+            os.mkdir(directory)
+            os.chmod(directory, 0o755)
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Replace a file atomically and durably: never half-written, whatever happens."""
+        self.make_directory(os.path.dirname(path))
+        place = self._at(path, follow=False)
+        directory = os.path.dirname(place)
+        descriptor, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(place)}.", dir=directory)
+        try:
+            with open(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fchmod(descriptor, mode)
+                os.fsync(descriptor)
+            os.rename(temporary, place)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+        self.sync_directory(os.path.dirname(path))
+
+    def link(self, path: str, target: str) -> None:
+        """Put a symbolic link in place atomically; what was there is replaced, a directory is not."""
+        self.make_directory(os.path.dirname(path))
+        place = self._at(path, follow=False)
+        temporary = f"{place}.unbounded-agent-new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        os.symlink(target, temporary)
+        os.rename(temporary, place)
+
+    def remove(self, path: str) -> None:
+        """Remove a file or link; nothing there is well."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self._at(path, follow=False))
+
+    def rename(self, old: str, new: str) -> None:
+        """Rename within one file system, durably."""
+        os.rename(self._at(old, follow=False), self._at(new, follow=False))
+        self.sync_directory(os.path.dirname(new))
+
+    def copy(self, source: str, target: str, mode: int) -> None:
+        """A copy with data of its own: shared extents where the file system can (reflink), else copied."""
+        with open(self._at(source), "rb") as reading, open(self._at(target, follow=False), "xb") as writing:
+            try:
+                fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())
+            except OSError:
+                # EOPNOTSUPP, EXDEV, EINVAL: no reflinks here.
+                while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
+                    pass
+            os.fchmod(writing.fileno(), mode)
+            os.fsync(writing.fileno())
+
+    def sync_directory(self, path: str) -> None:
+        """Make renames in a directory durable."""
+        descriptor = os.open(self._at(path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    # ---- paths
+
+    def _below_root(self, path: str) -> str:
+        return path if self.root == "/" else self.root + path
+
+    def _at(self, path: str, *, follow: bool = True) -> str:
+        """The real place of a path: its links resolved below the root, the last component's only with `follow`."""
+        if self.root == "/":
+            return path
+        if follow:
+            return self._below_root(self._resolve(path))
+        return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
+
+    def _resolve(self, path: str) -> str:
+        """Like realpath(3), with the root prefix as `/`: a recorded tree's absolute links stay inside it."""
+        done, ahead, links = "/", [part for part in path.split("/") if part], 0
+        while ahead:
+            part = ahead.pop(0)
+            if part in (".", ".."):
+                done = os.path.dirname(done) if part == ".." else done
+                continue
+            here = os.path.join(done, part)
+            try:
+                target = os.readlink(self._below_root(here))
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            ahead = [each for each in target.split("/") if each] + ahead
+            done = "/" if target.startswith("/") else done
+        return done

@@ -1,0 +1,57 @@
+"""How a program is run: one protocol, one wording of failures. The backends only start processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent.errors import CommandError
+
+OUTPUT_LIMIT = 16 << 20
+"""Bytes of standard output that are taken from any program."""
+
+ENVIRONMENT: Mapping[str, str] = {
+    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    "LC_ALL": "C",
+}
+"""The whole environment of a program that we run: nothing is inherited (CVE-2025-23266), messages untranslated."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """A program that ended by itself."""
+
+    status: int
+    """Exit code, or minus the signal's number."""
+    stdout: bytes
+    stderr: bytes
+
+
+class TimeLimitError(Exception):
+    """The backend killed the program at its time limit."""
+
+
+class Runner(Protocol):
+    """Starts a program with a null standard input and ENVIRONMENT, in `/`, and waits for it.
+
+    Raises FileNotFoundError or PermissionError when it cannot be started, TimeLimitError when it ran out of time.
+    """
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed: ...
+
+
+def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
+    """Standard output of a program that succeeded, undecodable bytes kept by surrogateescape; else CommandError."""
+    try:
+        completed = runner(argv, timeout)
+    except TimeLimitError as error:
+        raise CommandError(argv, f"stopped after its time limit of {timeout:.0f} s") from error
+    except FileNotFoundError as error:
+        raise CommandError(argv, "not found", hint=f"install the package that has {argv[0]}") from error
+    except OSError as error:
+        raise CommandError(argv, f"cannot be started: {error.strerror}") from error
+    if completed.status != 0:
+        ended = f"killed by signal {-completed.status}" if completed.status < 0 else f"exit code {completed.status}"
+        raise CommandError(argv, ended, completed.stderr.decode(errors="replace"))
+    if len(completed.stdout) > OUTPUT_LIMIT:
+        raise CommandError(argv, f"printed {len(completed.stdout)} bytes, more than {OUTPUT_LIMIT}")
+    return completed.stdout.decode(errors="surrogateescape")

@@ -1,0 +1,44 @@
+"""What a vendor offers to the host half. Data in, data out, but for `observe`, which looks and never writes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent.conditions import Condition
+from agent.config import MachineSettings
+from agent.facts import CacheEntry, DrmDevice, PciDevice, Seen, StagedRoot, VendorFacts
+from agent.goal import Grant
+from agent.system import System
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """What was listed once in this pass, for every vendor to pick its own from."""
+
+    system: System
+    architecture: str
+    pci: Seen[tuple[PciDevice, ...]]
+    drm: Seen[tuple[DrmDevice, ...]]
+    loader_cache: Seen[tuple[CacheEntry, ...]]
+    units: Mapping[str, Seen[str]]
+    """ActiveState by unit name, of the units that vendors named in `services`; Absent when there is no such unit."""
+
+
+class HostVendor(Protocol):
+    """One vendor on the host."""
+
+    name: str
+    services: tuple[str, ...]
+    """Units whose state `observe` wants to know."""
+
+    def observe(self, sources: Sources) -> VendorFacts:
+        """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""
+        ...
+
+    def grant(self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
+        """What a machine with these settings gets. Pure."""
+        ...
+
+    def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+        """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
+        ...
