@@ -163,9 +163,13 @@ class VendorFacts:
     """Nodes and entries that were refused or are broken, one sentence each."""
 
 
+UNSTAGED = -1
+"""Index of a driver root that has no place on disk yet."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class StagedRoot:
-    """A driver root of ours that is on disk, whole and unchanged since it was published."""
+    """A driver root of ours; as a fact, it is on disk, whole and unchanged since it was published."""
 
     index: int
     vendor: str
@@ -189,6 +193,8 @@ class MachineFacts:
     root_exists: bool
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
+    unit_needs_reload: bool = False
+    """NeedDaemonReload of that unit: its files changed since systemd read them."""
     started_with: str = ""
     """Digest of the settings that the running machine was started with; empty when unknown."""
     report: Seen[bytes] = Absent("the machine has not reported")
@@ -208,6 +214,8 @@ class Facts:
     vendors: tuple[VendorFacts, ...]
     machines: tuple[MachineFacts, ...]
     staged: tuple[StagedRoot, ...] = ()
+    next_driver_root_index: int = 0
+    """The lowest index that is above every driver root and manifest on disk, whole or not."""
     staged_problems: tuple[str, ...] = ()
     files: dict[str, FileState] = field(default_factory=dict)
     """By absolute path: every file that the goal may want or the ownership record names."""
