@@ -60,6 +60,8 @@ class MachineSettings(Model):
     """`all`, `count=N`, or a list of PCI addresses and UUIDs."""
     require_gpus: bool = False
     """Whether a host without GPUs makes this machine not ready."""
+    driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
+    """Seconds that a start of the machine waits for the driver of its GPUs, which may load late in the host's boot."""
     device_mode: Literal["rw", "rwm"] = "rw"
     """`m` allows mknod in the machine; runc does not need it, it binds the node instead."""
     mig_config: bool = False

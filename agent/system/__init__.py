@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 from dataclasses import dataclass
@@ -54,6 +55,21 @@ class System:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
         return content
 
+    def read_untrusted(self, path: str, limit: int) -> tuple[bytes, float]:
+        """As `read`, of a file that somebody else may replace: a link is refused (ELOOP). Also its change time.
+
+        The change time (seconds since the epoch), because the modification time is the writer's to choose.
+        """
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
+        with open(os.open(self._at(path, follow=False), flags), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", path)
+            content = file.read(limit + 1)
+        if len(content) > limit:
+            raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
+        return content, status.st_ctime
+
     def read_text(self, path: str) -> str:
         """As `read`; bytes that are not UTF-8 are kept by surrogateescape."""
         return self.read(path).decode(errors="surrogateescape")
@@ -69,6 +85,14 @@ class System:
     def is_directory(self, path: str) -> bool:
         """Whether it is a directory, links followed within the root."""
         return os.path.isdir(self._at(path))
+
+    def is_mount(self, path: str) -> bool:
+        """Whether a file system is mounted there."""
+        return os.path.ismount(self._at(path))
+
+    def is_file(self, path: str) -> bool:
+        """Whether it is a regular file, links followed within the root."""
+        return os.path.isfile(self._at(path))
 
     def read_link(self, path: str) -> str | None:
         """A symbolic link's text; None for anything else, also for nothing."""
@@ -104,6 +128,10 @@ class System:
             status.st_uid,
             status.st_gid,
         )
+
+    def architecture(self) -> str:
+        """The kernel's machine name, uname(2): x86_64, aarch64."""
+        return os.uname().machine
 
     def free_bytes(self, path: str) -> int:
         """Space that root may still use on the file system of a directory."""
@@ -161,6 +189,14 @@ class System:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self._at(path, follow=False))
 
+    def remove_tree(self, path: str) -> None:
+        """Remove a directory of ours with all that is in it; no link in it is followed."""
+        place = self._at(path, follow=False)
+        if os.path.isdir(place) and not os.path.islink(place):
+            shutil.rmtree(place)
+        else:
+            self.remove(path)
+
     def rename(self, old: str, new: str) -> None:
         """Rename within one file system, durably."""
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
@@ -177,6 +213,10 @@ class System:
                     pass
             os.fchmod(writing.fileno(), mode)
             os.fsync(writing.fileno())
+
+    def open_lock(self, path: str) -> int:
+        """A descriptor of a lock file, made if missing; the caller closes it."""
+        return os.open(self._at(path, follow=False), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
     def sync_directory(self, path: str) -> None:
         """Make renames in a directory durable."""

@@ -1,0 +1,85 @@
+"""Do the steps, in their order. Decides nothing: `agent.plan.diff` did."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from agent.actions import Action, MakeLink, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.errors import AgentError, ApplyError
+from agent.ownership import parse_owned, render_owned
+from agent.paths import MACHINES_STATE, OWNED, STATE
+from agent.staging import stage
+from agent.system import System
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What was done, and what failed, each failure a sentence that names its step."""
+
+    done: tuple[Action, ...]
+    failures: tuple[str, ...]
+
+
+def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
+    """One bad file does not hold up another machine; only a handoff is left out once staging has failed."""
+    done: list[Action] = []
+    failures: list[str] = []
+    staging_failed = False
+    if actions:
+        _record(actions, system, finished=False)
+    for action in actions:
+        if staging_failed and isinstance(action, WriteFile) and action.path.startswith(f"{MACHINES_STATE}/"):
+            continue
+        progress(action.describe())
+        try:
+            perform(action, system)
+            done.append(action)
+        except (AgentError, OSError) as error:
+            staging_failed = staging_failed or isinstance(action, StageDriverRoot)
+            failures.append(str(_failed(action, error)))
+    if any(isinstance(action, RemoveFile) for action in done):
+        _record(done, system, finished=True)
+    return Applied(tuple(done), tuple(failures))
+
+
+def perform(action: Action, system: System) -> None:
+    """Do one step. Raises OSError or an AgentError."""
+    match action:
+        case WriteFile(path, content, mode):
+            system.write(path, content, mode)
+        case RemoveFile(path):
+            system.remove(path)
+        case MakeLink(path, target):
+            system.link(path, target)
+        case StageDriverRoot(root):
+            stage(root, system)
+        case ReloadUnits():
+            system.run("systemctl", "daemon-reload", timeout=60)
+        case _:
+            assert_never(action)
+
+
+def _failed(action: Action, error: AgentError | OSError) -> AgentError:
+    if isinstance(error, AgentError):
+        return ApplyError(f"cannot {action.describe()}: {error.message}", error.hint)
+    return ApplyError(f"cannot {action.describe()}: {error.strerror or error}")
+
+
+def _record(actions: Sequence[Action], system: System, *, finished: bool) -> None:
+    """Keep the ownership record: a path is in it before it is written, and until it is removed."""
+    try:
+        before = parse_owned(system.read(OWNED))
+    except FileNotFoundError:
+        before = {}
+    except (AgentError, OSError):
+        # A cache: what it named and is as we would write it is adopted by the next pass, the rest is not ours.
+        before = {}
+    owned = dict(before)
+    for action in actions:
+        if isinstance(action, WriteFile) and not action.path.startswith(f"{STATE}/"):
+            owned[action.path] = hashlib.sha256(action.content).hexdigest()
+        elif isinstance(action, RemoveFile) and finished:
+            owned.pop(action.path, None)
+    if owned != before:
+        system.write(OWNED, render_owned(owned))

@@ -1,0 +1,162 @@
+"""The command `unbounded-agent`: wires the real parts; the only place that prints, and that turns errors into codes."""
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from agent import daemon
+from agent.conditions import Condition, Status
+from agent.config import Config, load_config
+from agent.errors import AgentError, ConfigError, UnsupportedError
+from agent.history import as_json
+from agent.observe.udev import Udev
+from agent.paths import CONFIG_FILE
+from agent.prepare import prepare
+from agent.reconcile import MachineOutcome, Reconciler
+from agent.system import System
+from agent.system.host_runner import host_runner
+
+ANSWER_LIMIT = 180.0
+"""Seconds that `apply` waits for a machine that it started to boot and report."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: done or nothing to do; 1: failed, or not ready; 2: bad input."""
+    options = _parser().parse_args(arguments)
+    if options.command == "version":
+        print(f"unbounded-agent {version('unbounded-agent')} (Python {platform.python_version()})")
+        return 0
+    try:
+        return _command(options)
+    except ConfigError as error:
+        print(f"unbounded-agent: {error}", file=sys.stderr)
+        return 2
+    except AgentError as error:
+        print(f"unbounded-agent: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="unbounded-agent",
+        description="Makes this host's GPUs usable inside systemd-nspawn machines that run Kubernetes nodes.",
+    )
+    parser.add_argument("--config", default=CONFIG_FILE, metavar="FILE", help=f"default: {CONFIG_FILE} and config.d")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("plan", help="print what apply would do; changes nothing, needs no rights")
+    commands.add_parser("apply", help="make one pass, start stopped machines, wait for their answer")
+    status = commands.add_parser("status", help="print the conditions of each machine")
+    status.add_argument("--json", action="store_true", help="as JSON, in the form of Kubernetes' conditions")
+    commands.add_parser("run", help="stay, keep the machines ready, serve metrics (the systemd service)")
+    commands.add_parser("version", help="print the version")
+    before_start = commands.add_parser("prepare", help="before a machine's start (unbounded-agent-prepare@.service)")
+    before_start.add_argument("machine", metavar="MACHINE")
+    return parser
+
+
+def _command(options: argparse.Namespace) -> int:
+    system = System(host_runner)
+
+    def load() -> Config:
+        return load_config(system, options.config)
+
+    def make(config: Config) -> Reconciler:
+        return Reconciler(config, system, Udev(), progress=_progress)
+
+    match options.command:
+        case "plan":
+            return _plan(make(load()))
+        case "status":
+            return _status(make(load()), options.json)
+        case "apply":
+            return _apply(make(_as_root(load())))
+        case "prepare":
+            outcome = prepare(options.machine, make(_as_root(load())))
+            return _tell_failures(outcome.failures)
+        case "run":
+            return daemon.run(load, make)
+        case command:
+            raise ConfigError(f"unknown command {command}")
+
+
+def _as_root(config: Config) -> Config:
+    if os.geteuid() != 0:
+        raise UnsupportedError("this needs root rights", "run it with sudo; `plan` and `status` work as any user")
+    return config
+
+
+def _progress(sentence: str) -> None:
+    print(f"unbounded-agent: {sentence}", file=sys.stderr, flush=True)
+
+
+def _tell_failures(failures: Sequence[str]) -> int:
+    for failure in failures:
+        print(f"unbounded-agent: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _plan(reconciler: Reconciler) -> int:
+    facts, planned, difference = reconciler.look()
+    for name, why in planned.skipped.items():
+        print(f"{name}: {why}: nothing is set up")
+    for name, why in planned.held.items():
+        print(f"{name}: left as it is, as the host could not be observed: {why}")
+    for name, why in difference.refused.items():
+        print(f"{name}: refused: {why}")
+    steps = [action.describe() for action in difference.actions]
+    steps += [
+        f"start machine {machine.name}" for machine in reconciler.judge(facts, planned, difference) if machine.stopped
+    ]
+    for step in steps:
+        print(f"would {step}")
+    if not steps:
+        print("nothing to do")
+    return 1 if difference.refused else 0
+
+
+def _apply(reconciler: Reconciler) -> int:
+    outcome = reconciler.run_pass()
+    failures = outcome.failures
+    deadline = time.monotonic() + ANSWER_LIMIT
+    while any(machine.pending for machine in outcome.machines) and time.monotonic() < deadline and not failures:
+        time.sleep(1)
+        outcome = reconciler.reconcile()
+        failures += outcome.failures
+    _print_tables(outcome.machines)
+    ready = all(machine.conditions[-1].status is Status.TRUE for machine in outcome.machines)
+    return _tell_failures(failures) or (0 if ready else 1)
+
+
+def _status(reconciler: Reconciler, as_json_text: bool) -> int:
+    machines = reconciler.judge(*reconciler.look())
+    if as_json_text:
+        print(as_json({machine.name: machine.conditions for machine in machines}))
+    else:
+        _print_tables(machines)
+    return 0
+
+
+def _print_tables(machines: Sequence[MachineOutcome]) -> None:
+    for machine in machines:
+        print(f"{machine.name}: {len(machine.gpus)} GPUs {' '.join(machine.gpus)}".rstrip())
+        rows = [("CONDITION", "STATUS", "SINCE", "REASON", "MESSAGE")]
+        rows += [_row(condition) for condition in machine.conditions]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        for name, *rest in rows:
+            cells = [cell.ljust(width) for cell, width in zip(rest[:3], widths[1:], strict=True)]
+            print("  ".join([name.rjust(widths[0]), *cells, rest[3]]))
+
+
+def _row(condition: Condition) -> tuple[str, str, str, str, str]:
+    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(condition.last_transition))
+    return (condition.type, condition.status, since, condition.reason, condition.message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

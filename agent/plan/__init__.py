@@ -1,0 +1,112 @@
+"""Plan the goal: a pure function of configuration and facts. The same facts in any order give the same bytes."""
+
+import hashlib
+from dataclasses import dataclass, replace
+
+from agent.config import Config, MachineSettings
+from agent.facts import UNSTAGED, Absent, DeviceNode, Facts, StagedRoot
+from agent.goal import Goal, Grant, MachineGoal, OwnedFile
+from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.paths import HANDOFF_NAME, MACHINE_HOST_NVIDIA, handoff_directory, nspawn_file, unit_drop_in
+from agent.plan.drop_in import render_drop_in
+from agent.plan.nspawn import bindable, render_nspawn
+from agent.vendors.host import host_vendor
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The goal, and the machines that it leaves as they are, each with the reason."""
+
+    goal: Goal
+    held: dict[str, str]
+    """Something could not be observed: nothing of this machine may change (fail static)."""
+    skipped: dict[str, str]
+    """There is no GPU, and nothing of ours to take back."""
+
+
+def plan(config: Config, facts: Facts) -> Plan:
+    """What each machine should have, and the driver roots for it."""
+    held: dict[str, str] = {}
+    skipped: dict[str, str] = {}
+    machines: list[MachineGoal] = []
+    roots = _Roots(facts.next_driver_root_index)
+    for name, settings in sorted(config.machines.items()):
+        unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
+        if unseen:
+            held[name] = "; ".join(unseen)
+        elif not any(vendor.gpus for vendor in facts.vendors) and not _ours(facts, name):
+            skipped[name] = "no GPU on this host"
+        else:
+            machines.append(_machine(name, settings, facts, roots))
+    return Plan(Goal(tuple(roots.wanted), tuple(machines)), held, skipped)
+
+
+class _Roots:
+    """Gives each driver root that is not on disk yet an index, the same for all machines."""
+
+    def __init__(self, next_index: int) -> None:
+        self.next_index = next_index
+        self.wanted: list[StagedRoot] = []
+
+    def place(self, grant: Grant) -> Grant:
+        root = grant.driver_root
+        if root is None:
+            return grant
+        if root.index == UNSTAGED:
+            known = [each for each in self.wanted if replace(each, index=UNSTAGED) == root]
+            root = known[0] if known else replace(root, index=self.next_index)
+            self.next_index = max(self.next_index, root.index + 1)
+        if root not in self.wanted:
+            self.wanted.append(root)
+        return replace(grant, driver_root=root)
+
+
+def _ours(facts: Facts, machine: str) -> bool:
+    return any(
+        path in facts.files and facts.files[path].owned for path in (nspawn_file(machine), unit_drop_in(machine))
+    )
+
+
+def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) -> MachineGoal:
+    grants = tuple(
+        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, facts.staged)))
+        for vendor in sorted(facts.vendors, key=lambda each: each.vendor)
+    )
+    nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
+    nspawn = render_nspawn(name, settings.nspawn, nodes)
+    drop_in = render_drop_in(name, settings, facts.template_device_allow, nodes)
+    handoff = Handoff(name, facts.architecture, tuple(_request(grant) for grant in grants), settings.default_runtime)
+    return MachineGoal(
+        name=name,
+        grants=grants,
+        nspawn=OwnedFile(nspawn_file(name), nspawn),
+        drop_in=OwnedFile(unit_drop_in(name), drop_in),
+        handoff=handoff,
+        handoff_file=OwnedFile(f"{handoff_directory(name)}/{HANDOFF_NAME}", render_handoff(handoff)),
+        settings_digest=hashlib.sha256(nspawn + b"\0" + drop_in).hexdigest(),
+    )
+
+
+def _bindable(grant: Grant) -> Grant:
+    """Without nodes whose path no .nspawn file can hold: they are refused by name, the others are not held up."""
+    refused = [node for node in grant.nodes if not bindable(node.path)]
+    problems = tuple(f"{node.path!r} cannot be written into a .nspawn file" for node in refused)
+    nodes = tuple(node for node in grant.nodes if node not in refused)
+    return replace(grant, nodes=nodes, problems=grant.problems + problems)
+
+
+def _request(grant: Grant) -> Request:
+    root = grant.driver_root
+    with_node = {node.pci_address for node in grant.nodes}
+    return Request(
+        vendor=grant.vendor,
+        gpus=tuple(address for address in grant.gpus if address in with_node),
+        devices=tuple(_device(node) for node in grant.nodes),
+        driver_version=root.version if root else "",
+        driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
+        files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
+    )
+
+
+def _device(node: DeviceNode) -> GrantedDevice:
+    return GrantedDevice(node.path, node.kind, node.number.major, node.number.minor, node.pci_address)

@@ -1,0 +1,77 @@
+"""From what is to what should be: the ordered steps, and what stands in their way. Pure."""
+
+from dataclasses import dataclass
+
+from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.facts import Absent, Broken, Facts, Unseen
+from agent.goal import MachineGoal, OwnedFile
+from agent.paths import NSPAWN, STATE, UNITS
+from agent.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Steps in the order in which they are to be done, and the files that are not ours to write."""
+
+    actions: tuple[Action, ...]
+    refused: dict[str, str]
+    """By machine: why its files cannot be written."""
+
+
+def diff(plan: Plan, facts: Facts) -> Difference:
+    """Settings first (a machine may be about to start), then driver roots, then the handoffs that name them."""
+    refused = {machine.name: why for machine in plan.goal.machines if (why := _refusal(machine, facts)) is not None}
+    machines = [machine for machine in plan.goal.machines if machine.name not in refused]
+    settings = [
+        write for machine in machines for file in (machine.nspawn, machine.drop_in) for write in _write(file, facts)
+    ]
+    removals = _removals(plan, facts)
+    changed = [write.path for write in settings] + [removal.path for removal in removals]
+    reload_needed = any(path.startswith(f"{UNITS}/") for path in changed) or any(
+        machine.unit_needs_reload for machine in facts.machines
+    )
+    reload: list[Action] = [ReloadUnits()] if reload_needed else []
+    stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
+    handoffs = [write for machine in machines for write in _write(machine.handoff_file, facts)]
+    return Difference((*removals, *settings, *reload, *stage, *handoffs), refused)
+
+
+def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
+    state = facts.files[file.path]
+    if state.content == file.content and (state.owned or _private(file.path)):
+        return []
+    return [WriteFile(file.path, file.content, file.mode)]
+
+
+def _refusal(machine: MachineGoal, facts: Facts) -> str | None:
+    for file in (machine.nspawn, machine.drop_in):
+        state = facts.files[file.path]
+        match state.content:
+            case Unseen(why) | Broken(why):
+                return why
+            case Absent():
+                continue
+            case content if not state.owned and content != file.content:
+                return (
+                    f"{file.path} was not written by this agent; move its settings to machines.{machine.name}.nspawn "
+                    "in the configuration and remove it"
+                )
+    return None
+
+
+def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
+    """Owned files that no machine wants any more; those of a machine that is held stay."""
+    wanted = {file.path for file in plan.goal.files()}
+    held = tuple(f"{NSPAWN}/{name}.nspawn" for name in plan.held) + tuple(
+        f"{UNITS}/systemd-nspawn@{name}.service.d/" for name in plan.held
+    )
+    return [
+        RemoveFile(path)
+        for path, state in sorted(facts.files.items())
+        if state.owned and path not in wanted and not path.startswith(held) and not isinstance(state.content, Absent)
+    ]
+
+
+def _private(path: str) -> bool:
+    """Whether it lies in a directory that is all ours, where no record of ownership is kept."""
+    return path.startswith(f"{STATE}/")

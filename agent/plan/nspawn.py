@@ -1,0 +1,58 @@
+"""The text of a machine's settings file, systemd.nspawn(5)."""
+
+from agent.config import NspawnSettings
+from agent.facts import DeviceNode
+from agent.paths import (
+    CONFIG_FILE,
+    HOST_NVIDIA,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_HOST_NVIDIA,
+    MACHINE_REPORT_DIRECTORY,
+    handoff_directory,
+    report_directory,
+)
+
+HEADER = f"# Written by unbounded-agent; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
+
+
+def bindable(path: str) -> bool:
+    """Whether a Bind= line can hold the path: a line break would start another setting, outer blanks are stripped."""
+    return path == path.strip() and path.isprintable() and path.startswith("/")
+
+
+def escape(path: str) -> str:
+    """For Bind=, where a colon separates and a backslash escapes; there are no % specifiers (systemd.nspawn(5))."""
+    return path.replace("\\", "\\\\").replace(":", "\\:")
+
+
+def render_nspawn(machine: str, settings: NspawnSettings, nodes: tuple[DeviceNode, ...]) -> bytes:
+    """The whole file."""
+    sections: dict[str, list[str]] = {
+        "Exec": [
+            "Boot=yes",
+            f"PrivateUsers={_yes(settings.private_users)}",
+            f"Capability={settings.capability}",
+            f"SystemCallFilter={settings.system_call_filter}",
+        ],
+        "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
+        "Files": [
+            f"BindReadOnly={escape(HOST_NVIDIA)}:{MACHINE_HOST_NVIDIA}",
+            f"BindReadOnly={escape(handoff_directory(machine))}:{MACHINE_HANDOFF_DIRECTORY}",
+            f"Bind={escape(report_directory(machine))}:{MACHINE_REPORT_DIRECTORY}",
+        ],
+    }
+    if settings.modules:
+        sections["Files"].append("BindReadOnly=/lib/modules")
+    if settings.kmsg:
+        sections["Files"].append("Bind=/dev/kmsg")
+    sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
+    for section, extra in sorted(settings.extra.items()):
+        lines = sections.setdefault(section, [])
+        for key, values in sorted(extra.items()):
+            lines += [f"{key}={value}" for value in ([values] if isinstance(values, str) else values)]
+    body = "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in sections.items())
+    return (HEADER + "\n" + body).encode()
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

@@ -1,0 +1,68 @@
+"""What unbounded-agent-prepare@NAME.service does before each start of a machine, whoever asked for it."""
+
+import time
+
+from agent.errors import ConfigError
+from agent.facts import Facts
+from agent.paths import REPORT_NAME, report_directory, started_with_file
+from agent.plan import Plan
+from agent.reconcile import Outcome, Reconciler
+
+POLL = 1.0
+"""Seconds between two looks for a late driver."""
+LOCK_WAIT = 60.0
+"""Seconds: the pass that staged a driver root may still be copying."""
+REPORT_MOUNT = ("-t", "tmpfs", "-o", "size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec", "unbounded-agent-report")
+"""Small, so that a machine that fills it harms nobody."""
+
+
+def prepare(name: str, reconciler: Reconciler) -> Outcome:
+    """Give the machine a place to report to, wait for the driver, then make one pass over its settings."""
+    settings = reconciler.config.machines.get(name)
+    if settings is None:
+        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    _make_report_directory(name, reconciler)
+    _wait_for_driver(name, settings.driver_wait, reconciler)
+    outcome = reconciler.reconcile(LOCK_WAIT)
+    for machine in outcome.machines:
+        if machine.name == name:
+            reconciler.system.write(started_with_file(name), machine.settings_digest.encode())
+    return outcome
+
+
+def _make_report_directory(name: str, reconciler: Reconciler) -> None:
+    """Here, because the daemon's sandbox may not mount. A report from before this start proves nothing."""
+    system, directory = reconciler.system, report_directory(name)
+    system.make_directory(directory)
+    if system.is_mount(directory):
+        system.remove(f"{directory}/{REPORT_NAME}")
+    else:
+        system.run("mount", *REPORT_MOUNT, directory)
+
+
+def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
+    deadline = time.monotonic() + seconds
+    told = ""
+    while time.monotonic() < deadline:
+        facts, planned, _ = reconciler.look()
+        waiting = ", ".join(_without_driver(name, facts, planned))
+        if not waiting:
+            return
+        if waiting != told:
+            reconciler.progress(f"wait for the driver of {waiting}, at most {seconds} s")
+            told = waiting
+        time.sleep(POLL)
+    reconciler.progress(f"go on without {told}")
+
+
+def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:
+    """Granted GPUs that no driver is bound to, or that have no node yet."""
+    driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
+    return [
+        address
+        for machine in planned.goal.machines
+        if machine.name == name
+        for grant in machine.grants
+        for address in grant.gpus
+        if not driver[address] or all(node.pci_address != address for node in grant.nodes)
+    ]

@@ -1,0 +1,168 @@
+"""The conditions of one machine, from what both halves see. Pure."""
+
+from collections.abc import Mapping
+
+from agent.conditions import (
+    IN_MACHINE,
+    Condition,
+    ConditionType,
+    false,
+    not_applicable,
+    summarize,
+    true,
+    unknown,
+)
+from agent.config import MachineSettings
+from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.goal import Grant, MachineGoal
+from agent.observe.report import Report
+from agent.vendors.host import host_vendor
+
+REPORT_INTERVAL = 60.0
+"""Seconds between two runs of the machine half by its timer."""
+STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
+"""Seconds: three reports are missing, and a run may take its time."""
+
+FROM_HOST = (
+    ConditionType.DRIVER_LOADED,
+    ConditionType.DEVICES_PRESENT,
+    ConditionType.LIBRARIES_PRESENT,
+    ConditionType.FABRIC_READY,
+    ConditionType.PERSISTENCE_MODE,
+    ConditionType.DRIVER_ROOT_STAGED,
+)
+
+
+def without_gpus(settings: MachineSettings) -> tuple[Condition, ...]:
+    """A machine on a host that has no GPU."""
+    message = "this host has no GPU"
+    conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
+    if settings.require_gpus:
+        ready = false(ConditionType.READY, "NoGPU", f"{message}, and require_gpus is set for this machine")
+    else:
+        ready = true(ConditionType.READY, "NoGPU", f"{message}: nothing is set up")
+    return (*conditions, ready)
+
+
+def held(why: str) -> tuple[Condition, ...]:
+    """A machine that was left as it is because the host could not be observed."""
+    conditions = [unknown(kind, "ObservationFailed", why) for kind in ConditionType if kind is not ConditionType.READY]
+    return (*conditions, summarize(conditions))
+
+
+def evaluate(
+    settings: MachineSettings,
+    goal: MachineGoal,
+    facts: Facts,
+    report: Report | Absent | Broken | Unseen,
+    refused: str,
+) -> tuple[Condition, ...]:
+    """Every condition in the order of ConditionType, Ready last. `refused`: why the settings cannot be written."""
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    granted = [grant for grant in goal.grants if grant.gpus]
+    if not granted and not any(grant.problems for grant in goal.grants):
+        return without_gpus(settings)
+    from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_HOST[:-1]]
+    inside = _inside(machine, goal, report)
+    conditions = [
+        *from_vendors,
+        _driver_root_staged(goal, facts),
+        _machine_running(machine),
+        _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
+        *(inside[kind] for kind in IN_MACHINE),
+    ]
+    return (*conditions, summarize(conditions))
+
+
+def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+    """Whether the machine runs, or is to run, and has not answered this handoff yet."""
+    answered = isinstance(report, Report) and report.generation == goal.handoff.generation
+    return machine.root_exists and not answered
+
+
+def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
+    """The worst of what the vendors say, of those that have a GPU or a problem here."""
+    found = []
+    for grant in grants:
+        vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
+        if grant.gpus or grant.problems:
+            found += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
+    return min(found, key=lambda each: ("False", "Unknown", "True").index(each.status))
+
+
+def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
+    kind = ConditionType.DRIVER_ROOT_STAGED
+    roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
+    if not roots:
+        return false(kind, "NothingToStage", "the host has no complete driver to stage; see the conditions before")
+    for root in roots:
+        if root not in facts.staged:
+            problems = "; ".join(facts.staged_problems) or "see the log for the step that failed"
+            return false(kind, "StagingFailed", f"driver {root.version} is not staged: {problems}")
+    return true(kind, "Staged", ", ".join(f"driver {root.version} is driver root {root.index}" for root in roots))
+
+
+def _machine_running(machine: MachineFacts) -> Condition:
+    kind = ConditionType.MACHINE_RUNNING
+    if not machine.root_exists:
+        return false(
+            kind,
+            "NoSuchMachine",
+            f"/var/lib/machines/{machine.name} does not exist or is not a directory; unpack the machine's image there",
+        )
+    match machine.unit_state:
+        case "active":
+            return true(kind, "Running", f"machine {machine.name} is running")
+        case "activating" | "reloading":
+            return unknown(kind, "Starting", f"machine {machine.name} is starting")
+        case Unseen(why) | Broken(why) | Absent(why):
+            return unknown(kind, "ObservationFailed", why)
+        case state:
+            return false(
+                kind,
+                "NotRunning",
+                f"systemd-nspawn@{machine.name}.service is {state}; see `journalctl -u systemd-nspawn@{machine.name}`",
+            )
+
+
+def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str, inside: Condition) -> Condition:
+    kind = ConditionType.DEVICES_ALLOWED
+    if refused:
+        return false(kind, "ForeignFile", refused)
+    if machine.unit_state == "active" and machine.started_with != goal.settings_digest:
+        return false(
+            kind,
+            "MachineRestartNeeded",
+            f"machine {machine.name} was started with other settings; when its pods allow it, run "
+            f"`machinectl reboot {machine.name}`",
+        )
+    return inside
+
+
+def _inside(
+    machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen
+) -> Mapping[ConditionType, Condition]:
+    """What the machine half reports, or why that says nothing now."""
+    kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+    if machine.unit_state != "active":
+        return {kind: unknown(kind, "MachineNotRunning", f"machine {machine.name} is not running") for kind in kinds}
+    match report:
+        case Absent():
+            reason, message = (
+                "NoReport",
+                "the machine has not reported; it may still be booting, or its image lacks this agent's machine half: "
+                f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`",
+            )
+        case Broken(why):
+            reason, message = "BadReport", why
+        case Unseen(why):
+            reason, message = "ObservationFailed", why
+        case _ if report.generation != goal.handoff.generation:
+            reason, message = "HandoffPending", "the machine has not answered the latest handoff yet"
+        case _ if machine.report_age > STALE_AFTER:
+            reason, message = "ReportStale", f"the machine's last report is {machine.report_age:.0f} s old"
+        case _:
+            reported = {each.type: each for each in report.conditions}
+            missing = "the machine's report does not mention it; its agent may be of another release"
+            return {kind: reported.get(kind) or unknown(kind, "NotReported", missing) for kind in kinds}
+    return {kind: unknown(kind, reason, message) for kind in kinds}

@@ -1,0 +1,169 @@
+"""One pass: observe facts, plan the goal, apply the difference, prove it, say so."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from agent import readiness
+from agent.apply import Applied, apply
+from agent.conditions import Condition, with_transitions
+from agent.config import Config
+from agent.errors import CommandError, DocumentError, UnsupportedError
+from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.goal import MachineGoal
+from agent.history import read_history, write_history
+from agent.locks import locked
+from agent.observe import observe
+from agent.observe.loader_cache import LoaderCache
+from agent.observe.report import Report, parse_report
+from agent.observe.udev import DeviceSource
+from agent.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit
+from agent.plan import Plan, plan
+from agent.plan.diff import Difference, diff
+from agent.system import System
+
+LOCK_WAIT = 10.0
+"""Seconds to wait for a pass of another process."""
+SYSTEMD_MINIMUM = 252
+"""Debian 12's: the oldest that this was tested with."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineOutcome:
+    """One machine after a pass."""
+
+    name: str
+    conditions: tuple[Condition, ...]
+    """With Ready, and with the times of the last changes."""
+    gpus: tuple[str, ...] = ()
+    """PCI addresses of the granted GPUs."""
+    pending: bool = False
+    """The latest handoff is not answered by a report yet: look again soon."""
+    stopped: bool = False
+    """It has a goal and exists, but does not run."""
+    settings_digest: str = ""
+    """Of the settings that a start of the machine uses now; empty without a goal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One pass."""
+
+    facts: Facts
+    machines: tuple[MachineOutcome, ...]
+    actions: tuple[str, ...] = ()
+    """What was done, one sentence each."""
+    failures: tuple[str, ...] = ()
+    """What was tried and failed, one sentence each."""
+    duration: float = 0.0
+    """Seconds."""
+    finished: float = 0.0
+    """Seconds since the epoch."""
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Brings a host to its goal. Only the parsed loader cache is kept from one pass to the next."""
+
+    config: Config
+    system: System
+    devices: DeviceSource
+    progress: Callable[[str], None] = lambda _: None
+    loader_cache: LoaderCache = field(default_factory=LoaderCache)
+
+    def look(self) -> tuple[Facts, Plan, Difference]:
+        """Facts, goal and what is between them; changes nothing."""
+        facts = observe(self.config, self.system, self.devices, self.loader_cache)
+        if facts.systemd_version < SYSTEMD_MINIMUM:
+            raise UnsupportedError(
+                f"systemd {facts.systemd_version} is too old, {SYSTEMD_MINIMUM} or newer is needed",
+                "use Debian 12, Ubuntu 24.04 or newer as the host",
+            )
+        planned = plan(self.config, facts)
+        return facts, planned, diff(planned, facts)
+
+    def run_pass(self) -> Outcome:
+        """One pass, then a start of what is stopped, never a restart. Raises AgentError when no pass is possible."""
+        outcome = self.reconcile()
+        failures = outcome.failures
+        # Not under the pass's lock: the start runs prepare@, which makes a pass of its own.
+        for machine in outcome.machines:
+            if machine.stopped:
+                failures += self._start(machine.name)
+        return replace(outcome, failures=failures)
+
+    def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
+        """Bring files to the goal and judge the result. Raises AgentError when that is not possible at all."""
+        started = time.monotonic()
+        with locked(self.system, PASS_LOCK, lock_wait, "another pass of unbounded-agent is still running"):
+            facts, planned, difference = self.look()
+            applied = self._apply(planned, difference)
+            if applied.done:
+                facts, planned, difference = self.look()
+            machines = self.judge(facts, planned, difference)
+            write_history(self.system, {machine.name: machine.conditions for machine in machines})
+        return Outcome(
+            facts=facts,
+            machines=machines,
+            actions=tuple(action.describe() for action in applied.done),
+            failures=applied.failures,
+            duration=time.monotonic() - started,
+            finished=time.time(),
+        )
+
+    def judge(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
+        """The conditions of every configured machine."""
+        history, now = read_history(self.system), time.time()
+        goals = {goal.name: goal for goal in planned.goal.machines}
+        machines = []
+        for machine in sorted(facts.machines, key=lambda each: each.name):
+            goal = goals.get(machine.name)
+            if goal is None:
+                outcome = MachineOutcome(machine.name, self._without_goal(machine.name, planned))
+            else:
+                outcome = self._judge(machine, goal, facts, difference.refused.get(machine.name, ""))
+            conditions = with_transitions(outcome.conditions, history.get(machine.name, ()), now)
+            machines.append(replace(outcome, conditions=conditions))
+        return tuple(machines)
+
+    def _without_goal(self, name: str, planned: Plan) -> tuple[Condition, ...]:
+        if name in planned.held:
+            return readiness.held(planned.held[name])
+        return readiness.without_gpus(self.config.machines[name])
+
+    def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, refused: str) -> MachineOutcome:
+        report = read_report(machine)
+        return MachineOutcome(
+            name=machine.name,
+            conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
+            gpus=tuple(address for grant in goal.grants for address in grant.gpus),
+            pending=readiness.pending(machine, goal, report),
+            stopped=machine.root_exists and machine.unit_state in ("inactive", "failed"),
+            settings_digest=goal.settings_digest,
+        )
+
+    def _start(self, name: str) -> tuple[str, ...]:
+        self.progress(f"start machine {name}")
+        try:
+            self.system.run("systemctl", "start", "--no-block", machine_unit(name))
+        except CommandError as error:
+            return (str(error),)
+        return ()
+
+    def _apply(self, planned: Plan, difference: Difference) -> Applied:
+        if planned.goal.machines:
+            # A Bind= whose source is missing stops the machine from booting.
+            self.system.make_directory(HOST_NVIDIA)
+        for machine in planned.goal.machines:
+            self.system.make_directory(handoff_directory(machine.name))
+        return apply(difference.actions, self.system, self.progress)
+
+
+def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
+    """The machine's report, if it has its form."""
+    if isinstance(machine.report, Absent | Broken | Unseen):
+        return machine.report
+    try:
+        return parse_report(machine.report)
+    except DocumentError as error:
+        return Broken(str(error))

@@ -1,0 +1,53 @@
+"""Put a driver root on disk: complete before it is published, immutable after."""
+
+import os
+
+from agent.errors import ApplyError
+from agent.facts import Library, StagedRoot
+from agent.manifest import render_manifest
+from agent.paths import HOST_NVIDIA, MANIFESTS, STAGING
+from agent.system import FileIdentity, System
+
+MARGIN = 64 << 20
+"""Bytes that must stay free on the file system after staging: the agent's state lies there too."""
+
+
+def stage(root: StagedRoot, system: System) -> None:
+    """Copy (reflink where the file system can), record, then publish by one rename. Raises ApplyError, OSError."""
+    system.make_directory(HOST_NVIDIA)
+    system.make_directory(STAGING)
+    _clear(system)
+    needed = sum(file.size for file in root.files) + MARGIN
+    free = system.free_bytes(STAGING)
+    if free < needed:
+        raise ApplyError(
+            f"{STAGING}: {free >> 20} MiB are free and driver {root.version} needs {needed >> 20} MiB",
+            "free space on that file system",
+        )
+    partial = f"{STAGING}/{root.index}"
+    identities = {}
+    for file in root.files:
+        path = f"{partial}/{file.target}"
+        system.make_directory(os.path.dirname(path))
+        if file.link:
+            system.link(path, file.link)
+        else:
+            identities[file.target] = _copy(file, path, system)
+    for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
+        system.sync_directory(directory)
+    system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root, identities))
+    system.rename(partial, f"{HOST_NVIDIA}/{root.index}")
+
+
+def _copy(file: Library, path: str, system: System) -> FileIdentity:
+    system.copy(file.source, path, 0o755 if file.executable else 0o644)
+    source, copied = system.identity(file.source), system.identity(path)
+    if (source.size, source.mtime_ns) != (file.size, file.mtime_ns) or copied.size != file.size:
+        raise ApplyError(f"{file.source}: changed while it was staged", "the next pass looks again")
+    return copied
+
+
+def _clear(system: System) -> None:
+    """Remove what an interrupted staging left."""
+    for name in system.entries(STAGING):
+        system.remove_tree(f"{STAGING}/{name}")

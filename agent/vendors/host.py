@@ -1,0 +1,11 @@
+"""Every vendor that the host half knows."""
+
+from agent.vendors.nvidia.host import NVIDIA
+from agent.vendors.protocols import HostVendor
+
+HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA,)
+
+
+def host_vendor(name: str) -> HostVendor:
+    """Raises KeyError for a name that no vendor has."""
+    return {vendor.name: vendor for vendor in HOST_VENDORS}[name]

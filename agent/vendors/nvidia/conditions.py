@@ -1,0 +1,141 @@
+"""What the host shows of the NVIDIA driver's readiness, with the next step where something is missing. Pure."""
+
+from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.facts import Absent, Broken, DeviceKind, Driver, Seen, Unseen, VendorFacts
+from agent.goal import Grant
+
+NEEDED_BY_ALL = {
+    DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 0"),
+    DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
+}
+
+
+def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+    """DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
+    driver = facts.driver or Driver(Absent("no driver"), Absent("no driver"), Absent("no driver"))
+    return (
+        _driver_loaded(facts, driver),
+        _devices_present(facts, grant),
+        _libraries_present(driver, grant),
+        _fabric_ready(driver.fabric),
+        _persistence_mode(driver.persistence),
+    )
+
+
+def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
+    kind = ConditionType.DRIVER_LOADED
+    match driver.module_version:
+        case Unseen(why):
+            return unknown(kind, "ObservationFailed", why)
+        case Broken(why):
+            return false(kind, "ModuleBroken", why)
+        case Absent():
+            installed = isinstance(driver.library_version, str)
+            state = f"libraries {driver.library_version} are installed, but the" if installed else "the"
+            return false(
+                kind,
+                "ModuleNotLoaded",
+                f"{state} kernel module nvidia is not loaded; run `modprobe nvidia nvidia_uvm`, and where that fails "
+                "see `dmesg`, install the driver's kernel module for this kernel, or reboot",
+            )
+        case version:
+            return true(kind, "Loaded", f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")
+
+
+def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
+    kind = ConditionType.DEVICES_PRESENT
+    if isinstance(facts.devices, Unseen):
+        return unknown(kind, "ObservationFailed", facts.devices.why)
+    if isinstance(facts.devices, Absent | Broken):
+        return false(kind, "NodesMissing", facts.devices.why)
+    if grant.problems:
+        return false(kind, "GPUNotFound", "; ".join(grant.problems))
+    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
+    unbound = [address for address in grant.gpus if not drivers.get(address)]
+    if unbound:
+        return false(
+            kind, "GPUWithoutDriver", f"no driver is bound to {', '.join(unbound)}; run `modprobe nvidia`, see `dmesg`"
+        )
+    with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.GPU}
+    missing = [address for address in grant.gpus if address not in with_node]
+    if missing:
+        broken = "".join(f"; {problem}" for problem in facts.problems)
+        return false(
+            kind,
+            "NodesMissing",
+            f"no usable /dev/nvidiaN for {', '.join(missing)}; run `nvidia-smi` or `nvidia-modprobe -c N`{broken}",
+        )
+    for needed, (path, command) in NEEDED_BY_ALL.items():
+        if not any(node.kind is needed for node in grant.nodes):
+            return false(kind, "NodesMissing", f"{path} is missing; run `{command}`")
+    return true(kind, "Present", f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs")
+
+
+def _libraries_present(driver: Driver, grant: Grant) -> Condition:
+    kind = ConditionType.LIBRARIES_PRESENT
+    module, library = driver.module_version, driver.library_version
+    if isinstance(library, Unseen):
+        return unknown(kind, "ObservationFailed", library.why)
+    serving = grant.driver_root.version if grant.driver_root else ""
+    if isinstance(library, Absent):
+        wanted = f" {module}" if isinstance(module, str) else ""
+        return false(
+            kind,
+            "NotInstalled",
+            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture; install the driver's user-space "
+            f"libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: libnvidia-compute) and run ldconfig",
+        )
+    if isinstance(library, Broken):
+        return false(kind, "LibrariesBroken", library.why)
+    if isinstance(module, str) and module != library:
+        if serving == module:
+            return true(
+                kind,
+                "ReloadNeeded",
+                f"libraries {library} wait until the kernel module {module} is reloaded or the host rebooted; "
+                f"the machine keeps those of {module}",
+            )
+        return false(
+            kind,
+            "VersionMismatch",
+            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host",
+        )
+    if isinstance(driver.files, Absent | Broken | Unseen):
+        return false(kind, "LibrariesBroken", driver.files.why)
+    return true(kind, "Present", f"{len(driver.files)} files of driver {library}")
+
+
+def _fabric_ready(fabric: Seen[str]) -> Condition:
+    kind = ConditionType.FABRIC_READY
+    match fabric:
+        case Absent(why):
+            return not_applicable(kind, why)
+        case Unseen(why) | Broken(why):
+            return unknown(kind, "ObservationFailed", why)
+        case "active":
+            return true(kind, "FabricManagerActive", "nvidia-fabricmanager.service is active")
+        case "activating" | "reloading":
+            return unknown(kind, "FabricManagerStarting", "nvidia-fabricmanager.service is starting")
+        case state:
+            return false(
+                kind,
+                "FabricManagerNotRunning",
+                f"this host has NVSwitch and nvidia-fabricmanager.service is {state}; CUDA will fail with error 802 "
+                "(SYSTEM_NOT_READY); run `systemctl enable --now nvidia-fabricmanager`",
+            )
+
+
+def _persistence_mode(persistence: Seen[str]) -> Condition:
+    kind = ConditionType.PERSISTENCE_MODE
+    match persistence:
+        case "active":
+            return true(kind, "DaemonActive", "nvidia-persistenced.service is active")
+        case Unseen(why) | Broken(why):
+            return unknown(kind, "ObservationFailed", why)
+        case _:
+            return false(
+                kind,
+                "DaemonNotRunning",
+                "without nvidia-persistenced.service each first use of a GPU initialises it anew; "
+                "run `systemctl enable --now nvidia-persistenced`",
+            )

@@ -1,0 +1,31 @@
+"""NVIDIA on the host: the parts, wired."""
+
+from agent.vendors.nvidia.driver import SERVICES
+from agent.vendors.nvidia.observe import observe_nvidia
+
+from agent.conditions import Condition
+from agent.config import MachineSettings
+from agent.facts import StagedRoot, VendorFacts
+from agent.goal import Grant
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.protocols import Sources
+
+
+class Nvidia:
+    """A HostVendor."""
+
+    name = "nvidia"
+    services = SERVICES
+
+    def observe(self, sources: Sources) -> VendorFacts:
+        return observe_nvidia(sources)
+
+    def grant(self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
+        return grant_nvidia(facts, settings, staged)
+
+    def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+        return nvidia_conditions(facts, grant)
+
+
+NVIDIA = Nvidia()
