@@ -33,6 +33,17 @@ T = TypeVar("T")
 Seen: TypeAlias = T | Absent | Broken | Unseen
 
 
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """Changes whenever a file's content may have."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    executable: bool
+
+
 class DeviceKind(StrEnum):
     """What a device node is for; the names follow NVIDIA's documentation and the kernel's DRM subsystem."""
 
@@ -217,5 +228,7 @@ class Facts:
     next_driver_root_index: int = 0
     """The lowest index that is above every driver root and manifest on disk, whole or not."""
     staged_problems: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
     files: dict[str, FileState] = field(default_factory=dict)
     """By absolute path: every file that the goal may want or the ownership record names."""

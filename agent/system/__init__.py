@@ -7,9 +7,8 @@ import os
 import shutil
 import stat
 import tempfile
-from dataclasses import dataclass
 
-from agent.facts import DeviceNumber
+from agent.facts import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
 
 READ_LIMIT = 4 << 20
@@ -18,17 +17,6 @@ LINK_LIMIT = 40
 """Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
 FICLONE = 0x40049409
 """ioctl_ficlone(2), from linux/fs.h: share the extents of another file."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """Changes whenever a file's content may have."""
-
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    executable: bool
 
 
 class System:

@@ -1,0 +1,13 @@
+# The gate is integration/test; these are short-cuts for hacking.
+PYTHON ?= python3
+
+.PHONY: check lock
+
+check:  ## unit tests, linters and layers, without root and without a VM
+	$(PYTHON) -m pytest
+
+lock:  ## pin the dependencies again (needs uv)
+	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" pyproject.toml -o requirements.lock
+	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \
+		--no-emit-find-links --custom-compile-command "make lock" pyproject.toml --group dev -o requirements-dev.lock

@@ -1,0 +1,69 @@
+"""Every error of the configuration names the file and the key."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.config import load_config
+from agent.errors import ConfigError
+from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.system import System
+from agent.system.commands import Completed
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+def system_with(root: Path, **files: str) -> System:
+    system = System(no_process, str(root))
+    for name, text in files.items():
+        path = CONFIG_FILE if name == "main" else f"{CONFIG_DIRECTORY}/{name}.toml"
+        system.write(path, text.encode())
+    return system
+
+
+def test_defaults(tmp_path: Path) -> None:
+    """One line names a machine; everything else has a default."""
+    config = load_config(system_with(tmp_path, main="[machines.gpu-node]\n"))
+    assert config.machines["gpu-node"].gpus == "all"
+    assert config.metrics.address == "127.0.0.1:9788"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key"),
+        ('[machines."a/b"]', "machines.a/b: 'a/b' is not allowed here"),
+        ('[machines.".."]', "machines...: '..' is not allowed here"),
+        ("[machines.a]\ngpus = 3", "machines.a.gpus: "),
+        ('[machines.a]\ngpus = "count=x"', "machines.a.gpus: "),
+        ('[machines.a]\ngpus = ["nvidia0"]', "machines.a.gpus: "),
+        ('[machines.a]\nrequire_gpus = "yes"', "machines.a.require_gpus: "),
+        ('[machines.a.nspawn.extra.Files]\nBind = "/a\\nBoot=no"', "machines.a.nspawn.extra.Files.Bind: "),
+        ('[metrics]\naddress = "everywhere"\n[machines.a]', "metrics.address: "),
+        ("", "machines: is missing"),
+        ("[machines]", "machines: at least one machine is needed"),
+        ("[machines.a", "not TOML"),
+    ],
+)
+def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(system_with(tmp_path, main=text))
+    assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}") or (
+        named == "not TOML" and f"{CONFIG_FILE}: not TOML" in str(raised.value)
+    )
+
+
+def test_missing_file_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[machines\.NAME\]"):
+        load_config(system_with(tmp_path))
+
+
+def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
+    """Tables merge, later files win, and an error names the file that holds the key."""
+    system = system_with(tmp_path, main='[machines.a]\ngpus = "all"\n', b='[machines.a]\ngpus = "count=2"\n')
+    assert load_config(system).machines["a"].gpus == "count=2"
+    system.write(f"{CONFIG_DIRECTORY}/c.toml", b"[machines.a]\nwrong = 1\n")
+    with pytest.raises(ConfigError, match=rf"{CONFIG_DIRECTORY}/c\.toml: machines\.a\.wrong: unknown key"):
+        load_config(system)

@@ -1,0 +1,77 @@
+"""The door to files: atomic, within its root, and never blocking."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent.system import System
+from agent.system.commands import Completed
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(no_process, str(tmp_path))
+
+
+def test_absolute_links_stay_below_the_root(system: System, tmp_path: Path) -> None:
+    """Debian's alternatives are absolute links: a recorded tree must not be left through them."""
+    system.write("/usr/lib/nvidia/current/libcuda.so.550", b"library")
+    system.link("/etc/alternatives/libcuda", "/usr/lib/nvidia/current/libcuda.so.550")
+    system.link("/usr/lib/libcuda.so.1", "/etc/alternatives/libcuda")
+    assert system.real_path("/usr/lib/libcuda.so.1") == "/usr/lib/nvidia/current/libcuda.so.550"
+    assert system.read("/usr/lib/libcuda.so.1") == b"library"
+    system.link("/escape", "../../../../etc/passwd")
+    with pytest.raises(FileNotFoundError):
+        system.real_path("/escape")
+
+
+def test_link_loops_end(system: System) -> None:
+    system.link("/a", "b")
+    system.link("/b", "a")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.real_path("/a")
+
+
+def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        system.write("/etc/new/file", b"one")
+        system.write("/etc/new/file", b"two", 0o600)
+    finally:
+        os.umask(old)
+    assert system.read("/etc/new/file") == b"two"
+    assert (tmp_path / "etc/new/file").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "etc/new").stat().st_mode & 0o777 == 0o755
+    assert system.entries("/etc/new") == ("file",)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rest(system: System, tmp_path: Path) -> None:
+    (tmp_path / "etc/there").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        system.write("/etc/there", b"a file cannot replace a directory")
+    assert system.entries("/etc") == ("there",)
+
+
+def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        system.read("/fifo")
+
+
+def test_reading_has_a_limit(system: System) -> None:
+    system.write("/large", b"x" * 100)
+    with pytest.raises(OSError, match="larger than 99 bytes"):
+        system.read("/large", limit=99)
+
+
+def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
+    """A hard link in a bound directory could be written through from a machine."""
+    system.write("/source", b"driver" * 1000)
+    system.copy("/source", "/copy", 0o644)
+    (tmp_path / "copy").write_bytes(b"spoiled")
+    assert system.read("/source") == b"driver" * 1000
