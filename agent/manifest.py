@@ -1,0 +1,83 @@
+"""What was staged into a driver root: `MANIFESTS/<index>.json`, written before the root is published."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from agent.errors import DocumentError
+from agent.facts import FileIdentity, Library, StagedRoot
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StagedIdentity:
+    """What must not change in a published copy: writing, replacing and chmod all change one of these."""
+
+    inode: int
+    size: int
+    ctime_ns: int
+
+
+def staged_identity(identity: FileIdentity) -> StagedIdentity:
+    return StagedIdentity(identity.inode, identity.size, identity.ctime_ns)
+
+
+def render_manifest(root: StagedRoot, identities: Mapping[str, FileIdentity]) -> bytes:
+    """The document; `identities` of the copies by target, links have none."""
+    document = {
+        "version": VERSION,
+        "index": root.index,
+        "vendor": root.vendor,
+        "driver_version": root.version,
+        "files": [asdict(file) for file in root.files],
+        "staged": {target: asdict(staged_identity(each)) for target, each in sorted(identities.items())},
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _File(_Model):
+    target: Annotated[str, Field(min_length=1)]
+    source: str
+    link: str
+    size: int
+    mtime_ns: int
+    executable: bool
+
+
+class _Identity(_Model):
+    inode: int
+    size: int
+    ctime_ns: int
+
+
+class _Manifest(_Model):
+    version: Literal[1]
+    index: Annotated[int, Field(ge=0)]
+    vendor: str
+    driver_version: str
+    files: list[_File]
+    staged: dict[str, _Identity]
+
+
+def parse_manifest(path: str, data: bytes) -> tuple[StagedRoot, dict[str, StagedIdentity]]:
+    """The root, and the identities of its copies by target. Raises DocumentError, which names the key."""
+    try:
+        manifest = _Manifest.model_validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise DocumentError(f"{path}: {key}: {first['msg']}", "the driver root is left out and staged anew") from error
+    files = tuple(Library(**each.model_dump()) for each in manifest.files)
+    identities = {target: StagedIdentity(**each.model_dump()) for target, each in manifest.staged.items()}
+    missing = {file.target for file in files if not file.link} ^ set(identities)
+    if missing:
+        raise DocumentError(f"{path}: staged: {min(missing)} is not in both files and staged", "it is staged anew")
+    return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files), identities

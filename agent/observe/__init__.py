@@ -1,0 +1,46 @@
+"""Look at the host: everything afresh in each pass, but for the loader's cache while its file is the same."""
+
+from agent.config import Config
+from agent.facts import Facts, Seen
+from agent.observe.files import observe_files, read_owned
+from agent.observe.loader_cache import Listing, LoaderCache
+from agent.observe.machine import observe_machine
+from agent.observe.staged import observe_staged
+from agent.observe.udev import DeviceSource
+from agent.observe.units import observe_template, observe_units, observe_version
+from agent.paths import machine_unit
+from agent.system import System
+from agent.vendors.host import HOST_VENDORS
+from agent.vendors.protocols import Sources
+
+
+def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache) -> Facts:
+    """One pass. Raises ObservationError where nothing can be planned without the answer; else facts say Unseen."""
+    names = sorted(config.machines)
+    services = [service for vendor in HOST_VENDORS for service in vendor.services]
+    units = observe_units([*map(machine_unit, names), *services], system)
+    listing: Seen[Listing] = loader_cache.read(system)
+    sources = Sources(
+        system=system,
+        architecture=system.architecture(),
+        pci=devices.pci_devices(),
+        drm=devices.drm_devices(),
+        loader_cache=listing.entries if isinstance(listing, Listing) else listing,
+        units={service: units[service].state for service in services},
+    )
+    staged = observe_staged(system)
+    owned, discarded = read_owned(system)
+    skipped = listing.skipped if isinstance(listing, Listing) else 0
+    garbled = f"ldconfig -p: {skipped} lines have an unknown form and were skipped" if skipped else ""
+    return Facts(
+        architecture=sources.architecture,
+        systemd_version=observe_version(system),
+        template_device_allow=observe_template(system),
+        vendors=tuple(vendor.observe(sources) for vendor in HOST_VENDORS),
+        machines=tuple(observe_machine(name, units[machine_unit(name)], system) for name in names),
+        staged=staged.roots,
+        next_driver_root_index=staged.next_index,
+        staged_problems=staged.problems,
+        problems=tuple(problem for problem in (discarded, garbled) if problem),
+        files=observe_files(names, owned, system),
+    )

@@ -1,0 +1,87 @@
+"""The machine's report. Its writer is not trusted: everything is bounded, and nothing in it reaches a terminal raw."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from agent.conditions import Condition, ConditionType, Status
+from agent.errors import DocumentError
+from agent.handoff import SIZE_LIMIT
+from agent.paths import REPORT_NAME
+
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the machine half says about one generation of the handoff."""
+
+    generation: str
+    boot_id: str
+    agent_version: str
+    conditions: tuple[Condition, ...]
+    """Each type at most once."""
+    cdi_devices: tuple[str, ...]
+
+
+def _printable(text: str) -> str:
+    # Also refuses Unicode's format characters, with which one text can look like another.
+    if not text.isprintable():
+        raise ValueError(f"control characters are not allowed: {text[:80]!a}")
+    return text
+
+
+def _distinct(items: list[H]) -> list[H]:
+    if len(set(items)) != len(items):
+        raise ValueError("an item is there twice")
+    return items
+
+
+Printable = AfterValidator(_printable)
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
+Name = Annotated[str, StringConstraints(max_length=255), Printable]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Condition(_Model):
+    type: ConditionType
+    status: Status
+    reason: Word
+    message: Annotated[str, StringConstraints(max_length=2000), Printable]
+
+
+class _Document(_Model):
+    version: Annotated[Literal[1], Field(strict=True)]
+    generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
+    boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]
+    agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
+    conditions: Annotated[list[_Condition], Field(max_length=len(ConditionType))]
+    cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
+
+
+def parse_report(data: bytes) -> Report:
+    """Raises DocumentError, which names the key."""
+    if len(data) > SIZE_LIMIT:
+        raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
+    try:
+        document = _Document.model_validate_json(data)
+    except ValidationError as error:
+        raise DocumentError(f"{REPORT_NAME}: {_sentence(error)}", "the machine's agent writes it anew") from error
+    conditions = tuple(Condition(each.type, each.status, each.reason, each.message) for each in document.conditions)
+    if len({each.type for each in conditions}) != len(conditions):
+        raise DocumentError(f"{REPORT_NAME}: conditions: a type is there twice", "the machine's agent writes it anew")
+    return Report(
+        document.generation, document.boot_id, document.agent_version, conditions, tuple(document.cdi_devices)
+    )
+
+
+def _sentence(error: ValidationError) -> str:
+    """The first problem, without the input: that is the machine's text."""
+    first: Any = error.errors(include_input=False, include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])[:200]
+    return f"{ascii(key)[1:-1] or 'the document'}: {ascii(first['msg'][:200])[1:-1]}"

@@ -1,0 +1,70 @@
+"""Driver roots of ours on disk: only those that are whole and unchanged since they were published count."""
+
+import re
+from dataclasses import dataclass
+
+from agent.errors import DocumentError
+from agent.facts import Absent, StagedRoot
+from agent.manifest import StagedIdentity, parse_manifest, staged_identity
+from agent.paths import HOST_NVIDIA, MANIFESTS
+from agent.system import System
+
+INDEX = re.compile(r"(0|[1-9][0-9]{0,8})(\.json)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What is on disk."""
+
+    roots: tuple[StagedRoot, ...]
+    next_index: int
+    problems: tuple[str, ...]
+
+
+def observe_staged(system: System) -> Staged:
+    """Every manifest, checked against the copies. A broken root is a problem, never an exception."""
+    roots, problems = [], []
+    manifests, trouble = _names(system, MANIFESTS)
+    directories, more = _names(system, HOST_NVIDIA)
+    indices = {int(match[1]) for name in manifests + directories if (match := INDEX.fullmatch(name))}
+    for name in manifests:
+        if not INDEX.fullmatch(name) or not name.endswith(".json"):
+            continue
+        try:
+            roots.append(_root(system, name))
+        except DocumentError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{MANIFESTS}/{name}: {error.strerror}: {error.filename}")
+    return Staged(tuple(sorted(roots)), max(indices, default=-1) + 1, (*trouble, *more, *problems))
+
+
+def _names(system: System, directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The directory's entries; none and a problem when it cannot be listed."""
+    try:
+        return system.entries(directory), ()
+    except FileNotFoundError:
+        return (), ()
+    except OSError as error:
+        return (), (f"{directory}: {error.strerror}",)
+
+
+def _root(system: System, name: str) -> StagedRoot:
+    """Raises DocumentError for a manifest or a root that cannot be used, OSError where looking failed."""
+    path = f"{MANIFESTS}/{name}"
+    root, identities = parse_manifest(path, system.read(path))
+    if name != f"{root.index}.json":
+        raise DocumentError(f"{path}: index {root.index} does not fit the file's name", "it is staged anew")
+    for file in root.files:
+        place = f"{HOST_NVIDIA}/{root.index}/{file.target}"
+        changed = system.read_link(place) != file.link if file.link else _now(system, place) != identities[file.target]
+        if changed:
+            raise DocumentError(f"{place}: missing or changed since it was published", "it is staged anew")
+    return root
+
+
+def _now(system: System, place: str) -> StagedIdentity | Absent:
+    try:
+        return staged_identity(system.identity(place))
+    except (FileNotFoundError, NotADirectoryError):
+        return Absent(place)

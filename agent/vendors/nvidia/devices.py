@@ -1,0 +1,156 @@
+"""NVIDIA's device nodes. They have no sysfs device, so they are looked up in /dev and checked against the kernel.
+
+Nodes stay when the driver goes: one counts only if the driver's major is registered now.
+"""
+
+import re
+from dataclasses import dataclass
+
+from agent.facts import DeviceKind, DeviceNode, DeviceNumber, DrmDevice, Gpu, Seen, Unseen
+from agent.system import System
+from agent.system.looking import why_not
+from agent.vendors.nvidia.capabilities import observe_capabilities
+from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList
+from agent.vendors.protocols import Sources
+
+PROC_DEVICES = "/proc/devices"
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Nodes of one kind, as kernel-open/common/inc/nv-chardev-numbers.h and nvidia-modprobe number them."""
+
+    kind: DeviceKind
+    pattern: re.Pattern[str]
+    """Of the path below its directory; a group is the minor number."""
+    registered: tuple[str, ...]
+    """Names in /proc/devices, the first one there counts."""
+    minor: int | None = None
+    """None: the number in the node's name."""
+
+
+FRONTEND = ("nvidia", "nvidia-frontend")
+"""nvidia-frontend up to 535; since 545 control and modeset also have lines of their own."""
+RULES = {
+    "/dev": (
+        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]+)"), FRONTEND),
+        Rule(DeviceKind.CONTROL, re.compile(r"nvidiactl"), ("nvidiactl", *FRONTEND), 255),
+        Rule(DeviceKind.MODESET, re.compile(r"nvidia-modeset"), ("nvidia-modeset", *FRONTEND), 254),
+        Rule(DeviceKind.UVM, re.compile(r"nvidia-uvm"), ("nvidia-uvm",), 0),
+        Rule(DeviceKind.UVM_TOOLS, re.compile(r"nvidia-uvm-tools"), ("nvidia-uvm",), 1),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitchctl"), ("nvidia-nvswitch",), 255),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]+)"), ("nvidia-nvswitch",)),
+        Rule(DeviceKind.NVLINK, re.compile(r"nvidia-nvlink"), ("nvidia-nvlink",), 0),
+    ),
+    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]+)"), ("nvidia-caps",)),),
+    "/dev/nvidia-caps-imex-channels": (
+        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]+)"), ("nvidia-caps-imex-channels",)),
+    ),
+}
+
+
+def parse_majors(text: str) -> dict[str, int]:
+    """Majors by name, of the character devices in /proc/devices. A name is a whole word, one major may have several."""
+    _, _, section = text.partition("Character devices:\n")
+    section, _, _ = section.partition("\nBlock devices:")
+    majors: dict[str, int] = {}
+    for line in section.splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdecimal() and name:
+            majors.setdefault(name, int(number))
+    return majors
+
+
+def observe_devices(sources: Sources, listed: GpuList) -> tuple[Seen[tuple[DeviceNode, ...]], tuple[str, ...]]:
+    """Every usable node, and a sentence for each that must not be granted. Unseen as a whole when any look failed."""
+    drm = sources.drm
+    if listed.unseen:
+        return Unseen(listed.unseen), ()
+    if not isinstance(drm, tuple):
+        return Unseen(drm.why), ()
+    try:
+        text = sources.system.read_text(PROC_DEVICES)
+        looker = _Looker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
+        nodes = [node for directory in RULES for node in looker.directory(directory)]
+        nodes += [node for device in drm if (node := looker.drm(device))]
+    except OSError as error:
+        return Unseen(why_not(error.filename or PROC_DEVICES, error).why), ()
+    kinds = list(DeviceKind)
+    ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
+    return tuple(ordered), tuple(looker.problems)
+
+
+class _Looker:
+    """Looks at nodes one by one and collects problems; raises OSError for anything but a node that went away."""
+
+    def __init__(
+        self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
+    ) -> None:
+        self.problems: list[str] = []
+        self._system = system
+        self._majors = majors
+        self._capabilities = capabilities
+        self._by_minor = {each.minor: each for each in gpus if each.minor is not None}
+        self._by_address = {each.pci_address: each for each in gpus if each.driver == KERNEL_DRIVER}
+
+    def directory(self, directory: str) -> list[DeviceNode]:
+        """The nodes of one directory; none when there is no such directory."""
+        try:
+            names = self._system.entries(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for name in names:
+            if not name.isprintable() and name.startswith(("nvidia", "channel")):
+                self.problems.append(f"{directory}/: the name {name!a} has characters that no device's name has")
+                continue
+            for rule in RULES[directory]:
+                match = rule.pattern.fullmatch(name)
+                node = self._node(f"{directory}/{name}", rule, match) if match else None
+                if node:
+                    found.append(node)
+        return found
+
+    def drm(self, device: DrmDevice) -> DeviceNode | None:
+        """The DRM node, if it belongs to a GPU that NVIDIA's driver drives."""
+        gpu = self._by_address.get(device.pci_address)
+        if gpu is None:
+            return None
+        kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+        number = self._number(device.path, ("drm",))
+        return DeviceNode(device.path, kind, number, gpu.pci_address) if number else None
+
+    def _node(self, path: str, rule: Rule, match: re.Match[str]) -> DeviceNode | None:
+        wanted = int(match[1]) if rule.minor is None else rule.minor
+        number = self._number(path, rule.registered, wanted)
+        if number is None:
+            return None
+        if rule.kind is DeviceKind.CAPABILITY:
+            name = self._capabilities.get(wanted)
+            # Without an entry it is a destroyed MIG instance's node: normal, and nobody's right any more.
+            return DeviceNode(path, rule.kind, number, capability=name) if name else None
+        if rule.kind is not DeviceKind.GPU:
+            return DeviceNode(path, rule.kind, number)
+        gpu = self._by_minor.get(wanted)
+        if gpu is None:
+            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; the node was left behind")
+            return None
+        return DeviceNode(path, rule.kind, number, gpu.pci_address)
+
+    def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
+        """The node's numbers if they are those of the driver that is loaded now; else None and a problem."""
+        try:
+            number = self._system.device(path)
+        except FileNotFoundError:
+            return None
+        major = next((self._majors[name] for name in registered if name in self._majors), None)
+        if number is None:
+            self.problems.append(f"{path}: not a character device")
+        elif major is None:
+            self.problems.append(f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})")
+        elif number.major != major or (minor is not None and number.minor != minor):
+            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
+            self.problems.append(f"{path}: is {number.major}:{number.minor}, the driver has {wanted}; make it anew")
+        else:
+            return number
+        return None

@@ -1,0 +1,60 @@
+"""NVIDIA's driver on the host: the loaded module, the user space beside it, and its services."""
+
+import re
+
+from agent.facts import Absent, Broken, DeviceKind, DeviceNode, Driver, Seen, Unseen
+from agent.system import System
+from agent.system.looking import look
+from agent.vendors.nvidia.gpus import has_nvswitch
+from agent.vendors.nvidia.libraries import UserSpace
+from agent.vendors.protocols import Sources
+
+MODULE_VERSION = "/sys/module/nvidia/version"
+PROC_VERSION = "/proc/driver/nvidia/version"
+VERSION = re.compile(r"[0-9]+\.[0-9.]*[0-9]")
+"""In PROC_VERSION the first such token of the first line: the text before it differs between the two flavours."""
+
+PERSISTENCE_UNIT = "nvidia-persistenced.service"
+FABRIC_UNIT = "nvidia-fabricmanager.service"
+SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
+
+
+def observe_driver(
+    sources: Sources, module: Seen[str], user_space: UserSpace, nodes: Seen[tuple[DeviceNode, ...]]
+) -> Driver:
+    """What is loaded, what is installed, and what runs."""
+    return Driver(
+        module_version=module,
+        library_version=user_space.version,
+        files=user_space.files,
+        fabric=_fabric(sources, nodes),
+        persistence=sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for")),
+    )
+
+
+def observe_module(system: System) -> Seen[str]:
+    """The loaded module's version; Absent when it is not loaded."""
+    text = look(system.read_text, MODULE_VERSION)
+    if isinstance(text, str):
+        version = text.strip()
+        return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: {version[:80]!a}")
+    if not isinstance(text, Absent):
+        return text
+    text = look(system.read_text, PROC_VERSION)
+    if isinstance(text, Absent):
+        return Absent("the kernel module nvidia is not loaded")
+    if not isinstance(text, str):
+        return text
+    match = VERSION.search(text.partition("\n")[0])
+    return match[0] if match else Broken(f"{PROC_VERSION}: no version in {text[:80]!a}")
+
+
+def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
+    by_node = isinstance(nodes, tuple) and any(node.kind is DeviceKind.NVSWITCH for node in nodes)
+    if not by_node and not has_nvswitch(sources.pci):
+        return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
+    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not asked for"))
+    if isinstance(state, Absent):
+        # Absent is kept for hosts that need no fabric manager; here the GPUs cannot be used without it.
+        return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
+    return state

@@ -1,0 +1,198 @@
+"""The driver's user-space files: which belong into a driver root, and where in it.
+
+The loader's cache says which libraries there are; their real files may lie elsewhere (Debian: behind absolute
+links of the alternatives system) and beside others that the cache does not list. One driver version only.
+"""
+
+import os.path
+import re
+from dataclasses import dataclass, field
+
+from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
+from agent.system import System
+from agent.system.looking import why_not
+from agent.vendors.protocols import Sources
+
+TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
+"""Debian's multiarch names; the layout of a driver root is the same whatever the host's is."""
+SETS = {"x86_64": ("x86_64", "i686"), "aarch64": ("aarch64",)}
+"""The native architecture, then the 32-bit set that its driver package may bring."""
+
+LIBRARY = re.compile(
+    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
+    r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
+)
+"""As in libnvidia-container's nvc_info.c, but for its own libraries and nvidia-settings' toolkit parts."""
+DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
+"""Such as 550.163.01, against a soname's 1 and an external platform library's 1.1.18."""
+
+BINARIES = (
+    "nvidia-smi",
+    "nvidia-debugdump",
+    "nvidia-persistenced",
+    "nvidia-cuda-mps-control",
+    "nvidia-cuda-mps-server",
+    "nvidia-imex",
+    "nvidia-imex-ctl",
+)
+BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+
+
+@dataclass(frozen=True, slots=True)
+class UserSpace:
+    """The files of one version."""
+
+    version: Seen[str]
+    files: Seen[tuple[Library, ...]]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Found:
+    """What one architecture's part of the loader's cache leads to."""
+
+    architecture: str
+    files: dict[str, str] = field(default_factory=dict)
+    """Real path by name; of two with one name the one that the loader takes first."""
+    links: set[str] = field(default_factory=set)
+    """Names by which libraries are looked for: sonames and development links."""
+
+    def versions(self, stem: str) -> list[str]:
+        """Driver versions of one library, in the loader's order."""
+        return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
+
+
+def observe_user_space(sources: Sources, module: str) -> UserSpace:
+    """Of the version that `module` (or an empty string) names if that is installed, else of the loader's choice."""
+    cache = sources.loader_cache
+    if not isinstance(cache, tuple):
+        return UserSpace(cache, cache)
+    problems: list[str] = []
+    try:
+        found = [_search(sources.system, cache, architecture, problems) for architecture in SETS[sources.architecture]]
+        version = _choose(found[0], module)
+        if not isinstance(version, str):
+            return UserSpace(version, version, tuple(problems))
+        files = [file for each in found for file in _libraries(sources.system, each, version)]
+        files += _binaries(sources.system)
+    except OSError as error:
+        unseen = Unseen(why_not(error.filename or "the driver's libraries", error).why)
+        return UserSpace(unseen, unseen, tuple(problems))
+    return UserSpace(version, tuple(files), tuple(problems))
+
+
+def _choose(found: _Found, module: str) -> Seen[str]:
+    installed = [*found.versions("libcuda"), *found.versions("libnvidia-ml")]
+    if not installed and found.links:
+        return Broken("the loader's cache names NVIDIA's libraries, but libcuda and libnvidia-ml are not among them")
+    if not installed:
+        return Absent("no library of NVIDIA's driver is in the loader's cache")
+    return module if module in installed else installed[0]
+
+
+def _search(system: System, cache: tuple[CacheEntry, ...], architecture: str, problems: list[str]) -> _Found:
+    """Raises OSError where looking failed."""
+    found = _Found(architecture)
+    directories: dict[str, None] = {}
+    # libcuda's directory first: it has the complete set.
+    entries = sorted(
+        (each for each in cache if each.architecture == architecture and _ours(each)),
+        key=lambda each: _stem(each.soname) != "libcuda",
+    )
+    for entry in entries:
+        try:
+            real = system.real_path(entry.path)
+        except (FileNotFoundError, NotADirectoryError):
+            problems.append(f"{entry.path}: leads to no file; reinstall the driver's libraries and run ldconfig")
+            continue
+        if not real.isprintable():
+            problems.append(f"{real!a}: the path has characters that no library's path has")
+            continue
+        found.links.add(entry.soname)
+        _add(system, found, real)
+        directories[os.path.dirname(real)] = None
+    for directory in directories:
+        for place in (directory, f"{directory}/vdpau"):
+            _scan(system, found, place, problems)
+    return found
+
+
+def _ours(entry: CacheEntry) -> bool:
+    # A library for newer processors only would be taken for all of them in the driver root.
+    return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
+
+
+def _scan(system: System, found: _Found, directory: str, problems: list[str]) -> None:
+    """Add what lies beside the libraries that the cache lists."""
+    try:
+        names = system.entries(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        if not name.isprintable() and name.startswith(("libnvidia-", "libcuda")):
+            problems.append(f"{directory}: the name {name!a} has characters that no library's name has")
+        elif not LIBRARY.fullmatch(name):
+            continue
+        elif system.read_link(f"{directory}/{name}") is None:
+            if _version(name):
+                _add(system, found, f"{directory}/{name}")
+        elif not _version(name):
+            found.links.add(name)
+
+
+def _add(system: System, found: _Found, real: str) -> None:
+    name = os.path.basename(real)
+    if LIBRARY.fullmatch(name) and system.is_file(real):
+        found.files.setdefault(name, real)
+
+
+def _libraries(system: System, found: _Found, version: str) -> list[Library]:
+    """Files of the version, and files that have a numbering of their own, with the links that name them."""
+    by_target: dict[str, Library] = {}
+    chosen = {name: real for name, real in found.files.items() if _version(name) in ("", version)}
+    for name, real in sorted(chosen.items()):
+        target = _target(found.architecture, name)
+        by_target[target] = _file(system, target, real)
+    # By stem: with two versions side by side the links on the host lead to the other one.
+    by_stem = {_stem(name): name for name in sorted(chosen)}
+    for link in sorted(found.links):
+        named = by_stem.get(_stem(link))
+        if named and not _version(link):
+            target = _target(found.architecture, link)
+            by_target.setdefault(target, Library(target, "", link=named))
+    return list(by_target.values())
+
+
+def _binaries(system: System) -> list[Library]:
+    """The first executable file of each name; their names have no version, packages install one at a time."""
+    found = []
+    for name in BINARIES:
+        for directory in BINARY_DIRECTORIES:
+            path = f"{directory}/{name}"
+            if system.is_file(path) and system.identity(path).executable:
+                found.append(_file(system, f"usr/bin/{name}", system.real_path(path)))
+                break
+    return found
+
+
+def _file(system: System, target: str, real: str) -> Library:
+    identity = system.identity(real)
+    return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
+
+
+def _target(architecture: str, name: str) -> str:
+    # libvdpau looks for its drivers in a directory of their own, wherever the host keeps the real file.
+    directory = "vdpau/" if name.startswith("libvdpau_") else ""
+    return f"usr/lib/{TRIPLETS[architecture]}/{directory}{name}"
+
+
+def _stem(name: str) -> str:
+    match = LIBRARY.fullmatch(name)
+    return match["stem"] if match else ""
+
+
+def _version(name: str) -> str:
+    """The driver version in a file's name; empty for a soname, or a numbering of its own."""
+    match = LIBRARY.fullmatch(name)
+    version = (match and match["version"]) or ""
+    return version if DRIVER_VERSION.fullmatch(version) else ""

@@ -1,0 +1,23 @@
+"""Look at everything of NVIDIA on a host."""
+
+from agent.facts import VendorFacts
+from agent.vendors.nvidia.devices import observe_devices
+from agent.vendors.nvidia.driver import observe_driver, observe_module
+from agent.vendors.nvidia.gpus import observe_gpus
+from agent.vendors.nvidia.libraries import observe_user_space
+from agent.vendors.protocols import Sources
+
+
+def observe_nvidia(sources: Sources) -> VendorFacts:
+    """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    module = observe_module(sources.system)
+    listed = observe_gpus(sources.system, sources.pci)
+    devices, of_devices = observe_devices(sources, listed)
+    user_space = observe_user_space(sources, module if isinstance(module, str) else "")
+    return VendorFacts(
+        vendor="nvidia",
+        gpus=listed.gpus,
+        devices=devices,
+        driver=observe_driver(sources, module, user_space, devices),
+        problems=(*listed.problems, *of_devices, *user_space.problems),
+    )
