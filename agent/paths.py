@@ -52,6 +52,16 @@ def handoff_directory(machine: str) -> str:
     return f"{MACHINES_STATE}/{machine}/handoff"
 
 
+def handoff_file(machine: str) -> str:
+    """What the machine half acts on."""
+    return f"{handoff_directory(machine)}/{HANDOFF_NAME}"
+
+
+def machine_files(machine: str) -> tuple[str, str, str]:
+    """Every file of ours that belongs to one machine."""
+    return (nspawn_file(machine), unit_drop_in(machine), handoff_file(machine))
+
+
 def report_directory(machine: str) -> str:
     """A small tmpfs of its own, bound into the machine at MACHINE_REPORT_DIRECTORY."""
     return f"{MACHINES_RUNTIME}/{machine}/report"

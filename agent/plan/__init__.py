@@ -7,7 +7,7 @@ from agent.config import Config, MachineSettings
 from agent.facts import UNSTAGED, Absent, DeviceNode, Facts, StagedRoot
 from agent.goal import Goal, Grant, MachineGoal, OwnedFile
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
-from agent.paths import HANDOFF_NAME, MACHINE_HOST_NVIDIA, handoff_directory, nspawn_file, unit_drop_in
+from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.drop_in import render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
 from agent.vendors.host import host_vendor
@@ -62,9 +62,7 @@ class _Roots:
 
 
 def _ours(facts: Facts, machine: str) -> bool:
-    return any(
-        path in facts.files and facts.files[path].owned for path in (nspawn_file(machine), unit_drop_in(machine))
-    )
+    return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
 
 
 def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) -> MachineGoal:
@@ -82,7 +80,7 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) 
         nspawn=OwnedFile(nspawn_file(name), nspawn),
         drop_in=OwnedFile(unit_drop_in(name), drop_in),
         handoff=handoff,
-        handoff_file=OwnedFile(f"{handoff_directory(name)}/{HANDOFF_NAME}", render_handoff(handoff)),
+        handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
         settings_digest=hashlib.sha256(nspawn + b"\0" + drop_in).hexdigest(),
     )
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.goal import MachineGoal, OwnedFile
-from agent.paths import NSPAWN, STATE, UNITS
+from agent.paths import STATE, UNITS, machine_files
 from agent.plan import Plan
 
 
@@ -62,13 +62,11 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | None:
 def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     """Owned files that no machine wants any more; those of a machine that is held stay."""
     wanted = {file.path for file in plan.goal.files()}
-    held = tuple(f"{NSPAWN}/{name}.nspawn" for name in plan.held) + tuple(
-        f"{UNITS}/systemd-nspawn@{name}.service.d/" for name in plan.held
-    )
+    wanted |= {path for name in plan.held for path in machine_files(name)}
     return [
         RemoveFile(path)
         for path, state in sorted(facts.files.items())
-        if state.owned and path not in wanted and not path.startswith(held) and not isinstance(state.content, Absent)
+        if state.owned and path not in wanted and not isinstance(state.content, Absent)
     ]
 
 

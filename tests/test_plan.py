@@ -1,0 +1,192 @@
+"""The goal is a pure function of configuration and facts."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.actions import ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.config import Config, MachineSettings
+from agent.facts import DeviceKind, Facts, FileState, Unseen, VendorFacts
+from agent.paths import nspawn_file, unit_drop_in
+from agent.plan import plan
+from agent.plan.diff import diff
+from agent.plan.drop_in import quote
+from agent.plan.nspawn import bindable, escape
+from tests.example import facts, node, nvidia, staged
+
+CONFIG = Config(machines={"gpu-node": MachineSettings()})
+
+
+def configured(**settings: object) -> Config:
+    return Config.model_validate({"machines": {"gpu-node": settings}})
+
+
+def bound(config: Config, seen: Facts) -> set[str]:
+    machine = plan(config, seen).goal.machines[0]
+    lines = machine.nspawn.content.decode().splitlines()
+    return {line.removeprefix("Bind=") for line in lines if line.startswith("Bind=/dev/nvidia")}
+
+
+def test_order_of_facts_does_not_matter() -> None:
+    """Sources list in any order; the bytes on disk must not follow."""
+    vendor = nvidia(8)
+    devices = list(vendor.devices) if isinstance(vendor.devices, tuple) else []
+    gpus = list(vendor.gpus)
+    generator = random.Random(1)
+    wanted = plan(CONFIG, facts(vendor)).goal
+    for _ in range(20):
+        generator.shuffle(devices)
+        generator.shuffle(gpus)
+        assert plan(CONFIG, facts(replace(vendor, devices=tuple(devices), gpus=tuple(gpus)))).goal == wanted
+
+
+def test_privileges_are_opt_in() -> None:
+    """MIG configuration, MIG monitoring and IMEX channels are privileges; a MIG instance of a granted GPU is not."""
+    plain = bound(CONFIG, facts())
+    assert "/dev/nvidia-caps/nvidia-cap30" in plain
+    assert not plain & {"/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"}
+    assert "/dev/nvidia-caps-imex-channels/channel0" not in plain
+    assert "/dev/nvidia-caps/nvidia-cap1" in bound(configured(mig_config=True), facts())
+    assert "/dev/nvidia-caps/nvidia-cap2" in bound(configured(mig_monitor=True), facts())
+    assert "/dev/nvidia-caps-imex-channels/channel0" in bound(configured(imex_channels=True), facts())
+
+
+@pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])
+def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
+    found = bound(configured(gpus=gpus), facts())
+    assert "/dev/nvidia0" in found
+    assert not found & {"/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-nvswitchctl"}
+
+
+def test_a_gpu_of_another_driver_is_left_alone() -> None:
+    """vfio-pci means that somebody gave the GPU to a virtual machine."""
+    vendor = nvidia()
+    taken = replace(vendor, gpus=(replace(vendor.gpus[0], driver="vfio-pci"), vendor.gpus[1]))
+    assert "/dev/nvidia0" not in bound(CONFIG, facts(taken))
+
+
+def test_the_drop_in_resets_the_list_and_repeats_the_template() -> None:
+    """An empty DeviceAllow= first: a snapshot of systemctl set-property would stay allowed otherwise."""
+    drop_in = plan(CONFIG, facts()).goal.machines[0].drop_in.content.decode()
+    allowed = [line for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
+    assert allowed[:3] == ["DeviceAllow=", "DeviceAllow=/dev/net/tun rwm", "DeviceAllow=char-pts rw"]
+    assert "DeviceAllow=/dev/kmsg rw" in allowed
+    assert "DeviceAllow=/dev/char/195:255 rw" in allowed
+    assert not [line for line in allowed if line.endswith("nvidia0 rw")]
+    assert "rwm" not in "".join(allowed[3:])
+
+
+def test_unseen_devices_change_nothing() -> None:
+    """Fail static: a failed look is not an empty list."""
+    seen = facts(VendorFacts("nvidia", devices=Unseen("/dev: permission denied")))
+    planned = plan(CONFIG, seen)
+    assert planned.held == {"gpu-node": "/dev: permission denied"}
+    owned = {path: FileState(b"old", owned=True) for path in seen.files}
+    assert diff(planned, replace(seen, files=owned)).actions == ()
+
+
+def test_no_gpu_is_skipped_and_said() -> None:
+    seen = facts(VendorFacts("nvidia"))
+    planned = plan(CONFIG, seen)
+    assert planned.skipped == {"gpu-node": "no GPU on this host"}
+    assert diff(planned, seen).actions == ()
+
+
+def test_gpus_that_are_gone_are_taken_back() -> None:
+    """The machine stays configured, without nodes, when its last GPU goes."""
+    seen = facts(VendorFacts("nvidia"))
+    path = nspawn_file("gpu-node")
+    seen = replace(seen, files={**seen.files, path: FileState(b"with GPUs", owned=True)})
+    actions = diff(plan(CONFIG, seen), seen).actions
+    written = {action.path: action.content for action in actions if isinstance(action, WriteFile)}
+    assert b"nvidia0" not in written[path]
+
+
+def test_steps_come_in_an_order_that_is_safe() -> None:
+    """Settings before the reload that reads them, driver roots before the handoff that names them."""
+    seen = facts()
+    kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
+    assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile]
+
+
+def test_nothing_to_do_is_nothing() -> None:
+    seen = facts()
+    goal = plan(CONFIG, seen).goal
+    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
+    after = staged(goal.driver_roots[0], replace(seen, files=files))
+    assert diff(plan(CONFIG, after), after).actions == ()
+
+
+def test_a_foreign_file_is_refused_with_advice() -> None:
+    """A user's own .nspawn file is never overwritten, and nothing else of that machine is written."""
+    seen = facts()
+    path = nspawn_file("gpu-node")
+    seen = replace(seen, files={**seen.files, path: FileState(b"[Exec]\nBoot=yes\n", owned=False)})
+    found = diff(plan(CONFIG, seen), seen)
+    assert path in found.refused["gpu-node"]
+    assert "machines.gpu-node.nspawn" in found.refused["gpu-node"]
+    assert not [action for action in found.actions if isinstance(action, WriteFile | ReloadUnits)]
+
+
+def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
+    """Ownership is the record, so only recorded files go."""
+    seen = facts()
+    gone, foreign = unit_drop_in("old"), nspawn_file("foreign")
+    seen = replace(
+        seen, files={**seen.files, gone: FileState(b"ours", owned=True), foreign: FileState(b"theirs", owned=False)}
+    )
+    actions = diff(plan(CONFIG, seen), seen).actions
+    assert [action for action in actions if isinstance(action, RemoveFile)] == [RemoveFile(gone)]
+    assert ReloadUnits() in actions
+
+
+def test_the_driver_root_follows_the_loaded_module() -> None:
+    """After an upgrade of the libraries, the set of the loaded module keeps serving."""
+    seen = facts()
+    first = plan(CONFIG, seen).goal.driver_roots[0]
+    vendor = nvidia()
+    assert vendor.driver is not None
+    upgraded = replace(vendor, driver=replace(vendor.driver, library_version="580.1"))
+    after = plan(CONFIG, staged(first, facts(upgraded))).goal
+    assert after.driver_roots == (first,)
+    reloaded = replace(vendor, driver=replace(vendor.driver, library_version="580.1", module_version="580.1"))
+    assert plan(CONFIG, staged(first, facts(reloaded))).goal.driver_roots[0].index == first.index + 1
+
+
+def test_an_unusual_node_is_refused_by_name_and_holds_up_nothing() -> None:
+    vendor = nvidia()
+    assert isinstance(vendor.devices, tuple)
+    odd = node("/dev/nvidia1\nBoot=no", DeviceKind.GPU, 195, 1, "0000:02:00.0")
+    machine = plan(CONFIG, facts(replace(vendor, devices=(*vendor.devices, odd)))).goal.machines[0]
+    assert "Boot=no" not in machine.nspawn.content.decode()
+    assert any(r"/dev/nvidia1\nBoot=no" in problem for grant in machine.grants for problem in grant.problems)
+
+
+@given(st.text(max_size=40))
+def test_bind_paths_survive_their_escape(name: str) -> None:
+    """parse(render(x)) == x for systemd's rule: a backslash takes the next character as it is, a colon separates."""
+    path = f"/dev/{name}"
+    if not bindable(path):
+        return
+    parts, current, characters = [], "", iter(escape(path))
+    for character in characters:
+        if character == "\\":
+            current += next(characters)
+        elif character == ":":
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    assert [*parts, current] == [path]
+    assert "\n" not in escape(path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40))
+def test_quoted_values_survive(value: str) -> None:
+    """Unquoting and expanding %% gives the value back (systemd.syntax(7))."""
+    inner = quote(value)[1:-1]
+    assert inner.replace("%%", "%").replace('\\"', '"').replace("\\\\", "\\") == value or "\\" in value
+    assert not inner.replace("%%", "").count("%")
