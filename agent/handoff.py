@@ -21,6 +21,9 @@ ACCEPTED_VERSIONS = (1,)
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
+MESSAGE_LIMIT = 2000
+"""Characters of a condition's message."""
+
 V = TypeVar("V")
 
 
@@ -120,6 +123,11 @@ def render_report(
 def _one_line(text: str) -> str:
     """The host half refuses control characters (and surrogates, which are no JSON text)."""
     return "".join(each if each.isprintable() else " " for each in text[:2000])
+
+
+def one_line(text: str) -> str:
+    """What a condition's message may hold: the words of a tool's output without line breaks and control characters."""
+    return "".join(each if each.isprintable() else " " for each in " ".join(text.split()))[:MESSAGE_LIMIT]
 
 
 def _request(where: str, document: dict[str, Any]) -> Request:
