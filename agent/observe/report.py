@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
@@ -56,7 +56,7 @@ class _Condition(_Model):
 
 
 class _Document(_Model):
-    version: Annotated[Literal[1], Field(strict=True)]
+    version: Annotated[int, Field(strict=True, ge=1, le=1)]
     generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
     boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]
     agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
