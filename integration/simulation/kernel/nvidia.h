@@ -1,0 +1,53 @@
+/* SPDX-License-Identifier: GPL-2.0 OR MIT */
+/* Simulation: what the files of the stand-in nvidia.ko, and the modules that depend on it, share. */
+#ifndef SIMULATED_NVIDIA_H
+#define SIMULATED_NVIDIA_H
+
+#include <linux/list.h>
+#include <linux/notifier.h>
+#include <linux/pci.h>
+#include <linux/proc_fs.h>
+#include <linux/types.h>
+
+/* kernel-open/common/inc/nv-chardev-numbers.h of NVIDIA's open modules */
+#define NVIDIA_MAJOR 195
+#define NVIDIA_GPU_MINORS 248
+#define NVIDIA_MODESET_MINOR 254
+#define NVIDIA_CTL_MINOR 255
+
+struct nvidia_gpu {
+	struct list_head list;
+	struct pci_dev *pdev;
+	struct proc_dir_entry *proc;
+	unsigned int minor;
+	unsigned int opens;
+	bool initialised; /* a GPU is initialised by its first open; before that its UUID is unknown */
+};
+
+/* Events for nvidia-drm: data is the struct pci_dev. */
+enum { NVIDIA_GPU_ADDED, NVIDIA_GPU_REMOVED };
+
+int nvidia_gpu_open(unsigned int minor);
+void nvidia_gpu_release(unsigned int minor);
+int nvidia_gpus_register(void);
+void nvidia_gpus_unregister(void);
+
+/* Announces every bound GPU to the notifier before it returns, later ones as they come. */
+int nvidia_gpu_notify(struct notifier_block *block);
+void nvidia_gpu_unnotify(struct notifier_block *block);
+
+int nvidia_chardev_register(void);
+void nvidia_chardev_unregister(void);
+/* Before 545 minor 254 belongs to nvidia.ko's front end, and opens only while nvidia-modeset is loaded. */
+void nvidia_modeset_present(bool present);
+
+int nvidia_procfs_register(void);
+void nvidia_procfs_unregister(void);
+void nvidia_procfs_add_gpu(struct nvidia_gpu *gpu);
+void nvidia_procfs_remove_gpu(struct nvidia_gpu *gpu);
+
+int nvidia_capabilities_register(void);
+void nvidia_capabilities_unregister(void);
+unsigned int nvidia_imex_channels(void);
+
+#endif
