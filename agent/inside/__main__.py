@@ -1,0 +1,162 @@
+"""The machine half: `python3 -m agent.inside` reads the handoff, settles the machine, and reports.
+
+Started by unbounded-agent-gpu.service. Exit code 0 when a report was written or there is no handoff, else 1: what is
+not as it should be in the machine is said by the report's conditions.
+"""
+
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from agent import __version__
+from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
+from agent.errors import AgentError, ApplyError
+from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
+from agent.inside.devices import check_devices
+from agent.inside.libraries import link_libraries
+from agent.inside.notes import Notes, Owned
+from agent.inside.runtime import check_active, configure_runtime
+from agent.inside.spec import Published, publish_spec
+from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
+from agent.system import System
+from agent.system.machine_runner import machine_runner
+from agent.vendors.machine import MACHINE_VENDORS
+from agent.vendors.machine_protocol import MachineVendor
+
+HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
+REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
+# nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so that it tells the
+# machine's boots apart, not the host's.
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+ROUNDS = 5
+"""systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
+
+log = logging.getLogger("unbounded-agent")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one request came to."""
+
+    conditions: tuple[Condition, ...]
+    devices: tuple[str, ...] = ()
+
+
+def main() -> int:
+    """Until the generation that was reported is the one that the host publishes."""
+    # systemd takes the level from the prefix, sd-daemon(3).
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    system = System(machine_runner)
+    try:
+        return run(system)
+    except (AgentError, OSError) as error:
+        log.error("%s", error)
+        return 1
+
+
+def run(system: System) -> int:
+    """Raises AgentError or OSError when no report can be written."""
+    reported = ""
+    for _ in range(ROUNDS):
+        try:
+            handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+        except FileNotFoundError:
+            log.info("no handoff: this machine is not configured on its host")
+            return 0
+        if handoff.generation == reported:
+            break
+        outcome = settle(system, handoff)
+        report(system, handoff, outcome)
+        reported = handoff.generation
+    return 0
+
+
+def settle(system: System, handoff: Handoff) -> Outcome:
+    """Every request's steps; conditions of several requests are merged, the worst one counts."""
+    notes, owned = Notes(system), Owned(system)
+    vendors = {vendor.name: vendor for vendor in MACHINE_VENDORS}
+    outcomes = [
+        _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff)
+        for request in handoff.requests
+    ]
+    return Outcome(
+        _worst(condition for outcome in outcomes for condition in outcome.conditions),
+        tuple(device for outcome in outcomes for device in outcome.devices),
+    )
+
+
+def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
+    """Also the heartbeat: written in every run, whether or not something changed."""
+    for each in outcome.conditions:
+        level = logging.INFO if each.status is Status.TRUE else logging.WARNING
+        log.log(level, "%s %s %s: %s", each.type, each.status, each.reason, each.message)
+    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
+        raise ApplyError(
+            f"{MACHINE_REPORT_DIRECTORY} is missing, so that nothing can be reported",
+            "it is bound in by the host: `unbounded-agent apply` there, then restart the machine",
+        )
+    boot_id = system.read_text(BOOT_ID).strip()
+    document = render_report(handoff.generation, outcome.conditions, outcome.devices, boot_id, __version__)
+    system.write(REPORT, document)
+
+
+def _settle_request(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor | None, request: Request, handoff: Handoff
+) -> Outcome:
+    if vendor is None:
+        message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
+        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
+    generation = handoff.generation
+    conditions = [
+        _attempt(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation)),
+        _attempt(ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)),
+    ]
+    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
+
+    def publish() -> Condition:
+        nonlocal published
+        published = publish_spec(system, notes, owned, vendor, request, generation)
+        return published.condition
+
+    conditions.append(_attempt(ConditionType.CDI_SPEC_CURRENT, publish))
+    conditions += _settle_runtime(system, notes, owned, vendor, request, default=handoff.default_runtime)
+    # The kubelet's device checkpoint is not looked at yet.
+    message = "what the kubelet advertises is not watched yet"
+    conditions.append(unknown(ConditionType.GPUS_ADVERTISED, "NotWatched", message))
+    return Outcome(tuple(conditions), published.devices)
+
+
+def _settle_runtime(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, *, default: bool
+) -> list[Condition]:
+    kinds = (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
+    if not request.gpus:
+        # What is configured stays: GPUs come back, and taking it away would restart containerd twice.
+        return [not_applicable(kind, "no GPU is granted to this machine") for kind in kinds]
+    configured = _attempt(kinds[0], lambda: configure_runtime(system, notes, owned, vendor, default=default))
+    if configured.status is not Status.TRUE:
+        return [configured, unknown(kinds[1], "NotConfigured", "see RuntimeConfigured")]
+    return [configured, _attempt(kinds[1], lambda: check_active(system, notes))]
+
+
+def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
+    """One failed step never keeps the others from their work."""
+    try:
+        return step()
+    except (AgentError, OSError) as error:
+        return false(kind, "Failed", str(error))
+
+
+def _worst(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+    order = (Status.FALSE, Status.UNKNOWN, Status.TRUE)
+    worst: dict[ConditionType, Condition] = {}
+    for each in conditions:
+        known = worst.get(each.type)
+        if known is None or order.index(each.status) < order.index(known.status):
+            worst[each.type] = each
+    return tuple(worst.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,189 @@
+"""What containerd's configuration must have so that pods get devices by CDI, and whether it has it. Pure.
+
+The tables are those of containerd's docs/cri/config.md: a file of version 2 has one CRI table, from version 3 on it is
+split in two, of which the one for the runtime matters here.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from agent.errors import DocumentError, UnsupportedError
+from agent.vendors.machine_protocol import RuntimeHandler
+
+Table = dict[str, Any]
+
+MAIN = "/etc/containerd/config.toml"
+CONF_D = "/etc/containerd/conf.d"
+IMPORT = f"{CONF_D}/*.toml"
+"""As in containerd 2.2's default configuration; a pattern without a match is no error, a missing file is one."""
+
+CRI_2 = "io.containerd.grpc.v1.cri"
+CRI_3 = "io.containerd.cri.v1.runtime"
+OLDEST = (1, 7, 0)
+"""The first whose CRI plugin knows CDI."""
+SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The files that containerd loads, in its order, without our drop-in."""
+
+    main: Table
+    imported: tuple[Table, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """Of the main file, which decides on the names of the tables; files without one are of version 1."""
+        value = self.main.get("version", 1)
+        return value if isinstance(value, int) else 1
+
+    @property
+    def cri(self) -> str:
+        """The CRI plug-in's name."""
+        return CRI_2 if self.version < 3 else CRI_3
+
+
+def drop_in_path(handler: RuntimeHandler) -> str:
+    """99: behind all other drop-ins, which containerd loads in alphabetical order."""
+    return f"{CONF_D}/99-{handler.name}.toml"
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """From `containerd --version`: "containerd github.com/containerd/containerd/v2 v2.1.9 <commit>"."""
+    match = re.search(r"\sv?(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
+        raise DocumentError(f"containerd --version: no version in {text.strip()[:200]!r}")
+    return tuple(int(number) for number in match.groups())
+
+
+def new_main(containerd: tuple[int, ...]) -> Table:
+    """For a machine without a main file: all of containerd's defaults, and our import."""
+    return {"version": 2 if containerd < (2, 0, 0) else 3, "imports": [IMPORT]}
+
+
+def imports(document: Table) -> tuple[str, ...]:
+    """Patterns of the files that a file imports, absolute: relative ones are relative to the importing file."""
+    listed = document.get("imports", [])
+    if not isinstance(listed, list):
+        raise DocumentError(f"{MAIN}: key imports is not a list", "repair it: containerd cannot start with it either")
+    return tuple(str(PurePosixPath(MAIN).parent / str(pattern)) for pattern in listed)
+
+
+def covers(pattern: str, path: str) -> bool:
+    """Whether containerd loads a file by an import; only patterns with an asterisk are patterns to it."""
+    return PurePosixPath(path).match(pattern) if "*" in pattern else pattern == path
+
+
+def render(
+    configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler, *, default: bool
+) -> Table:
+    """The drop-in's content; raises UnsupportedError when this containerd or its configuration cannot do it."""
+    if containerd < OLDEST:
+        raise UnsupportedError(
+            f"containerd is {_text(containerd)}; {_text(OLDEST)} is the first with CDI",
+            "install a newer containerd in the image",
+        )
+    if configuration.version < 2:
+        raise UnsupportedError(
+            f"{MAIN} has version {configuration.version}, whose tables containerd no longer documents",
+            f"`containerd config migrate` prints it in a newer version: check it and put it into {MAIN}",
+        )
+    for document in (configuration.main, *configuration.imported):
+        disabled = document.get("disabled_plugins", [])
+        if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
+            raise UnsupportedError(
+                f"{MAIN} disables containerd's CRI plug-in, so that no kubelet can use it",
+                "remove cri from disabled_plugins",
+            )
+    # containerd 1.x replaces a plug-in's whole table by that of the file loaded last; 2.0 merges them deeply.
+    replaces = containerd < (2, 0, 0)
+    effective = _effective(configuration, replaces=replaces)
+    table = copy.deepcopy(effective) if replaces else {}
+    _add_ours(table, effective, configuration.version, handler, default=default)
+    # A drop-in whose version is not the main file's makes containerd 2.0-2.2 drop one of them, without a word.
+    return {"version": configuration.version, "plugins": {configuration.cri: table}}
+
+
+def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: bool) -> Iterator[str]:
+    """What is wrong with `containerd config dump` after the drop-in, compared with one of the same files without it."""
+    cri = _cri(after)
+    ours = {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}
+    left = dict(_leaves(after.get("plugins", {})))
+    for path, value in _leaves(before.get("plugins", {})):
+        if path[-1] in ours or handler.name in path:
+            continue
+        if path not in left:
+            yield f"{'.'.join(path)} is lost"
+        elif left[path] != value:
+            yield f"{'.'.join(path)} is {left[path]!r}, was {value!r}"
+    runtime = _at(cri, "containerd", "runtimes", handler.name)
+    if _at(runtime, "options").get("BinaryName") != handler.binary:
+        yield f"runtime {handler.name} does not run {handler.binary}"
+    if not cri.get("enable_cdi", after.get("version", 0) >= 3):
+        yield "enable_cdi is not true"
+    missing = [each for each in SPEC_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
+    if missing:
+        yield f"cdi_spec_dirs lacks {', '.join(missing)}"
+    if default and _at(cri, "containerd").get("default_runtime_name") != handler.name:
+        yield f"default_runtime_name is not {handler.name}"
+
+
+def _effective(configuration: Configuration, *, replaces: bool) -> Table:
+    """The CRI table as the files give it: all merged, or (`replaces`) that of the last file which has one."""
+    tables = [_at(each, "plugins", configuration.cri) for each in (configuration.main, *configuration.imported)]
+    if replaces:
+        return next((table for table in reversed(tables) if table), {})
+    merged: Table = {}
+    for table in tables:
+        _merge(merged, table)
+    return merged
+
+
+def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler, *, default: bool) -> None:
+    if version < 3 or effective.get("enable_cdi") is False:
+        # The default from containerd 2.0 on, and deprecated in 2.2.
+        table["enable_cdi"] = True
+    listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
+    table["cdi_spec_dirs"] = [*listed, *(each for each in SPEC_DIRECTORIES if each not in listed)]
+    containerd = table.setdefault("containerd", {})
+    if default:
+        containerd["default_runtime_name"] = handler.name
+    runtime = copy.deepcopy(_at(effective, "containerd", "runtimes", "runc"))
+    runtime["runtime_type"] = "io.containerd.runc.v2"
+    runtime.setdefault("options", {})["BinaryName"] = handler.binary
+    containerd.setdefault("runtimes", {})[handler.name] = runtime
+
+
+def _cri(dump: Table) -> Table:
+    plugins = dump.get("plugins", {})
+    return _at(plugins, CRI_3) or _at(plugins, CRI_2)
+
+
+def _merge(into: Table, table: Table) -> None:
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif path:
+        yield path, value
+
+
+def _at(document: object, *names: str) -> Table:
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

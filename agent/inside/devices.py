@@ -1,0 +1,126 @@
+"""Are the granted device nodes in this machine, with the right numbers, and do they open?"""
+
+import errno
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import agent.inside.open_nodes
+from agent.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.errors import AgentError
+from agent.facts import DeviceNumber
+from agent.handoff import GrantedDevice, Request
+from agent.inside.notes import Notes
+from agent.system import System
+
+OPEN_LIMIT = 30
+"""Seconds for all nodes together: without a persistence daemon the first open initialises the GPU."""
+
+NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
+"""The driver tried and failed: trying again each minute would only do harm."""
+
+REASONS = {
+    errno.EPERM: (
+        "NotPermitted",
+        "the machine's cgroup does not allow it: on the host, `unbounded-agent apply` sets its DeviceAllow=",
+    ),
+    errno.EACCES: ("NotPermitted", "its mode or owner forbids it: compare `ls -l` on the host"),
+    errno.ENXIO: ("NoDriver", "no driver stands behind its number: load the kernel module on the host"),
+    errno.ENODEV: ("NoDriver", "the driver knows no such device: see `dmesg` on the host"),
+    errno.EIO: (
+        "GPUFailed",
+        "the driver could not initialise the GPU: see `dmesg` on the host for NVRM and Xid lines, then reset or reboot",
+    ),
+    errno.ETIMEDOUT: ("OpenTimedOut", f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
+}
+"""By errno: the condition's reason, and what to do next."""
+
+
+def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str, DeviceNumber]:
+    """Numbers of those nodes that are character devices in this machine."""
+    numbers = {}
+    for device in devices:
+        try:
+            number = system.device(device.path)
+        except OSError:
+            continue
+        if number is not None:
+            numbers[device.path] = number
+    return numbers
+
+
+def check_devices(system: System, notes: Notes, request: Request, generation: str) -> Condition:
+    """The DevicesAllowed condition; opens what has not been opened since boot with these numbers and this grant."""
+    if not request.devices:
+        return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
+    live = live_numbers(system, request.devices)
+    wrong = _wrong_numbers(system, request.devices, live)
+    if wrong:
+        return false(ConditionType.DEVICES_ALLOWED, "WrongNode", "; ".join(wrong))
+    name = f"opened-{request.vendor}"
+    known = _still_valid(notes.load(name), live, generation)
+    due = tuple(device.path for device in request.devices if device.path not in known)
+    if due:
+        known |= _open(system, due)
+        nodes = {path: [live[path].major, live[path].minor, code] for path, code in known.items()}
+        notes.save(name, {"generation": generation, "nodes": nodes})
+    return _condition(known)
+
+
+def _wrong_numbers(
+    system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
+) -> tuple[str, ...]:
+    wrong = []
+    for device in devices:
+        number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
+        if number is None:
+            found = "another kind of file" if system.exists(device.path) else "nothing"
+        elif (number.major, number.minor) != (device.major, device.minor):
+            found = f"{number.major}:{number.minor}"
+        else:
+            continue
+        wrong.append(
+            f"{device.path} must be {wanted}, found {found}: the host binds it anew at the machine's next start"
+        )
+    return tuple(wrong)
+
+
+def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], generation: str) -> dict[str, int]:
+    """What need not be opened again: nodes that opened with the numbers they have, and failures of this grant."""
+    nodes = noted.get("nodes")
+    if not isinstance(nodes, dict):
+        return {}
+    valid: dict[str, int] = {}
+    for path, number in live.items():
+        match nodes.get(path):
+            case [number.major, number.minor, int(code)] if code == 0:
+                valid[path] = code
+            case [number.major, number.minor, int(code)] if code in NOT_AGAIN and noted.get("generation") == generation:
+                valid[path] = code
+    return valid
+
+
+def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
+    """The error number by path (0: it opens)."""
+    program = agent.inside.open_nodes.__file__
+    output = system.run(
+        # -I -S: nothing but the standard library, which halves the start.
+        sys.executable, "-I", "-S", program, str(OPEN_LIMIT), *paths, timeout=OPEN_LIMIT + 10,
+    )  # fmt: skip
+    codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
+    silent = [path for path in paths if path not in codes]
+    if silent:
+        raise AgentError(f"{program} said nothing of {', '.join(silent)}", "start unbounded-agent-gpu.service again")
+    return codes
+
+
+def _condition(codes: Mapping[str, int]) -> Condition:
+    failed = {path: code for path, code in sorted(codes.items()) if code}
+    if not failed:
+        return true(ConditionType.DEVICES_ALLOWED, "Opened", f"all {len(codes)} granted device nodes open")
+    sentences, reason = [], ""
+    for path, code in failed.items():
+        why, advice = REASONS.get(code, ("OpenFailed", "see `dmesg` on the host"))
+        reason = reason or why
+        sentences.append(f"{path} does not open ({errno.errorcode.get(code, code)}): {advice}")
+    return false(ConditionType.DEVICES_ALLOWED, reason, "; ".join(sentences))

@@ -1,0 +1,179 @@
+"""Configures containerd, reads back what it makes of it, and restarts it only when its configuration really changed."""
+
+import hashlib
+import json
+import time
+from dataclasses import astuple, dataclass
+
+from agent.conditions import Condition, ConditionType, false, true, unknown
+from agent.errors import AgentError
+from agent.inside import containerd, runtime_files
+from agent.inside.containerd import MAIN, Configuration, Table
+from agent.inside.notes import Notes, Owned
+from agent.paths import MACHINE_STATE
+from agent.system import System
+from agent.system.commands import ENVIRONMENT
+from agent.vendors.machine_protocol import MachineVendor
+
+CONFIGURED = ConditionType.RUNTIME_CONFIGURED
+ACTIVE = ConditionType.RUNTIME_ACTIVE
+UNIT = "containerd.service"
+BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Texts of the two files (None: as it is) and what the drop-in is to hold."""
+
+    main: bytes | None
+    drop_in: bytes | None
+    imported: tuple[str, ...]
+    document: Table
+
+
+def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
+    """The RuntimeConfigured condition, after making it true where that is possible."""
+    handler, drop_in = vendor.handler, containerd.drop_in_path(vendor.handler)
+    program = _program(system)
+    if program is None:
+        return false(CONFIGURED, "NoContainerd", "containerd is not installed: install it in the image")
+    if not system.exists(handler.binary):
+        return false(CONFIGURED, "NoHandler", f"{handler.binary} is not installed: install it in the image")
+    if not owned.may_write(drop_in):
+        return false(CONFIGURED, "ForeignFile", f"{drop_in} is not ours and is not overwritten: move it away")
+    _edit_runtime_config(system, vendor)
+    name = f"containerd-{vendor.name}"
+    noted = notes.load(name)
+    # One look for everything that the result depends on: a run that finds it as noted spawns nothing.
+    if noted.get("state") == _state(system, program, vendor, default=default):
+        return _configured(str(noted.get("problem", "")), drop_in)
+    version = containerd.parse_version(system.run("containerd", "--version", timeout=10))
+    before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in)}
+    wanted = _wanted(system, version, vendor, before, default=default)
+    faults = _write_and_read_back(system, notes, owned, vendor, wanted, before, default=default)
+    notes.save(name, {"state": _state(system, program, vendor, default=default), "problem": faults})
+    return _configured(faults, drop_in)
+
+
+def check_active(system: System, notes: Notes) -> Condition:
+    """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration."""
+    changed = notes.load("containerd-changed").get("microseconds", 0)
+    properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic"
+    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
+    unit = {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+    state = unit.get("ActiveState", "unknown")
+    # Both are CLOCK_MONOTONIC, which a machine shares with its host and no clock setting moves.
+    started = int(unit.get("ExecMainStartTimestampMonotonic") or 0)
+    if unit.get("LoadState") == "not-found":
+        return false(ACTIVE, "NoContainerd", f"there is no {UNIT}: install containerd in the image")
+    # Our drop-in of containerd.service starts this service by ExecStartPost=, once containerd has said READY=1.
+    running = state == "active" or unit.get("SubState") == "start-post"
+    if running and started >= changed:
+        return true(ACTIVE, "Running", f"{UNIT} runs with this configuration")
+    if running:
+        # --no-block: this service is ordered before containerd, whose restart would wait for this run to end.
+        system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)
+        return unknown(ACTIVE, "RestartPending", f"{UNIT} is being restarted, since its configuration changed")
+    if state == "failed":
+        return false(ACTIVE, "Failed", f"{UNIT} failed: see `journalctl -u containerd` in the machine")
+    return unknown(ACTIVE, "NotStarted", f"{UNIT} is {state}: proven at the next run")
+
+
+def _configured(problem: str, drop_in: str) -> Condition:
+    if problem:
+        return false(CONFIGURED, "ReadBackFailed", problem)
+    return true(CONFIGURED, "ReadBack", f"`containerd config dump` has what {drop_in} holds, and lost nothing")
+
+
+def _program(system: System) -> str | None:
+    candidates = (f"{directory}/containerd" for directory in ENVIRONMENT["PATH"].split(":"))
+    return next((path for path in candidates if system.exists(path)), None)
+
+
+def _edit_runtime_config(system: System, vendor: MachineVendor) -> None:
+    """The file belongs to the handler's package: only our keys are set. It is read at each container's start."""
+    present = runtime_files.read_optional(system, vendor.runtime_config)
+    text = (present or b"").decode(errors="surrogateescape")
+    edited = vendor.edit_runtime_config(text)
+    if present is None or edited != text:
+        system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
+
+
+def _wanted(
+    system: System,
+    version: tuple[int, ...],
+    vendor: MachineVendor,
+    before: dict[str, bytes | None],
+    *,
+    default: bool,
+) -> Wanted:
+    drop_in = containerd.drop_in_path(vendor.handler)
+    text = before[MAIN]
+    if text is None or not text.strip():
+        text = runtime_files.render_toml(containerd.new_main(version))
+    main = runtime_files.parse(MAIN, text)
+    if not any(containerd.covers(pattern, drop_in) for pattern in containerd.imports(main)):
+        text = runtime_files.with_import(text, containerd.IMPORT)
+        main = runtime_files.parse(MAIN, text)
+    imported = runtime_files.imported_files(system, main, drop_in)
+    tables = tuple(runtime_files.parse(path, system.read(path)) for path in imported)
+    document = containerd.render(Configuration(main, tables), version, vendor.handler, default=default)
+    try:
+        same = before[drop_in] is not None and runtime_files.parse(drop_in, before[drop_in] or b"") == document
+    except AgentError:
+        same = False
+    return Wanted(
+        main=None if text == before[MAIN] else text,
+        drop_in=None if same else runtime_files.render_toml(document, runtime_files.HEADER),
+        imported=imported,
+        document=main,
+    )
+
+
+def _write_and_read_back(
+    system: System,
+    notes: Notes,
+    owned: Owned,
+    vendor: MachineVendor,
+    wanted: Wanted,
+    before: dict[str, bytes | None],
+    *,
+    default: bool,
+) -> str:
+    """Write what differs; what is wrong with the result, after putting the files back as they were, or ""."""
+    drop_in = containerd.drop_in_path(vendor.handler)
+    changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
+    try:
+        # The same files without ours, of whatever version: containerd itself tells what they mean.
+        baseline = wanted.document | {"imports": list(wanted.imported)}
+        system.write(BASELINE, runtime_files.render_toml(baseline), 0o600)
+        without = runtime_files.parse(BASELINE, _dump(system, BASELINE))
+        owned.claim(drop_in)
+        for path, text in changes.items():
+            system.write(path, text)
+        with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
+        faults = "; ".join(containerd.problems(without, with_ours, vendor.handler, default=default))
+    except AgentError as error:
+        faults = str(error)
+    if faults:
+        runtime_files.restore(system, {path: before[path] for path in changes})
+        return f"not taken over: {faults}" + (f"; {', '.join(changes)} put back as before" if changes else "")
+    if changes:
+        notes.save("containerd-changed", {"microseconds": time.monotonic_ns() // 1000})
+    return ""
+
+
+def _dump(system: System, main: str) -> bytes:
+    return system.run("containerd", "--config", main, "config", "dump").encode(errors="surrogateescape")
+
+
+def _state(system: System, program: str, vendor: MachineVendor, *, default: bool) -> str:
+    """A digest of containerd's program, of all files that it loads, and of what is asked for."""
+    digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), astuple(vendor.handler), default]).encode())
+    drop_in = containerd.drop_in_path(vendor.handler)
+    main = runtime_files.read_optional(system, MAIN)
+    imported = runtime_files.imported_files(system, runtime_files.parse(MAIN, main or b""), drop_in)
+    for path in (MAIN, drop_in, *imported):
+        content = runtime_files.read_optional(system, path)
+        digest.update(f"\0{path}\0".encode() + (content if content is not None else b"\0absent"))
+    return digest.hexdigest()

@@ -1,0 +1,174 @@
+"""Publishes a vendor's CDI spec: generated aside, verified, and put in place by one rename. A worse one never is."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, astuple, dataclass
+
+from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
+from agent.errors import AgentError, DocumentError
+from agent.facts import DeviceNumber
+from agent.handoff import Request
+from agent.inside.devices import live_numbers
+from agent.inside.notes import Notes, Owned
+from agent.paths import MACHINE_STATE
+from agent.system import System
+from agent.vendors.machine_protocol import MachineVendor, Verdict
+
+SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+"""Where container runtimes look, the later one outranking: cdi.DefaultSpecDirs of the reference implementation."""
+KIND = ConditionType.CDI_SPEC_CURRENT
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The CDISpecCurrent condition, and the names of the devices that pods can ask for."""
+
+    condition: Condition
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A spec's text with its verdict."""
+
+    text: bytes
+    verdict: Verdict
+
+
+def publish_spec(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, generation: str
+) -> Published:
+    """Bring the published spec up to date; spawns nothing when nothing that it depends on has changed."""
+    if not request.gpus:
+        removed = owned.remove(vendor.spec_path)
+        message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
+        return Published(not_applicable(KIND, message))
+    if not owned.may_write(vendor.spec_path):
+        return Published(_foreign(vendor.spec_path))
+    rivals = _rivals(system, vendor)
+    if rivals:
+        return Published(
+            false(KIND, "Shadowed", f"{', '.join(rivals)} names the same devices: remove it, and mask what writes it")
+        )
+    live = live_numbers(system, request.devices)
+    current = _current(system, vendor, request, live)
+    inputs = _inputs(system, vendor, live, generation)
+    noted = notes.load(f"spec-{vendor.name}")
+    good = current is not None and not current.verdict.problems and not current.verdict.missing_gpus
+    if current and good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
+        return Published(true(KIND, "Verified", str(noted.get("message"))), current.verdict.devices)
+    try:
+        new, remark = _generate(system, vendor, request, live)
+    except (AgentError, OSError) as error:
+        return _kept(current, "GenerationFailed", f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked")
+    if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
+        faults = "; ".join(new.verdict.problems) or f"GPU {', '.join(new.verdict.missing_gpus)} is not in it"
+        return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {faults}")
+    if not current or current.text != new.text:
+        owned.claim(vendor.spec_path)
+        # The temporary file beside it has no suffix .yaml or .json: two specs naming one device make it unusable.
+        system.write(vendor.spec_path, new.text)
+    condition = _condition(vendor, new.verdict, remark)
+    if condition.status is Status.TRUE:
+        noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
+        notes.save(f"spec-{vendor.name}", noted)
+    return Published(condition, new.verdict.devices)
+
+
+def _condition(vendor: MachineVendor, verdict: Verdict, remark: str) -> Condition:
+    if verdict.missing_gpus:
+        return false(
+            KIND,
+            "GPUMissing",
+            f"{vendor.tools[0]} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
+            f"see `dmesg` on the host for NVRM and Xid lines, and DevicesAllowed",
+        )
+    parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
+    if verdict.not_in_spec:
+        parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")
+    return true(KIND, "Verified", "; ".join([*parts, *([remark] if remark else [])]))
+
+
+def _kept(current: Candidate | None, reason: str, message: str) -> Published:
+    """Fail static: an old spec goes on serving, unless there is none or it is wrong by now."""
+    if current is None:
+        return Published(false(KIND, reason, f"{message}. No spec has been published yet"))
+    if current.verdict.problems:
+        faults = "; ".join(current.verdict.problems)
+        return Published(false(KIND, reason, f"{message}. The published spec stays, but is out of date: {faults}"))
+    return Published(false(KIND, reason, f"{message}. The last good spec stays in use"), current.verdict.devices)
+
+
+def _better(new: Verdict, current: Verdict) -> bool:
+    """Whether every GPU that is served now will still be."""
+    return bool(current.problems) or set(new.missing_gpus) <= set(current.missing_gpus)
+
+
+def _generate(
+    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+) -> tuple[Candidate, str]:
+    directory = f"{MACHINE_STATE}/cdi-{vendor.name}"
+    system.make_directory(directory)
+    for name in system.entries(directory):
+        system.remove(f"{directory}/{name}")
+    text, remark = vendor.generate(system, request, directory)
+    try:
+        spec = json.loads(text)
+    except ValueError as error:
+        raise DocumentError(f"{vendor.tools[0]} wrote what is not JSON: {error}") from error
+    # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
+    clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+    return Candidate(clean, _verdict(system, vendor, spec, request, live)), remark
+
+
+def _current(
+    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+) -> Candidate | None:
+    """The published spec as it is now; None when there is none or somebody made something else of it."""
+    try:
+        text = system.read(vendor.spec_path)
+        spec = json.loads(text)
+    except (OSError, ValueError):
+        return None
+    return Candidate(text, _verdict(system, vendor, spec, request, live))
+
+
+def _verdict(
+    system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
+) -> Verdict:
+    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.exists(path)}
+    return vendor.verify(spec, request, live, present)
+
+
+def _inputs(system: System, vendor: MachineVendor, live: dict[str, DeviceNumber], generation: str) -> str:
+    """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
+    tools = {tool: astuple(system.identity(tool)) for tool in vendor.tools if system.exists(tool)}
+    numbers = {path: asdict(number) for path, number in live.items()}
+    return _digest(json.dumps([generation, tools, numbers], sort_keys=True).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _rivals(system: System, vendor: MachineVendor) -> tuple[str, ...]:
+    """Other specs with devices of this kind, such as that of nvidia-cdi-refresh.service, which would outrank ours."""
+    kind = re.compile(rb"kind[\"']?\s*:\s*[\"']?" + re.escape(vendor.spec_kind).encode() + rb"[\"'\s,}]")
+    found = []
+    for directory in SPEC_DIRECTORIES:
+        for name in system.entries(directory) if system.is_directory(directory) else ():
+            path = f"{directory}/{name}"
+            if path == vendor.spec_path or not name.endswith((".yaml", ".json")):
+                continue
+            try:
+                content = system.read(path)
+            except OSError:
+                continue
+            if kind.search(content):
+                found.append(path)
+    return tuple(found)
+
+
+def _foreign(path: str) -> Condition:
+    return false(KIND, "ForeignFile", f"{path} is not ours and is not overwritten: move it away if nothing needs it")

@@ -1,0 +1,67 @@
+"""What a vendor offers to the machine half. Standard library only, and data in, data out but for `generate`."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent.facts import DeviceNumber
+from agent.handoff import Request
+from agent.system import System
+
+
+@dataclass(frozen=True, slots=True)
+class RuntimeHandler:
+    """A runtime of containerd: the name that a RuntimeClass refers to, and the program that stands in for runc."""
+
+    name: str
+    binary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a CDI spec is worth for one request."""
+
+    problems: tuple[str, ...] = ()
+    """Each one forbids to publish the spec."""
+    missing_gpus: tuple[str, ...] = ()
+    """Granted GPUs (PCI addresses) that it does not serve; the others may still be used."""
+    not_in_spec: tuple[str, ...] = ()
+    """Files of the driver root that no pod gets through it."""
+    devices: tuple[str, ...] = ()
+    """Its device names."""
+
+
+class MachineVendor(Protocol):
+    """One vendor in the machine."""
+
+    name: str
+    handler: RuntimeHandler
+    spec_path: str
+    """Where the CDI spec is published, such as `/etc/cdi/VENDOR.yaml`."""
+    spec_kind: str
+    """The kind of its devices, such as `vendor.com/class`."""
+    tools: tuple[str, ...]
+    """Programs that the spec depends on: a new one means that it is generated again."""
+    runtime_config: str
+    """The configuration file of the handler's program."""
+
+    def generate(self, system: System, request: Request, directory: str) -> tuple[bytes, str]:
+        """The text of a new spec, made in an empty directory, and a remark or ""; raises AgentError or OSError."""
+        ...
+
+    def verify(
+        self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> Verdict:
+        """Whether the spec holds what was granted and nothing else. Pure.
+
+        `live` has the numbers of the machine's device nodes, `present` the host paths of the spec that exist.
+        """
+        ...
+
+    def host_paths(self, spec: object) -> tuple[str, ...]:
+        """The host paths of all mounts of the spec. Pure."""
+        ...
+
+    def edit_runtime_config(self, text: str) -> str:
+        """The file's text as it must be: `text` itself when nothing is to change; raises AgentError. Pure."""
+        ...

@@ -1,0 +1,247 @@
+"""Judges a CDI spec that nvidia-ctk generated. Pure.
+
+The format is specs-go/config.go of the Container Device Interface. nvidia-ctk ends with exit code 0 also when it left
+out all libraries, so nothing is believed that was not looked at.
+"""
+
+import posixpath
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from agent.errors import DocumentError
+from agent.facts import DeviceKind, DeviceNumber
+from agent.handoff import GrantedDevice, Request
+from agent.vendors.machine_protocol import Verdict
+from agent.vendors.nvidia.cdi_document import devices as devices_of
+from agent.vendors.nvidia.cdi_document import items, object_of, objects, strings
+
+KIND = "nvidia.com/gpu"
+HOOK = "/usr/bin/nvidia-cdi-hook"
+HOOKS = ("create-symlinks", "update-ldcache")
+EVERY_GPU = "all"
+
+COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
+"""Nodes without which no GPU computes, for every device of the spec."""
+EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
+NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
+UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
+
+
+def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
+    """The verdict on a spec for one request; a spec that has not its form has one problem, which names the place."""
+    try:
+        document = object_of(spec, "the spec")
+        common = object_of(document.get("containerEdits", {}), "containerEdits")
+        devices = devices_of(document)
+        problems = [
+            *_header_problems(document),
+            *_edits_problems("containerEdits", common, request, live, present),
+            *(
+                each
+                for name, edits in devices
+                for each in _edits_problems(f"device {name}", edits, request, live, present)
+            ),
+            *_common_problems(common, request),
+            *_library_problems(common, request),
+            *_name_problems(devices, request),
+        ]
+        missing = _missing_gpus(devices, request)
+    except DocumentError as error:
+        return Verdict(problems=(error.message,))
+    if not problems and len(missing) == len(request.gpus):
+        problems.append("no device of the spec is a granted GPU")
+    return Verdict(tuple(problems), missing, _left_out(common, devices, request), tuple(name for name, _ in devices))
+
+
+def host_paths(spec: object) -> tuple[str, ...]:
+    """The host paths of all mounts; those of a malformed spec are left to `verify`."""
+    try:
+        document = object_of(spec, "the spec")
+        edits = [
+            object_of(document.get("containerEdits", {}), "containerEdits"),
+            *(each for _, each in devices_of(document)),
+        ]
+        mounts = [mount for each in edits for mount in objects(each, "mounts")]
+    except DocumentError:
+        return ()
+    return tuple(path for mount in mounts if isinstance(path := mount.get("hostPath"), str))
+
+
+def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
+    """Files of the driver root and nodes of the grant that no device of the spec has."""
+    mounted = strings(common, "mounts", "hostPath")
+    nodes = {
+        path for edits in (common, *(each for _, each in devices)) for path in strings(edits, "deviceNodes", "path")
+    }
+    files = (file.target for file in request.files if not file.link)
+    return (
+        *sorted(file for file in files if f"{request.driver_root}/{file}" not in mounted),
+        *sorted(
+            device.path for device in request.devices if device.path not in nodes and device.kind != DeviceKind.GPU
+        ),
+    )
+
+
+def _header_problems(document: dict[str, Any]) -> Iterator[str]:
+    if document.get("kind") != KIND:
+        yield f"kind is {document.get('kind')!r}, not {KIND}"
+    if not isinstance(document.get("cdiVersion"), str):
+        yield "cdiVersion is missing"
+    foreign = sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"})
+    if foreign:
+        yield f"unknown key {', '.join(foreign)}"
+
+
+def _edits_problems(
+    where: str, edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Iterator[str]:
+    foreign = sorted(set(edits) - EDITS)
+    if foreign:
+        yield f"{where}: unknown key {', '.join(foreign)}"
+    granted = {device.path for device in request.devices}
+    for node in objects(edits, "deviceNodes"):
+        yield from _node_problems(where, node, granted, live)
+    for mount in objects(edits, "mounts"):
+        yield from _mount_problems(where, mount, request.driver_root, present)
+    for hook in objects(edits, "hooks"):
+        yield from _hook_problems(where, hook)
+    for setting in items(edits, "env"):
+        if not _known_environment(setting, request):
+            yield f"{where}: foreign environment variable {setting!r}"
+
+
+def _node_problems(
+    where: str, node: dict[str, Any], granted: Collection[str], live: Mapping[str, DeviceNumber]
+) -> Iterator[str]:
+    path = node.get("path")
+    if not isinstance(path, str) or path not in granted:
+        yield f"{where}: device node {path!r} is not granted to this machine"
+        return
+    if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
+        yield f"{where}: device node {path} is made from something else: {node!r}"
+    number = live.get(path)
+    if number is None:
+        yield f"{where}: device node {path} is not in this machine"
+        return
+    # nvidia-ctk leaves a minor of 0 out; without a major the container runtime looks both up by itself.
+    written = (node.get("major"), node.get("minor", 0))
+    if "major" in node and written != (number.major, number.minor):
+        live_number = f"{number.major}:{number.minor}"
+        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
+
+
+def _mount_problems(where: str, mount: dict[str, Any], root: str, present: Collection[str]) -> Iterator[str]:
+    source, target, options = mount.get("hostPath"), mount.get("containerPath"), items(mount, "options")
+    if (
+        not isinstance(source, str)
+        or not root
+        or posixpath.normpath(source) != source
+        or not source.startswith(f"{root}/")
+    ):
+        yield f"{where}: mount of {source!r}, which is not below the driver root {root or '(none)'}"
+    elif source not in present:
+        yield f"{where}: mount of {source}, which does not exist"
+    if not isinstance(target, str) or not target.startswith("/") or posixpath.normpath(target) != target:
+        yield f"{where}: mount at {target!r}"
+    if "ro" not in options or "rw" in options:
+        yield f"{where}: mount of {source} is not read-only"
+
+
+def _hook_problems(where: str, hook: dict[str, Any]) -> Iterator[str]:
+    arguments = items(hook, "args")
+    ours = (
+        hook.get("path") == HOOK
+        and hook.get("hookName") == "createContainer"
+        and len(arguments) > 1
+        and arguments[1] in HOOKS
+        and all(each == "NVIDIA_CTK_DEBUG=false" for each in items(hook, "env"))
+    )
+    if not ours:
+        yield f"{where}: foreign hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
+
+
+def _known_environment(setting: object, request: Request) -> bool:
+    if not isinstance(setting, str):
+        return False
+    name, _, value = setting.partition("=")
+    if name == "NVIDIA_VISIBLE_DEVICES":
+        # Tells nvidia-container-runtime, should it come behind CDI, to add nothing.
+        return value == "void"
+    directories = {f"/{posixpath.dirname(file.target)}" for file in request.files}
+    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= directories
+
+
+def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    present = strings(common, "deviceNodes", "path")
+    kinds = {device.path: device.kind for device in request.devices}
+    for kind in sorted(COMMON - {kinds.get(path) for path in present}):
+        yield f"no {kind} node, without which no container computes"
+    for path in sorted(path for path, kind in kinds.items() if kind in COMMON and path not in present):
+        yield f"device node {path} is not in it"
+    for path in sorted(path for path in present if kinds.get(path) == DeviceKind.GPU):
+        yield f"every container would get the GPU node {path}"
+
+
+def _library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    mounted = strings(common, "mounts", "hostPath")
+    names = [posixpath.basename(path) for path in mounted]
+    for library in NEEDED_LIBRARIES:
+        if not any(name.startswith(f"{library}.") for name in names):
+            yield f"{library} is not in it"
+    native = [
+        posixpath.dirname(file.target)
+        for file in request.files
+        if posixpath.basename(file.target) == f"libcuda.so.{request.driver_version}" and "i386" not in file.target
+    ]
+    for file in request.files:
+        directory = posixpath.dirname(file.target)
+        belongs = any(directory in (each, f"{each}/vdpau") for each in native)
+        versioned = file.target.endswith(f".so.{request.driver_version}")
+        if belongs and versioned and not file.link and f"{request.driver_root}/{file.target}" not in mounted:
+            yield f"library {file.target} is not in it"
+
+
+def _name_problems(devices: list[tuple[str, dict[str, Any]]], request: Request) -> Iterator[str]:
+    """Each GPU has one name by index and one by UUID, and `all` has them all."""
+    gpus = {device.path: device for device in request.devices if device.kind == DeviceKind.GPU}
+    by_index: list[str] = []
+    by_uuid: list[str] = []
+    for name, edits in devices:
+        nodes = sorted(strings(edits, "deviceNodes", "path") & set(gpus))
+        if name == EVERY_GPU:
+            continue
+        if len(nodes) != 1:
+            yield f"device {name} has {len(nodes)} GPU nodes, not one"
+        elif name.isdecimal():
+            by_index += nodes
+        elif UUID.fullmatch(name):
+            by_uuid += nodes
+        else:
+            yield f"device {name} is neither an index nor a UUID"
+        yield from _other_gpu_nodes(name, edits, gpus, nodes, request)
+    paths = {path for name, edits in devices if name == EVERY_GPU for path in strings(edits, "deviceNodes", "path")}
+    every = sorted(paths & set(gpus))
+    if not sorted(by_index) == sorted(by_uuid) == every:
+        yield f"GPUs by index {by_index}, by UUID {by_uuid} and in {EVERY_GPU!r} {every} differ"
+
+
+def _other_gpu_nodes(
+    name: str, edits: dict[str, Any], gpus: Mapping[str, GrantedDevice], nodes: list[str], request: Request
+) -> Iterator[str]:
+    """Nodes (such as DRM ones) that belong to a GPU other than the device's own."""
+    owners = {device.path: device.pci_address for device in request.devices}
+    own = {gpus[path].pci_address for path in nodes}
+    for path in sorted(strings(edits, "deviceNodes", "path")):
+        owner = owners.get(path, "")
+        if owner and own and owner not in own:
+            yield f"device {name} has {path}, which belongs to GPU {owner}"
+
+
+def _missing_gpus(devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
+    served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
+    found = {
+        device.pci_address for device in request.devices if device.kind == DeviceKind.GPU and device.path in served
+    }
+    return tuple(gpu for gpu in request.gpus if gpu not in found)

@@ -1,0 +1,34 @@
+"""NVIDIA in the machine: the toolkit's programs, where they write, and how a CDI spec of theirs is judged."""
+
+from collections.abc import Collection, Mapping
+
+from agent.facts import DeviceNumber
+from agent.handoff import Request
+from agent.system import System
+from agent.vendors.machine_protocol import RuntimeHandler, Verdict
+from agent.vendors.nvidia import cdi, nvidia_ctk
+
+
+class NvidiaMachine:
+    """A MachineVendor."""
+
+    name = "nvidia"
+    handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+    spec_path = "/etc/cdi/nvidia.yaml"
+    spec_kind = cdi.KIND
+    tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi.HOOK)
+    runtime_config = "/etc/nvidia-container-runtime/config.toml"
+
+    def generate(self, system: System, request: Request, directory: str) -> tuple[bytes, str]:
+        return nvidia_ctk.generate(system, request.driver_root, directory)
+
+    def verify(
+        self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> Verdict:
+        return cdi.verify(spec, request, live, present)
+
+    def host_paths(self, spec: object) -> tuple[str, ...]:
+        return cdi.host_paths(spec)
+
+    def edit_runtime_config(self, text: str) -> str:
+        return nvidia_ctk.edit_runtime_config(text)

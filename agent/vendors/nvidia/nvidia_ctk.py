@@ -1,0 +1,111 @@
+"""NVIDIA Container Toolkit: generating a CDI spec, and the configuration of nvidia-container-runtime."""
+
+import re
+import tomllib
+from typing import Any
+
+from agent.errors import AgentError, DocumentError, UnsupportedError
+from agent.system import System
+from agent.vendors.nvidia.cdi import HOOK, KIND
+
+NVIDIA_CTK = "/usr/bin/nvidia-ctk"
+OLDEST = (1, 18, 0)
+"""--disable-hook and --enable-hook appeared in 1.18.0; older ones end with "flag provided but not defined"."""
+RECOMMENDED = (1, 19, 1)
+"""Its hooks open a container's paths beneath the container's root, closing a race that 1.19.0 still has."""
+GENERATE_LIMIT = 40.0
+"""Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
+
+RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
+    # Its default mode, auto, makes a spec of its own in memory, in which the driver is found neither at our driver
+    # root nor with our hooks: runtimeClassName would bypass the published spec.
+    "nvidia-container-runtime": {"mode": "cdi", "runtimes": ["runc", "crun"]},
+    "nvidia-container-runtime.modes.cdi": {
+        "default-kind": KIND,
+        "spec-dirs": ["/etc/cdi", "/var/run/cdi"],
+        "annotation-prefixes": ["cdi.k8s.io/"],
+    },
+}
+"""By table: keys of api/config/v1/runtime.go in the toolkit's source."""
+
+
+def generate(system: System, driver_root: str, directory: str) -> tuple[bytes, str]:
+    """What nvidia-ctk writes for the GPUs that NVML lists now, and a remark on an old toolkit."""
+    version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
+    if version < OLDEST:
+        raise UnsupportedError(
+            f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
+            f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
+        )
+    output = f"{directory}/nvidia.json"
+    # nvidia-ctk may write further files beside the output (`.coherent.json`): hence a directory of its own.
+    system.run(
+        NVIDIA_CTK,
+        "cdi",
+        "generate",
+        "--mode=nvml",
+        f"--driver-root={driver_root}",
+        "--dev-root=/",
+        f"--nvidia-cdi-hook-path={HOOK}",
+        "--format=json",
+        # chmod, enable-cuda-compat and disable-device-node-modification act on what this machine does not have.
+        "--disable-hook=all",
+        "--enable-hook=create-symlinks",
+        "--enable-hook=update-ldcache",
+        "--device-name-strategy=index",
+        "--device-name-strategy=uuid",
+        f"--output={output}",
+        timeout=GENERATE_LIMIT,
+    )
+    remark = ""
+    if version < RECOMMENDED:
+        remark = f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} mends a race in its hooks, bring it up to date"
+    return system.read(output), remark
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """From `nvidia-ctk --version`: "NVIDIA Container Toolkit CLI version 1.19.1"."""
+    match = re.search(r"\bversion v?(\d+)\.(\d+)\.(\d+)", text)
+    if match is None:
+        raise DocumentError(f"{NVIDIA_CTK} --version: no version in {text.strip()[:200]!r}")
+    return tuple(int(number) for number in match.groups())
+
+
+def edit_runtime_config(text: str) -> str:
+    """The text with our keys set and all others, also comments, kept; the very same text when they are set already."""
+    try:
+        present = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise DocumentError(
+            f"nvidia-container-runtime's config.toml: not TOML: {error}", "repair or remove it"
+        ) from error
+    if all(_at(present, table.split(".")).get(key) == value for table, key, value in _settings()):
+        return text
+    # Only here: importing it takes longer than a run that changes nothing.
+    import tomlkit
+
+    document = tomlkit.parse(text)
+    for table, key, value in _settings():
+        place: Any = document
+        for name in table.split("."):
+            if name not in place:
+                place[name] = tomlkit.table()
+            place = place[name]
+        place[key] = value
+    return tomlkit.dumps(document)
+
+
+def _settings() -> list[tuple[str, str, Any]]:
+    return [(table, key, value) for table, keys in RUNTIME_SETTINGS.items() for key, value in keys.items()]
+
+
+def _at(document: object, names: list[str]) -> dict[str, Any]:
+    for name in names:
+        document = document.get(name, {}) if isinstance(document, dict) else {}
+    if not isinstance(document, dict):
+        raise AgentError(f"nvidia-container-runtime's config.toml: {'.'.join(names)} is not a table")
+    return document
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))
