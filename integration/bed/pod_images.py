@@ -1,0 +1,65 @@
+"""Container images of the pods that the bed runs, made here from Debian's packages and two small C programs."""
+
+import shutil
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.buildah import buildah, import_root
+from integration.bed.cache import cached
+from integration.bed.process import run
+
+SOURCES = Path(__file__).parent / "pods"
+# What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache; and a shell.
+CUDA_TEST_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
+UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
+
+PAUSE = "registry.invalid/pause:local"
+CUDA_TEST = "registry.invalid/cuda-test:local"
+
+
+def pod_images() -> Path:
+    """A directory with pause.tar and cuda-test.tar, to be imported by `ctr --namespace k8s.io images import`."""
+    inputs = [SOURCES, Path(__file__), Path(debian.__file__)]
+    return cached("pod-images", inputs, _build)
+
+
+def _build(output: Path) -> None:
+    for name, image, entry_point, fill in (
+        ("pause", PAUSE, '["/pause"]', _fill_pause),
+        ("cuda-test", CUDA_TEST, "[]", _fill_cuda_test),
+    ):
+        root = output / name
+        fill(root)
+        import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
+        shutil.rmtree(root)
+        buildah("push", "--quiet", image, f"docker-archive:{output / name}.tar:{image}")
+
+
+def _fill_pause(root: Path) -> None:
+    root.mkdir()
+    _compile("pause", root / "pause", "-static")
+
+
+def _fill_cuda_test(root: Path) -> None:
+    # Unpacked, not configured: the packages' own scripts would need a whole system.
+    debian.debian_tree(root, "extract", CUDA_TEST_PACKAGES)
+    for name in ("hostname", "resolv.conf"):
+        (root / "etc" / name).unlink()
+    for directory in UNNEEDED:
+        shutil.rmtree(root / directory)
+    (root / "dev").mkdir()
+    for applet in run([root / "usr/bin/busybox", "--list"]).split():
+        link = root / "usr" / "bin" / applet
+        if not link.exists() and not (root / "usr" / "sbin" / applet).exists():
+            link.symlink_to("busybox")
+    _compile("gpu-probe", root / "usr" / "bin" / "gpu-probe")
+    # CDI's update-ldcache hook renews the loader cache only in a container that has one.
+    run(["ldconfig", "-r", root])
+
+
+def _compile(name: str, program: Path, *options: str) -> None:
+    run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
+
+
+if __name__ == "__main__":
+    print(pod_images())
