@@ -201,7 +201,8 @@ class MachineFacts:
     """What the host sees of one machine, without ever following a path in the machine's root file system."""
 
     name: str
-    root_exists: bool
+    root: Seen[str]
+    """Path of its root directory; Unseen to whom /var/lib/machines (mode 0700) is closed."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     unit_needs_reload: bool = False

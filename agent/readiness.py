@@ -77,7 +77,7 @@ def evaluate(
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether the machine runs, or is to run, and has not answered this handoff yet."""
     answered = isinstance(report, Report) and report.generation == goal.handoff.generation
-    return machine.root_exists and not answered
+    return isinstance(machine.root, str) and not answered
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
@@ -104,12 +104,8 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
 
 def _machine_running(machine: MachineFacts) -> Condition:
     kind = ConditionType.MACHINE_RUNNING
-    if not machine.root_exists:
-        return false(
-            kind,
-            "NoSuchMachine",
-            f"/var/lib/machines/{machine.name} does not exist or is not a directory; unpack the machine's image there",
-        )
+    if isinstance(machine.root, Absent | Broken):
+        return false(kind, "NoSuchMachine", machine.root.why)
     match machine.unit_state:
         case "active":
             return true(kind, "Running", f"machine {machine.name} is running")

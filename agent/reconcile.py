@@ -138,7 +138,7 @@ class Reconciler:
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=readiness.pending(machine, goal, report),
-            stopped=machine.root_exists and machine.unit_state in ("inactive", "failed"),
+            stopped=isinstance(machine.root, str) and machine.unit_state in ("inactive", "failed"),
             settings_digest=goal.settings_digest,
         )
 

@@ -79,7 +79,7 @@ def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts
         systemd_version=257,
         template_device_allow=("/dev/net/tun rwm", "char-pts rw"),
         vendors=(vendor or nvidia(),),
-        machines=(MachineFacts(machine, root_exists=True, unit_state="inactive"),),
+        machines=(MachineFacts(machine, root=f"/var/lib/machines/{machine}", unit_state="inactive"),),
         files={path: FileState(Absent("not there"), owned=False) for path in machine_files(machine)},
     )
 

@@ -3,7 +3,7 @@
 import re
 import time
 
-from agent.facts import Absent, MachineFacts
+from agent.facts import Absent, Broken, MachineFacts, Seen, Unseen
 from agent.handoff import SIZE_LIMIT
 from agent.observe.units import Unit
 from agent.paths import MACHINE_ROOTS, REPORT_NAME, report_directory, started_with_file
@@ -21,7 +21,7 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         content = Absent(f"machine {name} has not reported")
     return MachineFacts(
         name=name,
-        root_exists=_has_root(name, system),
+        root=_root(name, system),
         unit_state=unit.state,
         unit_needs_reload=unit.needs_reload,
         started_with=_started_with(name, system),
@@ -30,10 +30,17 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
     )
 
 
-def _has_root(name: str, system: System) -> bool:
+def _root(name: str, system: System) -> Seen[str]:
     """A symbolic link there does not count: nspawn and we might see different things behind it."""
     path = f"{MACHINE_ROOTS}/{name}"
-    return look(system.read_link, path) is None and system.is_directory(path)
+    link = look(system.read_link, path)
+    if isinstance(link, Absent | Broken | Unseen):
+        return link
+    if link is not None:
+        return Broken(f"{path} is a symbolic link to {link}; put the machine's root directory itself there")
+    if not system.is_directory(path):
+        return Absent(f"{path} is not there; unpack the machine's image into that directory")
+    return path
 
 
 def _started_with(name: str, system: System) -> str:

@@ -1,0 +1,97 @@
+"""The Kubernetes node inside the simulated host's machine, reached from the host; pods through the CRI."""
+
+import json
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from integration.bed.guest import Completed, Guest
+from integration.bed.pod_images import CUDA_TEST
+
+MACHINE = "gpu-node"
+KIND = "nvidia.com/gpu"
+
+# One call into the machine for a whole pod: under emulation each one costs a third of a second.
+POD_SCRIPT = """
+set -eu
+pod=$(crictl runp {handler} {directory}/pod.json)
+trap 'crictl rmp -f "$pod" >/dev/null' EXIT
+container=$(crictl create --no-pull "$pod" {directory}/container.json {directory}/pod.json)
+crictl start "$container" >/dev/null
+for _ in $(seq 300); do
+    state=$(crictl inspect -o go-template --template '{{{{.status.state}}}} {{{{.status.exitCode}}}}' "$container")
+    case $state in CONTAINER_EXITED*) break ;; esac
+    sleep 0.1
+done
+crictl logs "$container"
+exit "${{state#* }}"
+"""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What a pod with one container asks for."""
+
+    command: tuple[str, ...]
+    cdi: tuple[str, ...] = ()
+    """CDI device names, such as `1` or a UUID, as a device plugin's answer puts them into the CRI."""
+    runtime: str = ""
+    """runtimeClassName's handler."""
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+class Node:
+    """Runs commands and pods in a running machine."""
+
+    def __init__(self, guest: Guest, machine: str = MACHINE) -> None:
+        self._guest = guest
+        self.machine = machine
+        self._pods = 0
+
+    def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A command in the machine, as root."""
+        inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect", *argv)
+        return self._guest.run(inside, timeout=timeout, check=check)
+
+    def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A script in the machine."""
+        return self.run("/bin/sh", "-c", script, timeout=timeout, check=check)
+
+    def pod(self, pod: Pod, timeout: float = 120, check: bool = True) -> Completed:
+        """Run a pod to its end; status and output are the container's."""
+        self._pods += 1
+        name = f"test-{self._pods}"
+        directory = f"/tmp/{name}"
+        files = {"pod": _pod_config(name), "container": _container_config(pod)}
+        write = "\n".join(
+            f"printf %s {shlex.quote(json.dumps(content))} > {directory}/{file}.json" for file, content in files.items()
+        )
+        handler = f"--runtime={pod.runtime}" if pod.runtime else ""
+        script = f"mkdir -p {directory}\n{write}\n" + POD_SCRIPT.format(directory=directory, handler=handler)
+        return self.shell(script, timeout, check)
+
+    def spec(self) -> dict[str, Any]:
+        """The published CDI specification."""
+        found: dict[str, Any] = json.loads(self.run("cat", "/etc/cdi/nvidia.yaml").stdout)
+        return found
+
+
+def _pod_config(name: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "uid": name, "namespace": "default", "attempt": 0},
+        "log_directory": f"/tmp/{name}",
+        # The bed has no pod network: 2 is NODE (CRI, NamespaceMode). runc's systemd cgroup driver wants a slice.
+        "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
+    }
+
+
+def _container_config(pod: Pod) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "main", "attempt": 0},
+        "image": {"image": CUDA_TEST},
+        "command": list(pod.command),
+        "envs": [{"key": key, "value": value} for key, value in pod.environment.items()],
+        "CDI_devices": [{"name": f"{KIND}={name}"} for name in pod.cdi],
+        "log_path": "main.log",
+        "linux": {},
+    }

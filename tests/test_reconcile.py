@@ -1,0 +1,222 @@
+"""Passes over a recorded host: from nothing to the goal, idempotent, and safe to interrupt anywhere."""
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.conditions import ConditionType, Status
+from agent.config import Config
+from agent.handoff import parse_handoff
+from agent.paths import HOST_NVIDIA, OWNED, STAGING, STATE, handoff_file, nspawn_file, unit_drop_in
+from agent.reconcile import MachineOutcome, Reconciler
+from tests.recorded import Host
+
+MACHINE = "gpu-node"
+RECORDED = "debian-13-driver-550"
+VERSION = "550.163.01"
+UNITS = ("systemd-nspawn@gpu-node.service", "nvidia-persistenced.service", "nvidia-fabricmanager.service")
+
+
+def reconciler(host: Host, **settings: object) -> Reconciler:
+    return Reconciler(Config.model_validate({"machines": {MACHINE: settings}}), host, host)
+
+
+@pytest.fixture
+def gpu_host(host: Host) -> Host:
+    """Two GPUs, Debian's driver with all files cut to 4 KiB (staging copies them), one stopped machine."""
+    host.load(RECORDED)
+    for path in Path(host.root).rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size > 4096:
+            os.truncate(path, 4096)
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+    host.driver(VERSION, gpus=2)
+    host.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=char-pts rw\n")
+    host.make_directory(f"/var/lib/machines/{MACHINE}")
+    host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
+    host.command("systemctl", "daemon-reload")
+    host.command("systemctl", "start", "--no-block", UNITS[0])
+    units(host, "inactive")
+    return host
+
+
+def units(host: Host, machine: str) -> None:
+    blocks = [
+        f"Id={name}\nLoadState=loaded\nActiveState={state}\nNeedDaemonReload=no\n"
+        for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True)
+    ]
+    argv = ("systemctl", "show", "--property=Id,LoadState,ActiveState,NeedDaemonReload", *UNITS)
+    host.command(*argv, stdout="\n".join(blocks))
+
+
+def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str]:
+    found = next(each for each in machine.conditions if each.type is kind)
+    return found.status, found.reason
+
+
+def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
+    """Settings, driver root and handoff are there, and the machine is started after them."""
+    outcome = reconciler(gpu_host).run_pass()
+    assert outcome.failures == ()
+    handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
+    request = handoff.requests[0]
+    assert request.gpus == ("0000:01:00.0", "0000:02:00.0")
+    assert request.driver_root == "/run/host-nvidia/0"
+    for file in request.files:
+        place = f"{HOST_NVIDIA}/0/{file.target}"
+        assert gpu_host.real_path(place).startswith(f"{HOST_NVIDIA}/0/"), f"{place} leaves its driver root"
+    assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+    assert gpu_host.runner.calls[-1] == ("systemctl", "start", "--no-block", UNITS[0])
+
+
+def test_nothing_to_do_writes_nothing_and_runs_only_the_observers(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    before = {path: gpu_host.identity(path) for path in (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED)}
+    gpu_host.runner.calls.clear()
+    outcome = agent.run_pass()
+    assert outcome.actions == ()
+    assert {path: gpu_host.identity(path) for path in before} == before
+    assert {argv[:2] for argv in gpu_host.runner.calls} == {("systemctl", "show"), ("systemctl", "--version")}
+
+
+class Crash(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+class CrashingHost(Host):
+    """Dies just before its n-th side effect."""
+
+    def arm(self, remaining: int) -> None:
+        self.remaining = remaining
+
+    def _effect(self) -> None:
+        self.remaining -= 1
+        if self.remaining == 0:
+            raise Crash
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self._effect()
+        super().write(path, content, mode)
+
+    def link(self, path: str, target: str) -> None:
+        self._effect()
+        super().link(path, target)
+
+    def copy(self, source: str, target: str, mode: int) -> None:
+        self._effect()
+        super().copy(source, target, mode)
+
+    def rename(self, old: str, new: str) -> None:
+        self._effect()
+        super().rename(old, new)
+
+    def remove_tree(self, path: str) -> None:
+        self._effect()
+        super().remove_tree(path)
+
+
+def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -> None:
+    """The goal is reached from whatever a killed pass left, with the same settings, and nothing stays behind."""
+    gpu_host.__class__ = CrashingHost
+    assert isinstance(gpu_host, CrashingHost)
+    crashes = 0
+    # Each staged file is a side effect like the next: every seventh of them will do.
+    for survived in itertools.chain(range(1, 8), itertools.count(8, 7)):
+        for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE), OWNED):
+            gpu_host.remove(path)
+        shutil.rmtree(f"{gpu_host.root}{STATE}", ignore_errors=True)
+        gpu_host.arm(survived)
+        try:
+            reconciler(gpu_host).reconcile()
+            finished = True
+        except Crash:
+            finished = False
+            crashes += 1
+        gpu_host.arm(0)
+        assert reconciler(gpu_host).reconcile().failures == ()
+        assert reconciler(gpu_host).look()[2].actions == ()
+        assert gpu_host.entries(STAGING) == ()
+        if finished:
+            break
+    assert crashes > 10
+
+
+def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
+    """The handoff that would name the missing root is not published; the settings are."""
+
+    class FullHost(Host):
+        def free_bytes(self, path: str) -> int:
+            return 1 << 20
+
+    gpu_host.__class__ = FullHost
+    outcome = reconciler(gpu_host).reconcile()
+    assert "1 MiB are free" in outcome.failures[0]
+    assert not gpu_host.exists(handoff_file(MACHINE))
+    assert gpu_host.exists(nspawn_file(MACHINE))
+    assert condition(outcome.machines[0], ConditionType.DRIVER_ROOT_STAGED) == (Status.FALSE, "StagingFailed")
+    assert gpu_host.entries(STAGING) == ()
+
+
+def test_a_spoiled_driver_root_is_staged_anew_under_another_index(gpu_host: Host) -> None:
+    """A machine without user namespaces can remount its bind writable: what it can spoil is our copy only."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    library = f"{HOST_NVIDIA}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+    gpu_host.write(library, b"spoiled")
+    agent.reconcile()
+    handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
+    assert handoff.requests[0].driver_root == "/run/host-nvidia/1"
+
+
+def test_a_lost_ownership_record_is_rebuilt(gpu_host: Host) -> None:
+    """State on disk is a cache: what is as we would write it is adopted."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.write(OWNED, b"{ garbled")
+    outcome = agent.reconcile()
+    assert not outcome.failures
+    assert set(json.loads(gpu_host.read(OWNED))["files"]) == {nspawn_file(MACHINE), unit_drop_in(MACHINE)}
+
+
+def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
+    gpu_host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
+    outcome = reconciler(gpu_host).reconcile()
+    assert gpu_host.read(nspawn_file(MACHINE)) == b"[Exec]\nBoot=yes\n"
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+
+
+def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    units(gpu_host, "active")
+    outcome = agent.run_pass()
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+    assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
+
+
+@pytest.mark.parametrize(
+    ("breakage", "kind", "reason"),
+    [
+        (lambda host: host.remove_file("/sys/module/nvidia/version"), ConditionType.DRIVER_LOADED, "ModuleNotLoaded"),
+        (lambda host: host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n"), ConditionType.LIBRARIES_PRESENT,
+         "NotInstalled"),
+        (lambda host: host.file("/sys/module/nvidia/version", "535.261.03\n"), ConditionType.LIBRARIES_PRESENT,
+         "VersionMismatch"),
+        (lambda host: host.remove_file("/dev/nvidia-uvm"), ConditionType.DEVICES_PRESENT, "NodesMissing"),
+    ],
+)  # fmt: skip
+def test_half_a_driver_is_not_ready_and_says_what_to_do(
+    gpu_host: Host, breakage: Callable[[Host], None], kind: ConditionType, reason: str
+) -> None:
+    breakage(gpu_host)
+    machine = reconciler(gpu_host).reconcile().machines[0]
+    assert condition(machine, kind) == (Status.FALSE, reason)
+    assert machine.conditions[-1].status is Status.FALSE
+    message = next(each.message for each in machine.conditions if each.type is kind)
+    assert any(word in message for word in ("run `", "install", "reload"))
