@@ -1,7 +1,7 @@
 """The ownership record: which files this agent wrote, with the digests of what it wrote. Pure."""
 
 import json
-import os.path
+import posixpath
 import re
 from collections.abc import Mapping
 
@@ -31,7 +31,7 @@ def parse_owned(data: bytes) -> dict[str, str]:
         raise _bad("key files must be an object")
     for path, digest in files.items():
         # What is recorded may be removed one day: a path that could mean two files is no record of ours.
-        if not path.startswith("/") or os.path.normpath(path) != path or not path.isprintable():
+        if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
             raise _bad(f"files: {path!r} is not a normal absolute path")
         if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
             raise _bad(f"files: {path}: {digest!r} is not a SHA-256 digest")

@@ -79,8 +79,11 @@ class System:
         return os.path.ismount(self._at(path))
 
     def is_file(self, path: str) -> bool:
-        """Whether it is a regular file, links followed within the root."""
-        return os.path.isfile(self._at(path))
+        """Whether it is a regular file, links followed within the root; a look that fails is not a No."""
+        try:
+            return stat.S_ISREG(os.stat(self._at(path)).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def read_link(self, path: str) -> str | None:
         """A symbolic link's text; None for anything else, also for nothing."""

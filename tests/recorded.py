@@ -1,0 +1,189 @@
+"""Hosts to observe: a tree below a temporary directory, scripted programs, listed device nodes and devices.
+
+`tests/hosts/<name>` holds what was recorded from real packages (record.py says how). Everything else that a test
+adds, GPUs above all, is synthetic: written after the driver's sources, not seen on silicon.
+"""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from agent.facts import DeviceNumber, DrmDevice, PciDevice, Seen
+from agent.observe.loader_cache import CACHE
+from agent.system import System
+from agent.system.commands import Completed
+
+HOSTS = Path(__file__).parent / "hosts"
+
+
+class ScriptedRunner:
+    """Answers the commands that a test lists; any other one fails the test."""
+
+    def __init__(self) -> None:
+        self.answers: dict[tuple[str, ...], Completed] = {}
+        self.calls: list[tuple[str, ...]] = []
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.calls.append(argv)
+        assert argv in self.answers, f"nobody expected {' '.join(argv)}"
+        return self.answers[argv]
+
+
+class Host(System):
+    """A System below `tree` that is also a DeviceSource; the methods below `----` set it up."""
+
+    def __init__(self, tree: Path, architecture: str = "x86_64") -> None:
+        self.runner = ScriptedRunner()
+        super().__init__(self.runner, str(tree))
+        self.pci: Seen[tuple[PciDevice, ...]] = ()
+        self.drm: Seen[tuple[DrmDevice, ...]] = ()
+        self.failing: dict[str, OSError] = {}
+        self._architecture = architecture
+        self._nodes: dict[str, DeviceNumber] = {}
+        self._tree = tree
+
+    def architecture(self) -> str:
+        return self._architecture
+
+    def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
+        return self.pci
+
+    def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
+        return self.drm
+
+    def device(self, path: str) -> DeviceNumber | None:
+        # mknod(2) needs root: a listed node is an empty file in the tree.
+        return self._nodes.get(path) or super().device(path)
+
+    def read(self, path: str, limit: int = 4 << 20) -> bytes:
+        self._fail(path)
+        return super().read(path, limit)
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        self._fail(path)
+        return super().entries(path)
+
+    def real_path(self, path: str) -> str:
+        self._fail(path)
+        return super().real_path(path)
+
+    def _fail(self, path: str) -> None:
+        """Tests may run as root, whom no permission bits stop."""
+        if path in self.failing:
+            raise self.failing[path]
+
+    # ---- setting up
+
+    def file(self, path: str, content: str | bytes = b"", *, size: int = 0, executable: bool = False) -> None:
+        """A file; with `size`, a sparse one."""
+        place = self._tree / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content.encode() if isinstance(content, str) else content)
+        place.chmod(0o755 if executable else 0o644)
+        if size:
+            os.truncate(place, size)
+        os.utime(place, (1_700_000_000, 1_700_000_000))
+
+    def symlink(self, path: str, target: str) -> None:
+        place = self._tree / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.symlink_to(target)
+
+    def node(self, path: str, major: int, minor: int, mode: int = 0o666) -> None:
+        """A character device."""
+        self.file(path)
+        self._nodes[path] = DeviceNumber(major, minor, mode)
+
+    def remove_file(self, path: str) -> None:
+        (self._tree / path.lstrip("/")).unlink()
+
+    def command(self, *argv: str, stdout: str = "", stderr: str = "", status: int = 0) -> None:
+        """What a program prints."""
+        self.runner.answers[argv] = Completed(status, stdout.encode(errors="surrogateescape"), stderr.encode())
+
+    def load(self, name: str) -> None:
+        """The recorded driver packages of a distribution."""
+        for line in (HOSTS / name / "files.tsv").read_text().splitlines():
+            kind, path, rest = line.split("\t")
+            if kind == "link":
+                self.symlink(path, rest)
+            else:
+                self.file(path, size=int(rest), executable=kind == "program")
+        self.loader_cache((HOSTS / name / "ldconfig.txt").read_text())
+
+    def loader_cache(self, listing: str) -> None:
+        """What `ldconfig -p` prints."""
+        self.file(CACHE, "not read by us")
+        self.file("/usr/sbin/ldconfig", executable=True)
+        self.command("/sbin/ldconfig" if self.exists("/sbin/ldconfig") else "ldconfig", "-p", stdout=listing)
+
+    def driver(self, version: str, gpus: int = 0) -> None:
+        """Synthetic: the loaded module, as kernel-open 545 and newer show it, with GPUs on buses 1 and up."""
+        self.file("/proc/devices", PROC_DEVICES)
+        self.file("/sys/module/nvidia/version", f"{version}\n")
+        self.node("/dev/nvidiactl", 195, 255)
+        self.node("/dev/nvidia-modeset", 195, 254)
+        self.node("/dev/nvidia-uvm", 511, 0)
+        self.node("/dev/nvidia-uvm-tools", 511, 1)
+        for index in range(gpus):
+            self.gpu(f"0000:{index + 1:02x}:00.0", index)
+
+    def gpu(self, address: str, minor: int) -> None:
+        """Synthetic: one more GPU, with its node and its two DRM nodes."""
+        information = INFORMATION.format(minor=minor, address=address)
+        self.file(f"/proc/driver/nvidia/gpus/{address}/information", information)
+        self.node(f"/dev/nvidia{minor}", 195, minor)
+        self.node(f"/dev/dri/card{minor + 1}", 226, minor + 1, 0o660)
+        self.node(f"/dev/dri/renderD{128 + minor}", 226, 128 + minor)
+        assert isinstance(self.pci, tuple)
+        assert isinstance(self.drm, tuple)
+        self.pci = (*self.pci, PciDevice(address, 0x10DE, 0x2330, 0x030200, "nvidia"))
+        self.drm = (
+            *self.drm,
+            DrmDevice(f"/dev/dri/card{minor + 1}", address, "nvidia"),
+            DrmDevice(f"/dev/dri/renderD{128 + minor}", address, "nvidia"),
+        )
+
+    def rebind(self, address: str, driver: str) -> None:
+        """Another kernel driver takes a PCI device."""
+        assert isinstance(self.pci, tuple)
+        self.pci = tuple(replace(each, driver=driver) if each.address == address else each for each in self.pci)
+
+    def capability(self, path: str, minor: int, mode: int = 0o444) -> None:
+        """Synthetic: one of the driver's capabilities with its node."""
+        text = f"DeviceFileMinor: {minor}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n"
+        self.file(f"/proc/driver/nvidia/capabilities/{path}", text)
+        self.node(f"/dev/nvidia-caps/nvidia-cap{minor}", 508, minor, mode)
+
+
+PROC_DEVICES = """\
+Character devices:
+  1 mem
+  5 /dev/tty
+195 nvidia
+195 nvidia-modeset
+195 nvidiactl
+226 drm
+508 nvidia-caps
+509 nvidia-caps-imex-channels
+510 nvidia-nvswitch
+511 nvidia-uvm
+512 nvidia-nvlink
+
+Block devices:
+  8 sd
+259 blkext
+"""
+INFORMATION = """\
+Model: \t\t NVIDIA H100 80GB HBM3
+IRQ:   \t\t 18
+GPU UUID: \t GPU-00000000-0000-4000-8000-00000000000{minor}
+Video BIOS: \t 96.00.74.00.01
+Bus Type: \t PCIe
+DMA Size: \t 52 bits
+DMA Mask: \t 0xfffffffffffff
+Bus Location: \t {address}
+Device Minor: \t {minor}
+GPU Firmware: \t 550.163.01
+GPU Excluded:\t No
+"""
