@@ -5,10 +5,11 @@ split in two, of which the one for the runtime matters here.
 """
 
 import copy
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from fnmatch import fnmatchcase
 from typing import Any
 
 from agent.errors import DocumentError, UnsupportedError
@@ -70,12 +71,15 @@ def imports(document: Table) -> tuple[str, ...]:
     listed = document.get("imports", [])
     if not isinstance(listed, list):
         raise DocumentError(f"{MAIN}: key imports is not a list", "repair it: containerd cannot start with it either")
-    return tuple(str(PurePosixPath(MAIN).parent / str(pattern)) for pattern in listed)
+    return tuple(posixpath.join(posixpath.dirname(MAIN), str(pattern)) for pattern in listed)
 
 
 def covers(pattern: str, path: str) -> bool:
     """Whether containerd loads a file by an import; only patterns with an asterisk are patterns to it."""
-    return PurePosixPath(path).match(pattern) if "*" in pattern else pattern == path
+    if "*" not in pattern:
+        return pattern == path
+    (directory, name), (pattern_directory, pattern_name) = posixpath.split(path), posixpath.split(pattern)
+    return directory == pattern_directory and fnmatchcase(name, pattern_name)
 
 
 def render(

@@ -1,16 +1,37 @@
 """The machine half's backend of `agent.system.commands`: the standard library alone, which starts fastest."""
 
+import contextlib
+import os
+import signal
 import subprocess
 
 from agent.system.commands import ENVIRONMENT, Completed, TimeLimitError
 
+KILL_LIMIT = 5.0
+"""Seconds that a killed program is waited for: one that hangs in a driver cannot be killed, and is left behind."""
+
 
 def machine_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """A Runner. Standard output and error are taken whole; the program is killed at the time limit."""
+    """A Runner. Standard output and error are taken whole; the program's session is killed at the time limit."""
+    process = subprocess.Popen(
+        argv,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=dict(ENVIRONMENT),
+        cwd="/",
+        start_new_session=True,
+    )
     try:
-        finished = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=dict(ENVIRONMENT), cwd="/"
-        )
+        stdout, stderr = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        # Not subprocess.run: it waits for the killed program without a limit.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(KILL_LIMIT)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
         raise TimeLimitError from error
-    return Completed(finished.returncode, finished.stdout, finished.stderr)
+    return Completed(process.returncode, stdout, stderr)

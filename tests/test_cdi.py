@@ -1,0 +1,188 @@
+"""CDI specs are judged by what they hold; every mutation of a good one is refused."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.facts import DeviceNumber
+from agent.handoff import GrantedDevice, GrantedFile
+from agent.vendors.machine_protocol import Verdict
+from agent.vendors.nvidia.cdi import host_paths, verify
+from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, recorded_spec
+
+LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
+PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
+
+Spec = dict[str, Any]
+
+
+def judge(spec: object) -> Verdict:
+    return verify(spec, REQUEST, LIVE, PRESENT)
+
+
+def edits(spec: Spec) -> Spec:
+    common: Spec = spec["containerEdits"]
+    return common
+
+
+def mount(path: str) -> Spec:
+    return {"hostPath": path, "containerPath": "/usr/lib/x", "options": ["ro", "nosuid", "nodev", "rbind"]}
+
+
+def without_mount(spec: Spec, part: str) -> None:
+    edits(spec)["mounts"] = [each for each in edits(spec)["mounts"] if part not in each["hostPath"]]
+
+
+def without_node(spec: Spec, path: str) -> None:
+    edits(spec)["deviceNodes"] = [each for each in edits(spec)["deviceNodes"] if each["path"] != path]
+
+
+def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
+    """The recorded spec passes, serves all GPUs, and what nvidia-ctk 1.19.1 leaves out is named."""
+    verdict = judge(recorded_spec())
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
+    uuids = tuple(f"GPU-11111111-2222-3333-4444-55555555555{index}" for index in (0, 1))
+    assert verdict.devices == ("0", "1", *uuids, "all")
+
+
+MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
+    "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
+    "path with dots": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")), "below the driver"),
+    "another driver root": (lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")), "below the driver"),
+    "missing file": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/gone")), "does not exist"),
+    "writable mount": (lambda s: edits(s)["mounts"][0].update(options=["rbind"]), "not read-only"),
+    "relative mount point": (lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"), "mount at"),
+    "device's own mount": (
+        lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
+        "device 0: mount of '/root'",
+    ),
+    "foreign hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "foreign hook"),
+    "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "foreign hook"),
+    "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "foreign hook"),
+    "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "foreign hook"),
+    "wrong minor": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7), "it is 195:1"),
+    "minor left out": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"), "195:0, it is"),
+    "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "written as 511:0"),
+    "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "something else"),
+    "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "something else"),
+    "missing libcuda": (lambda s: without_mount(s, "libcuda.so"), "libcuda.so is not in it"),
+    "missing libnvidia-ml": (lambda s: without_mount(s, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
+    "missing native library": (lambda s: without_mount(s, "glcore"), "libnvidia-glcore.so.550.163.01 is not in it"),
+    "missing vdpau plug-in": (lambda s: without_mount(s, "vdpau"), "libvdpau_nvidia.so.550.163.01 is not in it"),
+    "missing control node": (lambda s: without_node(s, "/dev/nvidiactl"), "no control node"),
+    "missing UVM node": (lambda s: without_node(s, "/dev/nvidia-uvm"), "no uvm node"),
+    "ungranted node": (lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia7"}), "not granted"),
+    "ungranted GPU": (
+        lambda s: s["devices"].append({"name": "2", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia2"}]}}),
+        "'/dev/nvidia2' is not granted",
+    ),
+    "GPU for everybody": (
+        lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia1", "major": 195, "minor": 1}),
+        "every container would get the GPU node /dev/nvidia1",
+    ),
+    "GPU of another": (
+        lambda s: s["devices"][0]["containerEdits"]["deviceNodes"].append(
+            {"path": "/dev/nvidia1", "major": 195, "minor": 1}
+        ),
+        "device 0 has 2 GPU nodes",
+    ),
+    "foreign name": (lambda s: s["devices"][0].update(name="mine"), "neither an index nor a UUID"),
+    "one name missing": (lambda s: s["devices"].pop(0), "differ"),
+    "name twice": (lambda s: s["devices"].append(s["devices"][0]), "one name"),
+    "extra environment": (lambda s: edits(s)["env"].append("LD_PRELOAD=/tmp/x.so"), "LD_PRELOAD"),
+    "visible devices": (lambda s: edits(s).update(env=["NVIDIA_VISIBLE_DEVICES=all"]), "VISIBLE_DEVICES=all"),
+    "library directory": (lambda s: edits(s).update(env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
+    "other kind": (lambda s: s.update(kind="nvidia.com/other"), "kind is"),
+    "unknown edit": (lambda s: edits(s).update(intelRdt={}), "unknown key intelRdt"),
+    "unknown key": (lambda s: s.update(annotations={}), "unknown key annotations"),
+    "no edits": (lambda s: s["devices"][0].pop("containerEdits"), "not an object"),
+    "mounts are an object": (lambda s: edits(s).update(mounts={}), "not a list"),
+    "no devices": (lambda s: s.update(devices=[]), "no device of the spec is a granted GPU"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_refused(name: str) -> None:
+    """The problem says what is wrong."""
+    mutate, said = MUTATIONS[name]
+    spec = recorded_spec()
+    mutate(spec)
+    assert said in "; ".join(judge(spec).problems)
+
+
+def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
+    """nvidia-ctk before 1.19 writes neither major nor minor."""
+    spec = recorded_spec()
+    for node in edits(spec)["deviceNodes"]:
+        node.pop("major")
+        node.pop("minor", None)
+    assert judge(spec).problems == ()
+
+
+def test_node_that_went_is_refused() -> None:
+    """A spec with a node that the machine lacks would fail at every container's start."""
+    live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
+    verdict = verify(recorded_spec(), REQUEST, live, PRESENT)
+    assert verdict.problems == ("containerEdits: device node /dev/nvidia-modeset is not in this machine",)
+
+
+def test_gpu_that_nvml_does_not_list_is_missing() -> None:
+    """One GPU that failed costs that GPU: the others can still be served."""
+    spec = recorded_spec()
+    spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
+    spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    verdict = judge(spec)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == (GPUS[1],)
+
+
+def test_drm_nodes_stay_with_their_gpu() -> None:
+    """A render node in the device of another GPU is refused; one that is in no device is named."""
+    render = GrantedDevice("/dev/dri/renderD128", "dri-render", 226, 128, GPUS[0])
+    request = replace(REQUEST, devices=(*REQUEST.devices, render))
+    live = LIVE | {render.path: DeviceNumber(226, 128)}
+    assert render.path in verify(recorded_spec(), request, live, PRESENT).not_in_spec
+    spec = recorded_spec()
+    node = {"path": render.path, "major": 226, "minor": 128}
+    for name in (0, 2, 4):
+        spec["devices"][name]["containerEdits"]["deviceNodes"].append(node)
+    assert verify(spec, request, live, PRESENT).problems == ()
+    spec["devices"][1]["containerEdits"]["deviceNodes"].append(node)
+    assert "belongs to GPU 0000:01:00.0" in "; ".join(verify(spec, request, live, PRESENT).problems)
+
+
+def test_32_bit_libraries_are_not_missed() -> None:
+    """nvidia-ctk never mounts them: named, but no fault."""
+    library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
+    verdict = verify(recorded_spec(), replace(REQUEST, files=(*REQUEST.files, library)), LIVE, PRESENT)
+    assert verdict.problems == ()
+    assert library.target in verdict.not_in_spec
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON, st.data())
+def test_no_json_breaks_the_verdict(value: object, data: st.DataObject) -> None:
+    """Whatever stands in whichever place: a verdict, never an exception."""
+    spec: Any = recorded_spec()
+    place, key = {"": spec}, ""
+    container: Any = place
+    while isinstance(container[key], dict | list) and container[key] and data.draw(st.booleans()):
+        container = container[key]
+        keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
+        key = data.draw(st.sampled_from(keys))
+    container[key] = value
+    spec = place[""]
+    judge(spec)
+    host_paths(spec)
