@@ -1,0 +1,97 @@
+"""The bed for the end-to-end tests: one virtual machine, booted once and put back to a snapshot before each test."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.guest import Completed, Guest
+from integration.bed.host_image import host_image
+from integration.bed.installation import install
+from integration.bed.machine_image import machines_disk
+from integration.bed.node import MACHINE, Node
+from integration.bed.simulated_host import SimulatedHost
+
+INSTALLED = "installed"
+"""The host half is installed and configured; nothing of it runs, and no machine."""
+READY = "ready"
+"""The service runs, and the machine is Ready."""
+
+
+@dataclass
+class Bed:
+    """The simulated host as tests use it."""
+
+    host: SimulatedHost
+
+    @property
+    def guest(self) -> Guest:
+        return self.host.guest
+
+    @property
+    def node(self) -> Node:
+        return Node(self.guest)
+
+    def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A command on the host."""
+        return self.guest.run(argv, timeout=timeout, check=check)
+
+    def agent(self, *arguments: str, timeout: float = 240, check: bool = True) -> Completed:
+        """The agent's command on the host."""
+        return self.run("unbounded-agent", *arguments, timeout=timeout, check=check)
+
+    def conditions(self) -> dict[str, dict[str, Any]]:
+        """By type, as `status --json` has them."""
+        found = json.loads(self.agent("status", "--json").stdout)
+        return {each["type"]: each for each in found[MACHINE]}
+
+    def wait_ready(self, seconds: float = 240) -> dict[str, dict[str, Any]]:
+        """Until Ready is True; fails with all conditions otherwise."""
+        deadline = time.monotonic() + seconds
+        while True:
+            conditions = self.conditions()
+            if conditions["Ready"]["status"] == "True":
+                return conditions
+            if time.monotonic() > deadline:
+                journal = self.run("journalctl", "--no-pager", "-n", "60", check=False).stdout
+                pytest.fail(f"not ready after {seconds} s: {self.agent('status').stdout}\n{journal}")
+            time.sleep(1)
+
+
+@pytest.fixture(scope="session")
+def simulated_host() -> Iterator[SimulatedHost]:
+    image = host_image(wheels.dependencies())
+    machines = machines_disk()
+    with step("boot the simulated GPU host"):
+        host = SimulatedHost(image, machines)
+    with host:
+        with step("install the host half"):
+            install(host.guest)
+        host.snapshot(INSTALLED)
+        bed = Bed(host)
+        with step("start the service and wait until the machine is ready"):
+            bed.run("systemctl", "enable", "--now", "unbounded-agent.service", timeout=240)
+            bed.wait_ready()
+        with step("wait for the pod images"):
+            bed.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
+        host.snapshot(READY)
+        yield host
+
+
+@pytest.fixture
+def installed(simulated_host: SimulatedHost) -> Bed:
+    """A fresh host with its driver, where the agent is installed and has done nothing yet."""
+    simulated_host.restore(INSTALLED)
+    return Bed(simulated_host)
+
+
+@pytest.fixture
+def ready(simulated_host: SimulatedHost) -> Bed:
+    """A host whose machine is ready and whose service runs."""
+    simulated_host.restore(READY)
+    return Bed(simulated_host)

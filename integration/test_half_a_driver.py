@@ -1,0 +1,103 @@
+"""No GPU is a skip; half a driver is not ready, says why and what to do next. Nothing is broken by either."""
+
+import json
+
+import pytest
+
+from integration.bed.kernel_modules import DRIVER_VERSION, kernel_modules
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+OLDER = "535.261.03"
+UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -f /dev/nvidia*"
+
+
+def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
+    """The whole pipeline is left out: exit code 0, and not one file is written."""
+    remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
+    installed.run(
+        "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -f /dev/nvidia*; {remove}; true"
+    )
+    planned = installed.agent("plan").stdout
+    assert "gpu-node: no GPU on this host: nothing is set up" in planned
+    applied = installed.agent("apply")
+    assert "Ready  True" in applied.stdout
+    assert "NoGPU" in applied.stdout
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_libraries_without_the_module(installed: Bed) -> None:
+    installed.run("sh", "-c", UNLOAD)
+    conditions = installed.conditions()
+    assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
+    assert "modprobe nvidia" in conditions["DriverLoaded"]["message"]
+    assert conditions["Ready"]["status"] == "False"
+
+
+def test_the_module_without_libraries(installed: Bed) -> None:
+    installed.run(
+        "sh",
+        "-c",
+        "find /usr/lib -name 'libcuda.so*' -delete; find /usr/lib -name 'libnvidia-ml.so*' -delete; ldconfig",
+    )
+    conditions = installed.conditions()
+    assert conditions["DriverLoaded"]["status"] == "True"
+    assert conditions["LibrariesPresent"]["reason"] == "NotInstalled"
+    assert "ldconfig" in conditions["LibrariesPresent"]["message"]
+    assert conditions["Ready"]["status"] == "False"
+
+
+def test_a_module_of_another_version(installed: Bed) -> None:
+    """The stand-in module in the version that Debian 12 ships, under the libraries of Debian 13."""
+    installed.run("sh", "-c", UNLOAD)
+    for module in ("nvidia", "nvidia-uvm", "nvidia-modeset"):
+        content = (kernel_modules(OLDER) / f"{module}.ko").read_bytes()
+        installed.guest.write(f"/root/{module}.ko", content)
+        installed.run("insmod", f"/root/{module}.ko")
+    installed.run("/usr/lib/simulated-gpu-host/make-nodes")
+    conditions = installed.conditions()
+    assert conditions["LibrariesPresent"]["reason"] == "VersionMismatch"
+    for version in (OLDER, DRIVER_VERSION):
+        assert version in conditions["LibrariesPresent"]["message"]
+    assert conditions["Ready"]["status"] == "False"
+
+
+def test_a_machine_that_does_not_exist(installed: Bed) -> None:
+    installed.guest.write("/etc/unbounded-agent/config.toml", b"[machines.elsewhere]\n")
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 1
+    assert "/var/lib/machines/elsewhere is not there" in finished.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[machines.gpu-node]\ngpuz = 1\n", "/etc/unbounded-agent/config.toml: machines.gpu-node.gpuz: unknown key"),
+        ('[machines."a/b"]\n', "/etc/unbounded-agent/config.toml: machines.a/b: "),
+        ('[machines.gpu-node]\nrequire_gpus = "yes"\n', "machines.gpu-node.require_gpus"),
+    ],
+)
+def test_bad_configuration_changes_nothing(installed: Bed, text: str, named: str) -> None:
+    installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 2
+    assert named in finished.stderr
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
+    """In sentences; apply needs root and says so."""
+    as_user = ("runuser", "-u", "nobody", "--", "unbounded-agent")
+    planned = installed.run(*as_user, "plan").stdout
+    assert "would write /etc/systemd/nspawn/gpu-node.nspawn" in planned
+    assert "would stage nvidia driver 550.163.01 as driver root 0" in planned
+    refused = installed.run(*as_user, "apply", check=False)
+    assert refused.status == 1
+    assert "this needs root rights" in refused.stderr
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_status_as_json(installed: Bed) -> None:
+    found = json.loads(installed.agent("status", "--json").stdout)
+    assert {"type", "status", "reason", "message", "last_transition"} <= set(found["gpu-node"][0])

@@ -1,0 +1,93 @@
+"""The service under its sandbox: metrics, a steady state that costs nothing, and a foreign file that survives."""
+
+import json
+
+import pytest
+
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+PROMETHEUS = """
+scrape_configs:
+  - job_name: unbounded-agent
+    scrape_interval: 1s
+    static_configs: [{targets: ["127.0.0.1:9788"]}]
+"""
+
+
+def test_all_conditions_are_true(ready: Bed) -> None:
+    """But for those that need a kubelet or a persistence daemon, each with that reason."""
+    conditions = ready.wait_ready()
+    others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
+    assert set(others) <= {"GPUsAdvertised", "PersistenceMode"}
+    table = ready.agent("status").stdout
+    assert "Ready  True" in table
+
+
+def test_prometheus_scrapes_it(ready: Bed) -> None:
+    """Debian's real Prometheus, asked by its own client."""
+    ready.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
+    ready.run("systemctl", "start", "prometheus.service")
+    query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090"]
+    script = f"for _ in $(seq 60); do out=$({' '.join(query)} unbounded_agent_machine_ready 2>/dev/null); "
+    script += 'case $out in *gpu-node*) echo "$out"; exit 0;; esac; sleep 1; done; exit 1'
+    found = json.loads(ready.run("sh", "-c", script, timeout=120).stdout)
+    assert found[0]["metric"]["machine"] == "gpu-node"
+    assert found[0]["value"][1] == "1"
+
+
+def test_health_pages(ready: Bed) -> None:
+    fetch = "import urllib.request, sys; print(urllib.request.urlopen(sys.argv[1], timeout=10).status)"
+    for page in ("livez", "readyz", "readyz/machines/gpu-node"):
+        assert ready.run("python3", "-c", fetch, f"http://127.0.0.1:9788/{page}").stdout.strip() == "200"
+
+
+def test_a_second_pass_writes_nothing_and_restarts_nothing(ready: Bed) -> None:
+    """Neither on the host nor in the machine."""
+    watched = "stat -c '%n %i %z' /etc/systemd/nspawn/gpu-node.nspawn /var/lib/unbounded-agent/machines/*/handoff/*"
+    inside = (
+        "stat -c '%n %i %z' /etc/cdi/nvidia.yaml /etc/containerd/config.toml /etc/containerd/conf.d/*; "
+        "systemctl show -P ExecMainStartTimestampMonotonic containerd.service"
+    )
+    before = ready.run("sh", "-c", watched).stdout, ready.node.shell(inside).stdout
+    ready.agent("apply")
+    ready.run("systemctl", "reload", "unbounded-agent.service")
+    ready.node.run("systemctl", "start", "unbounded-agent-gpu.service")
+    assert (ready.run("sh", "-c", watched).stdout, ready.node.shell(inside).stdout) == before
+
+
+def test_the_users_containerd_settings_survive(ready: Bed) -> None:
+    """containerd 1.7 replaces whole tables from imported files: registry, sandbox image and CNI paths must be there."""
+    effective = ready.node.run("containerd", "config", "dump").stdout
+    for setting in (
+        'sandbox_image = "registry.invalid/pause:local"',
+        'bin_dir = "/usr/lib/cni"',
+        "https://mirror.invalid",
+        "SystemdCgroup = true",
+        "enable_cdi = true",
+        'BinaryName = "/usr/bin/nvidia-container-runtime"',
+    ):
+        assert setting in effective
+
+
+def test_the_published_spec_is_valid(ready: Bed) -> None:
+    """By the CDI project's own library."""
+    ready.node.run("cdi-validate", "/etc/cdi/nvidia.yaml")
+    hooks = ready.node.spec()["containerEdits"]["hooks"]
+    assert {hook["args"][1] for hook in hooks} == {"create-symlinks", "update-ldcache"}
+
+
+def test_a_foreign_settings_file_is_left_alone(installed: Bed) -> None:
+    foreign = b"[Exec]\nBoot=yes\n"
+    installed.guest.write("/etc/systemd/nspawn/gpu-node.nspawn", foreign)
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 1
+    assert "machines.gpu-node.nspawn" in finished.stdout
+    assert installed.guest.read("/etc/systemd/nspawn/gpu-node.nspawn") == foreign
+
+
+def test_a_second_agent_says_so_and_ends(ready: Bed) -> None:
+    finished = ready.agent("run", check=False, timeout=60)
+    assert finished.status == 1
+    assert "another" in finished.stderr

@@ -1,0 +1,48 @@
+"""What was set up holds over reloads and reboots of machine and host."""
+
+import json
+
+import pytest
+
+from integration.bed.node import Pod
+from integration.conftest import Bed
+
+MACHINE_UNIT = "systemd-nspawn@gpu-node.service"
+pytestmark = pytest.mark.scenario("002")
+
+
+def expect_one_gpu(bed: Bed) -> None:
+    found = json.loads(
+        bed.node.pod(Pod(("gpu-probe", "/dev/nvidia1", "/dev/nvidia2", "libcuda.so.1"), cdi=("1",))).stdout
+    )
+    assert found["open"]["/dev/nvidia1"] == "OK"
+    assert found["open"]["/dev/nvidia2"] in ("EPERM", "ENOENT")
+    assert "path" in found["load"]["libcuda.so.1"]
+
+
+def test_daemon_reload_on_the_host_and_in_the_machine(ready: Bed) -> None:
+    ready.run("systemctl", "daemon-reload")
+    ready.node.run("systemctl", "daemon-reload")
+    expect_one_gpu(ready)
+
+
+def test_a_machine_that_reboots_by_itself(ready: Bed) -> None:
+    """Nobody on the host has to do anything: prepare@ runs before the unit starts again."""
+    invocation = f"systemctl show -P InvocationID {MACHINE_UNIT}"
+    before = ready.run(*invocation.split()).stdout.strip()
+    ready.node.run("systemctl", "--no-block", "reboot")
+    ready.run("sh", "-c", f'while [ "$({invocation})" = {before} ]; do sleep 1; done', timeout=120)
+    ready.wait_ready()
+    expect_one_gpu(ready)
+
+
+def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed) -> None:
+    """The machine's start waits for the driver; it boots with its GPUs."""
+    ready.run("machinectl", "enable", "gpu-node")
+    ready.guest.write("/etc/simulated-driver/late", b"60")
+    ready.run("sync")
+    ready.host.reboot(timeout=600)
+    ready.wait_ready(420)
+    journal = ready.run("journalctl", "-b", "--no-pager", "-u", "unbounded-agent-prepare@gpu-node").stdout
+    assert "wait for the driver of 0000:01:00.0" in journal
+    expect_one_gpu(ready)
