@@ -1,0 +1,242 @@
+"""The service: passes on start, on SIGHUP and by a slow timer, in one thread; told to systemd, the log and HTTP."""
+
+import faulthandler
+import logging
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Protocol
+
+from agent import health
+from agent.conditions import Condition, ConditionType
+from agent.config import Config
+from agent.errors import AgentError
+from agent.locks import locked
+from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
+from agent.notify import Notifier, log_to, watchdog_interval
+from agent.paths import INSTANCE_LOCK
+from agent.reconcile import MachineOutcome, Outcome
+from agent.server import OPENMETRICS as OPENMETRICS_KEY
+from agent.server import Page, Server, Site
+from agent.signals import BrokenOffError, Signals
+from agent.system import System
+from agent.system.host_runner import host_runner
+
+log = logging.getLogger("agent.daemon")
+
+
+class Passes(Protocol):
+    """What the loop needs of agent.reconcile.Reconciler."""
+
+    progress: Callable[[str], None]
+
+    def run_pass(self) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    interval: float = 60.0
+    pending: float = 5.0
+    """Between passes while a machine has not answered its handoff."""
+    pending_limit: float = 120.0
+    """From then on `interval` holds: an image without our half never answers."""
+    back_off: float = 5.0
+    """After a failure; doubled for each further one, up to `interval`."""
+    jitter: float = 0.1
+    """Share by which a delay varies, so that hosts that booted together do not work together."""
+    grace: float = 5.0
+    """That a pass may go on after SIGTERM, before it is broken off."""
+
+    @property
+    def evidence(self) -> float:
+        """How long an observation counts, and a pass may take."""
+        return 3 * self.interval
+
+
+class Daemon:
+    """The loop and what it knows."""
+
+    def __init__(
+        self, load: Callable[[], Config], make: Callable[[Config], Passes], notifier: Notifier, timing: Timing
+    ) -> None:
+        self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
+        self._watchdog = watchdog_interval(os.environ)
+        self._metrics = Metrics()
+        self._config = load()
+        self._config_loaded, self._config_good = time.time(), True
+        self._reconciler = self._made(self._config)
+        self._server = Server(self._config.metrics.address)
+        self._outcome: Outcome | None = None
+        self._observed = 0.0
+        self._why_not = "the first observation is not done"
+        """Why nothing fresh is known; empty after a pass that came to an end."""
+        self._failures: tuple[str, ...] = ()
+        self._failed_in_a_row = 0
+        self._pending_since: float | None = None
+        self._told: dict[str, dict[ConditionType, Condition]] = {}
+        self._publish()
+
+    def loop(self, signals: Signals) -> None:
+        """Until SIGTERM."""
+        ready, trigger = False, "start"
+        while not signals.stop:
+            reloading, signals.reload = signals.reload, False
+            if reloading:
+                trigger = "reload"
+                self.reload()
+            self.work(trigger, signals)
+            if not self._why_not and not ready:
+                ready = True
+                log.info("serving http://%s/metrics", self._config.metrics.address)
+                self._notifier.send("READY=1")
+            elif reloading and ready:
+                self._notifier.send("READY=1")
+            if not signals.stop:
+                trigger, delay = self.next()
+                signals.wait(delay)
+
+    def reload(self) -> None:
+        """Read the configuration again; one that is wrong, or whose address cannot be had, changes nothing."""
+        self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        try:
+            config = self._load()
+            reconciler = self._made(config)
+            moved = config.metrics.address != self._config.metrics.address
+            server = Server(config.metrics.address) if moved else self._server
+        except AgentError as error:
+            self._config_good = False
+            for line in str(error).splitlines():
+                log.error("the configuration stays as it was: %s", health.one_line(line))
+        else:
+            if moved:
+                self._server.stop()
+            self._config, self._reconciler, self._server = config, reconciler, server
+            self._config_loaded, self._config_good = time.time(), True
+            log.info("configuration read again")
+        self._metrics.reloaded(self._config_good)
+
+    def work(self, trigger: str, signals: Signals) -> None:
+        """One pass, then tell of it."""
+        self._notifier.send("WATCHDOG=1")
+        started = time.monotonic()
+        try:
+            with signals.in_pass():
+                outcome = self._reconciler.run_pass()
+        except (AgentError, OSError) as error:
+            self._metrics.failed(trigger, time.monotonic() - started)
+            self._why_not = f"the last pass failed: {error}"
+            self._tell_failures((self._why_not,))
+        else:
+            self._metrics.passed(trigger, outcome)
+            self._outcome, self._why_not = outcome, ""
+            if not unseen(outcome.facts):
+                self._observed = outcome.finished
+            self._tell_failures(outcome.failures)
+            self._tell_changes(outcome)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
+        self._publish()
+        self._notifier.status(self._why_not or health.status_line(self._machines()))
+        self._notifier.send("WATCHDOG=1")
+
+    def next(self) -> tuple[str, float]:
+        """What starts the next pass if no signal does, and in how many seconds."""
+        timing, now = self._timing, time.monotonic()
+        pending = any(machine.pending for machine in self._machines())
+        if not pending:
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = now
+        if self._failed_in_a_row:
+            trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
+        elif self._pending_since is not None and now - self._pending_since < timing.pending_limit:
+            trigger, delay = "pending", timing.pending
+        else:
+            trigger, delay = "timer", timing.interval
+        if self._watchdog:
+            delay = min(delay, self._watchdog / 3)
+        return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
+
+    def _made(self, config: Config) -> Passes:
+        reconciler = self._make(config)
+        reconciler.progress = self._progress
+        return reconciler
+
+    def _progress(self, sentence: str) -> None:
+        """A step of a pass begins: the only sign of life within one."""
+        log.info("%s", health.one_line(sentence))
+        self._notifier.status(sentence)
+        self._notifier.send("WATCHDOG=1")
+
+    def _machines(self) -> tuple[MachineOutcome, ...]:
+        """Every configured machine, as far as it is known."""
+        known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
+        return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self._config.machines))
+
+    def _tell_failures(self, failures: tuple[str, ...]) -> None:
+        for sentence in failures:
+            if sentence not in self._failures:
+                log.error("%s", health.one_line(sentence))
+        if self._failures and not failures:
+            log.info("the failure is over")
+        self._failures = failures
+
+    def _tell_changes(self, outcome: Outcome) -> None:
+        for machine in outcome.machines:
+            for level, sentence in health.changes(machine, self._told.get(machine.name, {})):
+                log.log(level, "%s", sentence)
+        self._told = {machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines}
+
+    def _publish(self) -> None:
+        """Give the server both editions: as it is now, and for when no pass ends in time."""
+        self._server.site = Site(
+            fresh=self._edition(alive=True, why_not=self._why_not),
+            stale=self._edition(alive=False, why_not=f"no pass has ended for {self._timing.evidence:.0f} s"),
+            fresh_until=time.monotonic() + self._timing.evidence,
+        )
+
+    def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
+        machines = self._machines()
+        if why_not:
+            machines = tuple(without_evidence(machine, why_not) for machine in machines)
+        view = View(
+            version=version("unbounded-agent"),
+            machines=machines,
+            outcome=None if why_not else self._outcome,
+            observed=self._observed,
+            config_good=self._config_good,
+            config_loaded=self._config_loaded,
+        )
+        not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
+        pages = health.pages(machines, alive, not_seen)
+        for key, accept in (("/metrics", TEXT), ("/metrics" + OPENMETRICS_KEY, OPENMETRICS)):
+            pages[key] = self._metrics.page(view, accept)
+        return pages
+
+
+def run(
+    load: Callable[[], Config],
+    make: Callable[[Config], Passes],
+    timing: Timing | None = None,
+    system: System | None = None,
+) -> int:
+    """Serve until SIGTERM. Raises AgentError when it cannot start: another agent, configuration, metrics address."""
+    # The watchdog's SIGABRT shows in the journal where each thread was.
+    faulthandler.enable()
+    log_to(sys.stderr)
+    timing = timing or Timing()
+    notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
+    busy = "another unbounded-agent serves this host"
+    with locked(system or System(host_runner), INSTANCE_LOCK, 0, busy):
+        daemon = Daemon(load, make, notifier, timing)
+        signals = Signals(notifier, timing.grace)
+        try:
+            daemon.loop(signals)
+        except BrokenOffError:
+            log.warning("stopped in the middle of a pass; the next start goes on")
+    return 0

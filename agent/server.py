@@ -1,0 +1,168 @@
+"""HTTP for Prometheus and probes. A request executes nothing: it picks one of the pages that the loop prepared."""
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from urllib.parse import urlsplit
+
+from agent.errors import AgentError
+
+CONNECTIONS = 4
+"""Served at a time; further ones wait in the listen queue."""
+DEADLINE = 5.0
+"""Seconds for a whole connection, so that one that trickles (slowloris) frees its place."""
+PORT_LIMIT = 65535
+POLL = 3600.0
+"""Seconds; serve_forever looks this often whether it is to stop. `stop` wakes it, so that idle costs nothing."""
+PLAIN = "text/plain; charset=utf-8"
+VERBOSE = "?verbose"
+OPENMETRICS = "?openmetrics"
+"""Suffixes of the keys of Site.fresh: the longer form of a health page, and the other form of /metrics."""
+
+
+Request = socket.socket | tuple[bytes, socket.socket]
+"""As socketserver passes a connection around."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One prepared answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All pages by path, in two editions: the second one is shown when the loop has not published for too long."""
+
+    fresh: Mapping[str, Page] = field(default_factory=dict)
+    stale: Mapping[str, Page] = field(default_factory=dict)
+    fresh_until: float = 0.0
+    """time.monotonic()."""
+
+    def page(self, path: str, verbose: bool, openmetrics: bool, now: float) -> Page | None:
+        """The page for a request at `now`; None where there is no such path."""
+        pages = self.fresh if now < self.fresh_until else self.stale
+        key = path + (VERBOSE if verbose else "") + (OPENMETRICS if openmetrics else "")
+        return pages.get(key) or pages.get(path)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """HTTP/1.0, one request a connection."""
+
+    server: "Server"
+
+    def setup(self) -> None:
+        super().setup()
+        # A socket's own time limit starts anew with each byte, so it cannot bound a connection.
+        self._cut = threading.Timer(DEADLINE, self._hang_up)
+        self._cut.daemon = True
+        self._cut.start()
+
+    def finish(self) -> None:
+        self._cut.cancel()
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def do_GET(self) -> None:
+        """The page at the path."""
+        url = urlsplit(self.path)
+        openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
+        verbose = "verbose" in url.query.split("&")
+        page = self.server.site.page(url.path, verbose, openmetrics, time.monotonic())
+        if page is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            self._answer(page)
+
+    do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Short and plain; called by the base class too, for requests that it cannot read or whose method is none."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self._answer(Page(status, f"{status.phrase}\n".encode()))
+
+    def _answer(self, page: Page) -> None:
+        self.send_response(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(page.body)
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def version_string(self) -> str:
+        return "unbounded-agent"
+
+    def log_message(self, *_: object) -> None:
+        """No access log: each scrape would be a line."""
+
+
+class Server(ThreadingMixIn, TCPServer):
+    """Listens at once; `site` is what the loop replaces, by one assignment."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: str) -> None:
+        """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`; raises AgentError."""
+        host, _, port = address.rpartition(":")
+        self.site = Site()
+        self._places = threading.BoundedSemaphore(CONNECTIONS)
+        try:
+            if int(port) > PORT_LIMIT:
+                raise OSError(errno.EINVAL, f"ports end at {PORT_LIMIT}")
+            family, _, _, _, where = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self.address_family = family
+            super().__init__(where, Handler)  # type: ignore[arg-type]
+        except OSError as error:
+            raise AgentError(
+                f"configuration key metrics.address: cannot listen on {address}: {error.strerror}",
+                "set another address or port in /etc/unbounded-agent/config.toml, or stop what has it",
+            ) from error
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that it has, where the address left the choice to the kernel."""
+        return int(self.server_address[1])
+
+    def process_request(self, request: Request, client_address: object) -> None:
+        self._places.acquire()
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Request, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
+
+    def handle_error(self, request: Request, client_address: object) -> None:
+        """A peer that hangs up is its own affair."""
+
+    def stop(self) -> None:
+        """Stop listening; connections end by themselves within DEADLINE."""
+        # A listening socket that is shut down becomes readable, which wakes serve_forever.
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.shutdown()
+        self.server_close()
+        self._thread.join(DEADLINE)

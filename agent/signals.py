@@ -1,0 +1,62 @@
+"""SIGHUP, SIGTERM and SIGINT for the loop: as flags that end a wait, and a pass only after a grace."""
+
+import select
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from agent.notify import Notifier
+
+
+class BrokenOffError(BaseException):
+    """SIGTERM came and the pass did not end in its grace. No Exception: nothing on the way may catch it."""
+
+
+class Signals:
+    """Takes the signals over from the interpreter; one object a process."""
+
+    def __init__(self, notifier: Notifier, grace: float) -> None:
+        self.reload = False
+        self.stop = False
+        self._notifier, self._grace = notifier, grace
+        self._in_pass = False
+        self._reading, self._writing = socket.socketpair()
+        for end in (self._reading, self._writing):
+            end.setblocking(False)
+        # The interpreter writes to it in the C handler: no signal is lost between looking at a flag and waiting.
+        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGHUP, self._on_reload)
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
+
+    def wait(self, seconds: float) -> None:
+        """Until a signal has come, or the time is over."""
+        deadline = time.monotonic() + seconds
+        while not (self.stop or self.reload) and (left := deadline - time.monotonic()) > 0:
+            if select.select([self._reading], [], [], left)[0]:
+                self._reading.recv(4096)
+
+    @contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Within, a stop breaks off after its grace. What was written stays whole: writes are atomic."""
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def _on_reload(self, number: int, frame: FrameType | None) -> None:
+        self.reload = True
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+        self._notifier.send("STOPPING=1")
+        signal.setitimer(signal.ITIMER_REAL, self._grace)
+
+    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
+        if self._in_pass:
+            raise BrokenOffError

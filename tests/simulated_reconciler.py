@@ -1,0 +1,106 @@
+"""A simulation of agent.reconcile.Reconciler: its outcomes come from a file. As a program, it runs the real daemon.
+
+Called with a root directory, which holds etc/unbounded-agent/config.toml and behaviour.json, and a Timing as JSON.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from agent import daemon
+from agent.conditions import Condition, ConditionType, Status, summarize, true, with_transitions
+from agent.config import Config, load_config
+from agent.errors import AgentError, ApplyError
+from agent.facts import DeviceKind, DeviceNode, DeviceNumber, Driver, Facts, Gpu, Unseen, VendorFacts
+from agent.reconcile import MachineOutcome, Outcome
+from agent.system import System
+from agent.system.host_runner import host_runner
+
+GPUS = ("0000:01:00.0", "0000:02:00.0")
+
+
+def conditions(*different: Condition, now: float = 1_700_000_000.0) -> tuple[Condition, ...]:
+    """All conditions: those given, the others True; Ready sums up."""
+    given = {each.type: each for each in different}
+    found = [
+        given.get(kind) or true(kind, "AsItShouldBe", "all is well")
+        for kind in ConditionType
+        if kind is not ConditionType.READY
+    ]
+    return with_transitions([*found, summarize(found)], (), now)
+
+
+VENDOR = VendorFacts(
+    vendor="nvidia",
+    gpus=tuple(Gpu(address, "nvidia", driver="nvidia", minor=minor) for minor, address in enumerate(GPUS)),
+    devices=(
+        *(
+            DeviceNode(f"/dev/nvidia{minor}", DeviceKind.GPU, DeviceNumber(195, minor), pci_address=address)
+            for minor, address in enumerate(GPUS)
+        ),
+        DeviceNode("/dev/nvidiactl", DeviceKind.CONTROL, DeviceNumber(195, 255)),
+    ),
+    driver=Driver(module_version="550.163.01", library_version="550.163.01", files=()),
+)
+"""Two GPUs with everything that they need."""
+
+
+def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: tuple[str, ...] = ()) -> Outcome:
+    """A pass over a host with one vendor's GPUs."""
+    facts = Facts(architecture="x86_64", systemd_version=252, template_device_allow=(), vendors=(vendor,), machines=())
+    return Outcome(facts=facts, machines=machines, failures=failures, duration=0.01, finished=time.time())
+
+
+class SimulatedReconciler:
+    """Does what behaviour.json says: `sleep`, `steps`, `error`, `failures`, `pending`, `condition`, `unseen`."""
+
+    progress: Callable[[str], None]
+
+    def __init__(self, config: Config, root: Path) -> None:
+        self.config, self.root = config, root
+        self.progress = lambda _: None
+
+    def run_pass(self) -> Outcome:
+        with (self.root / "passes").open("a") as file:
+            file.write(f"{time.monotonic()}\n")
+        behaviour = json.loads((self.root / "behaviour.json").read_text())
+        for step in behaviour.get("steps", ()):
+            self.progress(step)
+        time.sleep(behaviour.get("sleep", 0))
+        if behaviour.get("error"):
+            raise ApplyError(behaviour["error"])
+        different = []
+        if "condition" in behaviour:
+            kind, status, reason, message = behaviour["condition"]
+            different.append(Condition(ConditionType(kind), Status(status), reason, message))
+        unseen = replace(VENDOR, devices=Unseen("/dev: time limit"))
+        return outcome(
+            *(
+                MachineOutcome(name, conditions(*different), gpus=GPUS, pending=behaviour.get("pending", False))
+                for name in sorted(self.config.machines)
+            ),
+            vendor=unseen if behaviour.get("unseen") else VENDOR,
+            failures=tuple(behaviour.get("failures", ())),
+        )
+
+
+def main() -> int:
+    root = Path(sys.argv[1])
+    system = System(host_runner, str(root))
+    try:
+        return daemon.run(
+            lambda: load_config(system),
+            lambda config: SimulatedReconciler(config, root),
+            timing=daemon.Timing(**json.loads(sys.argv[2])),
+            system=system,
+        )
+    except AgentError as error:
+        sys.stderr.write(f"unbounded-agent: {error}\n")
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

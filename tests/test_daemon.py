@@ -1,0 +1,393 @@
+"""The real daemon in a child process, with real signals, a real notify socket and a simulated reconciler."""
+
+import itertools
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FAST = {"interval": 0.5, "pending": 0.2, "pending_limit": 1.0, "back_off": 0.2, "grace": 1.0}
+SLOW = FAST | {"interval": 60.0}
+
+pytestmark = pytest.mark.processes
+
+
+def wait_for(what: Callable[[], object], seconds: float = 15.0) -> None:
+    """Until it is true."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+class Service:
+    """One daemon, as systemd would have it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "etc/unbounded-agent/config.toml"
+        self.config.parent.mkdir(parents=True)
+        self.port = free_port()
+        self.configure()
+        self.behave()
+        self.address = f"@unbounded-agent-test-{uuid4()}"
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(f"\0{self.address[1:]}")
+        self.notified: list[str] = []
+        # Taken at once, as systemd does: the kernel queues only net.unix.max_dgram_qlen (10) of them.
+        self.taking = threading.Thread(target=self._take_notifications, daemon=True)
+        self.taking.start()
+        self.child: subprocess.Popen[bytes] | None = None
+
+    def configure(self, machines: str = "[machines.gpu-node]", address: str = "") -> None:
+        address = address or f"127.0.0.1:{self.port}"
+        self.config.write_text(f'metrics.address = "{address}"\n{machines}\n')
+
+    def behave(self, **behaviour: object) -> None:
+        new = self.root / "behaviour.new"
+        new.write_text(json.dumps(behaviour))
+        new.rename(self.root / "behaviour.json")
+
+    def start(self, timing: dict[str, float], **environment: str) -> None:
+        with (self.root / "log").open("ab") as log:
+            self.child = subprocess.Popen(
+                [sys.executable, "-W", "error", "-m", "tests.simulated_reconciler", str(self.root), json.dumps(timing)],
+                cwd=REPOSITORY,
+                env={"PATH": os.environ["PATH"], "NOTIFY_SOCKET": self.address, **environment},
+                stdin=subprocess.DEVNULL,
+                stderr=log,
+            )
+
+    def signal(self, number: int) -> None:
+        assert self.child is not None
+        self.child.send_signal(number)
+
+    def ended(self, seconds: float = 10.0) -> int:
+        assert self.child is not None
+        return self.child.wait(seconds)
+
+    def told(self, text: str) -> int:
+        """How many notifications had this text."""
+        return sum(text in each for each in self.notified)
+
+    def _take_notifications(self) -> None:
+        while datagram := self.manager.recv(65536):
+            self.notified.append(datagram.decode())
+
+    def passes(self) -> list[float]:
+        path = self.root / "passes"
+        return [float(line) for line in path.read_text().split()] if path.exists() else []
+
+    def log(self) -> str:
+        return (self.root / "log").read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float | None:
+        found = re.search(rf"^unbounded_agent_{re.escape(name)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        return float(found[1]) if found else None
+
+    def close(self) -> None:
+        if self.child and self.child.poll() is None:
+            self.child.kill()
+            self.child.wait()
+        # An empty datagram ends the thread.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", f"\0{self.address[1:]}")
+        self.taking.join()
+        self.manager.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    made.close()
+
+
+def ready(service: Service) -> bool:
+    return service.told("READY=1") > 0
+
+
+def test_ready_comes_after_the_first_pass_also_if_machines_are_not(service: Service) -> None:
+    service.behave(sleep=0.5, condition=("DriverLoaded", "False", "ModuleMissing", "load the module nvidia"))
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    assert service.told("READY=1") == 0
+    assert service.get("/livez") == (200, "ok\n")
+    assert service.get("/readyz")[0] == 503
+    assert service.metric('machine_ready{machine="gpu-node"}') == 0
+    wait_for(lambda: ready(service))
+    assert service.told("STATUS=gpu-node: not ready: DriverLoaded ModuleMissing") == 1
+    assert service.get("/readyz") == (200, "ok\n")
+    status, body = service.get("/readyz/machines/gpu-node")
+    assert status == 503
+    assert "[-]Ready False ModuleMissing: DriverLoaded: load the module nvidia\n" in body
+    assert body.endswith("readyz/machines/gpu-node check failed\n")
+    assert service.get("/readyz/machines/other")[0] == 404
+
+
+def test_a_ready_machine(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.told("STATUS=gpu-node: Ready") == 1
+    assert service.get("/readyz/machines/gpu-node") == (200, "ok\n")
+    assert "[+]CDISpecCurrent True" in service.get("/readyz/machines/gpu-node?verbose")[1]
+    assert service.get("/healthz?verbose") == (200, "[+]loop ok\nhealthz check passed\n")
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+
+
+def test_sigterm_ends_an_idle_daemon_at_once(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert time.monotonic() - started < 2
+    assert service.told("STOPPING=1") == 1
+
+
+def test_sigterm_breaks_off_a_pass_that_does_not_end(service: Service) -> None:
+    service.behave(sleep=60)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert 0.9 < time.monotonic() - started < 5
+    assert service.told("STOPPING=1") == 1
+    assert "<4>stopped in the middle of a pass" in service.log()
+
+
+def test_sigterm_lets_a_pass_end_in_its_grace(service: Service) -> None:
+    service.behave(sleep=0.6)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert "in the middle" not in service.log()
+
+
+def test_sighup_reads_the_configuration_again(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    (reloading,) = [text for text in service.notified if "RELOADING=1" in text]
+    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", reloading)
+    assert service.get("/readyz/machines/second") == (200, "ok\n")
+    assert service.metric('config_reloads_total{result="ok"}') == 1
+    service.configure("[machines.second]")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 3)
+    assert 'machine="gpu-node"' not in service.get("/metrics")[1], "series go with their machine"
+
+
+def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\nspeed = 9")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    assert "<3>the configuration stays as it was: /etc/unbounded-agent/config.toml: machines.gpu-node.speed" in (
+        service.log()
+    )
+    assert service.metric("config_last_reload_successful") == 0
+    assert service.metric('config_reloads_total{result="failed"}') == 1
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    service.configure()
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.metric("config_last_reload_successful") == 1)
+
+
+def test_a_new_address_is_served_and_the_old_one_freed(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    old, service.port = service.port, free_port()
+    service.configure()
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    assert service.get("/livez") == (200, "ok\n")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", old))
+
+
+def test_an_address_that_cannot_be_had_on_reload_changes_nothing(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        service.configure(address=f"127.0.0.1:{taken.getsockname()[1]}")
+        service.signal(signal.SIGHUP)
+        wait_for(lambda: service.told("READY=1") == 2)
+    assert service.get("/livez") == (200, "ok\n")
+    assert "metrics.address: cannot listen on" in service.log()
+
+
+def test_a_taken_port_at_start_is_named(service: Service) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", service.port))
+        taken.listen()
+        service.start(SLOW)
+        assert service.ended() == 1
+    assert f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use" in (
+        service.log()
+    )
+
+
+def test_a_second_agent_says_so_and_does_nothing(service: Service, tmp_path: Path) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    first, done = service.child, len(service.passes())
+    service.start(SLOW)
+    assert service.ended() == 1
+    assert "another unbounded-agent serves this host" in service.log()
+    assert len(service.passes()) == done
+    service.child = first
+
+
+def test_the_lock_of_a_killed_agent_is_free(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.signal(signal.SIGKILL)
+    service.ended()
+    service.start(SLOW)
+    wait_for(lambda: service.told("READY=1") == 2)
+
+
+def test_passes_by_timer_with_jitter(service: Service) -> None:
+    service.start(FAST)
+    wait_for(lambda: len(service.passes()) >= 8)
+    times = service.passes()
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert all(0.45 <= gap < 0.9 for gap in gaps)
+    assert max(gaps) - min(gaps) > 0.005
+
+
+def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) -> None:
+    service.behave(pending=True)
+    service.start(SLOW)
+    wait_for(lambda: len(service.passes()) >= 4)
+    time.sleep(1.5)
+    quiet = len(service.passes())
+    time.sleep(1)
+    assert 4 <= quiet <= 8
+    assert len(service.passes()) == quiet
+
+
+def test_a_failing_pass_backs_off_and_takes_readiness_away(service: Service) -> None:
+    service.start(FAST | {"interval": 1.0})
+    wait_for(lambda: ready(service))
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    service.behave(error="cannot observe: time limit")
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 0)
+    assert service.metric('machine_condition{condition="DriverLoaded",machine="gpu-node",status="Unknown"}') == 1
+    assert service.get("/readyz")[0] == 503
+    assert service.get("/livez") == (200, "ok\n")
+    failed = len(service.passes())
+    wait_for(lambda: len(service.passes()) >= failed + 4)
+    first, *later = service.passes()[failed - 1 :]
+    assert later[0] - first < 0.35 < later[2] - later[1]
+    assert service.log().count("cannot observe") == 1, "the same failure is logged once"
+    service.behave()
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 1)
+    assert service.metric('reconcile_total{result="failed"}') or 0 >= 4
+
+
+def test_a_pass_that_hangs_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
+    """Nothing of the loop runs then; the request alone finds the time over."""
+    service.start(FAST)
+    wait_for(lambda: ready(service))
+    service.behave(sleep=60)
+    wait_for(lambda: service.get("/livez")[0] == 503)
+    assert service.metric('machine_ready{machine="gpu-node"}') == 0
+    assert service.get("/readyz/machines/gpu-node")[0] == 503
+    assert service.metric("host_pci_gpus") is None
+
+
+def test_the_watchdog_hears_of_passes_and_steps_only(service: Service) -> None:
+    service.behave(steps=["write /etc/x (1 bytes)", "stage driver"])
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    time.sleep(1)
+    assert service.told("WATCHDOG=1") == 4, "begin, two steps, end"
+    assert service.told("STATUS=stage driver") == 1
+    assert "<6>stage driver" in service.log()
+
+
+def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
+    service.start(SLOW, WATCHDOG_USEC="900000")
+    wait_for(lambda: len(service.passes()) >= 4)
+    times = service.passes()
+    assert all(after - before < 0.45 for before, after in itertools.pairwise(times))
+
+
+def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
+    service.behave(sleep=60)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    service.signal(signal.SIGABRT)
+    assert service.ended() == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in service.log()
+    assert "run_pass" in service.log()
+
+
+def test_each_change_of_a_condition_is_logged_once(service: Service) -> None:
+    service.start(FAST)
+    wait_for(lambda: len(service.passes()) >= 3)
+    service.behave(condition=("FabricReady", "False", "FabricManagerFailed", "evil\n<0>line \x1b[31m"))
+    seen = len(service.passes())
+    wait_for(lambda: len(service.passes()) >= seen + 3)
+    log = service.log()
+    assert log.count("<6>gpu-node: Ready is True") == 1
+    assert log.count("<4>gpu-node: FabricReady is False: FabricManagerFailed: evil <0>line ?[31m\n") == 1
+    assert log.count("<4>gpu-node: Ready is False: FabricManagerFailed") == 1
+    assert "DriverLoaded" not in log
+    service.behave()
+    wait_for(lambda: "<6>gpu-node: FabricReady is True" in service.log())
+
+
+def test_what_could_not_be_looked_at_keeps_readyz_false(service: Service) -> None:
+    service.behave(unseen=True)
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.get("/readyz") == (503, "[-]observation nvidia devices: /dev: time limit\nreadyz check failed\n")
+    assert service.metric('reconcile_total{result="partial"}') == 1
+    assert service.metric("observation_last_success_timestamp_seconds") is None
+
+
+def test_failed_steps_are_retried_and_logged_once(service: Service) -> None:
+    service.behave(failures=["write /etc/x: No space left on device"])
+    service.start(SLOW)
+    wait_for(lambda: len(service.passes()) >= 4)
+    assert service.log().count("<3>write /etc/x: No space left on device") == 1
+    service.behave()
+    wait_for(lambda: "<6>the failure is over" in service.log())
