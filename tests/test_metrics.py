@@ -1,0 +1,266 @@
+"""Outcomes to expositions, read back with Prometheus' own parsers; names agree with the documentation and the rules."""
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+
+from agent.actions import MakeLink, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.conditions import Condition, ConditionType, Status, false
+from agent.facts import (
+    Absent,
+    Broken,
+    DeviceKind,
+    DeviceNode,
+    DeviceNumber,
+    Driver,
+    Gpu,
+    Seen,
+    StagedRoot,
+    Unseen,
+    VendorFacts,
+)
+from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
+from agent.reconcile import MachineOutcome
+from tests.simulated_reconciler import GPUS, VENDOR, conditions, outcome
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+RULES = REPOSITORY / "systemd/prometheus"
+READY = MachineOutcome("gpu-node", conditions(), gpus=GPUS)
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def scrape(view: View, metrics: Metrics | None = None) -> Samples:
+    """Every sample of the text format."""
+    body = (metrics or Metrics()).page(view, TEXT).body.decode()
+    return {
+        (sample.name.removeprefix(f"{PREFIX}_"), frozenset(sample.labels.items())): sample.value
+        for family in parse_text(body)
+        for sample in family.samples
+    }
+
+
+def value(samples: Samples, name: str, **labels: str) -> float | None:
+    return samples.get((name, frozenset(labels.items())))
+
+
+def view_of(*machines: MachineOutcome, vendor: VendorFacts = VENDOR) -> View:
+    return View("0.1.0", machines, outcome(*machines, vendor=vendor), observed=1.7e9, config_loaded=1.6e9)
+
+
+def test_a_ready_machine() -> None:
+    samples = scrape(view_of(READY))
+    assert value(samples, "machine_ready", machine="gpu-node") == 1
+    assert value(samples, "machine_devices", machine="gpu-node", kind="gpu") == 2
+    assert value(samples, "host_pci_gpus") == 2
+    assert value(samples, "host_devices", kind="gpu", status="ok") == 2
+    assert value(samples, "host_devices", kind="control", status="ok") == 1
+    assert value(samples, "host_devices", kind="uvm", status="ok") == 0
+    assert value(samples, "driver_version_mismatch", vendor="nvidia") == 0
+    assert value(samples, "observation_last_success_timestamp_seconds") == 1.7e9
+    assert value(samples, "config_last_reload_success_timestamp_seconds") == 1.6e9
+    versions = {"vendor": "nvidia", "kernel_version": "550.163.01", "library_version": "550.163.01"}
+    assert value(samples, "driver_info", **versions) == 1
+
+
+@given(st.sampled_from(ConditionType), st.sampled_from(Status))
+def test_conditions_are_state_sets(kind: ConditionType, status: Status) -> None:
+    """Exactly one status of each of all conditions is 1, and Ready is the gauge's only source."""
+    machine = MachineOutcome("gpu-node", conditions(Condition(kind, status, "Reason", "message")))
+    if kind is ConditionType.READY:
+        machine = MachineOutcome("gpu-node", (Condition(kind, status, "Reason", "message"),))
+    samples = scrape(view_of(machine))
+    for each in ConditionType:
+        states = [
+            value(samples, "machine_condition", machine="gpu-node", condition=each, status=other) for other in Status
+        ]
+        assert sorted(state for state in states if state is not None) == [0, 0, 1]
+    assert value(samples, "machine_condition", machine="gpu-node", condition=kind, status=status) == 1
+    is_ready = value(samples, "machine_condition", machine="gpu-node", condition="Ready", status="True")
+    assert value(samples, "machine_ready", machine="gpu-node") == is_ready
+
+
+def test_transitions_are_dated() -> None:
+    name = "machine_condition_last_transition_timestamp_seconds"
+    assert value(scrape(view_of(READY)), name, machine="gpu-node", condition="Ready") == 1.7e9
+    undated = MachineOutcome("gpu-node", (false(ConditionType.READY, "Reason", "message"),))
+    assert value(scrape(view_of(undated)), name, machine="gpu-node", condition="Ready") is None
+
+
+def test_without_evidence_nothing_is_claimed() -> None:
+    machine = without_evidence(READY, "the loop hangs")
+    samples = scrape(View("0.1.0", (machine,), None, observed=1.7e9))
+    assert value(samples, "machine_ready", machine="gpu-node") == 0
+    for each in ConditionType:
+        assert value(samples, "machine_condition", machine="gpu-node", condition=each, status="Unknown") == 1
+    shown = {name for name, _ in samples}
+    assert not shown & {"host_pci_gpus", "host_devices", "machine_devices", "driver_info", "driver_version_mismatch"}
+    assert value(samples, "observation_last_success_timestamp_seconds") == 1.7e9
+
+
+def test_series_go_with_their_machine() -> None:
+    metrics = Metrics()
+    scrape(view_of(READY, replace(READY, name="other")), metrics)
+    assert not any(("machine", "other") in labels for _, labels in scrape(view_of(READY), metrics))
+
+
+@pytest.mark.parametrize(
+    ("gpu", "devices", "status"),
+    [
+        (Gpu(GPUS[0], "nvidia"), (), "unbound"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), (), "missing"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), VENDOR.devices, "ok"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Unseen("/dev: time limit"), "unknown"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Broken("/dev/nvidia0 is a file"), "unknown"),
+        (
+            Gpu(GPUS[0], "intel", driver="i915"),
+            (DeviceNode("/dev/dri/renderD128", DeviceKind.DRI_RENDER, DeviceNumber(226, 128), GPUS[0]),),
+            "ok",
+        ),
+        (
+            Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0),
+            (DeviceNode("/dev/dri/renderD128", DeviceKind.DRI_RENDER, DeviceNumber(226, 128), GPUS[0]),),
+            "missing",
+        ),
+    ],
+)
+def test_each_gpu_has_one_status(gpu: Gpu, devices: Seen[tuple[DeviceNode, ...]], status: str) -> None:
+    vendor = replace(VENDOR, gpus=(gpu,), devices=devices)
+    samples = scrape(view_of(READY, vendor=vendor))
+    counted = {
+        each: value(samples, "host_devices", kind="gpu", status=each)
+        for each in ("ok", "missing", "unbound", "unknown")
+    }
+    assert counted == {"ok": 0, "missing": 0, "unbound": 0, "unknown": 0} | {status: 1}
+    assert value(samples, "host_pci_gpus") == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "library", "mismatch"),
+    [
+        ("550.163.01", "550.163.01", 0),
+        ("550.90.07", "550.163.01", 1),
+        (Absent("not loaded"), "550.163.01", 0),
+        ("550.90.07", Unseen("time limit"), 0),
+    ],
+)
+def test_a_mismatch_needs_two_known_versions(module: Seen[str], library: Seen[str], mismatch: int) -> None:
+    driver = replace(VENDOR, driver=Driver(module_version=module, library_version=library, files=()))
+    assert value(scrape(view_of(READY, vendor=driver)), "driver_version_mismatch", vendor="nvidia") == mismatch
+
+
+def test_counters_start_at_zero_and_add_up() -> None:
+    metrics = Metrics()
+    samples = scrape(view_of(READY), metrics)
+    for each in ("converged", "changed", "partial", "failed"):
+        assert value(samples, "reconcile_total", result=each) == 0
+    metrics.passed("start", outcome(READY))
+    actions = ("write /a (1 bytes)", "write /b (1 bytes)", "reload systemd's units", "sing a song")
+    metrics.passed("timer", replace(outcome(READY), actions=actions))
+    metrics.passed("timer", outcome(READY, failures=("no", "neither")))
+    metrics.failed("retry", 0.2)
+    metrics.reloaded(False)
+    samples = scrape(view_of(READY), metrics)
+    counted = {
+        each: value(samples, "reconcile_total", result=each) for each in ("converged", "changed", "partial", "failed")
+    }
+    assert counted == {"converged": 1, "changed": 1, "partial": 1, "failed": 1}
+    assert value(samples, "actions_total", kind="write") == 2
+    assert value(samples, "actions_total", kind="reload") == 1
+    assert value(samples, "actions_total", kind="other") == 1
+    assert value(samples, "failures_total") == 2
+    assert value(samples, "config_reloads_total", result="failed") == 1
+    assert value(samples, "reconcile_duration_seconds_count", trigger="timer") == 2
+    assert value(samples, "reconcile_duration_seconds_bucket", trigger="retry", le="0.25") == 1
+
+
+def test_every_action_has_a_kind() -> None:
+    """The kinds are the verbs that the actions' own sentences begin with."""
+    sentences = (
+        WriteFile("/a", b"").describe(),
+        RemoveFile("/a").describe(),
+        MakeLink("/a", "b").describe(),
+        StageDriverRoot(StagedRoot(0, "nvidia", "1", ())).describe(),
+        ReloadUnits().describe(),
+    )
+    assert {sentence.split()[0] for sentence in sentences} <= set(ACTIONS)
+
+
+def test_results() -> None:
+    assert result(outcome(READY)) == "converged"
+    assert result(replace(outcome(READY), actions=("write /a (1 bytes)",))) == "changed"
+    assert result(outcome(READY, failures=("no",))) == "partial"
+    assert result(outcome(READY, vendor=replace(VENDOR, devices=Unseen("time limit")))) == "partial"
+    assert result(outcome(READY, vendor=replace(VENDOR, devices=Absent("no driver")))) == "converged"
+
+
+def test_both_formats_hold_the_same() -> None:
+    metrics = Metrics()
+    text, openmetrics = (metrics.page(view_of(READY), accept) for accept in (TEXT, OPENMETRICS))
+    assert text.content_type.startswith("text/plain; version=0.0.4")
+    assert openmetrics.content_type.startswith("application/openmetrics-text; version=1.0.0")
+    names = [
+        {sample.name for family in families for sample in family.samples if sample.name.startswith(PREFIX)}
+        for families in (parse_text(text.body.decode()), parse_openmetrics(openmetrics.body.decode()))  # type: ignore[no-untyped-call]
+    ]
+    assert names[0] == names[1]
+    assert names[0]
+    assert openmetrics.body.endswith(b"# EOF\n")
+
+
+def metrics_in_code() -> set[str]:
+    """All families that a full exposition has; process_* is prometheus_client's own."""
+    metrics = Metrics()
+    metrics.passed("start", outcome(READY))
+    families = parse_text(metrics.page(view_of(READY), TEXT).body.decode())
+    return {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families
+        if family.name.startswith(PREFIX)
+    }
+
+
+def names_in(texts: Iterable[str]) -> set[str]:
+    """Metrics named in a text, a histogram's series by the histogram's name."""
+    found = {name for text in texts for name in re.findall(rf"\b{PREFIX}_[a-z_]+\b", text)}
+    return {re.sub(r"(duration_seconds)_(bucket|sum|count)$", r"\1", name) for name in found}
+
+
+def test_code_documentation_and_rules_agree() -> None:
+    code = metrics_in_code()
+    assert names_in([(REPOSITORY / "docs/metrics.md").read_text()]) == code
+    rules = names_in(path.read_text() for path in RULES.glob("*.yml"))
+    assert rules
+    assert rules <= code
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [("check", "unbounded-agent.rules.yml"), ("test", "unbounded-agent.rules.test.yml")],
+)
+def test_promtool_accepts_the_rules(command: str, file: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    finished = subprocess.run([promtool, command, "rules", file], cwd=RULES, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.processes
+def test_promtool_accepts_the_exposition() -> None:
+    """Names, units and help texts by Prometheus' own lint."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    body = Metrics().page(view_of(READY), TEXT).body
+    finished = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=60)
+    assert finished.returncode == 0, finished.stdout + finished.stderr

@@ -1,0 +1,136 @@
+"""The unit files, by systemd's own tools: valid, hardened, and in agreement with the code's paths."""
+
+import configparser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent import paths
+from agent.config import MachineSettings
+from agent.prepare import LOCK_WAIT
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+UNITS = REPOSITORY / "systemd"
+SERVICE = UNITS / "unbounded-agent.service"
+PREPARE = UNITS / "unbounded-agent-prepare@.service"
+TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
+EXPOSURE_LIMIT = 30
+"""Tenths: the exposure level stays below 3.0."""
+
+
+def settings(path: Path, section: str) -> dict[str, str]:
+    """The last assignment of each key, enough for keys that are there once."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=["="], comment_prefixes=["#"])
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text())
+    return dict(parser[section])
+
+
+@pytest.fixture
+def analyze() -> str:
+    found = shutil.which("systemd-analyze")
+    if found is None:
+        pytest.skip("systemd-analyze is not installed (apt install systemd)")
+    return found
+
+
+@pytest.mark.processes
+def test_exposure_is_below_the_limit(analyze: str) -> None:
+    finished = subprocess.run(
+        [analyze, "security", "--offline=yes", "--no-pager", f"--threshold={EXPOSURE_LIMIT}", str(SERVICE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"Overall exposure level for unbounded-agent\.service: [0-2]\.\d", finished.stdout)
+
+
+@pytest.mark.processes
+def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
+    """Where the agent is not installed: with a program in its place that is there."""
+    for unit in (SERVICE, PREPARE):
+        text = unit.read_text()
+        assert "/usr/bin/unbounded-agent" in text
+        (tmp_path / unit.name).write_text(text.replace("/usr/bin/unbounded-agent", "/bin/true"))
+    finished = subprocess.run(
+        [
+            analyze,
+            "verify",
+            "--man=no",
+            str(tmp_path / SERVICE.name),
+            str(tmp_path / PREPARE.name.replace("@", "@gpu-node")),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, about_ours) == (0, [])
+
+
+@pytest.mark.processes
+def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
+    tool = shutil.which("systemd-tmpfiles")
+    if tool is None:
+        pytest.skip("systemd-tmpfiles is not installed (apt install systemd)")
+    # It resolves the owner's name in the tree.
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (tmp_path / "etc/group").write_text("root:x:0:\n")
+    argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in finished.stderr:
+        pytest.skip("giving directories to root needs root")
+    assert finished.returncode == 0, finished.stderr
+    for path in settings(SERVICE, "Service")["ReadWritePaths"].split():
+        assert (tmp_path / path[1:]).is_dir(), f"ReadWritePaths={path}: the service would not start"
+    for path in (paths.HOST_NVIDIA, paths.MANIFESTS, paths.MACHINES_STATE, paths.RUNTIME, paths.MACHINES_RUNTIME):
+        assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / paths.STAGING[1:]).stat().st_mode & 0o7777 == 0o700
+
+
+def test_everything_that_the_agent_writes_is_writable() -> None:
+    writable = settings(SERVICE, "Service")["ReadWritePaths"].split()
+    for path in (paths.STATE, paths.RUNTIME, paths.NSPAWN, paths.UNITS):
+        assert path in writable
+
+
+def test_the_service_is_supervised_and_ends_soon() -> None:
+    service = settings(SERVICE, "Service")
+    assert (service["Type"], service["KillMode"], service["Restart"]) == ("notify", "mixed", "always")
+    assert int(service["TimeoutStopSec"]) <= 10
+    assert int(service["WatchdogSec"]) > 0
+    assert service["RestartPreventExitStatus"] == "2", "bad input, by the command's exit codes"
+
+
+def test_prepare_never_stops_a_machine_from_booting() -> None:
+    """It is pulled in by Wants= (the drop-in's), is bounded in time, and holds nothing up once it has run."""
+    unit, service = settings(PREPARE, "Unit"), settings(PREPARE, "Service")
+    assert "RequiredBy" not in PREPARE.read_text()
+    assert "systemd-nspawn@%i.service" in unit["Before"].split()
+    assert service["Type"] == "oneshot"
+    assert "RemainAfterExit" not in service
+    (longest,) = [each.le for each in MachineSettings.model_fields["driver_wait"].metadata if hasattr(each, "le")]
+    assert int(service["TimeoutStartSec"]) >= longest + LOCK_WAIT + 60
+
+
+def test_prepare_makes_no_mount_namespace() -> None:
+    """Its mounts must be seen by PID 1: these settings would hide them."""
+    hiding = re.compile(
+        r"^(Private(Tmp|Devices|Mounts|IPC)|Protect(System|Home|Kernel\w+|ControlGroups|Proc|Hostname)"
+        r"|ProcSubset|ReadWritePaths|ReadOnlyPaths|InaccessiblePaths|BindPaths|TemporaryFileSystem|RootDirectory"
+        r"|MountFlags|DynamicUser|NoExecPaths|ExecPaths|MountAPIVFS)$"
+    )
+    assert not [key for key in settings(PREPARE, "Service") if hiding.match(key)]
+    assert "CAP_SYS_ADMIN" in settings(PREPARE, "Service")["CapabilityBoundingSet"]
+
+
+def test_no_setting_is_newer_than_debian_12() -> None:
+    """systemd 252 warns about what it does not know."""
+    newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
+    for unit in (SERVICE, PREPARE):
+        assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}
