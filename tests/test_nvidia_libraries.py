@@ -135,6 +135,15 @@ def test_the_loader_s_first_directory_wins(host: Host) -> None:
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source.startswith("/opt/first/")
 
 
+def test_libcuda_s_directory_wins_over_another_that_the_cache_names_first(host: Host) -> None:
+    libraries(host, "/opt/half", "550.163.01", "libnvidia-ml", "libnvidia-glcore")
+    libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-glcore")
+    host.loader_cache(cache_of("/opt/half/libnvidia-ml.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
+    files = by_target(user_space(host))
+    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source.startswith("/usr/lib64/")
+    assert files[f"{X86}/libnvidia-ml.so.550.163.01"].source.startswith("/opt/half/")
+
+
 def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
     host = Host(tmp_path_factory.mktemp("host"), "aarch64")
     libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", "libcuda")
