@@ -34,7 +34,9 @@ class Configuration:
     """The files that containerd loads, in its order, without our drop-in."""
 
     main: Table
-    imported: tuple[Table, ...] = ()
+    imported: tuple[Table, ...]
+    dump: Table
+    """What `containerd config dump` prints for these files: with all defaults."""
 
     @property
     def version(self) -> int:
@@ -107,6 +109,11 @@ def render(
     replaces = containerd < (2, 0, 0)
     effective = _effective(configuration, replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
+    if replaces:
+        # Its default runtimes are replaced as well by a table that names any.
+        for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
+            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
+        effective = copy.deepcopy(table)
     _add_ours(table, effective, configuration.version, handler, default=default)
     # A drop-in whose version is not the main file's makes containerd 2.0-2.2 drop one of them, without a word.
     return {"version": configuration.version, "plugins": {configuration.cri: table}}
@@ -114,7 +121,7 @@ def render(
 
 def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: bool) -> Iterator[str]:
     """What is wrong with `containerd config dump` after the drop-in, compared with one of the same files without it."""
-    cri = _cri(after)
+    cri = cri_of(after)
     ours = {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}
     left = dict(_leaves(after.get("plugins", {})))
     for path, value in _leaves(before.get("plugins", {})):
@@ -162,7 +169,8 @@ def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHand
     containerd.setdefault("runtimes", {})[handler.name] = runtime
 
 
-def _cri(dump: Table) -> Table:
+def cri_of(dump: Table) -> Table:
+    """The CRI table of a dump, which containerd 2 prints in version 3 whatever the files have."""
     plugins = dump.get("plugins", {})
     return _at(plugins, CRI_3) or _at(plugins, CRI_2)
 

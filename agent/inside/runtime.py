@@ -23,12 +23,11 @@ BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Texts of the two files (None: as it is) and what the drop-in is to hold."""
+    """Texts of the two files (None: as it is), and the dump of the main file without the drop-in."""
 
     main: bytes | None
     drop_in: bytes | None
-    imported: tuple[str, ...]
-    document: Table
+    baseline: Table
 
 
 def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
@@ -117,7 +116,10 @@ def _wanted(
         main = runtime_files.parse(MAIN, text)
     imported = runtime_files.imported_files(system, main, drop_in)
     tables = tuple(runtime_files.parse(path, system.read(path)) for path in imported)
-    document = containerd.render(Configuration(main, tables), version, vendor.handler, default=default)
+    # The same files without ours, of whatever version: containerd itself tells what they mean.
+    system.write(BASELINE, runtime_files.render_toml(main | {"imports": list(imported)}), 0o600)
+    baseline = runtime_files.parse(BASELINE, _dump(system, BASELINE))
+    document = containerd.render(Configuration(main, tables, baseline), version, vendor.handler, default=default)
     try:
         same = before[drop_in] is not None and runtime_files.parse(drop_in, before[drop_in] or b"") == document
     except AgentError:
@@ -125,8 +127,7 @@ def _wanted(
     return Wanted(
         main=None if text == before[MAIN] else text,
         drop_in=None if same else runtime_files.render_toml(document, runtime_files.HEADER),
-        imported=imported,
-        document=main,
+        baseline=baseline,
     )
 
 
@@ -144,15 +145,11 @@ def _write_and_read_back(
     drop_in = containerd.drop_in_path(vendor.handler)
     changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
     try:
-        # The same files without ours, of whatever version: containerd itself tells what they mean.
-        baseline = wanted.document | {"imports": list(wanted.imported)}
-        system.write(BASELINE, runtime_files.render_toml(baseline), 0o600)
-        without = runtime_files.parse(BASELINE, _dump(system, BASELINE))
         owned.claim(drop_in)
         for path, text in changes.items():
             system.write(path, text)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
-        faults = "; ".join(containerd.problems(without, with_ours, vendor.handler, default=default))
+        faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
     except AgentError as error:
         faults = str(error)
     if faults:

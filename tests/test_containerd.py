@@ -1,0 +1,354 @@
+"""containerd's drop-in: rendered from the files before it, read back, and never at the cost of a user's setting."""
+
+import shutil
+import subprocess
+import time
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from agent.errors import AgentError, DocumentError, UnsupportedError
+from agent.inside.__main__ import run
+from agent.inside.containerd import CRI_2, CRI_3, IMPORT, MAIN, Configuration, covers, parse_version, problems, render
+from agent.inside.runtime_files import with_import
+from agent.system.commands import Completed
+from agent.vendors.machine_protocol import RuntimeHandler
+from agent.vendors.nvidia.nvidia_ctk import edit_runtime_config
+from tests.machine_root import Machine, containerd, gpu_machine, systemctl
+
+HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
+V17, V21 = (1, 7, 24), (2, 1, 9)
+
+MAIN_2 = """\
+# the admin's comment
+version = 2
+[plugins."io.containerd.grpc.v1.cri"]
+  sandbox_image = "registry.example/pause:3.9" # mirrored
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+  [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc]
+    runtime_type = "io.containerd.runc.v2"
+    [plugins."io.containerd.grpc.v1.cri".containerd.runtimes.runc.options]
+      SystemdCgroup = true
+[plugins."io.containerd.internal.v1.opt"]
+  path = "/srv/opt"
+"""
+DEBIAN_2 = """\
+version = 2
+[plugins]
+  [plugins."io.containerd.grpc.v1.cri"]
+    [plugins."io.containerd.grpc.v1.cri".cni]
+      bin_dir = "/usr/lib/cni"
+      conf_dir = "/etc/cni/net.d"
+  [plugins."io.containerd.internal.v1.opt"]
+    path = "/var/lib/containerd"
+"""
+"""The file of Debian's package: no runtime in it."""
+MAIN_3 = """\
+version = 3
+[plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]
+  runtime_type = "io.containerd.runc.v2"
+  [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc.options]
+    SystemdCgroup = true
+"""
+
+
+DUMP = {"plugins": {CRI_2: {"containerd": {"runtimes": {"runc": {"runtime_type": "default", "snapshotter": ""}}}}}}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
+    configuration = Configuration(tomllib.loads(main), tuple(tomllib.loads(each) for each in imported), DUMP)
+    return render(configuration, containerd, HANDLER, default=default)
+
+
+def restarts(machine: Machine) -> int:
+    return sum(call[:3] == ("systemctl", "--no-block", "try-restart") for call in machine.calls)
+
+
+# ---- rendering
+
+
+def test_containerd_1_repeats_the_whole_table() -> None:
+    """It replaces a plug-in's table by that of the file loaded last."""
+    table = drop_in(MAIN_2, V17)["plugins"][CRI_2]
+    assert table["sandbox_image"] == "registry.example/pause:3.9"
+    assert table["cni"] == {"bin_dir": "/usr/lib/cni"}
+    assert table["enable_cdi"] is True
+    assert table["cdi_spec_dirs"] == ["/etc/cdi", "/var/run/cdi"]
+    runtimes = table["containerd"]["runtimes"]
+    assert runtimes["runc"]["options"] == {"SystemdCgroup": True}
+    assert runtimes["nvidia"] == {
+        "runtime_type": "io.containerd.runc.v2",
+        "options": {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"},
+    }
+    assert "default_runtime_name" not in table["containerd"]
+
+
+def test_containerd_1_repeats_the_last_files_table() -> None:
+    """An imported file's table has replaced the main file's already."""
+    other = f'[plugins."{CRI_2}"]\nsandbox_image = "other"\n'
+    table = drop_in(MAIN_2, V17, other, "[metrics]\n")["plugins"][CRI_2]
+    assert table["sandbox_image"] == "other"
+    assert "cni" not in table
+
+
+def test_containerd_1_keeps_its_default_runtimes() -> None:
+    """Without a table for runc, one that names another runtime would take the default one away."""
+    runtimes = drop_in("version = 2\n", V17)["plugins"][CRI_2]["containerd"]["runtimes"]
+    assert runtimes["runc"] == {"runtime_type": "default", "snapshotter": ""}
+    assert runtimes["nvidia"]["runtime_type"] == "io.containerd.runc.v2"
+    assert "snapshotter" in runtimes["nvidia"]
+
+
+@pytest.mark.parametrize(("main", "cri"), [(MAIN_2, CRI_2), (MAIN_3, CRI_3)])
+def test_containerd_2_gets_ours_alone(main: str, cri: str) -> None:
+    """It merges tables; the version and the table's name are the main file's."""
+    document = drop_in(main, V21)
+    assert document["version"] == tomllib.loads(main)["version"]
+    table = document["plugins"][cri]
+    assert table["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
+    assert list(table["containerd"]["runtimes"]) == ["nvidia"]
+    assert table.get("enable_cdi") is (True if cri == CRI_2 else None)
+
+
+def test_default_runtime_only_when_asked() -> None:
+    """DESIGN: by configuration."""
+    assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
+
+
+def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
+    """Also where version 3 says that it is off."""
+    main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
+    table = drop_in(main, V21)["plugins"][CRI_3]
+    assert table["enable_cdi"] is True
+    assert table["cdi_spec_dirs"] == ["/srv/cdi", "/etc/cdi", "/var/run/cdi"]
+
+
+@pytest.mark.parametrize(
+    ("main", "containerd", "said"),
+    [
+        (MAIN_2, (1, 6, 20), "1.6.20; 1.7.0 is the first with CDI"),
+        ("", V17, "version 1"),
+        ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
+    ],
+)
+def test_what_cannot_work_is_said(main: str, containerd: tuple[int, ...], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        drop_in(main, containerd)
+
+
+def test_versions_and_imports() -> None:
+    """As the tools print them; a star never matches a slash."""
+    assert parse_version("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1") == (1, 6, 20)
+    assert parse_version("containerd github.com/containerd/containerd/v2 v2.1.9 abc") == V21
+    with pytest.raises(DocumentError):
+        parse_version("containerd")
+    assert covers("/etc/containerd/conf.d/*.toml", DROP_IN)
+    assert covers(DROP_IN, DROP_IN)
+    assert not covers("/etc/containerd/*.toml", DROP_IN)
+    assert not covers("/etc/containerd/conf.d/9?-nvidia.toml", DROP_IN)
+
+
+def test_import_is_added_and_nothing_else_changes() -> None:
+    """Comments and layout stay, whatever the imports look like."""
+    assert with_import(MAIN_2.encode(), IMPORT).decode() == f'imports = ["{IMPORT}"]\n{MAIN_2}'
+    listed = f'version = 2\nimports = [\n  "/a.toml", # why\n]\n{MAIN_2.partition("version = 2")[2]}'
+    edited = with_import(listed.encode(), IMPORT).decode()
+    assert tomllib.loads(edited)["imports"] == ["/a.toml", IMPORT]
+    assert "# why" in edited
+    assert "# mirrored" in edited
+
+
+def test_lost_and_changed_settings_are_found() -> None:
+    """Of any plug-in; ours are looked for."""
+    before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
+    after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
+    found = "; ".join(problems(before, after, HANDLER, default=True))
+    for said in (
+        f"{CRI_2}.sandbox_image is 'b', was 'a'",
+        f"{CRI_2}.x.y is lost",
+        "does not run /usr/bin/nvidia-container-runtime",
+        "enable_cdi is not true",
+        "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi",
+        "default_runtime_name is not nvidia",
+    ):
+        assert said in found
+
+
+# ---- in the machine
+
+
+def test_main_file_is_created(machine: Machine) -> None:
+    """Without one, containerd imports nothing."""
+    run(machine)
+    assert tomllib.loads(machine.read_text(MAIN)) == {"version": 2, "imports": [IMPORT]}
+    assert tomllib.loads(machine.read_text(DROP_IN))["plugins"][CRI_2]["enable_cdi"] is True
+
+
+def test_containerd_restarts_once_per_change(machine: Machine) -> None:
+    """A run without change never asks; a user's edit that changes the drop-in does, once."""
+    machine.put(MAIN, MAIN_2)
+    for _ in range(2):
+        run(machine)
+        machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    assert restarts(machine) == 1
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.read_text(MAIN) == f'imports = ["{IMPORT}"]\n{MAIN_2}'
+    machine.put(MAIN, machine.read_text(MAIN).replace("pause:3.9", "pause:3.10"))
+    run(machine)
+    assert "pause:3.10" in machine.read_text(DROP_IN)
+    assert restarts(machine) == 2
+
+
+def test_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -> None:
+    """At boot this service comes before it; then its own start proves it."""
+    machine.program("systemctl", systemctl("inactive", 0, "dead"))
+    run(machine)
+    assert restarts(machine) == 0
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotStarted")
+    machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+@pytest.mark.parametrize(
+    ("state", "load", "said"),
+    [("failed", "loaded", ("False", "Failed")), ("inactive", "not-found", ("False", "NoContainerd"))],
+)
+def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, said: tuple[str, str]) -> None:
+    machine.program("systemctl", systemctl(state, 0, "dead", load))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == said
+
+
+def test_refused_configuration_is_put_back(machine: Machine) -> None:
+    """containerd's own words are reported, nothing is restarted, and the next run does not try the same again."""
+    machine.put(MAIN, MAIN_2)
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            return Completed(1, b"", b"containerd: invalid plugin config")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotConfigured")
+    assert "invalid plugin config" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+    assert not machine.exists(DROP_IN)
+    assert restarts(machine) == 0
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] == "containerd"]
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+
+
+def test_lost_setting_is_put_back(machine: Machine) -> None:
+    """A containerd that merges otherwise than expected."""
+    machine.put(MAIN, MAIN_2)
+
+    def loses(argv: tuple[str, ...]) -> Completed:
+        done = containerd(machine, argv)
+        lost = done.stdout.replace(b"SystemdCgroup = true", b"") if argv[2:3] == (MAIN,) else done.stdout
+        return Completed(0, lost, b"")
+
+    machine.program("containerd", loses)
+    run(machine)
+    assert "options.SystemdCgroup is lost" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+
+
+def test_broken_main_file_stays(machine: Machine) -> None:
+    """Nothing is written anywhere below /etc/containerd."""
+    machine.put(MAIN, "version = ")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert f"{MAIN}: not TOML" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == "version = "
+    assert not machine.exists(DROP_IN)
+
+
+def test_foreign_drop_in_stays(machine: Machine) -> None:
+    machine.put(DROP_IN, "# theirs")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert machine.read_text(DROP_IN) == "# theirs"
+
+
+def test_edited_drop_in_is_mended(machine: Machine) -> None:
+    run(machine)
+    good = machine.read(DROP_IN)
+    machine.put(DROP_IN, "not toml =")
+    run(machine)
+    assert machine.read(DROP_IN) == good
+
+
+@pytest.mark.parametrize("missing", ["containerd", "nvidia-container-runtime"])
+def test_missing_program_is_named(machine: Machine, missing: str) -> None:
+    machine.drop(f"/usr/bin/{missing}")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"][0] == "False"
+    assert f"{missing} is not installed" in machine.message("RuntimeConfigured")
+
+
+# ---- nvidia-container-runtime's own configuration
+
+
+def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
+    """Only what makes `runtimeClassName: nvidia` use the published spec is set."""
+    path = "/etc/nvidia-container-runtime/config.toml"
+    machine.put(
+        path, '#accept = true\n[nvidia-container-cli]\nroot = "/x" # ours\n[nvidia-container-runtime]\nmode = "auto"\n'
+    )
+    run(machine)
+    text = machine.read_text(path)
+    assert "#accept = true" in text
+    assert 'root = "/x" # ours' in text
+    settings = tomllib.loads(text)["nvidia-container-runtime"]
+    assert settings["mode"] == "cdi"
+    assert settings["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
+    assert settings["modes"]["cdi"]["spec-dirs"] == ["/etc/cdi", "/var/run/cdi"]
+    assert edit_runtime_config(text) is text
+
+
+def test_broken_runtime_config_is_said() -> None:
+    with pytest.raises(AgentError, match="not TOML"):
+        edit_runtime_config("mode = ")
+
+
+# ---- the real containerd, of whatever version is installed
+
+
+@pytest.mark.skipif(shutil.which("containerd") is None, reason="containerd is not installed")
+@pytest.mark.parametrize("main", [MAIN_2, DEBIAN_2, MAIN_3, ""], ids=["version 2", "Debian's", "version 3", "none"])
+def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
+    """`config dump` of the real program before and after our drop-in."""
+
+    def tool(*argv: str) -> str:
+        return subprocess.run(("containerd", *argv), capture_output=True, text=True, check=True).stdout
+
+    version = parse_version(tool("--version"))
+    if main == MAIN_3 and version < (2, 0, 0):
+        pytest.skip(f"containerd {version} does not read files of version 3")
+    before = main or f"version = {2 if version < (2, 0, 0) else 3}\n"
+    (tmp_path / "before.toml").write_text(before)
+    dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", "dump"))
+    # What 1.6 makes of the tables is the same; only that it has no CDI.
+    configuration = Configuration(tomllib.loads(before), (), dump)
+    wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
+    (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))
+    (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))
+    after = tomllib.loads(tool("--config", f"{tmp_path}/after.toml", "config", "dump"))
+    found = list(problems(dump, after, HANDLER, default=True))
+    no_cdi = ["enable_cdi is not true", "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi"]
+    assert found == (no_cdi if version < (1, 7, 0) else [])

@@ -1,0 +1,366 @@
+"""The machine half from handoff to report, on a simulated machine."""
+
+import ast
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.errors import DocumentError
+from agent.inside.__main__ import HANDOFF, REPORT, run
+from agent.system.commands import Completed
+from tests.machine_root import (
+    DEVICES,
+    EMPTY,
+    GPUS,
+    LIBRARIES,
+    REQUEST,
+    Machine,
+    gpu_machine,
+    hang,
+    nvidia_ctk,
+    recorded_spec,
+    systemctl,
+)
+
+SPEC = "/etc/cdi/nvidia.yaml"
+FORBIDDEN = {"pydantic", "pyudev", "sh", "prometheus_client", "tomlkit", "pyroute2", "logging", "agent.config"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def started(machine: Machine) -> None:
+    """Two runs, between which containerd restarted: the machine is settled."""
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    machine.calls.clear()
+
+
+def test_import_closure_is_the_standard_library() -> None:
+    """Start-up time is spent before containerd at every boot."""
+    code = "import sys, agent.inside.__main__; print(*sys.modules)"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    modules = set(loaded.stdout.split())
+    assert not modules & FORBIDDEN
+    foreign = {each.partition(".")[0] for each in modules} - set(sys.stdlib_module_names) - {"agent", "__main__"}
+    # Packages that a .pth file of the environment loads at every start are not ours.
+    clean = subprocess.run([sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True)
+    assert not foreign - {each.partition(".")[0] for each in clean.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "module", ["inside.containerd", "inside.links", "vendors.nvidia.cdi", "vendors.nvidia.cdi_document"]
+)
+def test_what_decides_touches_nothing(module: str) -> None:
+    """Plan, verify and render are pure."""
+    source = Path(__file__).parents[1] / "agent" / f"{module.replace('.', '/')}.py"
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert not names & {"os", "subprocess", "time", "logging", "socket", "pathlib", "shutil", "sys"}
+
+
+def test_first_run_settles_everything(machine: Machine) -> None:
+    """Links, spec and configuration are made; containerd is asked to restart, and proven when it did."""
+    assert run(machine) == 0
+    assert machine.conditions() == {
+        "DevicesAllowed": ("True", "Opened"),
+        "LibrariesLinked": ("True", "Linked"),
+        "CDISpecCurrent": ("True", "Verified"),
+        "RuntimeConfigured": ("True", "ReadBack"),
+        "RuntimeActive": ("Unknown", "RestartPending"),
+        "GPUsAdvertised": ("Unknown", "NotWatched"),
+    }
+    assert ("systemctl", "--no-block", "try-restart", "containerd.service") in machine.calls
+    assert os.readlink(machine.tree / LIBRARIES / "libcuda.so.1") == (
+        "../../../run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+    )
+    assert os.readlink(machine.tree / "usr/bin/nvidia-smi") == "../../run/host-nvidia/0/usr/bin/nvidia-smi"
+    assert json.loads(machine.read(SPEC)) == recorded_spec()
+    assert machine.report()["cdi_devices"] == [each["name"] for each in recorded_spec()["devices"]]
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
+    """Only systemctl is asked; the report is written all the same, since it is the heartbeat."""
+    started(machine)
+    before = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
+    os.utime(machine.tree / REPORT.lstrip("/"), (0, 0))
+    run(machine)
+    assert [call[:2] for call in machine.calls] == [("systemctl", "show")]
+    after = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {"report.json"}
+    assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
+
+
+def test_no_handoff_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine of an image with the agent that nobody configured."""
+    machine = Machine(tmp_path / "machine")
+    assert run(machine) == 0
+    assert "not configured on its host" in capsys.readouterr().err
+    assert not machine.exists(REPORT)
+
+
+def test_bad_handoff_changes_nothing(machine: Machine) -> None:
+    """A report could not say which handoff it answers."""
+    started(machine)
+    report = machine.read(REPORT)
+    machine.put(HANDOFF, b'{"version": 99}')
+    with pytest.raises(DocumentError, match="version 99"):
+        run(machine)
+    assert machine.read(REPORT) == report
+    assert not machine.calls
+
+
+def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
+    """systemd's path units lose a change that comes while the service runs."""
+    newer = replace(REQUEST, devices=DEVICES[:-1])
+
+    def change(argv: tuple[str, ...]) -> Completed:
+        machine.hand(newer, default_runtime=True)
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", change)
+    run(machine)
+    published = json.loads(machine.read(HANDOFF))["generation"]
+    assert machine.report()["generation"] == published
+
+
+def test_missing_report_directory_says_so(machine: Machine) -> None:
+    """It is the host's to bind."""
+    (machine.tree / "run/unbounded-agent/report").rmdir()
+    with pytest.raises(Exception, match="is missing, so that nothing can be reported"):
+        run(machine)
+
+
+def test_no_gpu_is_not_applicable(machine: Machine) -> None:
+    """GPUs that went: links and spec of ours go, conditions do not stand in the way."""
+    started(machine)
+    machine.hand(EMPTY)
+    run(machine)
+    assert not machine.exists(SPEC)
+    assert not [name for name in machine.entries(f"/{LIBRARIES}") if name.startswith("lib")]
+    statuses = {kind: status for kind, (status, _) in machine.conditions().items()}
+    assert statuses.pop("GPUsAdvertised") == "Unknown"
+    assert set(statuses.values()) == {"True"}
+
+
+def test_unknown_vendor(machine: Machine) -> None:
+    """A host that is newer than the image."""
+    machine.hand(replace(REQUEST, vendor="other"))
+    run(machine)
+    assert machine.conditions() == {"CDISpecCurrent": ("False", "UnknownVendor")}
+
+
+# ---- devices
+
+
+def test_wrong_number_names_node_found_and_expected(machine: Machine) -> None:
+    """A module that was reloaded has another major; the spec is refused as well."""
+    machine.node("/dev/nvidia-uvm", 511, 0)
+    machine.drop("/dev/nvidia1")
+    del machine.nodes["/dev/nvidia1"]
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert "/dev/nvidia-uvm must be character device 234:0, found 511:0" in machine.message("DevicesAllowed")
+    assert "/dev/nvidia1 must be character device 195:1, found nothing" in machine.message("DevicesAllowed")
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert not machine.exists(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retried"),
+    [
+        (errno.EPERM, "NotPermitted", True),
+        (errno.ENXIO, "NoDriver", True),
+        (errno.ENODEV, "NoDriver", True),
+        (errno.EIO, "GPUFailed", False),
+        (errno.ETIMEDOUT, "OpenTimedOut", False),
+        (errno.EMFILE, "OpenFailed", True),
+    ],
+)
+def test_node_that_does_not_open(machine: Machine, code: int, reason: str, retried: bool) -> None:
+    """Each error has its sentence; what could mend is tried again, a GPU that failed is left alone."""
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        lines = (f"{code if path == '/dev/nvidia1' else 0} {path}\n" for path in argv[5:])
+        return Completed(0, "".join(lines).encode(), b"")
+
+    machine.program("open_nodes", answer)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", reason)
+    assert machine.message("DevicesAllowed").startswith(f"/dev/nvidia1 does not open ({errno.errorcode[code]})")
+    machine.calls.clear()
+    run(machine)
+    opened = [call for call in machine.calls if any("open_nodes" in each for each in call)]
+    assert [call[5:] for call in opened] == ([("/dev/nvidia1",)] if retried else [])
+
+
+def test_nodes_are_opened_again_only_when_they_changed(machine: Machine) -> None:
+    """A changed number or a new grant; opening initialises a GPU."""
+    started(machine)
+    changed = tuple(replace(each, major=235) if each.kind.startswith("uvm") else each for each in DEVICES)
+    for device in changed:
+        machine.node(device.path, device.major, device.minor)
+    machine.hand(replace(REQUEST, devices=changed))
+    run(machine)
+    opened = next(call for call in machine.calls if any("open_nodes" in each for each in call))
+    assert opened[5:] == ("/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+
+
+def test_open_nodes_program(tmp_path: Path) -> None:
+    """The real program: what opens, what is not there, and what hangs, in bounded time."""
+    from agent.inside import open_nodes
+
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    paths = ["/dev/null", str(tmp_path / "gone"), str(fifo)]
+    program = [sys.executable, "-I", "-S", open_nodes.__file__, "5", *paths]
+    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert set(output.splitlines()) == {f"0 {paths[0]}", f"{errno.ENOENT} {paths[1]}", f"0 {paths[2]}"}
+
+
+def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
+    """A driver that does not answer is simulated by a child that sleeps in place of open(2)."""
+    from agent.inside import open_nodes
+
+    code = (
+        "import runpy, os, sys, time; real = os.open\n"
+        "os.open = lambda path, *rest: time.sleep(60) if path == '/dev/zero' else real(path, *rest)\n"
+        "sys.argv = ['x', '0.5', '/dev/zero', '/dev/null']\n"
+        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
+    )
+    begin = time.monotonic()
+    program = [sys.executable, "-c", code]
+    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert set(output.splitlines()) == {f"{errno.ETIMEDOUT} /dev/zero", "0 /dev/null"}
+    assert time.monotonic() - begin < 5
+
+
+# ---- CDI spec
+
+
+def test_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
+    """nvidia-ctk leaves libraries out with exit code 0; the old spec serves on, and the condition says both."""
+    started(machine)
+    good = machine.read(SPEC)
+    worse = recorded_spec()
+    worse["containerEdits"]["mounts"] = []
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, worse))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert "libcuda.so is not in it" in machine.message("CDISpecCurrent")
+    assert "The last good spec stays in use" in machine.message("CDISpecCurrent")
+    assert machine.report()["cdi_devices"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda argv: Completed(1, b"", b"failed to initialize NVML: Driver Not Loaded"), "Driver Not Loaded"),
+        (hang, "time limit"),
+    ],
+)
+def test_failed_generation_keeps_the_spec(machine: Machine, answer: object, said: str) -> None:
+    """The tool's words reach the report."""
+    started(machine)
+    good = machine.read(SPEC)
+    assert callable(answer)
+    version = Completed(0, b"NVIDIA Container Toolkit CLI version 1.19.1\n", b"")
+    machine.program("nvidia-ctk", lambda argv: version if argv[1:] == ("--version",) else answer(argv))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert said in machine.message("CDISpecCurrent")
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.17.8", "False"), ("1.18.2", "True"), ("1.20.0", "True")])
+def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
+    """Older than 1.18 cannot choose the hooks; older than 1.19.1 works and is remarked upon."""
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec(), version))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == status
+    message = machine.message("CDISpecCurrent")
+    assert ("1.17.8; 1.18.0 is needed" in message) == (version == "1.17.8")
+    assert ("1.19.1 mends a race" in message) == (version == "1.18.2")
+
+
+def test_damaged_spec_is_mended(machine: Machine) -> None:
+    """The timer's run compares digests."""
+    started(machine)
+    good = machine.read(SPEC)
+    for damage in (good + b"x", good.replace(b"nvidia0", b"nvidia9"), b""):
+        machine.put(SPEC, damage)
+        run(machine)
+        assert machine.read(SPEC) == good
+    machine.drop(SPEC)
+    run(machine)
+    assert machine.read(SPEC) == good
+
+
+def test_foreign_spec_is_not_overwritten(machine: Machine) -> None:
+    """Nor removed when there are no GPUs."""
+    machine.put(SPEC, "theirs")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "ForeignFile")
+    machine.hand(EMPTY)
+    run(machine)
+    assert machine.read(SPEC) == b"theirs"
+
+
+@pytest.mark.parametrize("text", ["---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\n", '{"kind":"nvidia.com/gpu"}'])
+def test_rival_spec_is_named(machine: Machine, text: str) -> None:
+    """That of nvidia-cdi-refresh.service outranks ours."""
+    machine.put("/var/run/cdi/nvidia.yaml", text)
+    machine.put("/var/run/cdi/other.yaml", "kind: k8s.device-plugin.nvidia.com/gpu\n")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert machine.message("CDISpecCurrent").startswith("/var/run/cdi/nvidia.yaml names")
+
+
+def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
+    """At the first run the others are published; later a spec with fewer GPUs does not replace one with more."""
+    fewer = recorded_spec()
+    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
+    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+    assert GPUS[1] in machine.message("CDISpecCurrent")
+    assert json.loads(machine.read(SPEC)) == fewer
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
+    run(machine)
+    assert json.loads(machine.read(SPEC)) == recorded_spec()
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+    run(machine)
+    assert json.loads(machine.read(SPEC)) == recorded_spec()
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+
+
+def test_published_text_is_what_was_verified(machine: Machine) -> None:
+    """A key that stands twice: parsers differ in which one counts."""
+    text = json.dumps(recorded_spec()).replace('"kind"', '"kind": "evil.com/gpu", "kind"').encode()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, text))
+    run(machine)
+    assert b"evil" not in machine.read(SPEC)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

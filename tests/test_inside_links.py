@@ -1,0 +1,143 @@
+"""Which links are made, replaced, left alone and removed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.actions import MakeLink, RemoveFile
+from agent.handoff import GrantedFile
+from agent.inside.__main__ import run
+from agent.inside.links import FOREIGN, places, plan_links, wanted_links
+from agent.system.commands import Completed
+from tests.machine_root import LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, ldconfig
+
+MULTIARCH = f"/{LIBRARIES}"
+CUDA = f"{MULTIARCH}/libcuda.so.1"
+TEXT = f"../../..{ROOT}/{LIBRARIES}/libcuda.so.1"
+OLD = TEXT.replace("host-nvidia/0", "host-nvidia/7")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def test_library_directory_is_the_machines_own() -> None:
+    """Debian's layout, else /usr/lib64; 32-bit libraries only where there is a place for them."""
+    files = (
+        GrantedFile(f"{LIBRARIES}/libcuda.so.1"),
+        GrantedFile(f"{LIBRARIES}/vdpau/libvdpau_nvidia.so.1"),
+        GrantedFile(f"{LIBRARIES}/deeper/still/x.so"),
+        GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.1"),
+        GrantedFile("usr/bin/nvidia-smi"),
+        GrantedFile("lib/firmware/nvidia/550/gsp.bin"),
+    )
+    request = replace(REQUEST, files=files)
+    debian = wanted_links(request, places("x86_64", {MULTIARCH, "/usr/lib/i386-linux-gnu"}))
+    assert sorted(debian) == [
+        "/usr/bin/nvidia-smi",
+        "/usr/lib/i386-linux-gnu/libcuda.so.1",
+        CUDA,
+        f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1",
+    ]
+    assert debian[f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1"].startswith(f"../../../..{ROOT}/")
+    fedora = wanted_links(request, places("x86_64", {"/usr/lib64"}))
+    assert fedora["/usr/lib64/libcuda.so.1"] == f"../..{ROOT}/{LIBRARIES}/libcuda.so.1"
+    assert "/usr/lib/i386-linux-gnu/libcuda.so.1" not in fedora
+    assert "/usr/lib/aarch64-linux-gnu" in places("aarch64", {"/usr/lib/aarch64-linux-gnu"}).directories()
+
+
+@pytest.mark.parametrize(
+    ("present", "actions", "conflicts"),
+    [
+        ({}, [MakeLink(CUDA, TEXT)], []),
+        ({CUDA: TEXT}, [], []),
+        ({CUDA: OLD}, [MakeLink(CUDA, TEXT)], []),
+        ({CUDA: FOREIGN}, [], [CUDA]),
+        ({CUDA: "stubs/libcuda.so"}, [], [CUDA]),
+        ({CUDA: "/etc/alternatives/libcuda"}, [], [CUDA]),
+        ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [RemoveFile(f"{MULTIARCH}/libold.so")], []),
+        ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], []),
+        # ldconfig's own link between two of ours; it stays when it is not wanted, else ours takes its place.
+        ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], []),
+        ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, ["both"], []),
+        # A link whose text only looks like ours.
+        ({CUDA: "../../../run/host-nvidia-evil/0/x"}, [], [CUDA]),
+    ],
+)
+def test_difference(present: dict[str, str], actions: list[object], conflicts: list[str]) -> None:
+    """Never over what is not ours."""
+    plan = plan_links({CUDA: TEXT}, present)
+    if actions == ["both"]:
+        actions = [RemoveFile(f"{MULTIARCH}/libcuda.so.550"), MakeLink(CUDA, TEXT)]
+    assert list(plan.actions) == actions
+    assert list(plan.conflicts) == conflicts
+
+
+def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine) -> None:
+    """A stub in the image does not keep the others from their links."""
+    machine.put(CUDA, "a stub")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+    assert CUDA in machine.message("LibrariesLinked")
+    assert machine.read(CUDA) == b"a stub"
+    assert machine.read_link(f"{MULTIARCH}/libnvidia-ml.so.1")
+
+
+def test_new_generation_replaces_all_links(machine: Machine) -> None:
+    """And removes those of files that it has no more."""
+    run(machine)
+    (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
+    files = tuple(file for file in REQUEST.files if "nvidia-api" not in file.target)
+    machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", files=files))
+    run(machine)
+    links = [machine.read_link(f"{MULTIARCH}/{name}") for name in machine.entries(MULTIARCH)]
+    assert all(text and "/host-nvidia/1/" in text for text in links if text)
+    assert not machine.exists(f"{MULTIARCH}/libnvidia-api.so.1")
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+@pytest.mark.parametrize("how", ["missing", "link"])
+def test_driver_root_must_be_a_directory(machine: Machine, how: str) -> None:
+    """nvidia-ctk given a link leaves out all libraries, with exit code 0. Links that are there stay."""
+    run(machine)
+    place = machine.tree / ROOT.lstrip("/")
+    place.rename(place.with_name("away"))
+    if how == "link":
+        place.symlink_to("away")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotStaged")
+    assert machine.read_link(CUDA) == TEXT
+
+
+def test_loader_cache_is_refreshed_when_a_name_is_missing(machine: Machine) -> None:
+    """ldconfig of a package's trigger may have run while the driver root was not there."""
+    run(machine)
+    machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
+    machine.calls.clear()
+    run(machine)
+    assert ("ldconfig",) in machine.calls
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def test_names_under_lib_count(machine: Machine) -> None:
+    """Debian's loader cache lists /lib/<triplet>, the same directory."""
+
+    def merged(argv: tuple[str, ...]) -> Completed:
+        found = ldconfig(machine, argv)
+        return Completed(0, found.stdout.replace(b"=> /usr/lib/", b"=> /lib/"), b"")
+
+    machine.program("ldconfig", merged)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def test_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
+    """The condition names the file to edit."""
+    machine.put("/etc/ld.so.cache")
+    machine.program("ldconfig", "")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
+    assert "/etc/ld.so.conf.d" in machine.message("LibrariesLinked")
+    assert f"libnvidia-glcore.so.{VERSION}" not in machine.message("LibrariesLinked")
