@@ -189,6 +189,22 @@ def test_dangling_links_are_named(host: Host) -> None:
     assert f"{X86}/libnvoptix.so.550.163.01" in by_target(found)
 
 
+def test_links_that_lead_in_a_circle_are_named(host: Host) -> None:
+    libraries(host, "/usr/lib64", "550.163.01", "libcuda")
+    host.symlink("/usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.1")
+    host.symlink("/usr/bin/nvidia-smi", "nvidia-smi")
+    host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01", "/usr/lib64/libnvidia-ml.so.1"))
+    found = user_space(host)
+    assert list(by_target(found)) == [f"{X86}/libcuda.so.550.163.01"]
+    assert [problem.partition(":")[0] for problem in found.problems] == ["/usr/lib64/libnvidia-ml.so.1"]
+
+
+def test_an_architecture_without_a_driver(tmp_path_factory: pytest.TempPathFactory) -> None:
+    host = Host(tmp_path_factory.mktemp("host"), "riscv64")
+    host.loader_cache(cache_of("/lib/libc.so.6", tags="libc6,double-float"))
+    assert isinstance(user_space(host).files, Absent)
+
+
 def test_libraries_without_libcuda_and_nvml_are_broken(host: Host) -> None:
     libraries(host, "/usr/lib64", "550.163.01", "libnvidia-glcore")
     host.loader_cache(cache_of("/usr/lib64/libnvidia-glcore.so.550.163.01"))

@@ -82,8 +82,10 @@ class System:
         """Whether it is a regular file, links followed within the root; a look that fails is not a No."""
         try:
             return stat.S_ISREG(os.stat(self._at(path)).st_mode)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                return False
+            raise
 
     def read_link(self, path: str) -> str | None:
         """A symbolic link's text; None for anything else, also for nothing."""

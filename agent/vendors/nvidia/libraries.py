@@ -67,9 +67,12 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
     cache = sources.loader_cache
     if not isinstance(cache, tuple):
         return UserSpace(cache, cache)
+    if sources.architecture not in SETS:
+        none = Absent(f"NVIDIA has no driver for {sources.architecture}")
+        return UserSpace(none, none)
     problems: list[str] = []
     try:
-        found = [_search(sources.system, cache, architecture, problems) for architecture in SETS[sources.architecture]]
+        found = [_search(sources.system, cache, each, problems) for each in SETS[sources.architecture]]
         version = _choose(found[0], module)
         if not isinstance(version, str):
             return UserSpace(version, version, tuple(problems))
@@ -102,7 +105,9 @@ def _search(system: System, cache: tuple[CacheEntry, ...], architecture: str, pr
     for entry in entries:
         try:
             real = system.real_path(entry.path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if isinstance(why_not(entry.path, error), Unseen):
+                raise
             problems.append(f"{entry.path}: leads to no file; reinstall the driver's libraries and run ldconfig")
             continue
         if not real.isprintable():
