@@ -27,6 +27,7 @@ def paths(facts: VendorFacts, kind: DeviceKind | None = None) -> list[str]:
     return [node.path for node in nodes(facts) if kind in (None, node.kind)]
 
 
+@pytest.mark.scenario("002")
 def test_eight_gpus(host: Host) -> None:
     host.driver("550.163.01", gpus=8)
     facts = observe(host)
@@ -63,6 +64,7 @@ def test_driver_535_registers_one_name_for_gpus_control_and_modeset(host: Host) 
     assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-modeset"} < set(paths(facts))
 
 
+@pytest.mark.scenario("002")
 def test_optional_nodes(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     host.node("/dev/nvidia-caps-imex-channels/channel0", 509, 0)
@@ -135,6 +137,7 @@ def capabilities(facts: VendorFacts) -> dict[int, str]:
     return {node.number.minor: node.capability for node in nodes(facts) if node.kind is DeviceKind.CAPABILITY}
 
 
+@pytest.mark.scenario("002")
 def test_mig_capabilities_are_named_and_destroyed_instances_left_out(host: Host) -> None:
     mig_host(host)
     facts = observe(host)

@@ -39,6 +39,7 @@ def libraries(host: Host, directory: str, version: str, *names: str) -> None:
         host.file(f"{directory}/{name}.so.{version}", size=1000)
 
 
+@pytest.mark.scenario("002")
 def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
     host.load("debian-13-driver-550")
     found = user_space(host, "550.163.01")
@@ -144,6 +145,7 @@ def test_libcuda_s_directory_wins_over_another_that_the_cache_names_first(host: 
     assert files[f"{X86}/libnvidia-ml.so.550.163.01"].source.startswith("/opt/half/")
 
 
+@pytest.mark.scenario("002")
 def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
     host = Host(tmp_path_factory.mktemp("host"), "aarch64")
     libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", "libcuda")
@@ -246,6 +248,7 @@ def test_facts_do_not_depend_on_the_order_of_directories_and_lines(host: Host) -
     assert by_target(user_space(host)) == first
 
 
+@pytest.mark.scenario("002")
 def test_half_a_driver(host: Host) -> None:
     host.load("ubuntu-24.04-driver-580")
     facts: VendorFacts = observe_nvidia(sources(host))

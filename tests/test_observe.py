@@ -35,6 +35,7 @@ def debian(host: Host) -> Host:
     return host
 
 
+@pytest.mark.scenario("002")
 def test_a_whole_host(debian: Host) -> None:
     facts = observe(CONFIG, debian, debian, LoaderCache())
     (nvidia,) = (each for each in facts.vendors if each.vendor == "nvidia")
@@ -67,6 +68,7 @@ def test_state_that_cannot_be_used_is_said(debian: Host) -> None:
     assert OWNED in problem
 
 
+@pytest.mark.scenario("002")
 def test_a_host_without_any_gpu_or_driver(debian: Host, tmp_path: Path) -> None:
     bare = Host(tmp_path / "bare")
     bare.runner.answers = debian.runner.answers
