@@ -304,6 +304,14 @@ def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
     assert ("1.19.1 mends a race" in message) == (version == "1.18.2")
 
 
+def test_gpus_without_driver_files(machine: Machine) -> None:
+    """nvidia-ctk would take an empty driver root for the machine's own root."""
+    machine.hand(replace(REQUEST, driver_root="", driver_version="", files=()))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "NoDriverRoot")
+    assert not [call for call in machine.calls if call[0].endswith("nvidia-ctk")]
+
+
 def test_damaged_spec_is_mended(machine: Machine) -> None:
     """The timer's run compares digests."""
     started(machine)

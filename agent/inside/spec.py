@@ -53,6 +53,9 @@ def publish_spec(
         )
     live = live_numbers(system, request.devices)
     current = _current(system, vendor, request, live)
+    if not request.driver_root:
+        # An empty --driver-root= would mean the machine's own root.
+        return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
     inputs = _inputs(system, vendor, live, generation)
     noted = notes.load(f"spec-{vendor.name}")
     good = current is not None and not current.verdict.problems and not current.verdict.missing_gpus
