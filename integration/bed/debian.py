@@ -1,0 +1,32 @@
+"""Debian 13 trees made by mmdebstrap, without documentation and without syncs to disk."""
+
+from pathlib import Path
+
+from integration.bed.process import run
+
+SUITE = "trixie"
+MIRROR = "http://deb.debian.org/debian"
+UNWANTED_FILES = (
+    "/usr/share/doc/*",
+    "/usr/share/info/*",
+    "/usr/share/javascript/*",
+    "/usr/share/locale/*",
+    "/usr/share/man/*",
+    # Mesa's software renderer, a dependency of NVIDIA's OpenGL packages: 170 MB that nothing here runs.
+    "/usr/lib/x86_64-linux-gnu/libLLVM*",
+    "/usr/lib/x86_64-linux-gnu/libgallium*",
+    "/usr/lib/x86_64-linux-gnu/libz3*",
+)
+
+
+def debian_tree(target: Path, variant: str, packages: list[str], components: str = "main") -> None:
+    """A Debian 13 tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
+    run(
+        ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
+        + [f"--include={','.join(packages)}", f"--components={components.replace(' ', ',')}"]
+        + ["--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
+        + ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
+        + ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
+        + ["--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES)]
+        + [SUITE, target, f"deb {MIRROR} {SUITE} {components}"]
+    )

@@ -1,0 +1,99 @@
+"""Builds the stand-in NVIDIA kernel modules (a simulation) against the very kernel that the simulated host boots."""
+
+import lzma
+import shutil
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import REPOSITORY, cached
+from integration.bed.process import run
+
+SOURCES = REPOSITORY / "integration/simulation/kernel"
+DRIVER_VERSION = "550.163.01"
+IDENTITY_MODULE = "gpu_identity.ko"
+
+# linux-headers-amd64 depends on linux-image-amd64, so both come at one version.
+TOOLCHAIN_PACKAGES = (
+    "base-files bash binutils busybox-static coreutils cpio findutils gcc-14 grep kmod libc6-dev linux-headers-amd64"
+    " make mawk perl-base sed"
+).split()
+
+# ext4 and virtio_blk are modules in Debian's kernel; in the order of their dependencies.
+BOOT_MODULES = (
+    "kernel/drivers/block/virtio_blk.ko",
+    "kernel/lib/crc16.ko",
+    "kernel/crypto/crc32c_generic.ko",
+    "kernel/fs/mbcache.ko",
+    "kernel/fs/jbd2/jbd2.ko",
+    "kernel/fs/ext4/ext4.ko",
+)
+# gpu_identity comes first: no driver and no udev has seen the PCI devices then.
+INIT = """#!/bin/busybox sh
+/bin/busybox mount -t devtmpfs dev /dev
+for module in {modules}; do /bin/busybox insmod /modules/$module || echo "initramfs: cannot load $module"; done
+/bin/busybox mount -t ext4 -o ro /dev/vda /root || exec /bin/busybox sh
+exec /bin/busybox switch_root /root /sbin/init
+"""
+
+
+def toolchain() -> Path:
+    """A cached chroot with gcc, make, kernel headers and the kernel itself (/boot, /lib/modules)."""
+
+    def build(target: Path) -> None:
+        root = target / "root"
+        debian.debian_tree(root, "extract", TOOLCHAIN_PACKAGES)
+        # Nothing is configured, so the links that maintainer scripts and alternatives make are missing.
+        for link, name in (("sh", "bash"), ("awk", "mawk")):
+            (root / "usr/bin" / link).unlink(missing_ok=True)
+            (root / "usr/bin" / link).symlink_to(name)
+
+    return cached("toolchain", [*TOOLCHAIN_PACKAGES, Path(debian.__file__)], build) / "root"
+
+
+def kernel_release() -> str:
+    """The release of the kernel in the toolchain, as `uname -r` shows it in the host."""
+    (release,) = (path.name for path in (toolchain() / "usr/lib/modules").iterdir())
+    return release
+
+
+def kernel_modules(version: str = DRIVER_VERSION) -> Path:
+    """A cached directory with gpu_identity.ko and the stand-in nvidia*.ko of that driver version."""
+
+    def build(target: Path) -> None:
+        root = toolchain()
+        work = root / "build" / f"kernel-{version}"
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(SOURCES, work)
+        headers = f"/usr/lib/modules/{kernel_release()}/build"
+        arguments = [f"M=/build/{work.name}", f"NVIDIA_VERSION={version}", "CC=gcc-14", "modules"]
+        run(["chroot", root, "make", "-s", "-j2", "-C", headers, *arguments])
+        for module in work.glob("*.ko"):
+            shutil.copy2(module, target)
+        shutil.rmtree(work)
+
+    return cached(f"kernel-modules-{version}", [str(toolchain()), version, SOURCES], build)
+
+
+def boot_files() -> Path:
+    """A cached directory with `vmlinuz` and `initrd`: a small one of ours, which boots seconds faster than Debian's."""
+
+    def build(target: Path) -> None:
+        root = toolchain()
+        tree = root / "build/initramfs"
+        shutil.rmtree(tree, ignore_errors=True)
+        for directory in ("bin", "dev", "root", "modules"):
+            (tree / directory).mkdir(parents=True)
+        shutil.copy2(root / "usr/bin/busybox", tree / "bin")
+        shutil.copy2(kernel_modules() / IDENTITY_MODULE, tree / "modules")
+        for name in BOOT_MODULES:
+            packed = root / "usr/lib/modules" / kernel_release() / f"{name}.xz"
+            (tree / "modules" / Path(name).name).write_bytes(lzma.decompress(packed.read_bytes()))
+        modules = " ".join([IDENTITY_MODULE, *(Path(name).name for name in BOOT_MODULES)])
+        (tree / "init").write_text(INIT.format(modules=modules))
+        (tree / "init").chmod(0o755)
+        run(["chroot", root, "sh", "-c", "cd /build/initramfs && find . | cpio --quiet -o -H newc > ../initrd"])
+        shutil.move(root / "build/initrd", target / "initrd")
+        shutil.copy2(root / "boot" / f"vmlinuz-{kernel_release()}", target / "vmlinuz")
+        shutil.rmtree(tree)
+
+    return cached("boot-files", [str(kernel_modules()), *BOOT_MODULES, INIT], build)
