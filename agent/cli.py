@@ -80,6 +80,7 @@ def _command(options: argparse.Namespace) -> int:
             outcome = prepare(options.machine, make(_as_root(load())))
             return _tell_failures(outcome.failures)
         case "run":
+            _as_root(load())
             return daemon.run(load, make)
         case command:
             raise ConfigError(f"unknown command {command}")
