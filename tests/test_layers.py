@@ -17,7 +17,7 @@ LAYERS = (
     ("observe", "plan", "staging", "apply", "inside"),
     ("readiness", "locks", "history"),
     ("reconcile",),
-    ("prepare", "metrics", "notify", "server"),
+    ("prepare", "metrics", "notify", "server", "health", "signals"),
     ("daemon",),
     ("cli",),
 )
