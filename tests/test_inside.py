@@ -109,6 +109,17 @@ def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
     assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
 
 
+def test_journal_gets_changes_only(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The timer runs each minute."""
+    run(machine)
+    assert "<4>RuntimeActive Unknown RestartPending" in capsys.readouterr().err
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert [line.split()[:2] for line in capsys.readouterr().err.splitlines()] == [["<6>RuntimeActive", "True"]]
+    run(machine)
+    assert capsys.readouterr().err == ""
+
+
 def test_no_handoff_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A machine of an image with the agent that nobody configured."""
     machine = Machine(tmp_path / "machine")

@@ -65,6 +65,7 @@ def run(system: System) -> int:
         if handoff.generation == reported:
             break
         outcome = settle(system, handoff)
+        _log_changes(Notes(system), outcome.conditions)
         report(system, handoff, outcome)
         reported = handoff.generation
     return 0
@@ -86,9 +87,6 @@ def settle(system: System, handoff: Handoff) -> Outcome:
 
 def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
     """Also the heartbeat: written in every run, whether or not something changed."""
-    for each in outcome.conditions:
-        priority = INFO if each.status is Status.TRUE else WARNING
-        _say(priority, f"{each.type} {each.status} {each.reason}: {each.message}")
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(
             f"{MACHINE_REPORT_DIRECTORY} is missing, so that nothing can be reported",
@@ -145,6 +143,16 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
         return step()
     except (AgentError, OSError) as error:
         return false(kind, "Failed", str(error))
+
+
+def _log_changes(notes: Notes, conditions: tuple[Condition, ...]) -> None:
+    """The journal gets what is new; the timer's runs would fill it with the same lines."""
+    before = notes.load("logged")
+    now = {each.type.value: f"{each.status} {each.reason}: {each.message}" for each in conditions}
+    for each in conditions:
+        if before.get(each.type.value) != now[each.type.value]:
+            _say(INFO if each.status is Status.TRUE else WARNING, f"{each.type} {now[each.type.value]}")
+    notes.save("logged", now)
 
 
 def _say(priority: str, text: str) -> None:
