@@ -38,7 +38,7 @@ class CommandError(AgentError):
     """A program that did not succeed: its arguments, how it ended and the end of its standard error."""
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
-        tail = stderr.strip()[-1000:]
+        tail = " ".join(stderr.split())[-1000:]
         super().__init__(f"{' '.join(argv)}: {ended}" + (f": {tail}" if tail else ""), hint)
         self.argv = argv
         self.stderr = stderr

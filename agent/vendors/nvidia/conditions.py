@@ -110,8 +110,10 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
     match fabric:
         case Absent(why):
             return not_applicable(kind, why)
-        case Unseen(why) | Broken(why):
+        case Unseen(why):
             return unknown(kind, "ObservationFailed", why)
+        case Broken(why):
+            return false(kind, "FabricManagerMissing", f"{why}; install it in the driver's version and start it")
         case "active":
             return true(kind, "FabricManagerActive", "nvidia-fabricmanager.service is active")
         case "activating" | "reloading":
