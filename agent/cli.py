@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
 from agent import daemon
@@ -66,8 +66,8 @@ def _command(options: argparse.Namespace) -> int:
     def load() -> Config:
         return load_config(system, options.config)
 
-    def make(config: Config) -> Reconciler:
-        return Reconciler(config, system, Udev(), progress=_progress)
+    def make(config: Config, progress: Callable[[str], None] = _progress) -> Reconciler:
+        return Reconciler(config, system, Udev(), progress)
 
     match options.command:
         case "plan":

@@ -29,10 +29,11 @@ from agent.system.host_runner import host_runner
 log = logging.getLogger("agent.daemon")
 
 
+Progress = Callable[[str], None]
+
+
 class Passes(Protocol):
     """What the loop needs of agent.reconcile.Reconciler."""
-
-    progress: Callable[[str], None]
 
     def run_pass(self) -> Outcome: ...
 
@@ -63,14 +64,14 @@ class Daemon:
     """The loop and what it knows."""
 
     def __init__(
-        self, load: Callable[[], Config], make: Callable[[Config], Passes], notifier: Notifier, timing: Timing
+        self, load: Callable[[], Config], make: Callable[[Config, Progress], Passes], notifier: Notifier, timing: Timing
     ) -> None:
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
-        self._reconciler = self._made(self._config)
+        self._reconciler = self._make(self._config, self._progress)
         self._server = Server(self._config.metrics.address)
         self._outcome: Outcome | None = None
         self._observed = 0.0
@@ -106,7 +107,7 @@ class Daemon:
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             config = self._load()
-            reconciler = self._made(config)
+            reconciler = self._make(config, self._progress)
             moved = config.metrics.address != self._config.metrics.address
             server = Server(config.metrics.address) if moved else self._server
         except AgentError as error:
@@ -162,11 +163,6 @@ class Daemon:
             delay = min(delay, self._watchdog / 3)
         return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
 
-    def _made(self, config: Config) -> Passes:
-        reconciler = self._make(config)
-        reconciler.progress = self._progress
-        return reconciler
-
     def _progress(self, sentence: str) -> None:
         """A step of a pass begins: the only sign of life within one."""
         log.info("%s", health.one_line(sentence))
@@ -221,11 +217,14 @@ class Daemon:
 
 def run(
     load: Callable[[], Config],
-    make: Callable[[Config], Passes],
+    make: Callable[[Config, Progress], Passes],
     timing: Timing | None = None,
     system: System | None = None,
 ) -> int:
-    """Serve until SIGTERM. Raises AgentError when it cannot start: another agent, configuration, metrics address."""
+    """Serve until SIGTERM; `make` gets what a pass is to call at each step.
+
+    Raises AgentError when it cannot start: another agent, the configuration, the metrics address.
+    """
     # The watchdog's SIGABRT shows in the journal where each thread was.
     faulthandler.enable()
     log_to(sys.stderr)

