@@ -1,6 +1,5 @@
 /* SPDX-License-Identifier: MIT */
 /* Simulation: finds GPUs through /proc/driver/nvidia of the stand-in kernel module and opens their device nodes. */
-#define _GNU_SOURCE
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
