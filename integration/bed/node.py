@@ -50,8 +50,10 @@ class Node:
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """A command in the machine, as root."""
-        inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect", *argv)
-        return self._guest.run(inside, timeout=timeout, check=check)
+        inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect")
+        # systemd would put its own idea of ${...} into a script's text before the shell sees it.
+        literally = ("--expand-environment=no", *argv)
+        return self._guest.run((*inside, *literally), timeout=timeout, check=check)
 
     def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
         """A script in the machine."""
