@@ -27,7 +27,7 @@ DRIVER_PACKAGES = (
 ).split()
 COMPONENTS = "main contrib non-free non-free-firmware"
 
-ENABLED_UNITS = ("simulated-driver.service", "systemd-networkd.service")
+ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Installed for the tests to start. nvidia-persistenced would talk to a real driver.
 DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
 MASKED_UNITS = (
@@ -38,7 +38,9 @@ MASKED_UNITS = (
     "getty@tty1.service",
     # Its getty would take the serial console, which the bed records.
     "serial-getty@ttyS0.service",
-    "systemd-networkd-wait-online.service",
+    "proc-sys-fs-binfmt_misc.automount",
+    "systemd-networkd.service",
+    "systemd-pstore.service",
 )
 
 

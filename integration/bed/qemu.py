@@ -142,7 +142,7 @@ def _command_line(
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
     argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]
     argv += ["-kernel", str(boot / "vmlinuz"), "-initrd", str(boot / "initrd")]
-    argv += ["-append", f"console=ttyS0 quiet no_timer_check systemd.show_status=false {append}".strip()]
+    argv += ["-append", f"console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false {append}".strip()]
     for disk in disks:
         argv += ["-drive", f"file={disk},format=qcow2,if=virtio,cache=unsafe,discard=unmap"]
     argv += ["-device", "virtio-serial", "-chardev", f"socket,path={qemu.guest_socket},server=on,wait=off,id=agent"]
