@@ -4,8 +4,10 @@ from collections.abc import Mapping
 
 from agent.conditions import (
     IN_MACHINE,
+    NOT_NEEDED_FOR_READY,
     Condition,
     ConditionType,
+    Status,
     false,
     not_applicable,
     summarize,
@@ -75,9 +77,12 @@ def evaluate(
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Whether the machine runs, or is to run, and has not answered this handoff yet."""
-    answered = isinstance(report, Report) and report.generation == goal.handoff.generation
-    return isinstance(machine.root, str) and not answered
+    """Whether a machine that is there has not answered this handoff yet, or not found out everything."""
+    if not isinstance(machine.root, str):
+        return False
+    if not isinstance(report, Report) or report.generation != goal.handoff.generation:
+        return True
+    return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:

@@ -1,6 +1,7 @@
 """The Kubernetes node inside the simulated host's machine, reached from the host; pods through the CRI."""
 
 import json
+import secrets
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,20 +12,12 @@ from integration.bed.pod_images import CUDA_TEST
 MACHINE = "gpu-node"
 KIND = "nvidia.com/gpu"
 
-# One call into the machine for a whole pod: under emulation each one costs a third of a second.
+# One call into the machine for a whole pod, and few of crictl: under emulation each takes seconds.
 POD_SCRIPT = """
 set -eu
-pod=$(crictl runp {handler} {directory}/pod.json)
-trap 'crictl rmp -f "$pod" >/dev/null' EXIT
-container=$(crictl create --no-pull "$pod" {directory}/container.json {directory}/pod.json)
-crictl start "$container" >/dev/null
-for _ in $(seq 300); do
-    state=$(crictl inspect -o go-template --template '{{{{.status.state}}}} {{{{.status.exitCode}}}}' "$container")
-    case $state in CONTAINER_EXITED*) break ;; esac
-    sleep 0.1
-done
-crictl logs "$container"
-exit "${{state#* }}"
+container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)
+crictl logs --follow "$container"
+exit "$(crictl inspect -o go-template --template '{{{{.status.exitCode}}}}' "$container")"
 """
 
 
@@ -46,7 +39,6 @@ class Node:
     def __init__(self, guest: Guest, machine: str = MACHINE) -> None:
         self._guest = guest
         self.machine = machine
-        self._pods = 0
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """A command in the machine, as root."""
@@ -61,8 +53,7 @@ class Node:
 
     def pod(self, pod: Pod, timeout: float = 120, check: bool = True) -> Completed:
         """Run a pod to its end; status and output are the container's."""
-        self._pods += 1
-        name = f"test-{self._pods}"
+        name = f"test-{secrets.token_hex(4)}"
         directory = f"/tmp/{name}"
         files = {"pod": _pod_config(name), "container": _container_config(pod)}
         write = "\n".join(

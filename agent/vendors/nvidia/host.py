@@ -1,14 +1,13 @@
 """NVIDIA on the host: the parts, wired."""
 
-from agent.vendors.nvidia.driver import SERVICES
-from agent.vendors.nvidia.observe import observe_nvidia
-
 from agent.conditions import Condition
 from agent.config import MachineSettings
 from agent.facts import StagedRoot, VendorFacts
 from agent.goal import Grant
 from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.driver import SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.protocols import Sources
 
 
