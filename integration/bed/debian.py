@@ -1,5 +1,6 @@
 """Debian 13 trees made by mmdebstrap, without documentation and without syncs to disk."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from integration.bed.process import run
@@ -19,14 +20,12 @@ UNWANTED_FILES = (
 )
 
 
-def debian_tree(target: Path, variant: str, packages: list[str], components: str = "main") -> None:
+def debian_tree(target: Path, variant: str, packages: Sequence[str], components: str = "main") -> None:
     """A Debian 13 tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
-    run(
-        ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
-        + [f"--include={','.join(packages)}", f"--components={components.replace(' ', ',')}"]
-        + ["--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
-        + ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
-        + ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
-        + ["--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES)]
-        + [SUITE, target, f"deb {MIRROR} {SUITE} {components}"]
-    )
+    argv: list[str | Path] = ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
+    argv += [f"--include={','.join(packages)}", f"--components={components.replace(' ', ',')}"]
+    argv += ["--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
+    argv += ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
+    argv += ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
+    argv += ["--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES)]
+    run([*argv, SUITE, target, f"deb {MIRROR} {SUITE} {components}"])

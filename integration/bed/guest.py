@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from integration.bed.json_socket import ClosedError, JSONSocket
+from integration.bed.json_socket import ClosedError, JSONObject, JSONSocket
 from integration.bed.qemu import Qemu
 
 CHUNK = 256 * 1024
@@ -57,7 +57,7 @@ class Guest:
 
     def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
         """Runs `argv` as root. Raises GuestError when it is late or, with `check`, when its status is not 0."""
-        arguments: dict[str, Any] = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
+        arguments: JSONObject = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
         # The agent's own environment has no PATH of a login and a C locale without UTF-8.
         arguments["env"] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8", "HOME=/root"]
         if stdin:
@@ -121,7 +121,7 @@ class Guest:
             pass
         return sock
 
-    def _call(self, command: str, arguments: dict[str, Any]) -> Any:
+    def _call(self, command: str, arguments: JSONObject) -> Any:  # noqa: ANN401 - the shape is the command's
         if self._socket is None:
             self.wait(30)
         assert self._socket is not None
@@ -141,5 +141,5 @@ def _decode(data: str | None) -> str:
     return base64.b64decode(data or "").decode(errors="replace")
 
 
-def _short(arguments: dict[str, Any]) -> str:
+def _short(arguments: JSONObject) -> str:
     return str({key: value for key, value in arguments.items() if key not in ("buf-b64", "input-data", "env")})

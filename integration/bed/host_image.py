@@ -16,7 +16,7 @@ AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
 SYSTEM_PACKAGES = (
     "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
     " qemu-guest-agent prometheus"
-).split()
+)
 # NVIDIA's driver of Debian's non-free component, everything but the kernel module: the split layout of Debian.
 DRIVER_PACKAGES = (
     "libcuda1 libcudadebugger1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1"
@@ -24,7 +24,7 @@ DRIVER_PACKAGES = (
     " libnvidia-ml1 libnvidia-ngx1 libnvidia-nvvm4 libnvidia-opticalflow1 libnvidia-pkcs11-openssl3"
     " libnvidia-ptxjitcompiler1 libnvidia-rtcore libnvoptix1 nvidia-egl-icd nvidia-modprobe nvidia-opencl-icd"
     " nvidia-persistenced nvidia-smi nvidia-vdpau-driver nvidia-vulkan-icd"
-).split()
+)
 COMPONENTS = "main contrib non-free non-free-firmware"
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
@@ -72,17 +72,19 @@ def host_image(wheels: Path | None = None) -> Path:
     base, modules = _debian_root(), kernel_modules()
     original = base / DRIVER_LIBRARIES / library_name(DRIVER_VERSION)
     library = nvml(original)
-    inputs = [Path(__file__), FILES, *(str(path) for path in (base, library, modules)), *([wheels] if wheels else [])]
+    inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
+    if wheels is not None:
+        inputs.append(wheels)
     return cached("host-image", inputs, build) / "host.ext4"
 
 
 def _debian_root() -> Path:
-    packages = SYSTEM_PACKAGES + DRIVER_PACKAGES
+    packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
 
     def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "essential", packages, COMPONENTS)
+        debian.debian_tree(target / "root", "essential", packages.split(), COMPONENTS)
 
-    return cached("host-root", [*packages, COMPONENTS, Path(debian.__file__)], build) / "root"
+    return cached("host-root", [packages, COMPONENTS, Path(debian.__file__)], build) / "root"
 
 
 def _install_modules(root: Path) -> None:
@@ -112,6 +114,6 @@ def _install_wheels(root: Path, wheels: Path) -> None:
     shutil.copytree(wheels, inside)
     run(["chroot", root, "python3", "-m", "venv", AGENT_ENVIRONMENT])
     names = sorted(f"/tmp/wheels/{path.name}" for path in inside.glob("*.whl"))
-    pip = [AGENT_ENVIRONMENT / "bin/python", "-m", "pip", "install", "--no-index", "--no-deps", "--compile"]
-    run(["chroot", root, *pip, *names])
+    pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--compile"]
+    run(["chroot", root, AGENT_ENVIRONMENT / "bin/python", *pip, *names])
     shutil.rmtree(inside)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+JSONValue = str | int | float | bool | None | dict[str, Any] | list[Any]
 JSONObject = dict[str, Any]
 
 

@@ -16,7 +16,7 @@ IDENTITY_MODULE = "gpu_identity.ko"
 TOOLCHAIN_PACKAGES = (
     "base-files bash binutils busybox-static coreutils cpio findutils gcc-14 grep kmod libc6-dev linux-headers-amd64"
     " make mawk perl-base sed"
-).split()
+)
 
 # ext4 and virtio_blk are modules in Debian's kernel; in the order of their dependencies.
 BOOT_MODULES = (
@@ -41,13 +41,13 @@ def toolchain() -> Path:
 
     def build(target: Path) -> None:
         root = target / "root"
-        debian.debian_tree(root, "extract", TOOLCHAIN_PACKAGES)
+        debian.debian_tree(root, "extract", TOOLCHAIN_PACKAGES.split())
         # Nothing is configured, so the links that maintainer scripts and alternatives make are missing.
         for link, name in (("sh", "bash"), ("awk", "mawk")):
             (root / "usr/bin" / link).unlink(missing_ok=True)
             (root / "usr/bin" / link).symlink_to(name)
 
-    return cached("toolchain", [*TOOLCHAIN_PACKAGES, Path(debian.__file__)], build) / "root"
+    return cached("toolchain", [TOOLCHAIN_PACKAGES, Path(debian.__file__)], build) / "root"
 
 
 def kernel_release() -> str:

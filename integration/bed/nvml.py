@@ -38,7 +38,7 @@ def nvml(original: Path, version: str = DRIVER_VERSION) -> Path:
         shutil.copy2(work / library_name(version), target)
         shutil.rmtree(work)
 
-    inputs = [str(toolchain()), version, SOURCES, Path(__file__), original]
+    inputs: list[Path | str] = [str(toolchain()), version, SOURCES, Path(__file__), original]
     return cached(f"nvml-{version}", inputs, build) / library_name(version)
 
 

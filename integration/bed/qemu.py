@@ -6,11 +6,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from integration.bed.json_socket import ClosedError, JSONObject, JSONSocket
+from integration.bed.json_socket import ClosedError, JSONObject, JSONSocket, JSONValue
 
 PORTS = 12
 # /dev/kvm is not used even where it exists: on some machines it opens, and a stock kernel then dies while it boots.
 MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35", "-smp", "2")
+# no_timer_check: on a loaded machine the emulated timer is late, and the kernel would doubt its interrupt routing.
+KERNEL_ARGUMENTS = "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false"
 
 
 class QemuError(Exception):
@@ -60,8 +62,8 @@ class Qemu:
             self._process.wait()
         self._monitor.close()
 
-    def execute(self, command: str, timeout: float = 30, **arguments: Any) -> Any:
-        """The return value of a QMP command. Raises QemuError."""
+    def execute(self, command: str, timeout: float = 30, **arguments: JSONValue) -> Any:  # noqa: ANN401
+        """The return value of a QMP command, whose shape is the command's. Raises QemuError."""
         try:
             self._monitor.send({"execute": command, "arguments": arguments})
             return self._answer(command, timeout)
@@ -107,10 +109,10 @@ class Qemu:
 
     def _connect(self, path: Path) -> JSONSocket:
         deadline = time.monotonic() + 60
-        while True:
+        monitor: JSONSocket | None = None
+        while monitor is None:
             try:
                 monitor = JSONSocket(path)
-                break
             except OSError as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     raise QemuError(f"cannot connect to QEMU's monitor {path}: {error}; {self.evidence()}") from error
@@ -124,7 +126,7 @@ class Qemu:
             raise QemuError(f"QEMU's monitor {path}: {error}; {self.evidence()}") from error
         return monitor
 
-    def _answer(self, command: str, timeout: float) -> Any:
+    def _answer(self, command: str, timeout: float) -> Any:  # noqa: ANN401
         deadline = time.monotonic() + timeout
         while True:
             message: JSONObject = self._monitor.receive(max(0.0, deadline - time.monotonic()))
@@ -142,7 +144,7 @@ def _command_line(
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
     argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]
     argv += ["-kernel", str(boot / "vmlinuz"), "-initrd", str(boot / "initrd")]
-    argv += ["-append", f"console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false {append}".strip()]
+    argv += ["-append", f"{KERNEL_ARGUMENTS} {append}".strip()]
     for disk in disks:
         argv += ["-drive", f"file={disk},format=qcow2,if=virtio,cache=unsafe,discard=unmap"]
     argv += ["-device", "virtio-serial", "-chardev", f"socket,path={qemu.guest_socket},server=on,wait=off,id=agent"]

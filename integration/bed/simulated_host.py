@@ -1,4 +1,4 @@
-"""The simulated GPU host: a virtual machine with systemd, NVIDIA's user space and a stand-in driver for QEMU devices."""
+"""The simulated GPU host: a virtual machine with NVIDIA's user space and a stand-in driver for QEMU devices."""
 
 import shutil
 import tempfile
