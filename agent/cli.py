@@ -6,9 +6,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 
-from agent import daemon
+from agent import __version__, daemon
 from agent.conditions import Condition, Status
 from agent.config import Config, load_config
 from agent.errors import AgentError, ConfigError, UnsupportedError
@@ -28,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code 0: done or nothing to do; 1: failed, or not ready; 2: bad input."""
     options = _parser().parse_args(arguments)
     if options.command == "version":
-        print(f"unbounded-agent {version('unbounded-agent')} (Python {platform.python_version()})")
+        print(f"unbounded-agent {__version__} (Python {platform.python_version()})")
         return 0
     try:
         return _command(options)

@@ -8,10 +8,9 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Protocol
 
-from agent import health
+from agent import __version__, health
 from agent.conditions import Condition, ConditionType
 from agent.config import Config
 from agent.errors import AgentError
@@ -201,7 +200,7 @@ class Daemon:
         if why_not:
             machines = tuple(without_evidence(machine, why_not) for machine in machines)
         view = View(
-            version=version("unbounded-agent"),
+            version=__version__,
             machines=machines,
             outcome=None if why_not else self._outcome,
             observed=self._observed,

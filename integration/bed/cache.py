@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+UNUSED = 2 * 3600.0
+"""Seconds. Less would take away what a run of another checkout is using at this moment."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -50,13 +52,14 @@ def digest(inputs: Iterable[Path | str]) -> str:
 def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
     """The directory that `build` fills from `inputs`; built once, published whole by one rename.
 
-    Older results of the same name are removed: they are large (gigabytes).
+    Results of the same name that nobody used for UNUSED seconds are removed: they are large (gigabytes).
     """
     root = cache_root()
     result = root / f"{name}-{digest(inputs)}"
     with (root / f".{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if result.is_dir():
+            os.utime(result)
             return result
         with step(f"build {name}"):
             partial = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
@@ -68,6 +71,6 @@ def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None
                 shutil.rmtree(partial, ignore_errors=True)
                 raise
         for stale in root.glob(f"{name}-" + "[0-9a-f]" * 16):
-            if stale != result:
+            if stale != result and time.time() - stale.stat().st_mtime > UNUSED:
                 shutil.rmtree(stale, ignore_errors=True)
     return result
