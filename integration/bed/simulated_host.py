@@ -1,5 +1,7 @@
 """The simulated GPU host: a virtual machine with NVIDIA's user space and a stand-in driver for QEMU devices."""
 
+import errno
+import os
 import shutil
 import tempfile
 import time
@@ -15,6 +17,7 @@ from integration.bed.qemu import Qemu
 
 # An emulated machine is slow, and slower still beside a build on the same two cores.
 BOOT_SECONDS = 300.0
+PREFIX = "simulated-host-"
 
 
 class SimulatedHost:
@@ -27,7 +30,8 @@ class SimulatedHost:
         self, host: Path | None = None, machines: Path | None = None, *,
         gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "",
     ) -> None:  # fmt: skip
-        self.directory = Path(tempfile.mkdtemp(prefix="simulated-host-"))
+        _remove_abandoned()
+        self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._memory_mib = memory_mib
         self._append = append
         self._boot = boot_files()
@@ -125,7 +129,23 @@ class SimulatedHost:
 
     def _overlay(self, name: str, image: Path) -> Path:
         overlay = self.directory / f"{name}.qcow2"
+        try:
+            # The cache may drop the image while this host still runs.
+            kept = self.directory / f"{name}.image"
+            kept.hardlink_to(image.resolve())
+            image = kept
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
         with image.open("rb") as file:
             kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
         run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
         return overlay
+
+
+def _remove_abandoned() -> None:
+    """Removes the directories of hosts whose process was killed."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*-*"):
+        pid = directory.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(directory, ignore_errors=True)
