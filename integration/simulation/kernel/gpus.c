@@ -31,6 +31,8 @@ int nvidia_gpu_open(unsigned int minor)
 
 	mutex_lock(&gpus_lock);
 	gpu = find(minor);
+	if (gpu && gpu->removing)
+		gpu = NULL;
 	if (gpu) {
 		gpu->opens++;
 		gpu->initialised = true;
@@ -105,6 +107,9 @@ static int probe(struct pci_dev *pdev, const struct pci_device_id *id)
 /* The real driver waits here too until the last descriptor is closed (nv_pci_remove_helper of nv-pci.c). */
 static void wait_until_closed(struct nvidia_gpu *gpu)
 {
+	mutex_lock(&gpus_lock);
+	gpu->removing = true;
+	mutex_unlock(&gpus_lock);
 	if (!READ_ONCE(gpu->opens))
 		return;
 	pci_err(gpu->pdev, "NVRM: Attempting to remove device with non-zero usage count!\n");

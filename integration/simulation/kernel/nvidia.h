@@ -21,6 +21,7 @@ struct nvidia_gpu {
 	struct proc_dir_entry *proc;
 	unsigned int minor;
 	unsigned int opens;
+	bool removing;
 	bool initialised; /* a GPU is initialised by its first open; before that its UUID is unknown */
 };
 
