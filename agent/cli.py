@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentError as error:
         print(f"unbounded-agent: {error}", file=sys.stderr)
         return 1
+    except OSError as error:
+        print(f"unbounded-agent: {error.filename or 'system call'}: {error.strerror or error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -106,7 +109,7 @@ def _plan(reconciler: Reconciler) -> int:
     for name, why in planned.skipped.items():
         print(f"{name}: {why}: nothing is set up")
     for name, why in planned.held.items():
-        print(f"{name}: left as it is, as the host could not be observed: {why}")
+        print(f"{name}: left as it is: {why}")
     for name, why in difference.refused.items():
         print(f"{name}: refused: {why}")
     steps = [action.describe() for action in difference.actions]
@@ -121,7 +124,7 @@ def _plan(reconciler: Reconciler) -> int:
 
 
 def _apply(reconciler: Reconciler) -> int:
-    outcome = reconciler.run_pass()
+    outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures
     deadline = time.monotonic() + ANSWER_LIMIT
     while any(machine.pending for machine in outcome.machines) and time.monotonic() < deadline and not failures:

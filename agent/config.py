@@ -16,10 +16,17 @@ PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """As sysfs names PCI devices: domain:bus:device.function."""
 GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
-MachineName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$")]
+MachineName = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*$", max_length=64
+    ),
+]
 """A host name (machinectl(1)): it becomes part of unit names and paths, so it may hold no slash."""
-OneLine = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$")]
-"""Text for a line of a unit file: a line break in it would start a setting of its own."""
+OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?$")]
+"""Text for a line of a unit file: a line break would start a setting of its own, a backslash at the end join two."""
+KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
 
 
@@ -44,12 +51,12 @@ class NspawnSettings(Model):
     """The kubelet watches /dev/kmsg for out-of-memory kills and refuses to start without it."""
     modules: bool = True
     """kube-proxy and CNI plugins look into /lib/modules; it is bound read-only."""
-    environment: dict[str, OneLine] = {
+    environment: dict[VariableName, OneLine] = {
         "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
         "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
     }
     """For systemd-nspawn itself: cgroup v2 in the machine, and /proc/sys/net writable for CNI."""
-    extra: dict[SectionName, dict[str, OneLine | list[OneLine]]] = {}
+    extra: dict[SectionName, dict[KeyName, OneLine | list[OneLine]]] = {}
     """Further settings by section, such as `extra.Files.Bind = ["/srv/data"]`; appended as they are."""
 
 

@@ -205,6 +205,8 @@ class MachineFacts:
     """Path of its root directory; Unseen to whom /var/lib/machines (mode 0700) is closed."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
+    has_run: bool = False
+    """The unit was active in this boot; while it is inactive, somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     started_with: str = ""

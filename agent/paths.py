@@ -62,6 +62,15 @@ def machine_files(machine: str) -> tuple[str, str, str]:
     return (nspawn_file(machine), unit_drop_in(machine), handoff_file(machine))
 
 
+def machine_of(path: str) -> str | None:
+    """The machine whose settings file a path is; None for any other path."""
+    name = path.removeprefix(f"{NSPAWN}/").removesuffix(".nspawn")
+    if path == nspawn_file(name):
+        return name
+    name = path.removeprefix(f"{UNITS}/systemd-nspawn@").partition(".service.d/")[0]
+    return name if path == unit_drop_in(name) else None
+
+
 def report_directory(machine: str) -> str:
     """A small tmpfs of its own, bound into the machine at MACHINE_REPORT_DIRECTORY."""
     return f"{MACHINES_RUNTIME}/{machine}/report"

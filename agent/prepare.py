@@ -2,11 +2,12 @@
 
 import time
 
-from agent.errors import ConfigError
+from agent.errors import CommandError, ConfigError
 from agent.facts import Facts
-from agent.paths import REPORT_NAME, report_directory, started_with_file
+from agent.paths import report_directory, started_with_file
 from agent.plan import Plan
 from agent.reconcile import Outcome, Reconciler
+from agent.system import System
 
 POLL = 1.0
 """Seconds between two looks for a late driver."""
@@ -21,23 +22,37 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
-    _make_report_directory(name, reconciler)
+    if _runs(name, reconciler):
+        # `systemctl start` of a machine that runs pulls this in too: what it was started with stays what it was.
+        return reconciler.reconcile(LOCK_WAIT)
+    reconciler.system.remove(started_with_file(name))
+    try:
+        _mount_report_directory(name, reconciler.system)
+    except (CommandError, OSError) as error:
+        reconciler.progress(f"the machine will not be able to report: {error}")
     _wait_for_driver(name, settings.driver_wait, reconciler)
     outcome = reconciler.reconcile(LOCK_WAIT)
     for machine in outcome.machines:
-        if machine.name == name:
+        if machine.name == name and machine.settings_digest and not outcome.failures:
             reconciler.system.write(started_with_file(name), machine.settings_digest.encode())
     return outcome
 
 
-def _make_report_directory(name: str, reconciler: Reconciler) -> None:
-    """Here, because the daemon's sandbox may not mount. A report from before this start proves nothing."""
-    system, directory = reconciler.system, report_directory(name)
+def _runs(name: str, reconciler: Reconciler) -> bool:
+    facts = reconciler.look()[0]
+    return any(
+        machine.name == name and machine.unit_state in ("active", "reloading", "deactivating")
+        for machine in facts.machines
+    )
+
+
+def _mount_report_directory(name: str, system: System) -> None:
+    """Here, because the daemon's sandbox may not mount. Anew: what a machine left there proves and fills nothing."""
+    directory = report_directory(name)
     system.make_directory(directory)
     if system.is_mount(directory):
-        system.remove(f"{directory}/{REPORT_NAME}")
-    else:
-        system.run("mount", *REPORT_MOUNT, directory)
+        system.run("umount", "--lazy", directory)
+    system.run("mount", *REPORT_MOUNT, directory)
 
 
 def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:

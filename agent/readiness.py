@@ -118,6 +118,10 @@ def _machine_running(machine: MachineFacts) -> Condition:
             return unknown(kind, "Starting", f"machine {machine.name} is starting")
         case Unseen(why) | Broken(why) | Absent(why):
             return unknown(kind, "ObservationFailed", why)
+        case "inactive" if machine.has_run:
+            return false(kind, "Stopped", f"it ran and was stopped; start it with `machinectl start {machine.name}`")
+        case "inactive":
+            return false(kind, "NotStarted", f"machine {machine.name} is not started yet, or waits for its driver")
         case state:
             return false(
                 kind,

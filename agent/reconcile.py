@@ -41,8 +41,10 @@ class MachineOutcome:
     """The latest handoff is not answered by a report yet: look again soon."""
     stopped: bool = False
     """It has a goal and exists, but does not run."""
+    has_run: bool = False
+    """It ran in this boot."""
     settings_digest: str = ""
-    """Of the settings that a start of the machine uses now; empty without a goal."""
+    """Of the settings that a start of the machine uses now; empty without a goal, and when they are not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +84,16 @@ class Reconciler:
         planned = plan(self.config, facts)
         return facts, planned, diff(planned, facts)
 
-    def run_pass(self) -> Outcome:
-        """One pass, then a start of what is stopped, never a restart. Raises AgentError when no pass is possible."""
+    def run_pass(self, *, by_hand: bool = False) -> Outcome:
+        """One pass, then a start of what is stopped, never a restart. Raises AgentError when no pass is possible.
+
+        A machine that ran in this boot was stopped by somebody: only `by_hand` starts it.
+        """
         outcome = self.reconcile()
         failures = outcome.failures
         # Not under the pass's lock: the start runs prepare@, which makes a pass of its own.
         for machine in outcome.machines:
-            if machine.stopped:
+            if machine.stopped and (by_hand or not machine.has_run):
                 failures += self._start(machine.name)
         return replace(outcome, failures=failures)
 
@@ -117,6 +122,8 @@ class Reconciler:
         goals = {goal.name: goal for goal in planned.goal.machines}
         machines = []
         for machine in sorted(facts.machines, key=lambda each: each.name):
+            if machine.name not in self.config.machines:
+                continue
             goal = goals.get(machine.name)
             if goal is None:
                 outcome = MachineOutcome(machine.name, self._without_goal(machine.name, planned))
@@ -139,7 +146,8 @@ class Reconciler:
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=readiness.pending(machine, goal, report),
             stopped=isinstance(machine.root, str) and machine.unit_state in ("inactive", "failed"),
-            settings_digest=goal.settings_digest,
+            has_run=machine.has_run,
+            settings_digest="" if refused else goal.settings_digest,
         )
 
     def _start(self, name: str) -> tuple[str, ...]:

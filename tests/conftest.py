@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.gpu_host import set_up
 from tests.recorded import Host
 
 
@@ -13,3 +14,9 @@ def host(tmp_path: Path) -> Host:
     tree = tmp_path / "host"
     tree.mkdir()
     return Host(tree)
+
+
+@pytest.fixture
+def gpu_host(host: Host) -> Host:
+    """Two GPUs, Debian's driver, one stopped machine."""
+    return set_up(host)

@@ -28,7 +28,7 @@ def debian(host: Host) -> Host:
     host.file("/usr/lib/systemd/system/systemd-nspawn@.service", template)
     host.make_directory("/var/lib/machines/node")
     units = [machine_unit("node"), *SERVICES]
-    properties = "--property=Id,LoadState,ActiveState,NeedDaemonReload"
+    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
     blocks = [f"Id={name}\nLoadState=loaded\nActiveState=active\nNeedDaemonReload=no\n" for name in units]
     host.command("systemctl", "show", properties, *units, stdout="\n".join(blocks))
     host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")

@@ -141,8 +141,15 @@ def test_a_manifest_that_lacks_a_copy_s_identity(host: Host) -> None:
 
 
 def test_a_root_without_a_manifest_takes_its_index(host: Host) -> None:
-    host.make_directory(f"{HOST_NVIDIA}/6")
-    assert observe_staged(host) == Staged((), next_index=7, problems=())
+    host.make_directory(f"{HOST_NVIDIA}/0")
+    host.make_directory(f"{HOST_NVIDIA}/1")
+    assert observe_staged(host) == Staged((), next_index=2, problems=())
+
+
+def test_a_directory_that_a_machine_planted_costs_no_index(host: Host) -> None:
+    """Root in a machine can remount its bind writable: a huge number there must not use up the indices."""
+    host.make_directory(f"{HOST_NVIDIA}/999999999")
+    assert observe_staged(host) == Staged((), next_index=0, problems=())
 
 
 def test_machine_without_anything(host: Host) -> None:

@@ -7,7 +7,7 @@ from agent.facts import Absent, Broken, Unseen
 from agent.observe.units import Unit, observe_template, observe_units, observe_version, parse_device_allow
 from tests.recorded import HOSTS, Host
 
-SHOW = ("systemctl", "show", "--property=Id,LoadState,ActiveState,NeedDaemonReload")
+SHOW = ("systemctl", "show", "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic")
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
 
 

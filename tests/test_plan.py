@@ -143,6 +143,18 @@ def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
     assert ReloadUnits() in actions
 
 
+def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> None:
+    """Its next start would be the template's, with -U, which gives the whole root directory to other users."""
+    seen = facts(machine="old")
+    path = nspawn_file("old")
+    seen = replace(seen, files={path: FileState(b"ours", owned=True)})
+    seen = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    config = Config(machines={"other": MachineSettings(gpus="count=0")})
+    planned = replace(plan(config, replace(seen, vendors=(VendorFacts("nvidia"),))))
+    assert "old" in planned.held
+    assert diff(planned, seen).actions == ()
+
+
 def test_the_driver_root_follows_the_loaded_module() -> None:
     """After an upgrade of the libraries, the set of the loaded module keeps serving."""
     seen = facts()

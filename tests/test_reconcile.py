@@ -2,55 +2,17 @@
 
 import itertools
 import json
-import os
 import shutil
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from agent.conditions import ConditionType, Status
-from agent.config import Config
 from agent.handoff import parse_handoff
 from agent.paths import HOST_NVIDIA, OWNED, STAGING, STATE, handoff_file, nspawn_file, unit_drop_in
-from agent.reconcile import MachineOutcome, Reconciler
+from agent.reconcile import MachineOutcome
+from tests.gpu_host import MACHINE, UNITS, VERSION, reconciler, units
 from tests.recorded import Host
-
-MACHINE = "gpu-node"
-RECORDED = "debian-13-driver-550"
-VERSION = "550.163.01"
-UNITS = ("systemd-nspawn@gpu-node.service", "nvidia-persistenced.service", "nvidia-fabricmanager.service")
-
-
-def reconciler(host: Host, **settings: object) -> Reconciler:
-    return Reconciler(Config.model_validate({"machines": {MACHINE: settings}}), host, host)
-
-
-@pytest.fixture
-def gpu_host(host: Host) -> Host:
-    """Two GPUs, Debian's driver with all files cut to 4 KiB (staging copies them), one stopped machine."""
-    host.load(RECORDED)
-    for path in Path(host.root).rglob("*"):
-        if path.is_file() and not path.is_symlink() and path.stat().st_size > 4096:
-            os.truncate(path, 4096)
-            os.utime(path, (1_700_000_000, 1_700_000_000))
-    host.driver(VERSION, gpus=2)
-    host.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=char-pts rw\n")
-    host.make_directory(f"/var/lib/machines/{MACHINE}")
-    host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
-    host.command("systemctl", "daemon-reload")
-    host.command("systemctl", "start", "--no-block", UNITS[0])
-    units(host, "inactive")
-    return host
-
-
-def units(host: Host, machine: str) -> None:
-    blocks = [
-        f"Id={name}\nLoadState=loaded\nActiveState={state}\nNeedDaemonReload=no\n"
-        for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True)
-    ]
-    argv = ("systemctl", "show", "--property=Id,LoadState,ActiveState,NeedDaemonReload", *UNITS)
-    host.command(*argv, stdout="\n".join(blocks))
 
 
 def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str]:
@@ -71,6 +33,18 @@ def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
         assert gpu_host.real_path(place).startswith(f"{HOST_NVIDIA}/0/"), f"{place} leaves its driver root"
     assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
     assert gpu_host.runner.calls[-1] == ("systemctl", "start", "--no-block", UNITS[0])
+
+
+def test_what_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -> None:
+    """The service must not boot a machine whose root directory is being replaced."""
+    units(gpu_host, "inactive", stopped_at=4711)
+    agent = reconciler(gpu_host)
+    start = ("systemctl", "start", "--no-block", UNITS[0])
+    outcome = agent.run_pass()
+    assert start not in gpu_host.runner.calls
+    assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
+    agent.run_pass(by_hand=True)
+    assert start in gpu_host.runner.calls
 
 
 def test_nothing_to_do_writes_nothing_and_runs_only_the_observers(gpu_host: Host) -> None:

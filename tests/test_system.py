@@ -63,6 +63,22 @@ def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
         system.read("/fifo")
 
 
+def test_what_is_no_regular_file_is_not_opened_and_leaks_no_descriptor(system: System, tmp_path: Path) -> None:
+    """A machine may put anything where its report or handoff is: to open a device is to act on it."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("/dev/ptmx")
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("fifo", "directory", "link"):
+        for _ in range(5):
+            with pytest.raises(OSError, match=r"not a regular file|a symbolic link"):
+                system.read_untrusted(f"/{name}", 100)
+    for name in ("fifo", "directory"):
+        with pytest.raises(OSError, match="not a regular file"):
+            system.read(f"/{name}")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 def test_reading_has_a_limit(system: System) -> None:
     system.write("/large", b"x" * 100)
     with pytest.raises(OSError, match="larger than 99 bytes"):

@@ -8,7 +8,7 @@ from agent.observe.machine import observe_machine
 from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version
-from agent.paths import machine_unit
+from agent.paths import machine_of, machine_unit
 from agent.system import System
 from agent.vendors.host import HOST_VENDORS
 from agent.vendors.protocols import Sources
@@ -16,7 +16,9 @@ from agent.vendors.protocols import Sources
 
 def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache) -> Facts:
     """One pass. Raises ObservationError where nothing can be planned without the answer; else facts say Unseen."""
-    names = sorted(config.machines)
+    owned, discarded = read_owned(system)
+    # With those that are not configured any more, whose settings are still there.
+    names = sorted({*config.machines, *(name for path in owned if (name := machine_of(path)) is not None)})
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     units = observe_units([*map(machine_unit, names), *services], system)
     listing: Seen[Listing] = loader_cache.read(system)
@@ -29,7 +31,6 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         units={service: units[service].state for service in services},
     )
     staged = observe_staged(system)
-    owned, discarded = read_owned(system)
     skipped = listing.skipped if isinstance(listing, Listing) else 0
     garbled = f"ldconfig -p: {skipped} lines have an unknown form and were skipped" if skipped else ""
     return Facts(

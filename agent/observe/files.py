@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 from agent.errors import DocumentError
-from agent.facts import Absent, Broken, FileState, Unseen
+from agent.facts import Absent, Broken, FileState, Seen, Unseen
 from agent.ownership import parse_owned
-from agent.paths import HANDOFF_NAME, OWNED, handoff_directory, nspawn_file, unit_drop_in
+from agent.paths import OWNED, machine_files
 from agent.system import System
 from agent.system.looking import look
 
@@ -25,9 +25,11 @@ def read_owned(system: System) -> tuple[dict[str, str], str]:
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str], system: System) -> dict[str, FileState]:
     """Every file of the configured machines' goals and every file in the record."""
-    wanted = {
-        path
-        for name in machines
-        for path in (nspawn_file(name), unit_drop_in(name), f"{handoff_directory(name)}/{HANDOFF_NAME}")
-    }
-    return {path: FileState(look(system.read, path), path in owned) for path in sorted(wanted | set(owned))}
+    wanted = {path for name in machines for path in machine_files(name)}
+    return {path: FileState(_content(path, system), path in owned) for path in sorted(wanted | set(owned))}
+
+
+def _content(path: str, system: System) -> Seen[bytes]:
+    # No link is followed: root in a machine can remount its handoff directory writable.
+    found = look(system.read_untrusted, path)
+    return found[0] if isinstance(found, tuple) else found

@@ -23,6 +23,7 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         name=name,
         root=_root(name, system),
         unit_state=unit.state,
+        has_run=unit.has_run,
         unit_needs_reload=unit.needs_reload,
         started_with=_started_with(name, system),
         report=content,

@@ -9,7 +9,9 @@ from agent.manifest import StagedIdentity, parse_manifest, staged_identity
 from agent.paths import HOST_NVIDIA, MANIFESTS
 from agent.system import System
 
-INDEX = re.compile(r"(0|[1-9][0-9]{0,8})(\.json)?")
+INDEX = re.compile(r"(0|[1-9][0-9]{0,8})\.json")
+TRIES = 1000
+"""Directories in the way of a new driver root; more than a few are somebody's mischief, and staging then says so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +27,24 @@ def observe_staged(system: System) -> Staged:
     """Every manifest, checked against the copies. A broken root is a problem, never an exception."""
     roots, problems = [], []
     manifests, trouble = _names(system, MANIFESTS)
-    directories, more = _names(system, HOST_NVIDIA)
-    indices = {int(match[1]) for name in manifests + directories if (match := INDEX.fullmatch(name))}
+    manifests = tuple(name for name in manifests if INDEX.fullmatch(name))
     for name in manifests:
-        if not INDEX.fullmatch(name) or not name.endswith(".json"):
-            continue
         try:
             roots.append(_root(system, name))
         except DocumentError as error:
             problems.append(str(error))
         except OSError as error:
             problems.append(f"{MANIFESTS}/{name}: {error.strerror}: {error.filename}")
-    return Staged(tuple(sorted(roots)), max(indices, default=-1) + 1, (*trouble, *more, *problems))
+    return Staged(tuple(sorted(roots)), _next_index(manifests, system), (*trouble, *problems))
+
+
+def _next_index(manifests: tuple[str, ...], system: System) -> int:
+    """Above every manifest, and free. HOST_NVIDIA is never listed: root in a machine can remount it and fill it."""
+    first = max((int(name.removesuffix(".json")) for name in manifests), default=-1) + 1
+    for index in range(first, first + TRIES):
+        if not system.exists(f"{HOST_NVIDIA}/{index}"):
+            return index
+    return first
 
 
 def _names(system: System, directory: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -27,13 +27,15 @@ class Unit:
     """ActiveState."""
     needs_reload: bool = False
     """NeedDaemonReload."""
+    has_run: bool = False
+    """It was active in this boot and is not any more (InactiveEnterTimestampMonotonic)."""
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
     """Every unit by name, with one process for all of them."""
     if not names:
         return {}
-    properties = "--property=Id,LoadState,ActiveState,NeedDaemonReload"
+    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
     try:
         blocks = system.run("systemctl", "show", properties, *names).strip("\n").split("\n\n")
     except CommandError as error:
@@ -41,7 +43,7 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
     if len(blocks) != len(names):
         why = f"systemctl show: {len(blocks)} units in its output, {len(names)} were asked for"
         return {name: Unit(Unseen(why)) for name in names}
-    # By place, not by Id: that of an alias is the name of the unit that it stands for.
+    # By place: an alias has the properties of the unit that it stands for.
     return {name: _unit(name, block) for name, block in zip(names, blocks, strict=True)}
 
 
@@ -49,11 +51,12 @@ def _unit(name: str, block: str) -> Unit:
     values = dict(line.split("=", 1) for line in block.split("\n") if "=" in line)
     load, active = values.get("LoadState", ""), values.get("ActiveState", "")
     needs_reload = values.get("NeedDaemonReload") == "yes"
+    has_run = values.get("InactiveEnterTimestampMonotonic", "0") not in ("", "0")
     if not load or not active:
         return Unit(Unseen(f"systemctl show: LoadState or ActiveState of {name} is missing"))
     # A unit whose file was removed or masked may still run: its state is what counts.
     if active != "inactive" or load == "loaded":
-        return Unit(active, needs_reload)
+        return Unit(active, needs_reload, has_run)
     if load == "not-found":
         return Unit(Absent(f"{name} is not installed"))
     return Unit(Broken(f"{name} cannot be started: LoadState is {load}"), needs_reload)

@@ -19,14 +19,14 @@ class Plan:
 
     goal: Goal
     held: dict[str, str]
-    """Something could not be observed: nothing of this machine may change (fail static)."""
+    """Nothing of this machine may change: something could not be observed (fail static), or it is in use."""
     skipped: dict[str, str]
     """There is no GPU, and nothing of ours to take back."""
 
 
 def plan(config: Config, facts: Facts) -> Plan:
     """What each machine should have, and the driver roots for it."""
-    held: dict[str, str] = {}
+    held = _leaving(config, facts)
     skipped: dict[str, str] = {}
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
@@ -39,6 +39,18 @@ def plan(config: Config, facts: Facts) -> Plan:
         else:
             machines.append(_machine(name, settings, facts, roots))
     return Plan(Goal(tuple(roots.wanted), tuple(machines)), held, skipped)
+
+
+def _leaving(config: Config, facts: Facts) -> dict[str, str]:
+    """Machines that are not configured any more and run: without settings their next start would be the template's.
+
+    That is -U, with which nspawn gives the whole root directory to other users.
+    """
+    return {
+        machine.name: "it is not in the configuration any more, and its settings stay while it runs"
+        for machine in facts.machines
+        if machine.name not in config.machines and machine.unit_state not in ("inactive", "failed")
+    }
 
 
 class _Roots:

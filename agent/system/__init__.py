@@ -11,8 +11,8 @@ import tempfile
 from agent.facts import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
 
-READ_LIMIT = 4 << 20
-"""Bytes; nothing that we read is larger."""
+READ_LIMIT = 1 << 20
+"""Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
 LINK_LIMIT = 40
 """Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
 FICLONE = 0x40049409
@@ -33,27 +33,29 @@ class System:
     # ---- reading
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        """A regular file's content (files of /proc and /sys are regular); never blocks on a FIFO or a device."""
-        descriptor = os.open(self._at(path), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", path)
-            content = file.read(limit + 1)
-        if len(content) > limit:
-            raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
-        return content
+        """A regular file's content (files of /proc and /sys are regular); no FIFO and no device is ever opened."""
+        return self._read(os.open(self._at(path), os.O_PATH | os.O_CLOEXEC), path, limit)[0]
 
-    def read_untrusted(self, path: str, limit: int) -> tuple[bytes, float]:
+    def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         """As `read`, of a file that somebody else may replace: a link is refused (ELOOP). Also its change time.
 
         The change time (seconds since the epoch), because the modification time is the writer's to choose.
         """
-        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY | os.O_NOFOLLOW
-        with open(os.open(self._at(path, follow=False), flags), "rb") as file:
-            status = os.fstat(file.fileno())
+        flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
+        return self._read(os.open(self._at(path, follow=False), flags), path, limit)
+
+    def _read(self, probe: int, path: str, limit: int) -> tuple[bytes, float]:
+        # O_PATH first: to open a device is to act on it, a watchdog for example.
+        try:
+            status = os.fstat(probe)
+            if stat.S_ISLNK(status.st_mode):
+                raise OSError(errno.ELOOP, "a symbolic link", path)
             if not stat.S_ISREG(status.st_mode):
                 raise OSError(errno.EINVAL, "not a regular file", path)
-            content = file.read(limit + 1)
+            with open(f"/proc/self/fd/{probe}", "rb") as file:
+                content = file.read(limit + 1)
+        finally:
+            os.close(probe)
         if len(content) > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
         return content, status.st_ctime
@@ -130,10 +132,6 @@ class System:
         """Space that root may still use on the file system of a directory."""
         found = os.statvfs(self._at(path))
         return found.f_bavail * found.f_frsize
-
-    def modified(self, path: str) -> float:
-        """Time of the last change of a file's content, seconds since the epoch."""
-        return os.stat(self._at(path)).st_mtime
 
     # ---- writing
 

@@ -1,0 +1,43 @@
+"""A recorded host with two synthetic GPUs and one machine, for tests of whole passes."""
+
+import os
+from pathlib import Path
+
+from agent.config import Config
+from agent.reconcile import Reconciler
+from tests.recorded import Host
+
+MACHINE = "gpu-node"
+RECORDED = "debian-13-driver-550"
+VERSION = "550.163.01"
+UNITS = ("systemd-nspawn@gpu-node.service", "nvidia-persistenced.service", "nvidia-fabricmanager.service")
+
+
+def reconciler(host: Host, **settings: object) -> Reconciler:
+    return Reconciler(Config.model_validate({"machines": {MACHINE: settings}}), host, host)
+
+
+def units(host: Host, machine: str, stopped_at: int = 0) -> None:
+    blocks = [
+        f"LoadState=loaded\nActiveState={state}\nNeedDaemonReload=no\nInactiveEnterTimestampMonotonic={stopped_at}\n"
+        for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True)
+    ]
+    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
+    host.command("systemctl", "show", properties, *UNITS, stdout="\n".join(blocks))
+
+
+def set_up(host: Host) -> Host:
+    """Two GPUs, Debian's driver with all files cut to 4 KiB (staging copies them), one stopped machine."""
+    host.load(RECORDED)
+    for path in Path(host.root).rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_size > 4096:
+            os.truncate(path, 4096)
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+    host.driver(VERSION, gpus=2)
+    host.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=char-pts rw\n")
+    host.make_directory(f"/var/lib/machines/{MACHINE}")
+    host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
+    host.command("systemctl", "daemon-reload")
+    host.command("systemctl", "start", "--no-block", UNITS[0])
+    units(host, "inactive")
+    return host
