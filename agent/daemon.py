@@ -14,6 +14,7 @@ from agent import __version__, health
 from agent.conditions import Condition, ConditionType
 from agent.config import Config
 from agent.errors import AgentError
+from agent.handoff import one_line
 from agent.locks import locked
 from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
 from agent.notify import Notifier, log_to, watchdog_interval
@@ -112,7 +113,7 @@ class Daemon:
         except AgentError as error:
             self._config_good = False
             for line in str(error).splitlines():
-                log.error("the configuration stays as it was: %s", health.one_line(line))
+                log.error("the configuration stays as it was: %s", one_line(line))
         else:
             if moved:
                 self._server.stop()
@@ -164,7 +165,7 @@ class Daemon:
 
     def _progress(self, sentence: str) -> None:
         """A step of a pass begins: the only sign of life within one."""
-        log.info("%s", health.one_line(sentence))
+        log.info("%s", one_line(sentence))
         self._notifier.status(sentence)
         self._notifier.send("WATCHDOG=1")
 
@@ -176,7 +177,7 @@ class Daemon:
     def _tell_failures(self, failures: tuple[str, ...]) -> None:
         for sentence in failures:
             if sentence not in self._failures:
-                log.error("%s", health.one_line(sentence))
+                log.error("%s", one_line(sentence))
         if self._failures and not failures:
             log.info("the failure is over")
         self._failures = failures

@@ -5,17 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
 
 from agent.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.handoff import one_line
 from agent.reconcile import MachineOutcome
 from agent.server import VERBOSE, Page
-
-LINE_LIMIT = 1000
-"""Characters; a machine's report may hold long messages."""
-
-
-def one_line(text: str) -> str:
-    """Bounded and without control characters: messages may come from a machine, or name odd files."""
-    line = " ".join(text.split())
-    return "".join(each if each.isprintable() else "?" for each in line)[:LINE_LIMIT]
 
 
 def status_line(machines: Iterable[MachineOutcome]) -> str:
