@@ -107,6 +107,11 @@ def test_the_service_is_supervised_and_ends_soon() -> None:
     assert service["RestartPreventExitStatus"] == "2", "bad input, by the command's exit codes"
 
 
+def test_the_service_waits_for_the_file_systems_of_its_state_and_the_machines() -> None:
+    needed = settings(SERVICE, "Unit")["RequiresMountsFor"].split()
+    assert needed == [paths.STATE, paths.MACHINE_ROOTS]
+
+
 def test_prepare_never_stops_a_machine_from_booting() -> None:
     """It is pulled in by Wants= (the drop-in's), is bounded in time, and holds nothing up once it has run."""
     unit, service = settings(PREPARE, "Unit"), settings(PREPARE, "Service")
