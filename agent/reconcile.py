@@ -40,7 +40,7 @@ class MachineOutcome:
     pending: bool = False
     """The latest handoff is not answered by a report yet: look again soon."""
     stopped: bool = False
-    """It has a goal and exists, but does not run."""
+    """It exists and has settings of ours, but does not run."""
     has_run: bool = False
     """It ran in this boot."""
     settings_digest: str = ""
@@ -144,8 +144,8 @@ class Reconciler:
             name=machine.name,
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=readiness.pending(machine, goal, report),
-            stopped=isinstance(machine.root, str) and machine.unit_state in ("inactive", "failed"),
+            pending=not refused and readiness.pending(machine, goal, report),
+            stopped=not refused and isinstance(machine.root, str) and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
             settings_digest="" if refused else goal.settings_digest,
         )
