@@ -113,10 +113,10 @@ def _machine_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
 
 
 def _grants(machines: Iterable[MachineOutcome]) -> Metric:
-    devices = _gauge("machine_devices", "Devices granted to the machine.", "machine", "kind")
+    gpus = _gauge("machine_gpus", "GPUs granted to the machine.", "machine")
     for machine in machines:
-        devices.add_metric([machine.name, DeviceKind.GPU], len(machine.gpus))
-    return devices
+        gpus.add_metric([machine.name], len(machine.gpus))
+    return gpus
 
 
 def _host_families(facts: Facts) -> Iterator[Metric]:

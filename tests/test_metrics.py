@@ -59,7 +59,7 @@ def view_of(*machines: MachineOutcome, vendor: VendorFacts = VENDOR) -> View:
 def test_a_ready_machine() -> None:
     samples = scrape(view_of(READY))
     assert value(samples, "machine_ready", machine="gpu-node") == 1
-    assert value(samples, "machine_devices", machine="gpu-node", kind="gpu") == 2
+    assert value(samples, "machine_gpus", machine="gpu-node") == 2
     assert value(samples, "host_pci_gpus") == 2
     assert value(samples, "host_devices", kind="gpu", status="ok") == 2
     assert value(samples, "host_devices", kind="control", status="ok") == 1
@@ -102,7 +102,7 @@ def test_without_evidence_nothing_is_claimed() -> None:
     for each in ConditionType:
         assert value(samples, "machine_condition", machine="gpu-node", condition=each, status="Unknown") == 1
     shown = {name for name, _ in samples}
-    assert not shown & {"host_pci_gpus", "host_devices", "machine_devices", "driver_info", "driver_version_mismatch"}
+    assert not shown & {"host_pci_gpus", "host_devices", "machine_gpus", "driver_info", "driver_version_mismatch"}
     assert value(samples, "observation_last_success_timestamp_seconds") == 1.7e9
 
 
