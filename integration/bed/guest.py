@@ -57,12 +57,7 @@ class Guest:
 
     def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
         """Runs `argv` as root. Raises GuestError when it is late or, with `check`, when its status is not 0."""
-        arguments: JSONObject = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
-        # The agent's own environment has no PATH of a login and a C locale without UTF-8.
-        arguments["env"] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8", "HOME=/root"]
-        if stdin:
-            arguments["input-data"] = base64.b64encode(stdin.encode()).decode()
-        pid = self._call("guest-exec", arguments)["pid"]
+        pid = self.start(argv, stdin)
         deadline = time.monotonic() + timeout
         pause = 0.02
         while not (answer := self._call("guest-exec-status", {"pid": pid}))["exited"]:
@@ -82,6 +77,16 @@ class Guest:
                 f"{completed.stderr[-4000:]}\n{self._qemu.evidence()}"
             )
         return completed
+
+    def start(self, argv: Sequence[str], stdin: str = "") -> int:
+        """Starts `argv` as root and does not wait for its end. Returns its process id."""
+        arguments: JSONObject = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
+        # The agent's own environment has no PATH of a login and a C locale without UTF-8.
+        arguments["env"] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8", "HOME=/root"]
+        if stdin:
+            arguments["input-data"] = base64.b64encode(stdin.encode()).decode()
+        pid: int = self._call("guest-exec", arguments)["pid"]
+        return pid
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Writes a file (not atomically) and makes its directory where it is missing."""
