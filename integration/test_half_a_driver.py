@@ -10,14 +10,14 @@ from integration.conftest import Bed
 pytestmark = pytest.mark.scenario("002")
 
 OLDER = "535.261.03"
-UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -f /dev/nvidia*"
+UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -rf /dev/nvidia*"
 
 
 def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
     """The whole pipeline is left out: exit code 0, and not one file is written."""
     remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
     installed.run(
-        "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -f /dev/nvidia*; {remove}; true"
+        "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -rf /dev/nvidia*; {remove}; true"
     )
     planned = installed.agent("plan").stdout
     assert "gpu-node: no GPU on this host: nothing is set up" in planned
