@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 
 from agent.errors import AgentError
 
-CONNECTIONS = 4
-"""Served at a time; further ones wait in the listen queue."""
+CONNECTIONS = 8
+"""Served at a time; further ones are closed at once, as waiting ones would hold up those behind them."""
+HEADERS_DEADLINE = 1.0
+"""Seconds until the request is in, so that idle and trickling peers (slowloris) free their places soon."""
 DEADLINE = 5.0
-"""Seconds for a whole connection, so that one that trickles (slowloris) frees its place."""
+"""Seconds for a whole connection."""
 PORT_LIMIT = 65535
 POLL = 3600.0
 """Seconds; serve_forever looks this often whether it is to stop. `stop` wakes it, so that idle costs nothing."""
@@ -63,10 +65,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        # A socket's own time limit starts anew with each byte, so it cannot bound a connection.
-        self._cut = threading.Timer(DEADLINE, self._hang_up)
-        self._cut.daemon = True
-        self._cut.start()
+        self._cut_after(HEADERS_DEADLINE)
 
     def finish(self) -> None:
         self._cut.cancel()
@@ -75,6 +74,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The page at the path."""
+        self._cut.cancel()
+        self._cut_after(DEADLINE - HEADERS_DEADLINE)
         url = urlsplit(self.path)
         openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
         verbose = "verbose" in url.query.split("&")
@@ -102,6 +103,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(page.body)
 
+    def _cut_after(self, seconds: float) -> None:
+        # A socket's own time limit starts anew with each byte, so it cannot bound a connection.
+        self._cut = threading.Timer(seconds, self._hang_up)
+        self._cut.daemon = True
+        self._cut.start()
+
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -117,6 +124,8 @@ class Server(ThreadingMixIn, TCPServer):
     """Listens at once; `site` is what the loop replaces, by one assignment."""
 
     allow_reuse_address = True
+    # socketserver's 5 overflow in a burst, and a SYN that the kernel drops costs its peer a second.
+    request_queue_size = 128
     daemon_threads = True
     block_on_close = False
 
@@ -147,8 +156,15 @@ class Server(ThreadingMixIn, TCPServer):
         return int(self.server_address[1])
 
     def process_request(self, request: Request, client_address: object) -> None:
-        self._places.acquire()
-        super().process_request(request, client_address)
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread could be started (TasksMax=): nothing else would free the place.
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
         try:

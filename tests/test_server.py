@@ -1,17 +1,19 @@
 """The real HTTP server on an ephemeral loopback port."""
 
+import contextlib
 import http.client
+import select
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
 
 import pytest
 
 from agent.errors import AgentError
-from agent.server import CONNECTIONS, DEADLINE, OPENMETRICS, VERBOSE, Page, Server, Site
+from agent.server import CONNECTIONS, HEADERS_DEADLINE, OPENMETRICS, VERBOSE, Page, Server, Site
 
 LONG = 10**9
 
@@ -94,44 +96,81 @@ def test_the_stale_edition_takes_over_by_itself(server: Server) -> None:
     assert (response.status, body) == (503, b"[-]loop\n")
 
 
-def test_slow_peers_are_cut_at_the_deadline_and_others_wait_their_turn(server: Server) -> None:
-    """Slowloris: peers that send a byte now and then hold all places, but only for DEADLINE."""
-    stop = threading.Event()
+def connect(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
+    """Peers that are connected and have sent nothing."""
+    address = ("127.0.0.1", server.port)
+    return [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
 
-    def trickle(peer: socket.socket) -> None:
-        try:
-            while not stop.wait(0.2):
-                peer.sendall(b"X")
-        except OSError:
-            pass
 
+def serving() -> int:
+    """How many connections have a thread."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Until it is true."""
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_idle_peers_free_their_places_soon(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.server.DEADLINE", 60.0)
     with ExitStack() as stack:
-        peers = [stack.enter_context(socket.create_connection(("127.0.0.1", server.port))) for _ in range(CONNECTIONS)]
-        threads = [threading.Thread(target=trickle, args=(peer,)) for peer in peers]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.5)
         started = time.monotonic()
-        try:
-            assert ask(server, "GET", "/livez")[1] == b"ok\n"
-            waited = time.monotonic() - started
-        finally:
-            stop.set()
-            for thread in threads:
-                thread.join()
-    assert DEADLINE - 2 < waited < DEADLINE + 2
-    assert ask(server, "GET", "/livez")[1] == b"ok\n"
+        peers = connect(server, stack, CONNECTIONS)
+        assert [peer.recv(1) for peer in peers] == [b""] * CONNECTIONS
+        assert HEADERS_DEADLINE * 0.9 < time.monotonic() - started < 30
+        until(lambda: serving() == 0)
+        assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
-def test_no_more_connections_than_places_have_threads(server: Server) -> None:
+def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slowloris: each byte would start a socket's own time limit anew."""
+    monkeypatch.setattr("agent.server.DEADLINE", 60.0)
     with ExitStack() as stack:
-        for _ in range(3 * CONNECTIONS):
-            peer = stack.enter_context(socket.socket())
-            peer.setblocking(False)
-            peer.connect_ex(("127.0.0.1", server.port))
-        time.sleep(0.5)
-        serving = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
-        assert len(serving) == CONNECTIONS
+        (peer,) = connect(server, stack, 1)
+        started = time.monotonic()
+        peer.sendall(b"GET /livez HTTP/1.0\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not select.select([peer], [], [], 0.2)[0]:
+                peer.sendall(b"X")
+        assert HEADERS_DEADLINE * 0.9 < time.monotonic() - started < 30
+
+
+def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not read fills the socket's buffers, and the answer waits."""
+    monkeypatch.setattr("agent.server.DEADLINE", 1.5)
+    server.site = Site(fresh={"/metrics": Page(HTTPStatus.OK, b"x" * 32_000_000)}, fresh_until=time.monotonic() + LONG)
+    with ExitStack() as stack:
+        (peer,) = connect(server, stack, 1)
+        started = time.monotonic()
+        peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        until(lambda: serving() == 1)
+        until(lambda: serving() == 0)
+        assert time.monotonic() - started > 1.5 - HEADERS_DEADLINE, "what is left of the time after the request"
+
+
+def test_a_connection_without_a_place_is_closed_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.server.HEADERS_DEADLINE", 60.0)
+    with ExitStack() as stack:
+        connect(server, stack, CONNECTIONS)
+        until(lambda: serving() == CONNECTIONS)
+        (late,) = connect(server, stack, 1)
+        assert late.recv(1) == b""
+        assert serving() == CONNECTIONS
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(CONNECTIONS + 1):
+            assert connect(server, stack, 1)[0].recv(1) == b""
+    assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
 def test_ipv6_literal() -> None:
