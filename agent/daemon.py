@@ -13,7 +13,7 @@ from typing import Protocol
 from agent import __version__, health
 from agent.conditions import Condition, ConditionType
 from agent.config import Config
-from agent.errors import AgentError
+from agent.errors import AgentError, ConfigError
 from agent.handoff import one_line
 from agent.locks import locked
 from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
@@ -72,7 +72,11 @@ class Daemon:
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
         self._reconciler = self._make(self._config, self._progress)
-        self._server = Server(self._config.metrics.address)
+        self._site = Site()
+        self._server: Server | None = None
+        self._unserved = ""
+        """Why nothing is served over HTTP; empty while it is."""
+        self._listen()
         self._outcome: Outcome | None = None
         self._observed = 0.0
         self._why_not = "the first observation is not done"
@@ -91,10 +95,10 @@ class Daemon:
             if reloading:
                 trigger = "reload"
                 self.reload()
+            self._listen()
             self.work(trigger, signals)
             if not self._why_not and not ready:
                 ready = True
-                log.info("serving http://%s/metrics", self._config.metrics.address)
                 self._notifier.send("READY=1")
             elif reloading and ready:
                 self._notifier.send("READY=1")
@@ -116,11 +120,32 @@ class Daemon:
                 log.error("the configuration stays as it was: %s", one_line(line))
         else:
             if moved:
-                self._server.stop()
-            self._config, self._reconciler, self._server = config, reconciler, server
+                if self._server:
+                    self._server.stop()
+                self._serve_by(server)
+            self._config, self._reconciler = config, reconciler
             self._config_loaded, self._config_good = time.time(), True
             log.info("configuration read again")
         self._metrics.reloaded(self._config_good)
+
+    def _listen(self) -> None:
+        """Have the metrics address; any pod on the host's network may have taken it, which keeps no GPU from work."""
+        if self._server:
+            return
+        try:
+            self._serve_by(Server(self._config.metrics.address))
+        except ConfigError:
+            raise
+        except AgentError as error:
+            if error.message != self._unserved:
+                log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))
+            self._unserved = error.message
+
+    def _serve_by(self, server: Server | None) -> None:
+        self._server = server
+        if server:
+            server.site, self._unserved = self._site, ""
+            log.info("serving http://%s/metrics", server.address)
 
     def work(self, trigger: str, signals: Signals) -> None:
         """One pass, then tell of it."""
@@ -142,7 +167,8 @@ class Daemon:
             self._tell_changes(outcome)
         self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
         self._publish()
-        self._notifier.status(self._why_not or health.status_line(self._machines()))
+        status = self._why_not or health.status_line(self._machines())
+        self._notifier.status(f"no metrics: {self._unserved}; {status}" if self._unserved else status)
         self._notifier.send("WATCHDOG=1")
 
     def next(self) -> tuple[str, float]:
@@ -190,11 +216,13 @@ class Daemon:
 
     def _publish(self) -> None:
         """Give the server both editions: as it is now, and for when no pass ends in time."""
-        self._server.site = Site(
+        self._site = Site(
             fresh=self._edition(alive=True, why_not=self._why_not),
             stale=self._edition(alive=False, why_not=f"no pass has ended for {self._timing.evidence:.0f} s"),
             fresh_until=time.monotonic() + self._timing.evidence,
         )
+        if self._server:
+            self._server.site = self._site
 
     def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
         machines = self._machines()
@@ -223,7 +251,7 @@ def run(
 ) -> int:
     """Serve until SIGTERM; `make` gets what a pass is to call at each step.
 
-    Raises AgentError when it cannot start: another agent, the configuration, the metrics address.
+    Raises AgentError when it cannot start: another agent, or the configuration.
     """
     # The watchdog's SIGABRT shows in the journal where each thread was.
     faulthandler.enable()

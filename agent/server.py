@@ -1,7 +1,6 @@
 """HTTP for Prometheus and probes. A request executes nothing: it picks one of the pages that the loop prepared."""
 
 import contextlib
-import errno
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from urllib.parse import urlsplit
 
-from agent.errors import AgentError
+from agent.errors import AgentError, ConfigError
 
 CONNECTIONS = 8
 """Served at a time; further ones are closed at once, as waiting ones would hold up those behind them."""
@@ -130,13 +129,20 @@ class Server(ThreadingMixIn, TCPServer):
     block_on_close = False
 
     def __init__(self, address: str) -> None:
-        """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`; raises AgentError."""
+        """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`.
+
+        Raises ConfigError for a port that there is not, and AgentError when the address cannot be had now.
+        """
         host, _, port = address.rpartition(":")
+        if int(port) > PORT_LIMIT:
+            raise ConfigError(
+                f"configuration key metrics.address: {address}: ports end at {PORT_LIMIT}",
+                "set another port in /etc/unbounded-agent/config.toml",
+            )
+        self.address = address
         self.site = Site()
         self._places = threading.BoundedSemaphore(CONNECTIONS)
         try:
-            if int(port) > PORT_LIMIT:
-                raise OSError(errno.EINVAL, f"ports end at {PORT_LIMIT}")
             family, _, _, _, where = socket.getaddrinfo(
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]

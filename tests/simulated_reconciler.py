@@ -13,7 +13,7 @@ from pathlib import Path
 from agent import daemon
 from agent.conditions import Condition, ConditionType, Status, summarize, true, with_transitions
 from agent.config import Config, load_config
-from agent.errors import AgentError, ApplyError
+from agent.errors import AgentError, ApplyError, ConfigError
 from agent.facts import DeviceKind, DeviceNode, DeviceNumber, Driver, Facts, Gpu, Unseen, VendorFacts
 from agent.reconcile import MachineOutcome, Outcome
 from agent.system import System
@@ -96,7 +96,7 @@ def main() -> int:
         )
     except AgentError as error:
         sys.stderr.write(f"unbounded-agent: {error}\n")
-        return 1
+        return 2 if isinstance(error, ConfigError) else 1
 
 
 if __name__ == "__main__":

@@ -252,15 +252,31 @@ def test_an_address_that_cannot_be_had_on_reload_changes_nothing(service: Servic
     assert "metrics.address: cannot listen on" in service.log()
 
 
-def test_a_taken_port_at_start_is_named(service: Service) -> None:
+def test_a_taken_port_at_start_is_said_and_tried_again_while_gpus_are_managed(service: Service) -> None:
+    """A pod on the host's network can take it while the agent is down."""
     with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", service.port))
         taken.listen()
-        service.start(SLOW)
-        assert service.ended() == 1
-    assert f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use" in (
-        service.log()
-    )
+        service.start(FAST)
+        wait_for(lambda: ready(service) and len(service.passes()) >= 3)
+        what = f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use"
+        assert service.told(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
+        assert service.log().count("cannot listen") == 1, "the same failure is logged once"
+        assert re.search(
+            f"^<3>no metrics .* {re.escape(what)} .*/etc/unbounded-agent/config.toml", service.log(), re.MULTILINE
+        )
+    wait_for(lambda: f"<6>serving http://127.0.0.1:{service.port}/metrics" in service.log())
+    assert service.get("/readyz") == (200, "ok\n")
+    wait_for(lambda: service.notified[-1] == "WATCHDOG=1" and service.notified[-2] == "STATUS=gpu-node: Ready")
+
+
+def test_a_port_that_there_is_not_is_an_error_of_the_configuration(service: Service) -> None:
+    service.configure(address="127.0.0.1:99999")
+    service.start(SLOW)
+    assert service.ended() == 2
+    assert "configuration key metrics.address: 127.0.0.1:99999: ports end at 65535" in service.log()
+    assert service.passes() == []
 
 
 def test_a_second_agent_says_so_and_does_nothing(service: Service, tmp_path: Path) -> None:
