@@ -1,14 +1,17 @@
-"""A simulation of agent.reconcile.Reconciler: its outcomes come from a file. As a program, it runs the real daemon.
+"""A simulation of agent.reconcile.Reconciler: its outcomes come from a file. `main` runs the real daemon with it.
 
-Called with a root directory, which holds etc/unbounded-agent/config.toml and behaviour.json, and a Timing as JSON.
+Its root directory holds etc/unbounded-agent/config.toml and behaviour.json.
 """
 
 import json
+import os
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, NoReturn
 
 from agent import daemon
 from agent.conditions import Condition, ConditionType, Status, summarize, true, with_transitions
@@ -55,18 +58,27 @@ def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: t
 
 
 class SimulatedReconciler:
-    """Does what behaviour.json says: `sleep`, `steps`, `error`, `failures`, `pending`, `condition`, `unseen`."""
+    """Does what behaviour.json says.
+
+    `hold`: a pass goes on until it no longer says so; `steps`, `error`,
+    `failures`, `pending`, `condition`, `unseen`.
+    """
 
     def __init__(self, config: Config, progress: Callable[[str], None], root: Path) -> None:
         self.config, self.progress, self.root = config, progress, root
 
+    def _behaviour(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads((self.root / "behaviour.json").read_text())
+        return content
+
     def run_pass(self) -> Outcome:
         with (self.root / "passes").open("a") as file:
             file.write(f"{time.monotonic()}\n")
-        behaviour = json.loads((self.root / "behaviour.json").read_text())
+        behaviour = self._behaviour()
         for step in behaviour.get("steps", ()):
             self.progress(step)
-        time.sleep(behaviour.get("sleep", 0))
+        while self._behaviour().get("hold"):
+            time.sleep(0.01)
         if behaviour.get("error"):
             raise ApplyError(behaviour["error"])
         different = []
@@ -84,20 +96,22 @@ class SimulatedReconciler:
         )
 
 
-def main() -> int:
-    root = Path(sys.argv[1])
-    system = System(host_runner, str(root))
+def main(root: str, timing: dict[str, float], environment: dict[str, str]) -> NoReturn:
+    """Run the real daemon below `root` as this process, with its log in `root`/log."""
+    warnings.simplefilter("error")
+    with Path(root, "log").open("ab") as log:
+        os.dup2(log.fileno(), sys.stderr.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    system = System(host_runner, root)
     try:
-        return daemon.run(
+        code = daemon.run(
             lambda: load_config(system),
-            lambda config, progress: SimulatedReconciler(config, progress, root),
-            timing=daemon.Timing(**json.loads(sys.argv[2])),
+            lambda config, progress: SimulatedReconciler(config, progress, Path(root)),
+            timing=daemon.Timing(**timing),
             system=system,
         )
     except AgentError as error:
         sys.stderr.write(f"unbounded-agent: {error}\n")
-        return 2 if isinstance(error, ConfigError) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        code = 2 if isinstance(error, ConfigError) else 1
+    sys.exit(code)
