@@ -36,16 +36,32 @@ def test_libraries_without_the_module(installed: Bed) -> None:
 
 
 def test_the_module_without_libraries(installed: Bed) -> None:
-    installed.run(
-        "sh",
-        "-c",
-        "find /usr/lib -name 'libcuda.so*' -delete; find /usr/lib -name 'libnvidia-ml.so*' -delete; ldconfig",
-    )
-    conditions = installed.conditions()
-    assert conditions["DriverLoaded"]["status"] == "True"
-    assert conditions["LibrariesPresent"]["reason"] == "NotInstalled"
-    assert "ldconfig" in conditions["LibrariesPresent"]["message"]
-    assert conditions["Ready"]["status"] == "False"
+    """Without the two that matter, and then without any."""
+    for reason, names in (
+        ("LibrariesBroken", ("libcuda.so*", "libnvidia-ml.so*")),
+        ("NotInstalled", ("*nvidia*", "libcuda*", "libnvcuvid*", "libnvoptix*")),
+    ):
+        for name in names:
+            installed.run(
+                "find",
+                "/usr/lib/x86_64-linux-gnu",
+                "-name",
+                name,
+                "(",
+                "-type",
+                "f",
+                "-o",
+                "-type",
+                "l",
+                ")",
+                "-delete",
+            )
+        installed.run("ldconfig")
+        conditions = installed.conditions()
+        assert conditions["DriverLoaded"]["status"] == "True"
+        assert conditions["LibrariesPresent"]["reason"] == reason
+        assert "run ldconfig" in conditions["LibrariesPresent"]["message"]
+        assert conditions["Ready"]["status"] == "False"
 
 
 def test_a_module_of_another_version(installed: Bed) -> None:

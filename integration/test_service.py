@@ -78,6 +78,12 @@ def test_the_published_spec_is_valid(ready: Bed) -> None:
     assert {hook["args"][1] for hook in hooks} == {"create-symlinks", "update-ldcache"}
 
 
+def test_the_toolkits_own_generator_is_masked(ready: Bed) -> None:
+    """What nvidia-cdi-refresh writes into /var/run/cdi would outrank our specification."""
+    for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
+        assert ready.node.run("systemctl", "is-enabled", unit, check=False).stdout.strip() == "masked"
+
+
 def test_a_foreign_settings_file_is_left_alone(installed: Bed) -> None:
     foreign = b"[Exec]\nBoot=yes\n"
     installed.guest.write("/etc/systemd/nspawn/gpu-node.nspawn", foreign)

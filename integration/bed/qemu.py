@@ -12,7 +12,11 @@ PORTS = 12
 # /dev/kvm is not used even where it exists: on some machines it opens, and a stock kernel then dies while it boots.
 MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35", "-smp", "2")
 # no_timer_check: on a loaded machine the emulated timer is late, and the kernel would doubt its interrupt routing.
-KERNEL_ARGUMENTS = "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false"
+# clocksource=hpet: QEMU's TSC goes on counting over loadvm. A restored guest would find itself minutes later, and its
+# watchdogs kill what runs.
+KERNEL_ARGUMENTS = (
+    "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet"
+)
 
 
 class QemuError(Exception):

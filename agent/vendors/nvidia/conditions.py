@@ -8,6 +8,7 @@ NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 0"),
     DeviceKind.UVM: ("/dev/nvidia-uvm", "nvidia-modprobe -u -c 0"),
 }
+REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
 
 def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
@@ -86,7 +87,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             f"libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: libnvidia-compute) and run ldconfig",
         )
     if isinstance(library, Broken):
-        return false(kind, "LibrariesBroken", library.why)
+        return false(kind, "LibrariesBroken", f"{library.why}; {REINSTALL}")
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(
@@ -101,7 +102,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             f"kernel module {module} and libraries {library} differ; reload the module or reboot the host",
         )
     if isinstance(driver.files, Absent | Broken | Unseen):
-        return false(kind, "LibrariesBroken", driver.files.why)
+        return false(kind, "LibrariesBroken", f"{driver.files.why}; {REINSTALL}")
     return true(kind, "Present", f"{len(driver.files)} files of driver {library}")
 
 
