@@ -13,7 +13,7 @@ from typing import Protocol
 from agent import __version__, health
 from agent.conditions import Condition, ConditionType
 from agent.config import Config
-from agent.errors import AgentError, ConfigError
+from agent.errors import AgentError
 from agent.handoff import one_line
 from agent.locks import locked
 from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
@@ -21,7 +21,7 @@ from agent.notify import Notifier, log_to, watchdog_interval
 from agent.paths import INSTANCE_LOCK
 from agent.reconcile import MachineOutcome, Outcome
 from agent.server import OPENMETRICS as OPENMETRICS_KEY
-from agent.server import Page, Server, Site
+from agent.server import Endpoint, Page, Site
 from agent.signals import BrokenOffError, Signals
 from agent.system import System
 from agent.system.host_runner import host_runner
@@ -72,11 +72,7 @@ class Daemon:
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
         self._reconciler = self._make(self._config, self._progress)
-        self._site = Site()
-        self._server: Server | None = None
-        self._unserved = ""
-        """Why nothing is served over HTTP; empty while it is."""
-        self._listen()
+        self._endpoint = Endpoint(self._config.metrics.address)
         self._outcome: Outcome | None = None
         self._observed = 0.0
         self._why_not = "the first observation is not done"
@@ -95,7 +91,7 @@ class Daemon:
             if reloading:
                 trigger = "reload"
                 self.reload()
-            self._listen()
+            self._endpoint.listen()
             self.work(trigger, signals)
             if not self._why_not and not ready:
                 ready = True
@@ -112,40 +108,16 @@ class Daemon:
         try:
             config = self._load()
             reconciler = self._make(config, self._progress)
-            moved = config.metrics.address != self._config.metrics.address
-            server = Server(config.metrics.address) if moved else self._server
+            self._endpoint.move(config.metrics.address)
         except AgentError as error:
             self._config_good = False
             for line in str(error).splitlines():
                 log.error("the configuration stays as it was: %s", one_line(line))
         else:
-            if moved:
-                if self._server:
-                    self._server.stop()
-                self._serve_by(server)
             self._config, self._reconciler = config, reconciler
             self._config_loaded, self._config_good = time.time(), True
             log.info("configuration read again")
         self._metrics.reloaded(self._config_good)
-
-    def _listen(self) -> None:
-        """Have the metrics address; any pod on the host's network may have taken it, which keeps no GPU from work."""
-        if self._server:
-            return
-        try:
-            self._serve_by(Server(self._config.metrics.address))
-        except ConfigError:
-            raise
-        except AgentError as error:
-            if error.message != self._unserved:
-                log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))
-            self._unserved = error.message
-
-    def _serve_by(self, server: Server | None) -> None:
-        self._server = server
-        if server:
-            server.site, self._unserved = self._site, ""
-            log.info("serving http://%s/metrics", server.address)
 
     def work(self, trigger: str, signals: Signals) -> None:
         """One pass, then tell of it."""
@@ -168,7 +140,8 @@ class Daemon:
         self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
         self._publish()
         status = self._why_not or health.status_line(self._machines())
-        self._notifier.status(f"no metrics: {self._unserved}; {status}" if self._unserved else status)
+        why_not = self._endpoint.why_not
+        self._notifier.status(f"no metrics: {why_not}; {status}" if why_not else status)
         self._notifier.send("WATCHDOG=1")
 
     def next(self) -> tuple[str, float]:
@@ -216,13 +189,13 @@ class Daemon:
 
     def _publish(self) -> None:
         """Give the server both editions: as it is now, and for when no pass ends in time."""
-        self._site = Site(
-            fresh=self._edition(alive=True, why_not=self._why_not),
-            stale=self._edition(alive=False, why_not=f"no pass has ended for {self._timing.evidence:.0f} s"),
-            fresh_until=time.monotonic() + self._timing.evidence,
+        self._endpoint.publish(
+            Site(
+                fresh=self._edition(alive=True, why_not=self._why_not),
+                stale=self._edition(alive=False, why_not=f"no pass has ended for {self._timing.evidence:.0f} s"),
+                fresh_until=time.monotonic() + self._timing.evidence,
+            )
         )
-        if self._server:
-            self._server.site = self._site
 
     def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
         machines = self._machines()

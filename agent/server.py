@@ -1,6 +1,7 @@
 """HTTP for Prometheus and probes. A request executes nothing: it picks one of the pages that the loop prepared."""
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -12,6 +13,9 @@ from socketserver import TCPServer, ThreadingMixIn
 from urllib.parse import urlsplit
 
 from agent.errors import AgentError, ConfigError
+from agent.handoff import one_line
+
+log = logging.getLogger("agent.server")
 
 CONNECTIONS = 8
 """Served at a time; further ones are closed at once, as waiting ones would hold up those behind them."""
@@ -139,7 +143,6 @@ class Server(ThreadingMixIn, TCPServer):
                 f"configuration key metrics.address: {address}: ports end at {PORT_LIMIT}",
                 "set another port in /etc/unbounded-agent/config.toml",
             )
-        self.address = address
         self.site = Site()
         self._places = threading.BoundedSemaphore(CONNECTIONS)
         try:
@@ -188,3 +191,49 @@ class Server(ThreadingMixIn, TCPServer):
         self.shutdown()
         self.server_close()
         self._thread.join(DEADLINE)
+
+
+class Endpoint:
+    """A server at the configured address, as soon as it can be had: any pod on the host's network may have taken it."""
+
+    def __init__(self, address: str) -> None:
+        """Raises ConfigError."""
+        self.why_not = ""
+        """What keeps the pages from being served; empty while they are."""
+        self._address, self._site = address, Site()
+        self._server: Server | None = None
+        self.listen()
+
+    def publish(self, site: Site) -> None:
+        """Serve these pages from now on."""
+        self._site = site
+        if self._server:
+            self._server.site = site
+
+    def listen(self) -> None:
+        """Try again if there is no server; the log says once why not. Raises ConfigError."""
+        if self._server:
+            return
+        try:
+            self._have(Server(self._address))
+        except ConfigError:
+            raise
+        except AgentError as error:
+            if error.message != self.why_not:
+                log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))
+            self.why_not = error.message
+
+    def move(self, address: str) -> None:
+        """Serve at this address instead; raises AgentError, and stays, if it cannot be had."""
+        if address == self._address:
+            return
+        server = Server(address)
+        if self._server:
+            self._server.stop()
+        self._address = address
+        self._have(server)
+
+    def _have(self, server: Server) -> None:
+        server.site = self._site
+        self._server, self.why_not = server, ""
+        log.info("serving http://%s/metrics", self._address)
