@@ -112,17 +112,12 @@ def render_report(
         "boot_id": boot_id,
         "agent_version": agent_version,
         "conditions": [
-            {"type": each.type, "status": each.status, "reason": each.reason, "message": _one_line(each.message)}
+            {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
             for each in conditions
         ],
         "cdi_devices": list(cdi_devices),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
-
-
-def _one_line(text: str) -> str:
-    """The host half refuses control characters (and surrogates, which are no JSON text)."""
-    return "".join(each if each.isprintable() else " " for each in text[:2000])
 
 
 def one_line(text: str) -> str:
