@@ -61,4 +61,5 @@ class ReloadUnits:
         return "reload systemd's units"
 
 
-Action: TypeAlias = WriteFile | RemoveFile | MakeLink | StageDriverRoot | ReloadUnits
+Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | ReloadUnits
+"""The host half's; the machine half plans MakeLink and RemoveFile."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from agent.actions import Action, MakeLink, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
 from agent.paths import MACHINES_STATE, OWNED, STATE
@@ -50,8 +50,6 @@ def perform(action: Action, system: System) -> None:
             system.write(path, content, mode)
         case RemoveFile(path):
             system.remove(path)
-        case MakeLink(path, target):
-            system.link(path, target)
         case StageDriverRoot(root):
             stage(root, system)
         case ReloadUnits():
