@@ -7,7 +7,7 @@ from integration.bed import buildah, debian
 from integration.bed.cache import REPOSITORY, cached, digest
 from integration.bed.pod_images import pod_images
 from integration.bed.process import run
-from integration.bed.tools import tools
+from integration.bed.tools import bed_tools, toolkit
 
 CONTAINERFILE = "agent-ubuntu2404-nvidia"
 NAME = "gpu-node"
@@ -25,7 +25,7 @@ def machines_disk() -> Path:
     inputs: list[Path | str] = [
         *(REPOSITORY / directory for directory in ("agent", "containerfiles", "systemd/machine")),
         *(MACHINE_FILES, Path(__file__), Path(buildah.__file__)),
-        *(str(path) for path in (tools(), pod_images(), debian_base())),
+        *(str(path) for path in (toolkit(), bed_tools(), pod_images(), debian_base())),
     ]
     return cached("machines-disk", inputs, _build_disk) / "machines.img"
 
@@ -60,7 +60,7 @@ def _build_disk(output: Path) -> None:
 def _add_bed_files(root: Path) -> None:
     shutil.copytree(MACHINE_FILES, root, dirs_exist_ok=True, symlinks=True)
     for name in ("crictl", "cdi-validate"):
-        shutil.copy(tools() / name, root / "usr/local/bin" / name)
+        shutil.copy(bed_tools() / name, root / "usr/local/bin" / name)
     shutil.copytree(pod_images(), root / POD_IMAGES)
     systemctl = ["systemctl", f"--root={root}"]
     run([*systemctl, "enable", "simulated-pod-images.service"])

