@@ -1,4 +1,8 @@
-"""Install the host half on the simulated host, by the steps that the README gives."""
+"""Install the host half on the simulated host by the README's `systemd/install`, with two differences.
+
+The simulated host has no network: the wheel is built outside from this checkout, and the locked dependencies are in
+/opt/unbounded-agent already, by the host's image.
+"""
 
 from integration.bed import wheels
 from integration.bed.cache import REPOSITORY

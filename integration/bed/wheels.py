@@ -1,5 +1,6 @@
 """The agent and its locked dependencies as Python wheels for the virtual machine, which has no network."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ PYTHON = "3.13"
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
 
-def pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments], check=True)
+def pip(*arguments: str, modules: Path | None = None) -> None:
+    """`modules`: a directory that pip and the build backends that it starts import from."""
+    environment = os.environ | ({"PYTHONPATH": str(modules)} if modules else {})
+    argv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(argv, env=environment, check=True)
 
 
 def dependencies() -> Path:
@@ -28,11 +32,23 @@ def dependencies() -> Path:
     return cached("wheels", [lock, PYTHON, *PLATFORMS], build)
 
 
-def agent() -> Path:
-    """The agent's own wheel, built from this checkout."""
+def build_backend() -> Path:
+    """A directory of the modules that requirements-build.lock pins, checked by their hashes."""
+    lock = REPOSITORY / "requirements-build.lock"
 
     def build(target: Path) -> None:
-        pip("wheel", "--no-deps", "--wheel-dir", str(target), str(REPOSITORY))
+        pip("install", "--require-hashes", "--target", str(target), "--requirement", str(lock))
 
-    sources = [REPOSITORY / "agent", REPOSITORY / "pyproject.toml", REPOSITORY / "README.md"]
+    return cached("build-backend", [lock, sys.version], build)
+
+
+def agent() -> Path:
+    """The agent's own wheel, built from this checkout."""
+    backend = build_backend()
+
+    def build(target: Path) -> None:
+        options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(target))
+        pip("wheel", *options, str(REPOSITORY), modules=backend)
+
+    sources = [REPOSITORY / "agent", REPOSITORY / "pyproject.toml", REPOSITORY / "README.md", str(backend)]
     return next(cached("agent-wheel", sources, build).glob("*.whl"))
