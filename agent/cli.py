@@ -11,7 +11,8 @@ from agent import __version__, daemon
 from agent.conditions import Condition, Status
 from agent.config import Config, load_config
 from agent.errors import AgentError, ConfigError, UnsupportedError
-from agent.history import as_json
+from agent.facts import Facts
+from agent.history import as_json, rfc3339
 from agent.observe.udev import Udev
 from agent.paths import CONFIG_FILE
 from agent.prepare import prepare
@@ -20,7 +21,9 @@ from agent.system import System
 from agent.system.host_runner import host_runner
 
 ANSWER_LIMIT = 180.0
-"""Seconds that `apply` waits for a machine that it started to boot and report."""
+"""Seconds that `apply` waits for a machine to boot and report, beside those that it may wait for its driver."""
+TELL_INTERVAL = 15.0
+"""Seconds between two words of what is waited for."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AgentError as error:
         print(f"unbounded-agent: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        # `unbounded-agent status | head`: what is left to print interests nobody.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except OSError as error:
         print(f"unbounded-agent: {error.filename or 'system call'}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -120,24 +127,42 @@ def _plan(reconciler: Reconciler) -> int:
         print(f"would {step}")
     if not steps:
         print("nothing to do")
+    _tell_problems(facts)
     return 1 if difference.refused else 0
 
 
 def _apply(reconciler: Reconciler) -> int:
     outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures
-    deadline = time.monotonic() + ANSWER_LIMIT
-    while any(machine.pending for machine in outcome.machines) and time.monotonic() < deadline and not failures:
+    limit = ANSWER_LIMIT + max(settings.driver_wait for settings in reconciler.config.machines.values())
+    started, told = time.monotonic(), 0.0
+    while waiting := [machine for machine in outcome.machines if machine.pending and not failures]:
+        waited = time.monotonic() - started
+        if waited > limit:
+            failures += tuple(f"machine {machine.name} did not answer within {limit:.0f} s" for machine in waiting)
+            break
+        if waited >= told:
+            for machine in waiting:
+                _progress(f"{machine.name}: wait for {machine.conditions[-1].message}")
+            told = waited + TELL_INTERVAL
         time.sleep(1)
         outcome = reconciler.reconcile()
         failures += outcome.failures
     _print_tables(outcome.machines)
+    _tell_problems(outcome.facts)
     ready = all(machine.conditions[-1].status is Status.TRUE for machine in outcome.machines)
     return _tell_failures(failures) or (0 if ready else 1)
 
 
+def _tell_problems(facts: Facts) -> None:
+    for problem in facts.all_problems():
+        print(f"unbounded-agent: note: {problem}", file=sys.stderr)
+
+
 def _status(reconciler: Reconciler, as_json_text: bool) -> int:
-    machines = reconciler.judge(*reconciler.look())
+    facts, planned, difference = reconciler.look()
+    machines = reconciler.judge(facts, planned, difference)
+    _tell_problems(facts)
     if as_json_text:
         print(as_json({machine.name: machine.conditions for machine in machines}))
     else:
@@ -157,7 +182,7 @@ def _print_tables(machines: Sequence[MachineOutcome]) -> None:
 
 
 def _row(condition: Condition) -> tuple[str, str, str, str, str]:
-    since = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(condition.last_transition))
+    since = rfc3339(condition.last_transition)
     return (condition.type, condition.status, since, condition.reason, condition.message)
 
 

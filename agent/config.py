@@ -3,7 +3,7 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
 from pydantic_core import ErrorDetails
@@ -27,6 +27,8 @@ OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\
 """Text for a line of a unit file: a line break would start a setting of its own, a backslash at the end join two."""
 KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
+PORT_LIMIT = 65535
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
 
 
@@ -85,9 +87,11 @@ class MachineSettings(Model):
     @classmethod
     def _gpus(cls, value: str | list[str]) -> str | list[str]:
         if isinstance(value, str):
-            if value != "all" and not re.fullmatch(r"count=[0-9]{1,4}", value):
+            if value != "all" and not re.fullmatch(r"count=[1-9][0-9]{0,3}", value):
                 raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
             return value
+        if not value:
+            raise ValueError("the list names no GPU")
         for each in value:
             if not PCI_ADDRESS.fullmatch(each) and not GPU_UUID.fullmatch(each):
                 raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
@@ -97,9 +101,14 @@ class MachineSettings(Model):
 class MetricsSettings(Model):
     """Where Prometheus scrapes."""
 
-    address: Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")] = (
-        "127.0.0.1:9788"
-    )
+    address: Address = "127.0.0.1:9788"
+
+    @field_validator("address")
+    @classmethod
+    def _port(cls, value: str) -> str:
+        if int(value.rpartition(":")[2]) > PORT_LIMIT:
+            raise ValueError(f"ports end at {PORT_LIMIT}")
+        return value
 
 
 class Config(Model):
@@ -123,7 +132,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        raise ConfigError("\n".join(_sentence(each, origins, files[-1]) for each in error.errors())) from error
+        raise ConfigError(_sentences(error, origins, files[-1])) from error
 
 
 def _parse(system: System, file: str) -> dict[str, Any]:
@@ -150,17 +159,48 @@ def _merge(
             into[key] = value
 
 
-def _sentence(error: ErrorDetails, origins: dict[tuple[str, ...], str], default: str) -> str:
-    """One of pydantic's errors as `FILE: KEY: what is wrong`."""
-    # pydantic adds the names of union members and "[key]" to the location; they are no keys of the file.
-    keys = tuple(str(part) for part in error["loc"])
-    known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
-    if error["type"] == "missing":
-        known = keys
-    what = {
-        "extra_forbidden": "unknown key",
-        "missing": "is missing",
-        "too_short": "at least one machine is needed, as a table [machines.NAME]",
-        "string_pattern_mismatch": f"{error['input']!r} is not allowed here ({error['msg']})",
-    }.get(error["type"], error["msg"])
-    return f"{origins.get(known, default)}: {'.'.join(known or keys)}: {what}"
+def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], default: str) -> str:
+    """Pydantic's errors as `FILE: KEY: what is wrong`, one line for each key."""
+    sentences: dict[tuple[str, ...], str] = {}
+    for each in error.errors():
+        # pydantic adds the names of union members and "[key]" to the location; they are no keys of the file.
+        keys = tuple(str(part) for part in each["loc"])
+        known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
+        if each["type"] == "missing":
+            known = keys
+        sentences.setdefault(known, f"{origins.get(known, default)}: {'.'.join(known or keys)}: {_what(each)}")
+    return "\n".join(sentences.values())
+
+
+def _what(error: ErrorDetails) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        # By the names' patterns rather than by pydantic's words, which quote them.
+        return f"{error['input']!r} is not {FORMS[error['ctx']['pattern']]}"
+    return WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+
+
+WORDS = {
+    "extra_forbidden": "unknown key",
+    "missing": "is missing; a table [machines.NAME] for each machine is needed",
+    "too_short": "at least one machine is needed, as a table [machines.NAME]",
+    "model_type": "must be a table",
+    "dict_type": "must be a table",
+    "bool_type": "must be true or false",
+    "int_type": "must be a whole number",
+    "string_type": "must be a string, or a list of strings where the documentation has one",
+}
+
+
+def _pattern(constrained: object) -> str:
+    constraints: StringConstraints = get_args(constrained)[1]
+    return str(constraints.pattern)
+
+
+FORMS = {
+    _pattern(MachineName): "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
+    _pattern(OneLine): "text of one line that does not end in a backslash",
+    _pattern(Address): "an address with a port, such as 127.0.0.1:9788 or [::1]:9788",
+    _pattern(SectionName): "the name of a section, such as Files",
+    _pattern(KeyName): "the name of a setting, such as Bind",
+    _pattern(VariableName): "the name of an environment variable",
+}

@@ -78,6 +78,7 @@ class Daemon:
         self._why_not = "the first observation is not done"
         """Why nothing fresh is known; empty after a pass that came to an end."""
         self._failures: tuple[str, ...] = ()
+        self._problems: tuple[str, ...] = ()
         self._failed_in_a_row = 0
         self._pending_since: float | None = None
         self._told: dict[str, dict[ConditionType, Condition]] = {}
@@ -136,6 +137,7 @@ class Daemon:
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
             self._tell_failures(outcome.failures)
+            self._tell_problems(outcome.facts.all_problems())
             self._tell_changes(outcome)
         self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
         self._publish()
@@ -180,6 +182,12 @@ class Daemon:
         if self._failures and not failures:
             log.info("the failure is over")
         self._failures = failures
+
+    def _tell_problems(self, problems: tuple[str, ...]) -> None:
+        for sentence in problems:
+            if sentence not in self._problems:
+                log.warning("%s", one_line(sentence))
+        self._problems = problems
 
     def _tell_changes(self, outcome: Outcome) -> None:
         for machine in outcome.machines:

@@ -235,3 +235,8 @@ class Facts:
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
     files: dict[str, FileState] = field(default_factory=dict)
     """By absolute path: every file that the goal may want or the ownership record names."""
+
+    def all_problems(self) -> tuple[str, ...]:
+        """Everything that was refused, discarded or not understood in this pass, a sentence each."""
+        of_vendors = tuple(problem for vendor in self.vendors for problem in vendor.problems)
+        return (*of_vendors, *self.staged_problems, *self.problems)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from datetime import UTC, datetime
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -35,5 +36,23 @@ def write_history(system: System, history: History) -> None:
 
 
 def as_json(history: History) -> str:
-    """For `status --json`: one object per machine, in the form of Kubernetes' conditions."""
-    return json.dumps(_ADAPTER.dump_python(dict(history), mode="json"), indent=2)
+    """For `status --json`: a list per machine, each item in the form of Kubernetes' conditions."""
+    document = {
+        machine: [
+            {
+                "type": each.type,
+                "status": each.status,
+                "reason": each.reason,
+                "message": each.message,
+                "lastTransitionTime": rfc3339(each.last_transition),
+            }
+            for each in conditions
+        ]
+        for machine, conditions in history.items()
+    }
+    return json.dumps(document, indent=2)
+
+
+def rfc3339(seconds: float) -> str:
+    """A time as Kubernetes writes it: UTC, whole seconds."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -1,5 +1,6 @@
 """The ownership record: which files this agent wrote, with the digests of what it wrote. Pure."""
 
+import hashlib
 import json
 import posixpath
 import re
@@ -9,8 +10,18 @@ from agent.errors import DocumentError
 from agent.paths import OWNED
 
 VERSION = 1
+MARK = b"# Written by unbounded-agent"
+"""How every text file of ours begins."""
 DIGEST = re.compile(r"[0-9a-f]{64}")
 """SHA-256 in hexadecimal."""
+
+
+def is_ours(content: bytes, digest: str) -> bool:
+    """Whether a recorded file is still ours: as it was written, or edited since (which is overwritten, as it says).
+
+    A file without our first line was put there by somebody else in place of ours.
+    """
+    return hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
 
 
 def render_owned(files: Mapping[str, str]) -> bytes:

@@ -25,29 +25,36 @@ REPORT_INTERVAL = 60.0
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
 """Seconds: three reports are missing, and a run may take its time."""
 
-FROM_HOST = (
+FROM_VENDORS = (
     ConditionType.DRIVER_LOADED,
     ConditionType.DEVICES_PRESENT,
     ConditionType.LIBRARIES_PRESENT,
     ConditionType.FABRIC_READY,
     ConditionType.PERSISTENCE_MODE,
-    ConditionType.DRIVER_ROOT_STAGED,
 )
 
 
-def without_gpus(settings: MachineSettings) -> tuple[Condition, ...]:
-    """A machine on a host that has no GPU."""
-    message = "this host has no GPU"
+def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
+    """A machine that gets no GPU, since there is none, or none for it."""
+    reason, message = "NoGPU", "this host has no GPU"
+    if drivers := sorted({gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}):
+        reason, message = "NoGPUGranted", f"the GPUs of this host have another driver ({', '.join(drivers)})"
     conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
     if settings.require_gpus:
-        ready = false(ConditionType.READY, "NoGPU", f"{message}, and require_gpus is set for this machine")
+        ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")
     else:
-        ready = true(ConditionType.READY, "NoGPU", f"{message}: nothing is set up")
+        ready = true(ConditionType.READY, reason, f"{message}: nothing is set up")
     return (*conditions, ready)
 
 
-def held(why: str) -> tuple[Condition, ...]:
-    """A machine that was left as it is because the host could not be observed."""
+def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
+    """A machine that was left as it is: it is not there, or the host could not be observed."""
+    if isinstance(machine.root, Absent | Broken):
+        ready = false(ConditionType.READY, "NoSuchMachine", why)
+        running = false(ConditionType.MACHINE_RUNNING, "NoSuchMachine", why)
+        others = [unknown(kind, "NoSuchMachine", why) for kind in ConditionType]
+        found = {each.type: each for each in (*others, running, ready)}
+        return tuple(found.values())
     conditions = [unknown(kind, "ObservationFailed", why) for kind in ConditionType if kind is not ConditionType.READY]
     return (*conditions, summarize(conditions))
 
@@ -61,10 +68,9 @@ def evaluate(
 ) -> tuple[Condition, ...]:
     """Every condition in the order of ConditionType, Ready last. `refused`: why the settings cannot be written."""
     machine = next(each for each in facts.machines if each.name == goal.name)
-    granted = [grant for grant in goal.grants if grant.gpus]
-    if not granted and not any(grant.problems for grant in goal.grants):
-        return without_gpus(settings)
-    from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_HOST[:-1]]
+    if not any(grant.gpus or grant.problems for grant in goal.grants):
+        return without_gpus(settings, facts)
+    from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = _inside(machine, goal, report)
     conditions = [
         *from_vendors,
@@ -102,15 +108,14 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
         return false(kind, "NothingToStage", "the host has no complete driver to stage; see the conditions before")
     for root in roots:
         if root not in facts.staged:
-            problems = "; ".join(facts.staged_problems) or "see the log for the step that failed"
-            return false(kind, "StagingFailed", f"driver {root.version} is not staged: {problems}")
+            problems = "".join(f"; {problem}" for problem in facts.staged_problems)
+            message = f"driver {root.version} is not staged; `unbounded-agent apply` does it, or says why it cannot"
+            return false(kind, "NotStaged", message + problems)
     return true(kind, "Staged", ", ".join(f"driver {root.version} is driver root {root.index}" for root in roots))
 
 
 def _machine_running(machine: MachineFacts) -> Condition:
     kind = ConditionType.MACHINE_RUNNING
-    if isinstance(machine.root, Absent | Broken):
-        return false(kind, "NoSuchMachine", machine.root.why)
     match machine.unit_state:
         case "active":
             return true(kind, "Running", f"machine {machine.name} is running")

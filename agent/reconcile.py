@@ -126,17 +126,17 @@ class Reconciler:
                 continue
             goal = goals.get(machine.name)
             if goal is None:
-                outcome = MachineOutcome(machine.name, self._without_goal(machine.name, planned))
+                outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
             else:
                 outcome = self._judge(machine, goal, facts, difference.refused.get(machine.name, ""))
             conditions = with_transitions(outcome.conditions, history.get(machine.name, ()), now)
             machines.append(replace(outcome, conditions=conditions))
         return tuple(machines)
 
-    def _without_goal(self, name: str, planned: Plan) -> tuple[Condition, ...]:
-        if name in planned.held:
-            return readiness.held(planned.held[name])
-        return readiness.without_gpus(self.config.machines[name])
+    def _without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
+        if machine.name in planned.held:
+            return readiness.held(machine, planned.held[machine.name])
+        return readiness.without_gpus(self.config.machines[machine.name], facts)
 
     def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, refused: str) -> MachineOutcome:
         report = read_report(machine)

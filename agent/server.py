@@ -23,7 +23,6 @@ HEADERS_DEADLINE = 1.0
 """Seconds until the request is in, so that idle and trickling peers (slowloris) free their places soon."""
 DEADLINE = 5.0
 """Seconds for a whole connection."""
-PORT_LIMIT = 65535
 POLL = 3600.0
 """Seconds; serve_forever looks this often whether it is to stop. `stop` wakes it, so that idle costs nothing."""
 PLAIN = "text/plain; charset=utf-8"
@@ -135,14 +134,9 @@ class Server(ThreadingMixIn, TCPServer):
     def __init__(self, address: str) -> None:
         """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`.
 
-        Raises ConfigError for a port that there is not, and AgentError when the address cannot be had now.
+        Raises AgentError when the address cannot be had now.
         """
         host, _, port = address.rpartition(":")
-        if int(port) > PORT_LIMIT:
-            raise ConfigError(
-                f"configuration key metrics.address: {address}: ports end at {PORT_LIMIT}",
-                "set another port in /etc/unbounded-agent/config.toml",
-            )
         self.site = Site()
         self._places = threading.BoundedSemaphore(CONNECTIONS)
         try:
@@ -154,7 +148,7 @@ class Server(ThreadingMixIn, TCPServer):
         except OSError as error:
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}",
-                "set another address or port in /etc/unbounded-agent/config.toml, or stop what has it",
+                "configure another address or port, or stop what has it",
             ) from error
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
         self._thread.start()

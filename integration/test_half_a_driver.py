@@ -84,6 +84,7 @@ def test_a_machine_that_does_not_exist(installed: Bed) -> None:
     finished = installed.agent("apply", check=False)
     assert finished.status == 1
     assert "/var/lib/machines/elsewhere is not there" in finished.stdout
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
 
 
 @pytest.mark.parametrize(
@@ -116,4 +117,4 @@ def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
 
 def test_status_as_json(installed: Bed) -> None:
     found = json.loads(installed.agent("status", "--json").stdout)
-    assert {"type", "status", "reason", "message", "last_transition"} <= set(found["gpu-node"][0])
+    assert {"type", "status", "reason", "message", "lastTransitionTime"} <= set(found["gpu-node"][0])

@@ -1,5 +1,6 @@
 """Our own state on disk and the machine's: ownership record, manifests, driver roots, report file."""
 
+import hashlib
 import os
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_a_directory_in_the_record_s_place_is_discarded_and_no_record_is_none(ho
 
 def test_files_of_the_goal_and_of_the_record(host: Host) -> None:
     host.file(nspawn_file("node"), "[Exec]\n")
-    owned = {nspawn_file("old"): DIGEST, nspawn_file("node"): DIGEST}
+    owned = {nspawn_file("old"): DIGEST, nspawn_file("node"): hashlib.sha256(b"[Exec]\n").hexdigest()}
     files = observe_files(["node"], owned, host)
     assert files[nspawn_file("node")] == FileState(b"[Exec]\n", owned=True)
     assert isinstance(files[nspawn_file("old")].content, Absent)

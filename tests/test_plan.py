@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agent.actions import ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.config import Config, MachineSettings
-from agent.facts import DeviceKind, Facts, FileState, Unseen, VendorFacts
+from agent.facts import Absent, DeviceKind, Facts, FileState, Unseen, VendorFacts
 from agent.paths import nspawn_file, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import diff
@@ -88,6 +88,26 @@ def test_unseen_devices_change_nothing() -> None:
     assert diff(planned, replace(seen, files=owned)).actions == ()
 
 
+def test_a_machine_that_is_not_there_is_left_alone() -> None:
+    """Nothing is written, staged or removed: its file system may just not be mounted yet."""
+    seen = facts()
+    why = "/var/lib/machines/gpu-node is not there"
+    seen = replace(seen, machines=(replace(seen.machines[0], root=Absent(why)),))
+    planned = plan(CONFIG, seen)
+    assert planned.held == {"gpu-node": why}
+    assert diff(planned, seen).actions == ()
+
+
+def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
+    """A GPU of vfio-pci was given away on purpose; nouveau's was only faster."""
+    vendor = nvidia()
+    for driver, problems in (("nouveau", 2), ("vfio-pci", 0)):
+        gpus = tuple(replace(gpu, driver=driver) for gpu in vendor.gpus)
+        machine = plan(CONFIG, facts(replace(vendor, gpus=gpus))).goal.machines[0]
+        assert len(machine.grants[0].problems) == problems
+        assert machine.grants[0].nodes == ()
+
+
 def test_no_gpu_is_skipped_and_said() -> None:
     seen = facts(VendorFacts("nvidia"))
     planned = plan(CONFIG, seen)
@@ -149,8 +169,8 @@ def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> 
     path = nspawn_file("old")
     seen = replace(seen, files={path: FileState(b"ours", owned=True)})
     seen = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
-    config = Config(machines={"other": MachineSettings(gpus="count=0")})
-    planned = replace(plan(config, replace(seen, vendors=(VendorFacts("nvidia"),))))
+    config = Config(machines={"other": MachineSettings()})
+    planned = plan(config, replace(seen, vendors=(VendorFacts("nvidia"),)))
     assert "old" in planned.held
     assert diff(planned, seen).actions == ()
 

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
 
 import pytest
 
 from agent.conditions import ConditionType, Status
+from agent.errors import UnsupportedError
 from agent.handoff import parse_handoff
 from agent.paths import HOST_NVIDIA, OWNED, STAGING, STATE, handoff_file, nspawn_file, unit_drop_in
 from agent.reconcile import MachineOutcome
@@ -133,7 +135,7 @@ def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
     assert "1 MiB are free" in outcome.failures[0]
     assert not gpu_host.exists(handoff_file(MACHINE))
     assert gpu_host.exists(nspawn_file(MACHINE))
-    assert condition(outcome.machines[0], ConditionType.DRIVER_ROOT_STAGED) == (Status.FALSE, "StagingFailed")
+    assert condition(outcome.machines[0], ConditionType.DRIVER_ROOT_STAGED) == (Status.FALSE, "NotStaged")
     assert gpu_host.entries(STAGING) == ()
 
 
@@ -164,6 +166,43 @@ def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
     assert gpu_host.read(nspawn_file(MACHINE)) == b"[Exec]\nBoot=yes\n"
     assert ("systemctl", "start", "--no-block", UNITS[0]) not in gpu_host.runner.calls
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+
+
+def test_a_file_that_somebody_put_in_place_of_ours_survives(gpu_host: Host) -> None:
+    """An edited file of ours is drift and overwritten, as its first line says; another file is another's."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    path = nspawn_file(MACHINE)
+    ours = gpu_host.read(path)
+    gpu_host.write(path, ours + b"# edited\n")
+    agent.reconcile()
+    assert gpu_host.read(path) == ours
+    gpu_host.write(path, b"[Exec]\nBoot=no\n")
+    outcome = agent.reconcile()
+    assert gpu_host.read(path) == b"[Exec]\nBoot=no\n"
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+
+
+def test_all_gpus_with_nouveau_are_not_ready(gpu_host: Host) -> None:
+    gpu_host.remove_file("/sys/module/nvidia/version")
+    for address in ("0000:01:00.0", "0000:02:00.0"):
+        gpu_host.rebind(address, "nouveau")
+    machine = reconciler(gpu_host).reconcile().machines[0]
+    assert condition(machine, ConditionType.DRIVER_LOADED) == (Status.FALSE, "WrongDriver")
+    assert machine.conditions[-1].status is Status.FALSE
+
+
+def test_a_machine_that_does_not_exist_is_named(gpu_host: Host) -> None:
+    os.rmdir(f"{gpu_host.root}/var/lib/machines/{MACHINE}")
+    outcome = reconciler(gpu_host).run_pass()
+    assert outcome.actions == ()
+    assert outcome.machines[0].conditions[-1].reason == "NoSuchMachine"
+
+
+def test_a_systemd_that_is_too_old_is_one_sentence(gpu_host: Host) -> None:
+    gpu_host.command("systemctl", "--version", stdout="systemd 249 (249.11-0ubuntu3)\n")
+    with pytest.raises(UnsupportedError, match="systemd 249 is too old, 252 or newer is needed"):
+        reconciler(gpu_host).run_pass()
 
 
 def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host) -> None:

@@ -12,7 +12,7 @@ from http import HTTPStatus
 
 import pytest
 
-from agent.errors import AgentError, ConfigError
+from agent.errors import AgentError
 from agent.server import CONNECTIONS, HEADERS_DEADLINE, OPENMETRICS, VERBOSE, Page, Server, Site
 
 LONG = 10**9
@@ -191,14 +191,10 @@ def test_ipv6_literal() -> None:
 
 def test_a_taken_port_names_the_key(server: Server) -> None:
     with pytest.raises(
-        AgentError, match=r"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use.*config\.toml"
+        AgentError,
+        match=r"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use.*configure another",
     ):
         Server(f"127.0.0.1:{server.port}")
-
-
-def test_an_impossible_port_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.address: 127\.0\.0\.1:99999: ports end at 65535.*config\.toml"):
-        Server("127.0.0.1:99999")
 
 
 def test_a_stopped_server_frees_its_port(server: Server) -> None:

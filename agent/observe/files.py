@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, FileState, Seen, Unseen
-from agent.ownership import parse_owned
+from agent.ownership import is_ours, parse_owned
 from agent.paths import OWNED, machine_files
 from agent.system import System
 from agent.system.looking import look
@@ -26,7 +26,13 @@ def read_owned(system: System) -> tuple[dict[str, str], str]:
 def observe_files(machines: Iterable[str], owned: Mapping[str, str], system: System) -> dict[str, FileState]:
     """Every file of the configured machines' goals and every file in the record."""
     wanted = {path for name in machines for path in machine_files(name)}
-    return {path: FileState(_content(path, system), path in owned) for path in sorted(wanted | set(owned))}
+    return {path: _state(path, owned.get(path), system) for path in sorted(wanted | set(owned))}
+
+
+def _state(path: str, digest: str | None, system: System) -> FileState:
+    content = _content(path, system)
+    owned = digest is not None and (not isinstance(content, bytes) or is_ours(content, digest))
+    return FileState(content, owned)
 
 
 def _content(path: str, system: System) -> Seen[bytes]:

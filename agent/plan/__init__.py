@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from agent.config import Config, MachineSettings
-from agent.facts import UNSTAGED, Absent, DeviceNode, Facts, StagedRoot
+from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
 from agent.goal import Goal, Grant, MachineGoal, OwnedFile
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
@@ -19,7 +19,7 @@ class Plan:
 
     goal: Goal
     held: dict[str, str]
-    """Nothing of this machine may change: something could not be observed (fail static), or it is in use."""
+    """Nothing of this machine may change: it is not there, in use, or could not be observed (fail static)."""
     skipped: dict[str, str]
     """There is no GPU, and nothing of ours to take back."""
 
@@ -30,9 +30,13 @@ def plan(config: Config, facts: Facts) -> Plan:
     skipped: dict[str, str] = {}
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
+    gone = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
     for name, settings in sorted(config.machines.items()):
         unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
-        if unseen:
+        if name in gone:
+            # Perhaps its file system is not mounted yet: what is ours for it stays.
+            held[name] = gone[name]
+        elif unseen:
             held[name] = "; ".join(unseen)
         elif not any(vendor.gpus for vendor in facts.vendors) and not _ours(facts, name):
             skipped[name] = "no GPU on this host"

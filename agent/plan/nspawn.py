@@ -2,6 +2,7 @@
 
 from agent.config import NspawnSettings
 from agent.facts import DeviceNode
+from agent.ownership import MARK
 from agent.paths import (
     CONFIG_FILE,
     HOST_NVIDIA,
@@ -12,7 +13,7 @@ from agent.paths import (
     report_directory,
 )
 
-HEADER = f"# Written by unbounded-agent; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
+HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
 
 
 def bindable(path: str) -> bool:

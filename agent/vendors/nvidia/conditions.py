@@ -3,6 +3,7 @@
 from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.facts import Absent, Broken, DeviceKind, Driver, Seen, Unseen, VendorFacts
 from agent.goal import Grant
+from agent.vendors.nvidia.grant import wrong_driver
 
 NEEDED_BY_ALL = {
     DeviceKind.CONTROL: ("/dev/nvidiactl", "nvidia-modprobe -c 0"),
@@ -30,6 +31,14 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return unknown(kind, "ObservationFailed", why)
         case Broken(why):
             return false(kind, "ModuleBroken", why)
+        case Absent() if wrong_driver(facts.gpus):
+            others = ", ".join(sorted({gpu.driver for gpu in wrong_driver(facts.gpus)}))
+            return false(
+                kind,
+                "WrongDriver",
+                f"the GPUs have kernel driver {others}; write `blacklist {others}` into /etc/modprobe.d/, renew the "
+                "initramfs (Debian: update-initramfs -u) and reboot",
+            )
         case Absent():
             installed = isinstance(driver.library_version, str)
             state = f"libraries {driver.library_version} are installed, but the" if installed else "the"

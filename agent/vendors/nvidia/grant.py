@@ -15,6 +15,9 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
     """GPUs by the machine's settings, their nodes by what the driver made, and the driver root that fits the module."""
     gpus, problems = _select(facts.gpus, settings.gpus)
+    problems += tuple(
+        f"{gpu.pci_address} has kernel driver {gpu.driver}, not {KERNEL_DRIVER}" for gpu in wrong_driver(facts.gpus)
+    )
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in gpus}
@@ -28,8 +31,12 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[St
     )
 
 
+def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+    """GPUs that nouveau, say, took first. vfio-pci is no mistake: somebody gave that GPU to a virtual machine."""
+    return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
+
+
 def _select(present: tuple[Gpu, ...], wanted: str | list[str]) -> tuple[list[Gpu], tuple[str, ...]]:
-    # A GPU that another driver has (vfio-pci) was given to a virtual machine on purpose.
     usable = sorted(gpu for gpu in present if gpu.driver in ("", KERNEL_DRIVER))
     if wanted == "all":
         return usable, ()
