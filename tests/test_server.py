@@ -192,7 +192,7 @@ def test_ipv6_literal() -> None:
 def test_a_taken_port_names_the_key(server: Server) -> None:
     with pytest.raises(
         AgentError,
-        match=r"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use.*configure another",
+        match=r"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use.*configure",
     ):
         Server(f"127.0.0.1:{server.port}")
 
