@@ -1,4 +1,9 @@
-"""A recorded host with two synthetic GPUs and one machine, for tests of whole passes."""
+"""A host for tests of whole passes: recorded files of a driver, and around them a simulation.
+
+Recorded: names, links and sizes of Debian's driver files, and ldconfig's output. Synthetic: the files' contents (of at
+most 4 KiB), the GPUs with their nodes and procfs, the loaded module, systemd's answers, and the machine, which is an
+empty directory.
+"""
 
 import os
 from pathlib import Path
