@@ -67,9 +67,7 @@ class Bed:
 def simulated_host() -> Iterator[SimulatedHost]:
     image = host_image(wheels.dependencies())
     machines = machines_disk()
-    with step("boot the simulated GPU host"):
-        host = SimulatedHost(image, machines)
-    with host:
+    with SimulatedHost(image, machines) as host:
         with step("install the host half"):
             install(host.guest)
         host.snapshot(INSTALLED)

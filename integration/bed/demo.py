@@ -25,10 +25,7 @@ def main() -> None:
     )
     print("files in an emulated machine; a stand-in kernel module and a stand-in NVML take the place of eight GPUs.\n")
     image, machines = host_image(wheels.dependencies()), machines_disk()
-    with step("boot the simulated GPU host (a minute: the processor is emulated)"):
-        host = SimulatedHost(image, machines)
-        host.__enter__()
-    with host:
+    with SimulatedHost(image, machines) as host:
         with step("install the host half"):
             install(host.guest)
         show(host.guest, "nvidia-smi", "-L")

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
+from integration.bed.cache import step
 from integration.bed.guest import Guest, GuestError
 from integration.bed.host_image import host_image
 from integration.bed.kernel_modules import boot_files
@@ -48,7 +49,8 @@ class SimulatedHost:
 
     def __enter__(self) -> "SimulatedHost":
         try:
-            self.wait()
+            with step("boot the simulated GPU host (its processor is emulated)"):
+                self.wait()
         except BaseException:
             self.close()
             raise
