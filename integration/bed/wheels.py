@@ -50,5 +50,10 @@ def agent() -> Path:
         options = ("--no-deps", "--no-build-isolation", "--wheel-dir", str(target))
         pip("wheel", *options, str(REPOSITORY), modules=backend)
 
-    sources = [REPOSITORY / "agent", REPOSITORY / "pyproject.toml", REPOSITORY / "README.md", str(backend)]
+    sources: list[Path | str] = [
+        REPOSITORY / "agent",
+        REPOSITORY / "pyproject.toml",
+        REPOSITORY / "README.md",
+        str(backend),
+    ]
     return next(cached("agent-wheel", sources, build).glob("*.whl"))
