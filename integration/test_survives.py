@@ -11,19 +11,33 @@ MACHINE_UNIT = "systemd-nspawn@gpu-node.service"
 pytestmark = pytest.mark.scenario("002")
 
 
-def expect_one_gpu(bed: Bed) -> None:
-    found = json.loads(
-        bed.node.pod(Pod(("gpu-probe", "/dev/nvidia1", "/dev/nvidia2", "libcuda.so.1"), cdi=("1",))).stdout
-    )
+PROBE = ("gpu-probe", "/dev/nvidia1", "/dev/nvidia2", "libcuda.so.1")
+
+
+def expect_one_gpu(bed: Bed, pod: Pod) -> None:
+    found = json.loads(bed.node.pod(pod).stdout)
     assert found["open"]["/dev/nvidia1"] == "OK"
     assert found["open"]["/dev/nvidia2"] in ("EPERM", "ENOENT")
     assert "path" in found["load"]["libcuda.so.1"]
 
 
+def expect_by_cdi(bed: Bed) -> None:
+    expect_one_gpu(bed, Pod(PROBE, cdi=("1",)))
+
+
+def expect_all_ways(bed: Bed) -> None:
+    """By a CDI name, by runtimeClassName, and nothing without a grant."""
+    expect_by_cdi(bed)
+    expect_one_gpu(bed, Pod(PROBE, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "1"}))
+    found = json.loads(bed.node.pod(Pod(PROBE)).stdout)
+    assert set(found["open"].values()) == {"ENOENT"}
+    assert "error" in found["load"]["libcuda.so.1"]
+
+
 def test_daemon_reload_on_the_host_and_in_the_machine(ready: Bed) -> None:
     ready.run("systemctl", "daemon-reload")
     ready.node.run("systemctl", "daemon-reload")
-    expect_one_gpu(ready)
+    expect_by_cdi(ready)
 
 
 def test_a_machine_that_reboots_by_itself(ready: Bed) -> None:
@@ -33,7 +47,7 @@ def test_a_machine_that_reboots_by_itself(ready: Bed) -> None:
     ready.node.run("systemctl", "--no-block", "reboot")
     ready.run("sh", "-c", f'while [ "$({invocation})" = {before} ]; do sleep 1; done', timeout=120)
     ready.wait_ready()
-    expect_one_gpu(ready)
+    expect_all_ways(ready)
 
 
 def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed) -> None:
@@ -45,4 +59,4 @@ def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed) -> None
     ready.wait_ready(420)
     journal = ready.run("journalctl", "-b", "--no-pager", "-u", "unbounded-agent-prepare@gpu-node").stdout
     assert "wait for the driver of 0000:01:00.0" in journal
-    expect_one_gpu(ready)
+    expect_all_ways(ready)
