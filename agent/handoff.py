@@ -153,7 +153,7 @@ def _file(where: str, document: dict[str, Any]) -> GrantedFile:
 def _json(where: str, data: bytes) -> object:
     try:
         return json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not JSON: {error}") from error
 
 

@@ -278,6 +278,22 @@ def test_broken_main_file_stays(machine: Machine) -> None:
     assert not machine.exists(DROP_IN)
 
 
+@pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
+def test_nesting_without_end_is_no_crash(machine: Machine, path: str) -> None:
+    """tomllib raises RecursionError; both files are the machine's."""
+    machine.put(path, "x = " + "[" * 100_000)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert "not TOML" in machine.message("RuntimeConfigured")
+
+
+def test_table_too_deep_to_copy_is_no_crash(machine: Machine) -> None:
+    """tomllib reads a table's dotted name without recursion; all that works on the table recurses."""
+    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"{".a" * 2000}]\n')
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+
+
 def test_foreign_drop_in_stays(machine: Machine) -> None:
     machine.put(DROP_IN, "# theirs")
     run(machine)

@@ -304,6 +304,32 @@ def test_failed_generation_keeps_the_spec(machine: Machine, answer: object, said
     assert said in machine.message("CDISpecCurrent")
 
 
+@pytest.mark.parametrize("depth", [100_000, 300])
+def test_nesting_without_end_is_no_crash(machine: Machine, depth: int) -> None:
+    """json raises RecursionError, which is no ValueError: the report must come all the same."""
+    started(machine)
+    good = machine.read(SPEC)
+    deep = b"[" * depth + b"]" * depth
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, deep))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    for name in ("opened-nvidia", "spec-nvidia", "containerd-nvidia", "logged"):
+        machine.put(f"/run/unbounded-agent/state/{name}.json", deep)
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    machine.put(SPEC, deep)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+
+
+def test_bottomless_handoff_is_said(machine: Machine) -> None:
+    """It has no generation to report on."""
+    machine.put(HANDOFF, b"[" * 100_000)
+    with pytest.raises(DocumentError, match="not JSON"):
+        run(machine)
+
+
 @pytest.mark.parametrize(("version", "status"), [("1.17.8", "False"), ("1.18.2", "True"), ("1.20.0", "True")])
 def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
     """Older than 1.18 cannot choose the hooks; older than 1.19.1 works and is remarked upon."""

@@ -141,7 +141,8 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
     """One failed step never keeps the others from their work."""
     try:
         return step()
-    except (AgentError, OSError) as error:
+    # RecursionError: a document may be too deep to be copied or written, though not to be parsed.
+    except (AgentError, OSError, RecursionError) as error:
         return false(kind, "Failed", str(error))
 
 

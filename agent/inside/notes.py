@@ -59,6 +59,6 @@ class Owned:
 def _load(system: System, path: str) -> dict[str, Any]:
     try:
         value = json.loads(system.read(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

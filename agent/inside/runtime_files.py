@@ -28,7 +28,7 @@ def parse(path: str, text: bytes) -> Table:
     """Raises DocumentError that names the file."""
     try:
         return tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise DocumentError(
             f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
         ) from error

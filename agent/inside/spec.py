@@ -118,7 +118,7 @@ def _generate(
     text, remark = vendor.generate(system, request, directory)
     try:
         spec = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DocumentError(f"{vendor.tools[0]} wrote what is not JSON: {error}") from error
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
@@ -132,7 +132,7 @@ def _current(
     try:
         text = system.read(vendor.spec_path)
         spec = json.loads(text)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return Candidate(text, _verdict(system, vendor, spec, request, live))
 

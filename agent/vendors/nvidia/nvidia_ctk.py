@@ -75,7 +75,7 @@ def edit_runtime_config(text: str) -> str:
     """The text with our keys set and all others, also comments, kept; the very same text when they are set already."""
     try:
         present = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise DocumentError(
             f"nvidia-container-runtime's config.toml: not TOML: {error}", "repair or remove it"
         ) from error
