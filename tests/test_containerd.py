@@ -279,17 +279,20 @@ def test_broken_main_file_stays(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
-def test_nesting_without_end_is_no_crash(machine: Machine, path: str) -> None:
-    """tomllib raises RecursionError; both files are the machine's."""
-    machine.put(path, "x = " + "[" * 100_000)
+@pytest.mark.parametrize(
+    ("text", "said"), [("x = " + "[" * 100_000, "not TOML"), (f"[a{'.a' * 2000}]\n", "cannot be edited")]
+)
+def test_nesting_without_end_is_no_crash(machine: Machine, path: str, text: str, said: str) -> None:
+    """tomllib raises RecursionError, tomlkit refuses what tomllib takes; both files are the machine's."""
+    machine.put(path, text)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
-    assert "not TOML" in machine.message("RuntimeConfigured")
+    assert said in machine.message("RuntimeConfigured")
 
 
 def test_table_too_deep_to_copy_is_no_crash(machine: Machine) -> None:
     """tomllib reads a table's dotted name without recursion; all that works on the table recurses."""
-    machine.put(MAIN, f'version = 2\n[plugins."{CRI_2}"{".a" * 2000}]\n')
+    machine.put(MAIN, f'version = 2\nimports = ["{IMPORT}"]\n[plugins."{CRI_2}"{".a" * 2000}]\n')
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
 

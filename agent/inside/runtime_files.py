@@ -51,10 +51,15 @@ def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
 
 
 def with_import(text: bytes, pattern: str) -> bytes:
-    """The main file's text with one more import; comments and layout stay."""
+    """The main file's text with one more import; comments and layout stay. Raises DocumentError."""
     import tomlkit
+    from tomlkit.exceptions import TOMLKitError
 
-    document = tomlkit.parse(text.decode())
+    try:
+        document = tomlkit.parse(text.decode())
+    except TOMLKitError as error:
+        # Of what tomllib took: tomlkit bounds how deep a table's name may be.
+        raise DocumentError(f"{MAIN}: cannot be edited: {error}", f'add imports = ["{pattern}"] to it') from error
     if "imports" not in document:
         # In front: at the end it would become a key of the last table.
         return f'imports = ["{pattern}"]\n'.encode() + text

@@ -83,8 +83,14 @@ def edit_runtime_config(text: str) -> str:
         return text
     # Only here: importing it takes longer than a run that changes nothing.
     import tomlkit
+    from tomlkit.exceptions import TOMLKitError
 
-    document = tomlkit.parse(text)
+    try:
+        document = tomlkit.parse(text)
+    except TOMLKitError as error:
+        raise DocumentError(
+            f"nvidia-container-runtime's config.toml: cannot be edited: {error}", "repair it"
+        ) from error
     for table, key, value in _settings():
         place: Any = document
         for name in table.split("."):
