@@ -18,6 +18,7 @@ from agent.vendors.machine_protocol import MachineVendor
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
+CHANGED = "containerd-changed"
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 
 
@@ -56,7 +57,7 @@ def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: Machin
 
 def check_active(system: System, notes: Notes) -> Condition:
     """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration."""
-    changed = notes.load("containerd-changed").get("microseconds", 0)
+    changed = notes.load(CHANGED).get("microseconds", 0)
     properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic"
     output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
     unit = {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
@@ -144,20 +145,31 @@ def _write_and_read_back(
     """Write what differs; what is wrong with the result, after putting the files back as they were, or ""."""
     drop_in = containerd.drop_in_path(vendor.handler)
     changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
+    noted = notes.load(CHANGED)
     try:
-        owned.claim(drop_in)
+        if changes:
+            owned.claim(drop_in)
+            # Before the first write: a run that is killed in between must not leave files that nobody loads.
+            _note_change(notes)
         for path, text in changes.items():
             system.write(path, text)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
         faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
-    except AgentError as error:
+    except (AgentError, OSError) as error:
         faults = str(error)
     if faults:
         runtime_files.restore(system, {path: before[path] for path in changes})
+        notes.save(CHANGED, noted)
         return f"not taken over: {faults}" + (f"; {', '.join(changes)} put back as before" if changes else "")
     if changes:
-        notes.save("containerd-changed", {"microseconds": time.monotonic_ns() // 1000})
+        # Again: a containerd that started since may have read the first file without the second.
+        _note_change(notes)
     return ""
+
+
+def _note_change(notes: Notes) -> None:
+    """What containerd must have been started after."""
+    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000})
 
 
 def _dump(system: System, main: str) -> bytes:
