@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.errors import DocumentError
+from agent.errors import CommandError, DocumentError
 from agent.inside.__main__ import HANDOFF, REPORT, run
 from agent.system.commands import Completed
 from tests.machine_root import (
@@ -151,6 +151,39 @@ def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
     run(machine)
     published = json.loads(machine.read(HANDOFF))["generation"]
     assert machine.report()["generation"] == published
+
+
+def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None:
+    """It stops at once and starts when this run has ended: a further round would be time without a CRI."""
+    seen: list[str] = []
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if argv[1] == "show":
+            machine.hand(replace(REQUEST, devices=DEVICES[:-1]))
+        else:
+            seen.append(machine.report()["generation"])
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", answer)
+    run(machine)
+    assert seen == [json.loads(machine.read(HANDOFF))["generation"]]
+    assert machine.calls[-1] == ("systemctl", "--no-block", "try-restart", "containerd.service")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_restart_that_fails_is_said_and_tried_again(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is out by then: the journal and the unit's result say it."""
+    refused = Completed(1, b"", b"Failed to restart containerd.service: Access denied")
+    machine.program("systemctl", lambda argv: systemctl("active", 10)(argv) if argv[1] == "show" else refused)
+    for _ in range(2):
+        machine.calls.clear()
+        with pytest.raises(CommandError, match="Access denied"):
+            run(machine)
+        assert machine.calls[-1][2:] == ("try-restart", "containerd.service")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
 
 
 def test_missing_report_directory_says_so(machine: Machine) -> None:

@@ -1,7 +1,7 @@
 """The machine half: `python3 -m agent.inside` reads the handoff, settles the machine, and reports.
 
-Started by unbounded-agent-gpu.service. Exit code 0 when a report was written or there is no handoff, else 1: what is
-not as it should be in the machine is said by the report's conditions.
+Started by unbounded-agent-gpu.service. Exit code 0 when a report was written or there is no handoff, else 1 (also when
+containerd cannot be restarted): what is not as it should be in the machine is said by the report's conditions.
 """
 
 import sys
@@ -15,7 +15,7 @@ from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_re
 from agent.inside.devices import check_devices
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
-from agent.inside.runtime import check_active, configure_runtime
+from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
 from agent.inside.spec import Published, publish_spec
 from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
 from agent.system import System
@@ -54,20 +54,23 @@ def main() -> int:
 
 
 def run(system: System) -> int:
-    """Raises AgentError or OSError when no report can be written."""
-    reported = ""
+    """Raises AgentError or OSError when no report can be written, or containerd not be restarted."""
+    reported, outcome = "", None
     for _ in range(ROUNDS):
         try:
             handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
         except FileNotFoundError:
             _say(INFO, "no handoff: this machine is not configured on its host")
-            return 0
+            break
         if handoff.generation == reported:
             break
         outcome = settle(system, handoff)
         _log_changes(Notes(system), outcome.conditions)
         report(system, handoff, outcome)
         reported = handoff.generation
+    if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
+        # After all rounds: each one that came behind it would prolong the time without a CRI.
+        restart(system)
     return 0
 
 

@@ -18,6 +18,7 @@ from agent.vendors.machine_protocol import MachineVendor
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
+RESTART_PENDING = "RestartPending"
 CHANGED = "containerd-changed"
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 
@@ -56,7 +57,10 @@ def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: Machin
 
 
 def check_active(system: System, notes: Notes) -> Condition:
-    """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration."""
+    """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration.
+
+    Its reason is RESTART_PENDING when the caller is to call `restart`.
+    """
     changed = notes.load(CHANGED).get("microseconds", 0)
     properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic"
     output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
@@ -71,12 +75,17 @@ def check_active(system: System, notes: Notes) -> Condition:
     if running and started >= changed:
         return true(ACTIVE, "Running", f"{UNIT} runs with this configuration")
     if running:
-        # --no-block: this service is ordered before containerd, whose restart would wait for this run to end.
-        system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)
-        return unknown(ACTIVE, "RestartPending", f"{UNIT} is being restarted, since its configuration changed")
+        return unknown(ACTIVE, RESTART_PENDING, f"{UNIT} is being restarted, since its configuration changed")
     if state == "failed":
         return false(ACTIVE, "Failed", f"{UNIT} failed: see `journalctl -u containerd` in the machine")
     return unknown(ACTIVE, "NotStarted", f"{UNIT} is {state}: proven at the next run")
+
+
+def restart(system: System) -> None:
+    """Start containerd anew; the last act of a run. Raises CommandError."""
+    # --no-block: containerd's start waits for the end of this run, which is ordered before it, and so would we. Its
+    # stop does not wait (job_compare in systemd's job.c lets stops go first): from here on there is no CRI.
+    system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)
 
 
 def _configured(problem: str, drop_in: str) -> Condition:
