@@ -9,12 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.facts import DeviceNumber
-from agent.handoff import GrantedDevice, GrantedFile
+from agent.handoff import GrantedDevice, GrantedFile, Request
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import host_paths, verify
+from agent.vendors.nvidia.cdi_edits import HOOK
 from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, recorded_spec
 
+DRM = tuple(
+    GrantedDevice(f"/dev/dri/{name}{first + index}", kind, 226, first + index, gpu)
+    for name, kind, first in (("card", "dri-card", 0), ("renderD", "dri-render", 128))
+    for index, gpu in enumerate(GPUS)
+)
+WITH_DRM = replace(REQUEST, devices=(*REQUEST.devices, *DRM))
+MIG = GrantedDevice("/dev/nvidia-caps/nvidia-cap1", "capability", 510, 1)
+VIDEO, RENDER = 44, 104
+
 LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
+LIVE_DRM = LIVE | {
+    each.path: DeviceNumber(each.major, each.minor, 0o660, 0, VIDEO if "card" in each.path else RENDER) for each in DRM
+}
 PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
 
 Spec = dict[str, Any]
@@ -31,6 +44,37 @@ def edits(spec: Spec) -> Spec:
 
 def mount(path: str) -> Spec:
     return {"hostPath": path, "containerPath": "/usr/lib/x", "options": ["ro", "nosuid", "nodev", "rbind"]}
+
+
+def drm_spec() -> Spec:
+    """The recorded spec with what nvidia-ctk 1.19 adds for DRM nodes: they, their groups, and links by PCI address."""
+    spec = recorded_spec()
+    for device in spec["devices"]:
+        own = [
+            gpu
+            for gpu, mark in zip(GPUS, ("0", "1"), strict=True)
+            if device["name"] == "all" or mark == device["name"][-1]
+        ]
+        nodes = [each for each in DRM if each.pci_address in own]
+        device["containerEdits"]["deviceNodes"] += [
+            {"path": each.path, "major": each.major, "minor": each.minor, "fileMode": 0o660, "permissions": "rwm"}
+            | {"gid": LIVE_DRM[each.path].gid}
+            for each in nodes
+        ]
+        device["containerEdits"]["additionalGids"] = [VIDEO, RENDER]
+        links = [
+            f"../{each.path.rpartition('/')[2]}::/dev/dri/by-path/pci-{each.pci_address}-{each.kind.removeprefix('dri-')}"
+            for each in nodes
+        ]
+        flags = [part for link in links for part in ("--link", link)]
+        device["containerEdits"]["hooks"] = [
+            {"hookName": "createContainer", "path": HOOK, "args": ["nvidia-cdi-hook", "create-symlinks", *flags]}
+        ]
+    return spec
+
+
+def add_link(spec: Spec, link: str) -> None:
+    edits(spec)["hooks"][0]["args"] += ["--link", link]
 
 
 def without_mount(spec: Spec, part: str) -> None:
@@ -53,11 +97,33 @@ def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
 
 MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
-    "path with dots": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")), "below the driver"),
-    "another driver root": (lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")), "below the driver"),
-    "missing file": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/gone")), "does not exist"),
+    "path with dots": (
+        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")),
+        "no file of the driver",
+    ),
+    "another driver root": (
+        lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")),
+        "no file of the driver",
+    ),
+    "file beside those granted": (
+        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/x")),
+        "no file of the driver",
+    ),
+    "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "no file of the driver"),
+    "overlay": (
+        lambda s: edits(s)["mounts"][0].update(type="overlay", options=["ro", "lowerdir=/:/etc"]),
+        "unknown key type",
+    ),
+    "overlay's options": (
+        lambda s: edits(s)["mounts"][0].update(options=["ro", "lowerdir=/:/etc"]),
+        "has options ['lowerdir=/:/etc']",
+    ),
+    "writable at second sight": (lambda s: edits(s)["mounts"][0]["options"].append("rw"), "has options ['rw']"),
+    "preload": (lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"), "at '/etc/ld.so.preload'"),
+    "other library's place": (lambda s: edits(s)["mounts"][3].update(containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
+    "Vulkan elsewhere": (lambda s: edits(s)["mounts"][2].update(containerPath="/etc/passwd"), "at '/etc/passwd'"),
     "writable mount": (lambda s: edits(s)["mounts"][0].update(options=["rbind"]), "not read-only"),
-    "relative mount point": (lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"), "mount at"),
+    "relative mount point": (lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"), "debugdump at 'usr/x'"),
     "device's own mount": (
         lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
         "device 0: mount of '/root'",
@@ -66,6 +132,40 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "foreign hook"),
     "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "foreign hook"),
     "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "foreign hook"),
+    "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "foreign hook"),
+    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "foreign hook"),
+    "other ldconfig": (
+        lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
+        "update-ldcache --ldconfig-path=@/tmp/evil",
+    ),
+    "other ldconfig in two words": (
+        lambda s: edits(s)["hooks"][1]["args"].extend(["--ldconfig-path", "@/tmp/evil"]),
+        "update-ldcache --ldconfig-path @/tmp/evil",
+    ),
+    "foreign folder": (lambda s: edits(s)["hooks"][1]["args"].extend(["--folder", "/tmp"]), "--folder /tmp"),
+    "container state": (
+        lambda s: edits(s)["hooks"][0]["args"].extend(["--container-spec", "/tmp/x"]),
+        "create-symlinks --container-spec /tmp/x",
+    ),
+    "flag without value": (lambda s: edits(s)["hooks"][0]["args"].append("--link"), "create-symlinks --link"),
+    "link elsewhere": (lambda s: add_link(s, "libcuda.so.1::/etc/ld.so.preload"), "::/etc/ld.so.preload"),
+    "link to elsewhere": (lambda s: add_link(s, f"../../../etc/shadow::/{LIBRARIES}/libcuda.so"), "etc/shadow"),
+    "absolute link": (lambda s: add_link(s, f"/etc/shadow::/{LIBRARIES}/libcuda.so"), "/etc/shadow"),
+    "link over a library": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/libc.so.6"), "libc.so.6"),
+    "link over a program": (lambda s: add_link(s, "nvidia-smi::/usr/bin/sh"), "/usr/bin/sh"),
+    "link with dots": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/x/../libcuda.so"), "x/../libcuda.so"),
+    "link without target": (lambda s: add_link(s, f"/{LIBRARIES}/libcuda.so"), "create-symlinks --link"),
+    "link to no DRM node": (
+        lambda s: add_link(s, f"../card0::/dev/dri/by-path/pci-{GPUS[0]}-card"),
+        "by-path",
+    ),
+    "root's group": (lambda s: edits(s).update(additionalGids=[0]), "additional group 0"),
+    "disk's group": (lambda s: edits(s).update(additionalGids=[6]), "additional group 6"),
+    "no group": (lambda s: edits(s).update(additionalGids=[True, "6"]), "additional group True"),
+    "all permissions": (lambda s: edits(s)["deviceNodes"][0].update(permissions="rwmx"), "permissions 'rwmx'"),
+    "set-user-ID": (lambda s: edits(s)["deviceNodes"][0].update(fileMode=0o4777), "fileMode 2559, it has 438"),
+    "node's owner": (lambda s: edits(s)["deviceNodes"][0].update(uid=1000), "uid 1000, it has 0"),
+    "node's group": (lambda s: edits(s)["deviceNodes"][0].update(gid=6), "gid 6, it has 0"),
     "wrong minor": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7), "it is 195:1"),
     "minor left out": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"), "195:0, it is"),
     "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "written as 511:0"),
@@ -84,7 +184,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "GPU for everybody": (
         lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia1", "major": 195, "minor": 1}),
-        "every container would get the GPU node /dev/nvidia1",
+        "every container would get the gpu node /dev/nvidia1",
     ),
     "GPU of another": (
         lambda s: s["devices"][0]["containerEdits"]["deviceNodes"].append(
@@ -140,6 +240,51 @@ def test_gpu_that_nvml_does_not_list_is_missing() -> None:
     verdict = judge(spec)
     assert verdict.problems == ()
     assert verdict.missing_gpus == (GPUS[1],)
+
+
+def judge_drm(spec: Spec, request: Request = WITH_DRM) -> str:
+    return "; ".join(verify(spec, request, LIVE_DRM | {MIG.path: DeviceNumber(510, 1, 0o400)}, PRESENT).problems)
+
+
+def test_drm_nodes_with_groups_and_links_are_good() -> None:
+    """As nvidia-ctk writes them where udev has made links by PCI address."""
+    assert judge_drm(drm_spec()) == ""
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        (f"../card1::/dev/dri/by-path/pci-{GPUS[0]}-card", "card1"),
+        (f"../renderD128::/dev/dri/by-path/pci-{GPUS[0]}-card", "renderD128"),
+        (f"../card0::/dev/dri/by-path/pci-{GPUS[1]}-card", "pci-0000:02"),
+        ("../../sda::/dev/dri/by-path/pci-0000:01:00.0-card", "sda"),
+    ],
+)
+def test_link_by_path_to_another_node_is_refused(link: str, said: str) -> None:
+    spec = drm_spec()
+    spec["devices"][0]["containerEdits"]["hooks"][0]["args"] += ["--link", link]
+    assert said in judge_drm(spec)
+
+
+@pytest.mark.parametrize("device", [DRM[1], MIG])
+def test_granted_node_that_is_not_for_everybody(device: GrantedDevice) -> None:
+    """The machine may configure MIG; a container may not. A GPU's DRM nodes are that GPU's."""
+    request = replace(WITH_DRM, devices=(*WITH_DRM.devices, MIG))
+    node = {"path": device.path, "major": device.major, "minor": device.minor}
+    spec = drm_spec()
+    edits(spec)["deviceNodes"].append(node)
+    assert f"every container would get the {device.kind} node {device.path}" in judge_drm(spec, request)
+    for name in (0, 4):
+        spec = drm_spec()
+        spec["devices"][name]["containerEdits"]["deviceNodes"].append(node)
+        assert bool(judge_drm(spec, request)) == (device is MIG or name == 0)
+
+
+def test_missing_file_is_refused() -> None:
+    """A granted file that is not there: a container's start would fail."""
+    gone = f"{ROOT}/usr/bin/nvidia-smi"
+    problems = verify(recorded_spec(), REQUEST, LIVE, PRESENT - {gone}).problems
+    assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
 
 
 def test_drm_nodes_stay_with_their_gpu() -> None:

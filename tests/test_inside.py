@@ -60,7 +60,14 @@ def test_import_closure_is_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["inside.containerd", "inside.links", "vendors.nvidia.cdi", "vendors.nvidia.cdi_document"]
+    "module",
+    [
+        "inside.containerd",
+        "inside.links",
+        "vendors.nvidia.cdi",
+        "vendors.nvidia.cdi_document",
+        "vendors.nvidia.cdi_edits",
+    ],
 )
 def test_what_decides_touches_nothing(module: str) -> None:
     """Plan, verify and render are pure."""

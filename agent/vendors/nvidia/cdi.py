@@ -14,17 +14,17 @@ from agent.facts import DeviceKind, DeviceNumber
 from agent.handoff import GrantedDevice, Request
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi_document import devices as devices_of
-from agent.vendors.nvidia.cdi_document import items, object_of, objects, strings
+from agent.vendors.nvidia.cdi_document import object_of, objects, strings
+from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
 
 KIND = "nvidia.com/gpu"
-HOOK = "/usr/bin/nvidia-cdi-hook"
-HOOKS = ("create-symlinks", "update-ldcache")
 EVERY_GPU = "all"
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Nodes without which no GPU computes, for every device of the spec."""
-EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
-NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
+SHARED = COMMON | {DeviceKind.UVM_TOOLS, DeviceKind.MODESET}
+"""All that nvidia-ctk puts into every container (common-nvml.go); they give access to no GPU by themselves."""
+PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
 UUID = re.compile(r"GPU-[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
 NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
@@ -35,14 +35,11 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         document = object_of(spec, "the spec")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
+        ground = Ground(request, live, present)
         problems = [
             *_header_problems(document),
-            *_edits_problems("containerEdits", common, request, live, present),
-            *(
-                each
-                for name, edits in devices
-                for each in _edits_problems(f"device {name}", edits, request, live, present)
-            ),
+            *edits_problems("containerEdits", common, ground),
+            *(each for name, edits in devices for each in edits_problems(f"device {name}", edits, ground)),
             *_common_problems(common, request),
             *_library_problems(common, request),
             *_name_problems(devices, request),
@@ -94,85 +91,6 @@ def _header_problems(document: dict[str, Any]) -> Iterator[str]:
         yield f"unknown key {', '.join(foreign)}"
 
 
-def _edits_problems(
-    where: str, edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-) -> Iterator[str]:
-    foreign = sorted(set(edits) - EDITS)
-    if foreign:
-        yield f"{where}: unknown key {', '.join(foreign)}"
-    granted = {device.path for device in request.devices}
-    for node in objects(edits, "deviceNodes"):
-        yield from _node_problems(where, node, granted, live)
-    for mount in objects(edits, "mounts"):
-        yield from _mount_problems(where, mount, request.driver_root, present)
-    for hook in objects(edits, "hooks"):
-        yield from _hook_problems(where, hook)
-    for setting in items(edits, "env"):
-        if not _known_environment(setting, request):
-            yield f"{where}: foreign environment variable {setting!r}"
-
-
-def _node_problems(
-    where: str, node: dict[str, Any], granted: Collection[str], live: Mapping[str, DeviceNumber]
-) -> Iterator[str]:
-    path = node.get("path")
-    if not isinstance(path, str) or path not in granted:
-        yield f"{where}: device node {path!r} is not granted to this machine"
-        return
-    if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
-        yield f"{where}: device node {path} is made from something else: {node!r}"
-    number = live.get(path)
-    if number is None:
-        yield f"{where}: device node {path} is not in this machine"
-        return
-    # nvidia-ctk leaves a minor of 0 out; without a major the container runtime looks both up by itself.
-    written = (node.get("major"), node.get("minor", 0))
-    if "major" in node and written != (number.major, number.minor):
-        live_number = f"{number.major}:{number.minor}"
-        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
-
-
-def _mount_problems(where: str, mount: dict[str, Any], root: str, present: Collection[str]) -> Iterator[str]:
-    source, target, options = mount.get("hostPath"), mount.get("containerPath"), items(mount, "options")
-    if (
-        not isinstance(source, str)
-        or not root
-        or posixpath.normpath(source) != source
-        or not source.startswith(f"{root}/")
-    ):
-        yield f"{where}: mount of {source!r}, which is not below the driver root {root or '(none)'}"
-    elif source not in present:
-        yield f"{where}: mount of {source}, which does not exist"
-    if not isinstance(target, str) or not target.startswith("/") or posixpath.normpath(target) != target:
-        yield f"{where}: mount at {target!r}"
-    if "ro" not in options or "rw" in options:
-        yield f"{where}: mount of {source} is not read-only"
-
-
-def _hook_problems(where: str, hook: dict[str, Any]) -> Iterator[str]:
-    arguments = items(hook, "args")
-    ours = (
-        hook.get("path") == HOOK
-        and hook.get("hookName") == "createContainer"
-        and len(arguments) > 1
-        and arguments[1] in HOOKS
-        and all(each == "NVIDIA_CTK_DEBUG=false" for each in items(hook, "env"))
-    )
-    if not ours:
-        yield f"{where}: foreign hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
-
-
-def _known_environment(setting: object, request: Request) -> bool:
-    if not isinstance(setting, str):
-        return False
-    name, _, value = setting.partition("=")
-    if name == "NVIDIA_VISIBLE_DEVICES":
-        # Tells nvidia-container-runtime, should it come behind CDI, to add nothing.
-        return value == "void"
-    directories = {f"/{posixpath.dirname(file.target)}" for file in request.files}
-    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= directories
-
-
 def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
     present = strings(common, "deviceNodes", "path")
     kinds = {device.path: device.kind for device in request.devices}
@@ -180,8 +98,8 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
         yield f"no {kind} node, without which no container computes"
     for path in sorted(path for path, kind in kinds.items() if kind in COMMON and path not in present):
         yield f"device node {path} is not in it"
-    for path in sorted(path for path in present if kinds.get(path) == DeviceKind.GPU):
-        yield f"every container would get the GPU node {path}"
+    for path in sorted(path for path in present if path in kinds and kinds[path] not in SHARED):
+        yield f"every container would get the {kinds[path]} node {path}"
 
 
 def _library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
@@ -210,6 +128,7 @@ def _name_problems(devices: list[tuple[str, dict[str, Any]]], request: Request) 
     by_uuid: list[str] = []
     for name, edits in devices:
         nodes = sorted(strings(edits, "deviceNodes", "path") & set(gpus))
+        yield from _other_nodes(name, edits, gpus, nodes, request)
         if name == EVERY_GPU:
             continue
         if len(nodes) != 1:
@@ -220,23 +139,24 @@ def _name_problems(devices: list[tuple[str, dict[str, Any]]], request: Request) 
             by_uuid += nodes
         else:
             yield f"device {name} is neither an index nor a UUID"
-        yield from _other_gpu_nodes(name, edits, gpus, nodes, request)
     paths = {path for name, edits in devices if name == EVERY_GPU for path in strings(edits, "deviceNodes", "path")}
     every = sorted(paths & set(gpus))
     if not sorted(by_index) == sorted(by_uuid) == every:
         yield f"GPUs by index {by_index}, by UUID {by_uuid} and in {EVERY_GPU!r} {every} differ"
 
 
-def _other_gpu_nodes(
+def _other_nodes(
     name: str, edits: dict[str, Any], gpus: Mapping[str, GrantedDevice], nodes: list[str], request: Request
 ) -> Iterator[str]:
-    """Nodes (such as DRM ones) that belong to a GPU other than the device's own."""
-    owners = {device.path: device.pci_address for device in request.devices}
+    """Nodes that are not the own GPU's: of another GPU, or of none (MIG configuration, NVSwitch)."""
+    granted = {device.path: device for device in request.devices}
     own = {gpus[path].pci_address for path in nodes}
-    for path in sorted(strings(edits, "deviceNodes", "path")):
-        owner = owners.get(path, "")
-        if owner and own and owner not in own:
-            yield f"device {name} has {path}, which belongs to GPU {owner}"
+    for path in sorted(strings(edits, "deviceNodes", "path") & set(granted)):
+        device = granted[path]
+        if device.kind not in PER_GPU:
+            yield f"device {name} has the {device.kind} node {path}"
+        elif own and device.pci_address not in own:
+            yield f"device {name} has {path}, which belongs to GPU {device.pci_address}"
 
 
 def _missing_gpus(devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from agent.facts import DeviceNumber
 from agent.handoff import Request
 from agent.system import System
 from agent.vendors.machine_protocol import RuntimeHandler, Verdict
-from agent.vendors.nvidia import cdi, nvidia_ctk
+from agent.vendors.nvidia import cdi, cdi_edits, nvidia_ctk
 
 
 class NvidiaMachine:
@@ -16,7 +16,7 @@ class NvidiaMachine:
     handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
     spec_path = "/etc/cdi/nvidia.yaml"
     spec_kind = cdi.KIND
-    tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi.HOOK)
+    tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi_edits.HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
 
     def generate(self, system: System, request: Request, directory: str) -> tuple[bytes, str]:

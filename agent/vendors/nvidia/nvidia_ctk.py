@@ -6,7 +6,8 @@ from typing import Any
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
 from agent.system import System
-from agent.vendors.nvidia.cdi import HOOK, KIND
+from agent.vendors.nvidia.cdi import KIND
+from agent.vendors.nvidia.cdi_edits import HOOK
 
 NVIDIA_CTK = "/usr/bin/nvidia-ctk"
 OLDEST = (1, 18, 0)

@@ -1,0 +1,180 @@
+"""Judges the container edits of a CDI spec: what they may hold, everything else being refused. Pure.
+
+The lists are what nvidia-ctk writes (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
+the toolkit's source), narrowed to the nodes and files that were granted.
+"""
+
+import posixpath
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.facts import DeviceKind, DeviceNumber
+from agent.handoff import Request
+from agent.vendors.nvidia.cdi_document import items, objects, strings
+
+HOOK = "/usr/bin/nvidia-cdi-hook"
+EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
+NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
+MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
+MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
+HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
+PERMISSIONS = (None, "rw", "rwm")
+"""nvidia-ctk 1.19 writes rwm; m lets a container make the very node that it has been given."""
+
+CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
+"""Where nvidia-ctk looks for Vulkan's JSON files; in containers all of them go below /etc (graphics.go)."""
+MADE_LINKS = (
+    # As applications want them, whether or not the driver's package has them (symlinks.go, graphics.go).
+    "libcuda.so",
+    "libGLX_indirect.so.0",
+    "libnvidia-opticalflow.so",
+    "libnvidia-vulkan-producer.so",
+    "libglxserver_nvidia.so",
+    "gbm/nvidia-drm_gbm.so",
+)
+BY_PATH = re.compile(r"/dev/dri/by-path/pci-(?P<address>[0-9a-fA-F:.]+)-(?P<kind>card|render)")
+BY_PATH_KINDS = {"card": DeviceKind.DRI_CARD, "render": DeviceKind.DRI_RENDER}
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What edits are judged by."""
+
+    request: Request
+    live: Mapping[str, DeviceNumber]
+    """Numbers, modes and owners of the machine's nodes."""
+    present: Collection[str]
+    """Host paths that exist."""
+
+    def host_paths(self) -> dict[str, str]:
+        """Path below the driver root by path in the machine."""
+        root = self.request.driver_root
+        return {f"{root}/{file.target}": file.target for file in self.request.files} if root else {}
+
+    def directories(self) -> set[str]:
+        """Directories of the driver's files as containers see them."""
+        return {f"/{posixpath.dirname(file.target)}" for file in self.request.files}
+
+
+def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterator[str]:
+    """What is wrong with one containerEdits; raises DocumentError where it has not its form."""
+    foreign = sorted(set(edits) - EDITS)
+    if foreign:
+        yield f"{where}: unknown key {', '.join(foreign)}"
+    for node in objects(edits, "deviceNodes"):
+        yield from _node_problems(where, node, ground)
+    for mount in objects(edits, "mounts"):
+        yield from _mount_problems(where, mount, ground)
+    nodes = strings(edits, "deviceNodes", "path")
+    for hook in objects(edits, "hooks"):
+        yield from _hook_problems(where, hook, nodes, ground)
+    for setting in items(edits, "env"):
+        if not _known_environment(setting, ground):
+            yield f"{where}: foreign environment variable {setting!r}"
+    groups = {number.gid for number in ground.live.values()} - {0}
+    for gid in items(edits, "additionalGids"):
+        if type(gid) is not int or gid not in groups:
+            yield f"{where}: additional group {gid!r}, which no granted device node has"
+
+
+def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator[str]:
+    path = node.get("path")
+    if not isinstance(path, str) or path not in {device.path for device in ground.request.devices}:
+        yield f"{where}: device node {path!r} is not granted to this machine"
+        return
+    if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
+        yield f"{where}: device node {path} is made from something else: {node!r}"
+    if node.get("permissions") not in PERMISSIONS:
+        yield f"{where}: device node {path} has permissions {node['permissions']!r}"
+    number = ground.live.get(path)
+    if number is None:
+        yield f"{where}: device node {path} is not in this machine"
+        return
+    # nvidia-ctk leaves a minor of 0 out; without a major the container runtime looks both up by itself.
+    written = (node.get("major"), node.get("minor", 0))
+    if "major" in node and written != (number.major, number.minor):
+        live_number = f"{number.major}:{number.minor}"
+        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
+    for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):
+        if key in node and (type(node[key]) is not int or node[key] != value):
+            yield f"{where}: device node {path} is written with {key} {node[key]!r}, it has {value}"
+
+
+def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
+    source, options = mount.get("hostPath"), items(mount, "options")
+    file = ground.host_paths().get(source) if isinstance(source, str) else None
+    if file is None:
+        root = ground.request.driver_root or "(none)"
+        yield f"{where}: mount of {source!r}, which is no file of the driver root {root}"
+    elif source not in ground.present:
+        yield f"{where}: mount of {source}, which does not exist"
+    elif mount.get("containerPath") not in _mount_points(file):
+        yield f"{where}: mount of {source} at {mount.get('containerPath')!r}"
+    if set(mount) - MOUNT_KEYS:
+        yield f"{where}: mount of {source!r} has unknown key {', '.join(sorted(set(mount) - MOUNT_KEYS))}"
+    if "ro" not in options:
+        yield f"{where}: mount of {source!r} is not read-only"
+    foreign = [each for each in options if each not in MOUNT_OPTIONS]
+    if foreign:
+        yield f"{where}: mount of {source!r} has options {foreign}"
+
+
+def _mount_points(file: str) -> tuple[str, ...]:
+    """Where a file of the driver root may be in containers."""
+    names = (file.removeprefix(f"{directory}/") for directory in CONFIG_DIRECTORIES)
+    return (f"/{file}", *(f"/etc/{name}" for name in names if name.startswith("vulkan/")))
+
+
+def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], ground: Ground) -> Iterator[str]:
+    arguments = items(hook, "args")
+    known = (
+        not set(hook) - HOOK_KEYS
+        and (hook.get("path"), hook.get("hookName")) == (HOOK, "createContainer")
+        and arguments[:1] == [posixpath.basename(HOOK)]
+        and all(each == "NVIDIA_CTK_DEBUG=false" for each in items(hook, "env"))
+    )
+    match arguments[1:]:
+        case ["update-ldcache", *flags] if known:
+            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in ground.directories()]
+        case ["create-symlinks", *flags] if known:
+            wrong = [each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, ground)]
+        case _:
+            yield f"{where}: foreign hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
+            return
+    for flag, value in wrong:
+        yield f"{where}: foreign hook argument {arguments[1]} {flag} {value}"
+
+
+def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
+    """Flags with their values; whatever is not a string is shown as one that nothing allows."""
+    texts = [each if isinstance(each, str) else repr(each) for each in arguments]
+    return list(zip(texts[::2], [*texts[1::2], ""], strict=False))
+
+
+def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
+    """`TARGET::LINK`: a link that the driver root has too, one of MADE_LINKS, or a name of a DRM node by its path."""
+    target, separator, link = argument.partition("::")
+    if not separator or not target or posixpath.normpath(link) != link:
+        return False
+    leads_to = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
+    by_path = BY_PATH.fullmatch(link)
+    if by_path:
+        wanted = (leads_to, BY_PATH_KINDS[by_path["kind"]], by_path["address"].lower())
+        granted = {(each.path, each.kind, each.pci_address) for each in ground.request.devices}
+        return leads_to in nodes and wanted in granted
+    libraries = {posixpath.dirname(f"/{each.target}") for each in ground.request.files if ".so" in each.target}
+    in_driver_root = {f"/{each.target}" for each in ground.request.files if each.link}
+    made = {posixpath.join(directory, name) for directory in libraries for name in MADE_LINKS}
+    return link in in_driver_root | made and posixpath.dirname(leads_to) in libraries
+
+
+def _known_environment(setting: object, ground: Ground) -> bool:
+    if not isinstance(setting, str):
+        return False
+    name, _, value = setting.partition("=")
+    if name == "NVIDIA_VISIBLE_DEVICES":
+        # Tells nvidia-container-runtime, should it come behind CDI, to add nothing.
+        return value == "void"
+    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories()
