@@ -13,6 +13,7 @@ from agent.handoff import GrantedDevice, GrantedFile, Request
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import host_paths, verify
 from agent.vendors.nvidia.cdi_edits import HOOK
+from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, recorded_spec
 
 DRM = tuple(
@@ -214,6 +215,22 @@ def test_mutation_is_refused(name: str) -> None:
     spec = recorded_spec()
     mutate(spec)
     assert said in "; ".join(judge(spec).problems)
+
+
+def test_a_container_may_ask_for_no_gpu() -> None:
+    """NVIDIA_VISIBLE_DEVICES=none, by which nvidia-container-runtime looks for the device `none`."""
+    spec: Any = with_no_gpu(recorded_spec())
+    verdict = judge(spec)
+    assert verdict.problems == ()
+    assert verdict.devices[-1] == "none"
+    spec["devices"][-1]["containerEdits"] = {"deviceNodes": [{"path": "/dev/nvidia0", "major": 195, "minor": 0}]}
+    assert "device none is neither an index nor a UUID" in judge(spec).problems
+
+
+def test_no_gpu_alone_is_no_spec() -> None:
+    """Where nvidia-ctk finds no GPU, the device `none` does not hide it."""
+    spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
+    assert "no device of the spec is a granted GPU" in judge(spec).problems
 
 
 def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:

@@ -15,6 +15,7 @@ import pytest
 from agent.errors import CommandError, DocumentError
 from agent.inside.__main__ import HANDOFF, REPORT, run
 from agent.system.commands import Completed
+from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from tests.machine_root import (
     DEVICES,
     EMPTY,
@@ -97,8 +98,8 @@ def test_first_run_settles_everything(machine: Machine) -> None:
         "../../../run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.1"
     )
     assert os.readlink(machine.tree / "usr/bin/nvidia-smi") == "../../run/host-nvidia/0/usr/bin/nvidia-smi"
-    assert json.loads(machine.read(SPEC)) == recorded_spec()
-    assert machine.report()["cdi_devices"] == [each["name"] for each in recorded_spec()["devices"]]
+    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
+    assert machine.report()["cdi_devices"] == [*(each["name"] for each in recorded_spec()["devices"]), "none"]
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
@@ -431,14 +432,14 @@ def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
     assert GPUS[1] in machine.message("CDISpecCurrent")
-    assert json.loads(machine.read(SPEC)) == fewer
+    assert json.loads(machine.read(SPEC)) == with_no_gpu(fewer)
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     run(machine)
-    assert json.loads(machine.read(SPEC)) == recorded_spec()
+    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
     machine.put("/usr/bin/nvidia-ctk", "another build")
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
     run(machine)
-    assert json.loads(machine.read(SPEC)) == recorded_spec()
+    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
 
 

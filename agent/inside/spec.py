@@ -6,7 +6,7 @@ import re
 from dataclasses import asdict, astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
-from agent.errors import AgentError, DocumentError
+from agent.errors import AgentError
 from agent.facts import DeviceNumber
 from agent.handoff import Request
 from agent.inside.devices import live_numbers
@@ -115,11 +115,7 @@ def _generate(
     system.make_directory(directory)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    text, remark = vendor.generate(system, request, directory)
-    try:
-        spec = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{vendor.tools[0]} wrote what is not JSON: {error}") from error
+    spec, remark = vendor.generate(system, request, directory)
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     return Candidate(clean, _verdict(system, vendor, spec, request, live)), remark

@@ -45,8 +45,8 @@ class MachineVendor(Protocol):
     runtime_config: str
     """The configuration file of the handler's program."""
 
-    def generate(self, system: System, request: Request, directory: str) -> tuple[bytes, str]:
-        """The text of a new spec, made in an empty directory, and a remark or ""; raises AgentError or OSError."""
+    def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
+        """A new spec, parsed, made in an empty directory, and a remark or ""; raises AgentError or OSError."""
         ...
 
     def verify(

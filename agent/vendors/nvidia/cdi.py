@@ -19,6 +19,12 @@ from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
 
 KIND = "nvidia.com/gpu"
 EVERY_GPU = "all"
+NO_GPU = "none"
+"""What nvidia-container-runtime in mode cdi looks for when a container has NVIDIA_VISIBLE_DEVICES=none, which many
+images have: the driver's files and the nodes that all GPUs share. Without the device such a container fails to start.
+`nvidia-ctk cdi generate` makes it only alone, so that it is added to the spec."""
+NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
+"""As nvidia-ctk has it for specs in memory (lib-nvml.go), since a CDI device without any edits is not valid."""
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
 """Nodes without which no GPU computes, for every device of the spec."""
@@ -35,14 +41,15 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
         document = object_of(spec, "the spec")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
+        with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
         ground = Ground(request, live, present)
         problems = [
             *_header_problems(document),
             *edits_problems("containerEdits", common, ground),
-            *(each for name, edits in devices for each in edits_problems(f"device {name}", edits, ground)),
+            *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, ground)),
             *_common_problems(common, request),
             *_library_problems(common, request),
-            *_name_problems(devices, request),
+            *_name_problems(with_gpus, request),
         ]
         missing = _missing_gpus(devices, request)
     except DocumentError as error:

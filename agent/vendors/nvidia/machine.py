@@ -19,7 +19,7 @@ class NvidiaMachine:
     tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi_edits.HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
 
-    def generate(self, system: System, request: Request, directory: str) -> tuple[bytes, str]:
+    def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
         return nvidia_ctk.generate(system, request.driver_root, directory)
 
     def verify(

@@ -1,12 +1,13 @@
 """NVIDIA Container Toolkit: generating a CDI spec, and the configuration of nvidia-container-runtime."""
 
+import json
 import re
 import tomllib
 from typing import Any
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
 from agent.system import System
-from agent.vendors.nvidia.cdi import KIND
+from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
 from agent.vendors.nvidia.cdi_edits import HOOK
 
 NVIDIA_CTK = "/usr/bin/nvidia-ctk"
@@ -30,8 +31,8 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 """By table: keys of api/config/v1/runtime.go in the toolkit's source."""
 
 
-def generate(system: System, driver_root: str, directory: str) -> tuple[bytes, str]:
-    """What nvidia-ctk writes for the GPUs that NVML lists now, and a remark on an old toolkit."""
+def generate(system: System, driver_root: str, directory: str) -> tuple[object, str]:
+    """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU, and a remark on an old toolkit."""
     version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
     if version < OLDEST:
         raise UnsupportedError(
@@ -61,7 +62,18 @@ def generate(system: System, driver_root: str, directory: str) -> tuple[bytes, s
     remark = ""
     if version < RECOMMENDED:
         remark = f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} mends a race in its hooks, bring it up to date"
-    return system.read(output), remark
+    try:
+        spec = json.loads(system.read(output))
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
+    return with_no_gpu(spec), remark
+
+
+def with_no_gpu(spec: object) -> object:
+    """The spec with the device NO_GPU; one without a list of devices is left to the verdict."""
+    if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
+        return spec
+    return spec | {"devices": [*listed, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
 
 
 def parse_version(text: str) -> tuple[int, ...]:
