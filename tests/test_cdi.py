@@ -1,5 +1,6 @@
 """CDI specs are judged by what they hold; every mutation of a good one is refused."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +15,7 @@ from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import host_paths, verify
 from agent.vendors.nvidia.cdi_edits import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
-from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, recorded_spec
+from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
 
 DRM = tuple(
     GrantedDevice(f"/dev/dri/{name}{first + index}", kind, 226, first + index, gpu)
@@ -266,6 +267,19 @@ def judge_drm(spec: Spec, request: Request = WITH_DRM) -> str:
 def test_drm_nodes_with_groups_and_links_are_good() -> None:
     """As nvidia-ctk writes them where udev has made links by PCI address."""
     assert judge_drm(drm_spec()) == ""
+
+
+def test_real_spec_with_drm_nodes_is_good() -> None:
+    """By the real nvidia-ctk 1.19.1 from all files of Debian's driver 550.163.01, for nodes of a simulation (all 1:3)."""
+    recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
+    files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
+    devices = tuple(replace(each, major=1, minor=3) for each in WITH_DRM.devices)
+    live = {path: replace(number, major=1, minor=3) for path, number in LIVE_DRM.items()}
+    request = replace(REQUEST, devices=devices, files=files)
+    verdict = verify(recorded["spec"], request, live, set(host_paths(recorded["spec"])))
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
 
 
 @pytest.mark.parametrize(
