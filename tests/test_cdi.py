@@ -270,7 +270,7 @@ def test_drm_nodes_with_groups_and_links_are_good() -> None:
 
 
 def test_real_spec_with_drm_nodes_is_good() -> None:
-    """By the real nvidia-ctk 1.19.1 from all files of Debian's driver 550.163.01, for nodes of a simulation (all 1:3)."""
+    """By the real nvidia-ctk 1.19.1 from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
     recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
     files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
     devices = tuple(replace(each, major=1, minor=3) for each in WITH_DRM.devices)
