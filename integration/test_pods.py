@@ -91,3 +91,8 @@ def test_without_a_grant_nothing_is_seen(ready: Bed) -> None:
         found = probe(ready.node, runtime=runtime)
         assert set(found["open"].values()) == {"ENOENT"}
         assert all("error" in result for result in found["load"].values())
+
+
+def test_none_gives_the_driver_and_no_gpu(ready: Bed) -> None:
+    """NVIDIA_VISIBLE_DEVICES=none, which images set: the driver's files, and no GPU."""
+    expect_gpus(probe(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "none"}), set())
