@@ -412,8 +412,9 @@ def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
         return subprocess.run(("containerd", *argv), capture_output=True, text=True, check=True).stdout
 
     version = parse_version(tool("--version"))
-    if main == MAIN_3 and version < (2, 0, 0):
-        pytest.skip(f"containerd {version} does not read files of version 3")
+    if version < (2, 0, 0):
+        # containerd 1.x knows no version 3: the same settings in the version that it reads.
+        main = main.replace(MAIN_3, MAIN_2)
     before = main or f"version = {2 if version < (2, 0, 0) else 3}\n"
     (tmp_path / "before.toml").write_text(before)
     dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", "dump"))
