@@ -82,10 +82,8 @@ def evaluate(
     return (*conditions, summarize(conditions))
 
 
-def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Whether a machine that is there has not answered this handoff yet, or not found out everything."""
-    if not isinstance(machine.root, str):
-        return False
+def pending(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+    """Whether the machine has not answered this handoff yet, or not found out everything."""
     if not isinstance(report, Report) or report.generation != goal.handoff.generation:
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)

@@ -144,8 +144,8 @@ class Reconciler:
             name=machine.name,
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused and readiness.pending(machine, goal, report),
-            stopped=not refused and isinstance(machine.root, str) and machine.unit_state in ("inactive", "failed"),
+            pending=not refused and readiness.pending(goal, report),
+            stopped=not refused and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
             settings_digest="" if refused else goal.settings_digest,
         )

@@ -109,6 +109,8 @@ def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
     planned = installed.run(*as_user, "plan").stdout
     assert "would write /etc/systemd/nspawn/gpu-node.nspawn" in planned
     assert "would stage nvidia driver 550.163.01 as driver root 0" in planned
+    # /var/lib/machines has mode 0700: whether the machine is there cannot be seen, whether it runs can.
+    assert "would start machine gpu-node" in planned
     refused = installed.run(*as_user, "apply", check=False)
     assert refused.status == 1
     assert "this needs root rights" in refused.stderr
