@@ -12,17 +12,13 @@ from http.server import BaseHTTPRequestHandler
 from socketserver import TCPServer, ThreadingMixIn
 from urllib.parse import urlsplit
 
-from agent.errors import AgentError, ConfigError
+from agent.errors import AgentError
 from agent.handoff import one_line
 
 log = logging.getLogger("agent.server")
 
 CONNECTIONS = 8
 """Served at a time; further ones are closed at once, as waiting ones would hold up those behind them."""
-HEADERS_DEADLINE = 1.0
-"""Seconds until the request is in, so that idle and trickling peers (slowloris) free their places soon."""
-DEADLINE = 5.0
-"""Seconds for a whole connection."""
 POLL = 3600.0
 """Seconds; serve_forever looks this often whether it is to stop. `stop` wakes it, so that idle costs nothing."""
 PLAIN = "text/plain; charset=utf-8"
@@ -60,6 +56,16 @@ class Site:
         return pages.get(key) or pages.get(path)
 
 
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    headers: float = 1.0
+    """Until the request is in, so that idle and trickling peers (slowloris) free their places soon."""
+    whole: float = 5.0
+    """For a whole connection."""
+
+
 class Handler(BaseHTTPRequestHandler):
     """HTTP/1.0, one request a connection."""
 
@@ -67,7 +73,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._cut_after(HEADERS_DEADLINE)
+        self._cut_after(self.server.limits.headers)
 
     def finish(self) -> None:
         self._cut.cancel()
@@ -77,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The page at the path."""
         self._cut.cancel()
-        self._cut_after(DEADLINE - HEADERS_DEADLINE)
+        self._cut_after(self.server.limits.whole - self.server.limits.headers)
         url = urlsplit(self.path)
         openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
         verbose = "verbose" in url.query.split("&")
@@ -131,13 +137,14 @@ class Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, limits: Limits = Limits()) -> None:
         """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`.
 
         Raises AgentError when the address cannot be had now.
         """
         host, _, port = address.rpartition(":")
         self.site = Site()
+        self.limits = limits
         self._places = threading.BoundedSemaphore(CONNECTIONS)
         try:
             family, _, _, _, where = socket.getaddrinfo(
@@ -179,19 +186,18 @@ class Server(ThreadingMixIn, TCPServer):
         """A peer that hangs up is its own affair."""
 
     def stop(self) -> None:
-        """Stop listening; connections end by themselves within DEADLINE."""
+        """Stop listening; connections end by themselves within their limits."""
         # A listening socket that is shut down becomes readable, which wakes serve_forever.
         self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()
         self.server_close()
-        self._thread.join(DEADLINE)
+        self._thread.join(self.limits.whole)
 
 
 class Endpoint:
     """A server at the configured address, as soon as it can be had: any pod on the host's network may have taken it."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError."""
         self.why_not = ""
         """What keeps the pages from being served; empty while they are."""
         self._address, self._site = address, Site()
@@ -205,13 +211,11 @@ class Endpoint:
             self._server.site = site
 
     def listen(self) -> None:
-        """Try again if there is no server; the log says once why not. Raises ConfigError."""
+        """Try again if there is no server; the log says once why not."""
         if self._server:
             return
         try:
             self._have(Server(self._address))
-        except ConfigError:
-            raise
         except AgentError as error:
             if error.message != self.why_not:
                 log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))

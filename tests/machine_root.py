@@ -69,6 +69,8 @@ class Machine(System):
         self.calls: list[tuple[str, ...]] = []
         self.nodes: dict[str, DeviceNumber] = {}
         self.programs: dict[str, Answer] = {}
+        self.before_write: Callable[[str], None] = lambda path: None
+        """May raise what a full disk or a kill would."""
         self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
         for directory in ("/run/unbounded-agent/report", f"/{LIBRARIES}", "/usr/bin", "/etc"):
             (tree / directory.lstrip("/")).mkdir(parents=True)
@@ -76,6 +78,10 @@ class Machine(System):
     def device(self, path: str) -> DeviceNumber | None:
         # mknod(2) needs root: a listed node is an empty file in the tree.
         return self.nodes.get(path) or super().device(path)
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self.before_write(path)
+        super().write(path, content, mode)
 
     def put(self, path: str, content: str | bytes = "") -> None:
         place = self.tree / path.lstrip("/")

@@ -257,19 +257,16 @@ def test_refused_configuration_is_put_back(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_run_that_is_killed_still_has_containerd_restarted(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch, kept: int
-) -> None:
+def test_run_that_is_killed_still_has_containerd_restarted(machine: Machine, kept: int) -> None:
     """After any number of written files: the next run finds nothing left to write, but containerd must load them."""
     machine.put(MAIN, MAIN_2)
     writes: list[str] = []
 
-    def killed(path: str, content: bytes, mode: int = 0o644) -> None:
+    def killed(path: str) -> None:
         if path.startswith("/etc/containerd/"):
             if len(writes) == kept:
                 raise KeyboardInterrupt
             writes.append(path)
-        Machine.write(machine, path, content, mode)
 
     def killed_at_dump(argv: tuple[str, ...]) -> Completed:
         if "dump" in argv and argv[2] == MAIN:
@@ -277,10 +274,10 @@ def test_run_that_is_killed_still_has_containerd_restarted(
         return containerd(machine, argv)
 
     machine.program("containerd", killed_at_dump)
-    with monkeypatch.context() as patched:
-        patched.setattr(machine, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
-            run(machine)
+    machine.before_write = killed
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    machine.before_write = lambda path: None
     machine.program("containerd", lambda argv: containerd(machine, argv))
     assert len(writes) == kept
     assert restarts(machine) == 0
@@ -289,18 +286,16 @@ def test_run_that_is_killed_still_has_containerd_restarted(
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
-def test_full_disk_puts_everything_back(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_puts_everything_back(machine: Machine) -> None:
     """ENOSPC at the second file: the first one goes again, and containerd need not restart for it."""
     machine.put(MAIN, MAIN_2)
 
-    def full(path: str, content: bytes, mode: int = 0o644) -> None:
+    def full(path: str) -> None:
         if path == MAIN:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
-        Machine.write(machine, path, content, mode)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(machine, "write", full)
-        run(machine)
+    machine.before_write = full
+    run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
     assert "No space left on device" in machine.message("RuntimeConfigured")
     assert not machine.exists(DROP_IN)

@@ -13,7 +13,7 @@ from http import HTTPStatus
 import pytest
 
 from agent.errors import AgentError
-from agent.server import CONNECTIONS, HEADERS_DEADLINE, OPENMETRICS, VERBOSE, Page, Server, Site
+from agent.server import CONNECTIONS, OPENMETRICS, VERBOSE, Limits, Page, Server, Site
 
 LONG = 10**9
 
@@ -107,6 +107,9 @@ def serving() -> int:
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
+HEADERS = Limits().headers
+
+
 def until(what: Callable[[], bool]) -> None:
     """Until it is true."""
     deadline = time.monotonic() + 30
@@ -115,20 +118,20 @@ def until(what: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_idle_peers_free_their_places_soon(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.server.DEADLINE", 60.0)
+def test_idle_peers_free_their_places_soon(server: Server) -> None:
+    server.limits = Limits(whole=60.0)
     with ExitStack() as stack:
         started = time.monotonic()
         peers = connect(server, stack, CONNECTIONS)
         assert [peer.recv(1) for peer in peers] == [b""] * CONNECTIONS
-        assert HEADERS_DEADLINE * 0.9 < time.monotonic() - started < 30
+        assert HEADERS * 0.9 < time.monotonic() - started < 30
         until(lambda: serving() == 0)
         assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
-def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server) -> None:
     """Slowloris: each byte would start a socket's own time limit anew."""
-    monkeypatch.setattr("agent.server.DEADLINE", 60.0)
+    server.limits = Limits(whole=60.0)
     with ExitStack() as stack:
         (peer,) = connect(server, stack, 1)
         started = time.monotonic()
@@ -136,12 +139,12 @@ def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server, monkeypatch: pyt
         with contextlib.suppress(ConnectionError):
             while not select.select([peer], [], [], 0.2)[0]:
                 peer.sendall(b"X")
-        assert HEADERS_DEADLINE * 0.9 < time.monotonic() - started < 30
+        assert HEADERS * 0.9 < time.monotonic() - started < 30
 
 
-def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server) -> None:
     """What it does not read fills the socket's buffers, and the answer waits."""
-    monkeypatch.setattr("agent.server.DEADLINE", 1.5)
+    server.limits = Limits(whole=1.5)
     server.site = Site(fresh={"/metrics": Page(HTTPStatus.OK, b"x" * 32_000_000)}, fresh_until=time.monotonic() + LONG)
     with ExitStack() as stack:
         (peer,) = connect(server, stack, 1)
@@ -149,11 +152,11 @@ def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server, monkey
         peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
         until(lambda: serving() == 1)
         until(lambda: serving() == 0)
-        assert time.monotonic() - started > 1.5 - HEADERS_DEADLINE, "what is left of the time after the request"
+        assert time.monotonic() - started > 1.5 - HEADERS, "what is left of the time after the request"
 
 
-def test_a_connection_without_a_place_is_closed_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.server.HEADERS_DEADLINE", 60.0)
+def test_a_connection_without_a_place_is_closed_at_once(server: Server) -> None:
+    server.limits = Limits(headers=60.0)
     with ExitStack() as stack:
         connect(server, stack, CONNECTIONS)
         until(lambda: serving() == CONNECTIONS)
