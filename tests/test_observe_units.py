@@ -1,4 +1,4 @@
-"""systemd's answers and the installed unit template (those of Debian 12 and 13 are kept in tests/hosts/units)."""
+"""systemd's answers and the installed unit template (what Debian 12 and 13 have in theirs is in tests/hosts/units)."""
 
 import pytest
 
