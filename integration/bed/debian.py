@@ -6,7 +6,6 @@ from pathlib import Path
 from integration.bed.process import run
 
 SUITE = "trixie"
-MIRROR = "http://deb.debian.org/debian"
 UNWANTED_FILES = (
     "/usr/share/doc/*",
     "/usr/share/info/*",
@@ -28,4 +27,5 @@ def debian_tree(target: Path, variant: str, packages: Sequence[str], components:
     argv += ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
     argv += ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
     argv += ["--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES)]
-    run([*argv, SUITE, target, f"deb {MIRROR} {SUITE} {components}"])
+    # Without a mirror: mmdebstrap's own choice for the suite, with its updates and security fixes.
+    run([*argv, SUITE, target])
