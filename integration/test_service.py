@@ -47,6 +47,7 @@ def test_all_conditions_are_true(ready: Bed) -> None:
 
 def test_prometheus_scrapes_it(ready: Bed) -> None:
     """Debian's real Prometheus, asked by its own client."""
+    ready.wait_served()
     ready.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
     ready.run("systemctl", "start", "prometheus.service")
     query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090"]
@@ -58,6 +59,7 @@ def test_prometheus_scrapes_it(ready: Bed) -> None:
 
 
 def test_health_pages(ready: Bed) -> None:
+    ready.wait_served()
     fetch = FETCH + "print(page.status)"
     for page in ("livez", "readyz", "readyz/machines/gpu-node"):
         assert ready.run("python3", "-c", fetch, f"http://127.0.0.1:9788/{page}").stdout.strip() == "200"
