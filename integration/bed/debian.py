@@ -1,4 +1,4 @@
-"""Debian 13 trees made by mmdebstrap, without documentation and without syncs to disk."""
+"""Debian trees made by mmdebstrap, without documentation and without syncs to disk."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,13 +19,17 @@ UNWANTED_FILES = (
 )
 
 
-def debian_tree(target: Path, variant: str, packages: Sequence[str], components: str = "main") -> None:
-    """A Debian 13 tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
+def debian_tree(
+    target: Path, variant: str, packages: Sequence[str], components: str = "main", *, suite: str = SUITE
+) -> None:
+    """A Debian tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
     argv: list[str | Path] = ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
     argv += [f"--include={','.join(packages)}", f"--components={components.replace(' ', ',')}"]
     argv += ["--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
     argv += ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
     argv += ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
+    # The index of sid is valid for a week, and a mirror may lag behind by more; its signature is checked all the same.
+    argv += ['--aptopt=Acquire::Check-Valid-Until "false"']
     argv += ["--dpkgopt=force-unsafe-io", *(f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES)]
     # Without a mirror: mmdebstrap's own choice for the suite, with its updates and security fixes.
-    run([*argv, SUITE, target])
+    run([*argv, suite, target])
