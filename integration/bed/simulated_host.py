@@ -1,9 +1,7 @@
 """The simulated GPU host: a virtual machine with NVIDIA's user space and a stand-in driver for QEMU devices."""
 
 import errno
-import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,10 +13,10 @@ from integration.bed.host_image import host_image
 from integration.bed.kernel_modules import boot_files
 from integration.bed.process import run
 from integration.bed.qemu import Qemu
+from integration.bed.run_directory import run_directory
 
 # An emulated machine is slow, and slower still beside a build on the same two cores.
 BOOT_SECONDS = 300.0
-PREFIX = "simulated-host-"
 
 
 class SimulatedHost:
@@ -31,8 +29,7 @@ class SimulatedHost:
         self, host: Path | None = None, machines: Path | None = None, *,
         gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "",
     ) -> None:  # fmt: skip
-        _remove_abandoned()
-        self.directory = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self.directory = run_directory("simulated-host")
         self._memory_mib = memory_mib
         self._append = append
         self._boot = boot_files()
@@ -144,11 +141,3 @@ class SimulatedHost:
             kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
         run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
         return overlay
-
-
-def _remove_abandoned() -> None:
-    """Removes the directories of hosts whose process was killed."""
-    for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}[0-9]*-*"):
-        pid = directory.name.removeprefix(PREFIX).partition("-")[0]
-        if not Path("/proc", pid).exists():
-            shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,15 @@
+"""Directories for what a run of the bed leaves on disk while it lasts."""
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+
+def run_directory(name: str) -> Path:
+    """A new directory of this process, mode 0700. Removes those that killed processes have left under that name."""
+    for directory in Path(tempfile.gettempdir()).glob(f"{name}-[0-9]*-*"):
+        pid = directory.name.removeprefix(f"{name}-").partition("-")[0]
+        if not Path("/proc", pid).exists():
+            shutil.rmtree(directory, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{name}-{os.getpid()}-"))
