@@ -40,7 +40,7 @@ def test_all_conditions_are_true(ready: Bed) -> None:
     """But for those that need a kubelet or a persistence daemon, each with that reason."""
     conditions = ready.wait_ready()
     others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
-    assert others == {"GPUsAdvertised": "NotWatched", "PersistenceMode": "DaemonNotRunning"}
+    assert others == {"GPUsAdvertised": "NoKubelet", "PersistenceMode": "DaemonNotRunning"}
     table = ready.agent("status").stdout
     assert "Ready  True" in table
 

@@ -13,6 +13,7 @@ from agent.conditions import Condition, ConditionType, Status, false, not_applic
 from agent.errors import AgentError, ApplyError
 from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
 from agent.inside.devices import check_devices
+from agent.inside.kubelet import check_advertised
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
@@ -121,9 +122,8 @@ def _settle_request(
 
     conditions.append(_attempt(ConditionType.CDI_SPEC_CURRENT, publish))
     conditions += _settle_runtime(system, notes, owned, vendor, request, default=handoff.default_runtime)
-    # The kubelet's device checkpoint is not looked at yet.
-    message = "what the kubelet advertises is not watched yet"
-    conditions.append(unknown(ConditionType.GPUS_ADVERTISED, "NotWatched", message))
+    advertised = ConditionType.GPUS_ADVERTISED
+    conditions.append(_attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices)))
     return Outcome(tuple(conditions), published.devices)
 
 

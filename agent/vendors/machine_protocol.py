@@ -44,6 +44,10 @@ class MachineVendor(Protocol):
     """Programs that the spec depends on: a new one means that it is generated again."""
     runtime_config: str
     """The configuration file of the handler's program."""
+    resource_prefix: str
+    """Of the extended resources that the vendor's device plug-in offers, such as `vendor.com/`."""
+    plugin_sockets: str
+    """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
 
     def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
         """A new spec, parsed, made in an empty directory, and a remark or ""; raises AgentError or OSError."""
@@ -60,6 +64,10 @@ class MachineVendor(Protocol):
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         """The host paths of all mounts of the spec. Pure."""
+        ...
+
+    def gpu_of(self, name: str) -> str:
+        """The GPU's identity in a device id of the kubelet or a device name of the spec, "" if it has none. Pure."""
         ...
 
     def edit_runtime_config(self, text: str) -> str:

@@ -6,7 +6,7 @@ from agent.facts import DeviceNumber
 from agent.handoff import Request
 from agent.system import System
 from agent.vendors.machine_protocol import RuntimeHandler, Verdict
-from agent.vendors.nvidia import cdi, cdi_edits, nvidia_ctk
+from agent.vendors.nvidia import cdi, cdi_edits, device_plugin, nvidia_ctk
 
 
 class NvidiaMachine:
@@ -18,6 +18,8 @@ class NvidiaMachine:
     spec_kind = cdi.KIND
     tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi_edits.HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
+    resource_prefix = device_plugin.RESOURCE_PREFIX
+    plugin_sockets = device_plugin.SOCKETS
 
     def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
         return nvidia_ctk.generate(system, request.driver_root, directory)
@@ -29,6 +31,9 @@ class NvidiaMachine:
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         return cdi.host_paths(spec)
+
+    def gpu_of(self, name: str) -> str:
+        return device_plugin.gpu_of(name)
 
     def edit_runtime_config(self, text: str) -> str:
         return nvidia_ctk.edit_runtime_config(text)

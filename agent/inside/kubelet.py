@@ -1,0 +1,146 @@
+"""What the kubelet advertises of the granted GPUs, from its own files: no plug-in and no API server is asked.
+
+The checkpoint is that of k8s.io/kubernetes pkg/kubelet/cm/devicemanager: written when a plug-in sends its list and when
+a pod gets devices, but neither when a plug-in goes (its devices count as unhealthy at once, the file follows after five
+minutes) nor when the kubelet starts. So the sockets are tried, and a list older than they are proves nothing.
+"""
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.errors import DocumentError
+from agent.handoff import Request
+from agent.system import System
+from agent.vendors.machine_protocol import MachineVendor
+
+PLUGINS = "/var/lib/kubelet/device-plugins"
+"""pluginapi.DevicePluginPath of k8s.io/kubelet: not configurable in the plug-ins."""
+KUBELET_SOCKET = f"{PLUGINS}/kubelet.sock"
+CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
+CHECKPOINT_LIMIT = 8 << 20
+"""Bytes: it holds what each container with devices was given."""
+NAMES_SHOWN = 16
+
+KIND = ConditionType.GPUS_ADVERTISED
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A vendor's device plug-in as the kubelet's directory shows it."""
+
+    serving: tuple[str, ...] = ()
+    """Sockets that accept connections."""
+    dead: tuple[str, ...] = ()
+    """Sockets that somebody left behind."""
+    registered: Mapping[str, tuple[str, ...]] | None = None
+    """Ids of the healthy devices by resource; None without a checkpoint."""
+    up_to_date: bool = False
+    """Whether the checkpoint was written after the plug-in began to serve."""
+
+
+def check_advertised(system: System, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
+    """The GPUsAdvertised condition; `published` are the device names of the CDI spec. Raises OSError."""
+    if not system.is_directory(PLUGINS):
+        if not request.gpus:
+            return not_applicable(KIND, "no GPU is granted to this machine")
+        return unknown(KIND, "NoKubelet", f"there is no {PLUGINS}: no kubelet has run in this machine")
+    try:
+        plugin = look(system, vendor)
+    except DocumentError as error:
+        return unknown(KIND, "BadCheckpoint", str(error))
+    granted = {gpu for name in published if (gpu := vendor.gpu_of(name))}
+    if not system.accepts_connections(KUBELET_SOCKET):
+        return unknown(KIND, "KubeletDown", f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`")
+    if not request.gpus and not any((plugin.registered or {}).values()):
+        return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
+    return _without_plugin(vendor, plugin) or _compare(vendor, request, granted, plugin.registered or {})
+
+
+def look(system: System, vendor: MachineVendor) -> Plugin:
+    """Raises DocumentError, which names the checkpoint's key, or OSError."""
+    names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
+    sockets = {path: system.accepts_connections(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+    serving = tuple(path for path, accepts in sockets.items() if accepts)
+    dead = tuple(path for path, accepts in sockets.items() if not accepts)
+    try:
+        written = system.identity(CHECKPOINT).mtime_ns
+        registered = parse_checkpoint(system.read(CHECKPOINT, CHECKPOINT_LIMIT))
+        begun = max((system.identity(path).mtime_ns for path in serving), default=0)
+    except FileNotFoundError:
+        return Plugin(serving, dead)
+    except OSError as error:
+        raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
+    ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
+    return Plugin(serving, dead, ours, up_to_date=written >= begun)
+
+
+def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
+    """Ids of the registered devices by resource; raises DocumentError.
+
+    Kubernetes up to 1.19 wrote the devices of pods in another form, and before 1.10 the whole without `Data`; what is
+    read here is the same in all. The checksum is not checked: it is of Go's printed form of the structure.
+    """
+    hint = "see the kubelet's log; it writes the file anew when a device plug-in registers"
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
+    content, where = (document.get("Data", document) if isinstance(document, dict) else document), "Data"
+    if isinstance(content, dict):
+        content, where = content.get("RegisteredDevices"), "Data.RegisteredDevices"
+    if not isinstance(content, dict):
+        raise DocumentError(f"{CHECKPOINT}: key {where} is not an object", hint)
+    registered = {}
+    for resource, listed in content.items():
+        # Go writes a slice without elements as null or as [].
+        ids = [] if listed is None else listed
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise DocumentError(f"{CHECKPOINT}: key {where}[{resource[:100]!a}] is not a list of strings", hint)
+        registered[resource] = tuple(ids)
+    return registered
+
+
+def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
+    """The condition while no plug-in serves a list that is known to be its own; None when one does."""
+    advice = f"see the pod of the device plug-in for {vendor.resource_prefix}*, and its log"
+    if not plugin.serving:
+        if not plugin.dead and not plugin.registered:
+            message = f"no device plug-in for {vendor.resource_prefix}* has registered with the kubelet"
+            return unknown(KIND, "NoDevicePlugin", f"{message}; pods can still ask for CDI devices by name")
+        why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
+        return false(KIND, "DevicePluginDown", f"the device plug-in does not run: {why}; {advice}")
+    if not plugin.up_to_date:
+        message = f"the device plug-in serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
+        return false(KIND, "NotRegistered", f"{message}; if that lasts, {advice}")
+    return None
+
+
+def _compare(
+    vendor: MachineVendor, request: Request, granted: set[str], registered: Mapping[str, tuple[str, ...]]
+) -> Condition:
+    """By identity: time-slicing and MIG make counts say nothing."""
+    gpus = {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each))}
+    foreign = {f"{resource} {each}" for resource, ids in registered.items() for each in ids if not vendor.gpu_of(each)}
+    counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
+    if request.gpus and not granted:
+        return unknown(KIND, "NotPublished", f"no CDI spec tells which GPUs are granted, see CDISpecCurrent; {counts}")
+    missing, stale = granted - gpus, gpus - granted
+    if missing and foreign:
+        message = f"ids of another form are advertised ({_names(foreign)}), so that {_names(missing)} cannot be found"
+        return unknown(KIND, "UnknownIDs", message)
+    parts = [f"{_names(missing)} is granted, but not advertised (unhealthy, or new since it looked)"] if missing else []
+    parts += [f"{_names(stale)} is advertised, but not granted (any more)"] if stale else []
+    message = f"{'; '.join(parts)}: see the log of the device plug-in, and restart its pod"
+    if missing:
+        return false(KIND, "GPUsMissing", message)
+    if stale:
+        return false(KIND, "StaleGPUs", message)
+    return true(KIND, "Advertised", f"every granted GPU is advertised ({counts})")
+
+
+def _names(names: set[str]) -> str:
+    shown = sorted(names)[:NAMES_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
