@@ -1,31 +1,18 @@
-"""The disk image of the simulated GPU host: Debian 13 with NVIDIA's own user-space packages and our stand-in driver."""
+"""The disk image of the simulated GPU host: Debian with NVIDIA's own user-space packages and our stand-in driver."""
 
 import shutil
 from pathlib import Path
 
 from integration.bed import debian
 from integration.bed.cache import REPOSITORY, cached, step
-from integration.bed.kernel_modules import DRIVER_VERSION, IDENTITY_MODULE, kernel_modules, kernel_release, toolchain
-from integration.bed.nvml import DRIVER_LIBRARIES, library_name, nvml
+from integration.bed.host_roots import Layout, driver_version, host_root
+from integration.bed.kernel_modules import IDENTITY_MODULE, kernel_modules, kernel_release, toolchain
+from integration.bed.nvml import library_name, nvml
 from integration.bed.process import run
 
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
 AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
-
-SYSTEM_PACKAGES = (
-    "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
-    " qemu-guest-agent prometheus"
-)
-# NVIDIA's driver of Debian's non-free component, everything but the kernel module: the split layout of Debian.
-DRIVER_PACKAGES = (
-    "libcuda1 libcudadebugger1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1"
-    " libnvidia-allocator1 libnvidia-api1 libnvidia-cfg1 libnvidia-encode1 libnvidia-fbc1 libnvidia-glvkspirv"
-    " libnvidia-ml1 libnvidia-ngx1 libnvidia-nvvm4 libnvidia-opticalflow1 libnvidia-pkcs11-openssl3"
-    " libnvidia-ptxjitcompiler1 libnvidia-rtcore libnvoptix1 nvidia-egl-icd nvidia-modprobe nvidia-opencl-icd"
-    " nvidia-persistenced nvidia-smi nvidia-vdpau-driver nvidia-vulkan-icd"
-)
-COMPONENTS = "main contrib non-free non-free-firmware"
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Installed for the tests to start. nvidia-persistenced would talk to a real driver.
@@ -53,10 +40,11 @@ MASKED_UNITS = (
 KEPT_GENERATOR = "systemd-fstab-generator"
 
 
-def host_image(wheels: Path | None = None) -> Path:
+def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: str = debian.SUITE) -> Path:
     """A raw ext4 image, to be used only as the backing file of an overlay.
 
-    `wheels` is a directory with the agent's locked dependencies, put into the environment AGENT_ENVIRONMENT.
+    `wheels` is a directory with the agent's locked dependencies for the suite's Python, put into the environment
+    AGENT_ENVIRONMENT.
     """
 
     def build(target: Path) -> None:
@@ -64,7 +52,7 @@ def host_image(wheels: Path | None = None) -> Path:
         run(["cp", "-a", "--reflink=auto", base, root])
         run(["cp", "-a", "--no-preserve=ownership", f"{FILES}/.", root])
         shutil.copy2(library, root / original.relative_to(base))
-        _install_modules(root)
+        _install_modules(root, modules)
         _set_units(root)
         run(["chroot", root, "systemd-machine-id-setup"])
         # Else the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
@@ -78,26 +66,20 @@ def host_image(wheels: Path | None = None) -> Path:
             run(["mke2fs", "-q", "-t", "ext4", "-E", "lazy_itable_init=1", "-d", root, target / "host.ext4"])
         shutil.rmtree(root)
 
-    base, modules = _debian_root(), kernel_modules()
-    original = base / DRIVER_LIBRARIES / library_name(DRIVER_VERSION)
-    library = nvml(original)
+    base = host_root(layout, suite)
+    version = driver_version(base)
+    modules = kernel_modules(version)
+    (original,) = base.glob(f"usr/lib/**/{library_name(version)}")
+    library = nvml(original, version)
     inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
     if wheels is not None:
         inputs.append(wheels)
-    # Two names, since the cache keeps only the newest result of a name.
-    return cached("host-image" if wheels else "host-image-bare", inputs, build) / "host.ext4"
+    # A name for each kind, since the cache keeps only the newest result of a name.
+    name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
+    return cached(name, inputs, build) / "host.ext4"
 
 
-def _debian_root() -> Path:
-    packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
-
-    def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "essential", packages.split(), COMPONENTS)
-
-    return cached("host-root", [packages, COMPONENTS, Path(debian.__file__)], build) / "root"
-
-
-def _install_modules(root: Path) -> None:
+def _install_modules(root: Path, stand_ins: Path) -> None:
     release = kernel_release()
     modules = root / "usr/lib/modules" / release
     shutil.copytree(
@@ -108,7 +90,7 @@ def _install_modules(root: Path) -> None:
     )
     updates = modules / "updates"
     updates.mkdir()
-    for module in kernel_modules().glob("*.ko"):
+    for module in stand_ins.glob("*.ko"):
         if module.name != IDENTITY_MODULE:
             shutil.copy2(module, updates)
     run(["chroot", root, "depmod", release])

@@ -5,12 +5,10 @@ import shutil
 from pathlib import Path
 
 from integration.bed.cache import REPOSITORY, cached
-from integration.bed.kernel_modules import DRIVER_VERSION, toolchain
+from integration.bed.kernel_modules import toolchain
 from integration.bed.process import run
 
 SOURCES = REPOSITORY / "integration/simulation/nvml"
-# Where Debian's libnvidia-ml1 keeps its one real file.
-DRIVER_LIBRARIES = Path("usr/lib/x86_64-linux-gnu/nvidia/current")
 NOT_SUPPORTED = '__attribute__((visibility("default"))) int {name}(void);\nint {name}(void) {{ return 3; }}\n'
 
 
@@ -18,7 +16,7 @@ def library_name(version: str) -> str:
     return f"libnvidia-ml.so.{version}"
 
 
-def nvml(original: Path, version: str = DRIVER_VERSION) -> Path:
+def nvml(original: Path, version: str) -> Path:
     """The stand-in's file. `original` is NVIDIA's library, from which only the list of function names is taken."""
 
     def build(target: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from integration.bed.cache import REPOSITORY, cached
 
 PYTHON = "3.13"
-"""Of Debian 13, the simulated GPU host."""
+"""Of Debian 13."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
 
@@ -19,17 +19,17 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
     subprocess.run(argv, env=environment, check=True)
 
 
-def dependencies() -> Path:
-    """A directory of the wheels that requirements.lock pins, checked by their hashes."""
+def dependencies(python: str = PYTHON) -> Path:
+    """A directory of the wheels that requirements.lock pins for that version of Python, checked by their hashes."""
     lock = REPOSITORY / "requirements.lock"
 
     def build(target: Path) -> None:
-        options = ["--only-binary=:all:", "--python-version", PYTHON, "--implementation", "cp", "--require-hashes"]
+        options = ["--only-binary=:all:", "--python-version", python, "--implementation", "cp", "--require-hashes"]
         for platform in PLATFORMS:
             options += ["--platform", platform]
         pip("download", *options, "--dest", str(target), "--requirement", str(lock))
 
-    return cached("wheels", [lock, PYTHON, *PLATFORMS], build)
+    return cached(f"wheels-{python}", [lock, python, *PLATFORMS], build)
 
 
 def build_backend() -> Path:

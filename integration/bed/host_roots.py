@@ -1,0 +1,93 @@
+"""Root file systems for simulated hosts: Debian with NVIDIA's own user-space packages, as packaged or rearranged."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Literal
+
+from integration.bed import debian
+from integration.bed.cache import cached
+from integration.bed.process import run
+
+Layout = Literal["split", "flat"]
+"""`split`: Debian's, over two directories and absolute links of the alternatives system. `flat`: Ubuntu's."""
+
+PYTHON = {"trixie": "3.13", "bookworm": "3.11"}
+"""The version of Python in each suite that can be a host."""
+
+SYSTEM_PACKAGES = (
+    "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
+    " qemu-guest-agent prometheus"
+)
+# NVIDIA's driver of Debian's non-free component, everything but the kernel module.
+DRIVER_PACKAGES = (
+    "libcuda1 libcudadebugger1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1"
+    " libnvidia-allocator1 libnvidia-api1 libnvidia-cfg1 libnvidia-encode1 libnvidia-fbc1 libnvidia-glvkspirv"
+    " libnvidia-ml1 libnvidia-ngx1 libnvidia-nvvm4 libnvidia-opticalflow1 libnvidia-pkcs11-openssl3"
+    " libnvidia-ptxjitcompiler1 libnvidia-rtcore libnvoptix1 nvidia-egl-icd nvidia-modprobe nvidia-opencl-icd"
+    " nvidia-persistenced nvidia-smi nvidia-vdpau-driver nvidia-vulkan-icd"
+)
+COMPONENTS = "main contrib non-free non-free-firmware"
+
+LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
+SPLIT_LIBRARIES = LIBRARIES / "nvidia/current"
+"""Where Debian keeps most of the driver's real files."""
+ALTERNATIVES = ("/etc/alternatives/nvidia", "/etc/alternatives/glx")
+
+
+def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
+    """A cached tree, to be copied before it is changed. Ubuntu's layout is made here, from Debian's packages."""
+    packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
+
+    def build(target: Path) -> None:
+        debian.debian_tree(target / "root", "essential", packages.split(), COMPONENTS, suite=suite)
+
+    def build_flat(target: Path) -> None:
+        # Hard links: files are moved about, and none is written to.
+        run(["cp", "-al", split, target / "root"])
+        flatten(target / "root")
+
+    # A name for each, since the cache keeps only the newest result of a name.
+    split = cached(f"host-root-{suite}", [packages, COMPONENTS, suite, Path(debian.__file__)], build) / "root"
+    if layout == "split":
+        return split
+    return cached(f"host-root-{suite}-flat", [str(split), Path(__file__)], build_flat) / "root"
+
+
+def driver_version(root: Path) -> str:
+    """By the name of the one real libcuda: the suite's security updates change it."""
+    found = {path.name.removeprefix("libcuda.so.") for path in (root / LIBRARIES).rglob("libcuda.so.*.*")}
+    if len(found) != 1:
+        raise ValueError(f"{root / LIBRARIES} has libcuda in the versions {sorted(found)}, not in one")
+    return found.pop()
+
+
+def flatten(root: Path) -> None:
+    """Rearranges Debian's driver as Ubuntu packages it: every real file with its soname link in one directory.
+
+    Placement after the file lists of Ubuntu 24.04's libnvidia-compute, -gl, -decode and nvidia-utils; versions, file
+    contents and the set of files stay Debian's.
+    """
+    for directory in ("usr/bin", "usr/lib", "usr/share"):
+        for link in _links(root / directory):
+            if os.readlink(link).startswith(ALTERNATIVES):
+                link.unlink()
+    for link in (root / "etc/alternatives").iterdir():
+        if f"/etc/alternatives/{link.name}".startswith(ALTERNATIVES):
+            link.unlink()
+    split, flat = root / SPLIT_LIBRARIES, root / LIBRARIES
+    (split / "nvidia-drm_gbm.so").unlink()
+    (flat / "gbm/nvidia-drm_gbm.so").symlink_to("../libnvidia-allocator.so.1")
+    (split / "nvoptix.bin").rename(root / "usr/share/nvidia/nvoptix.bin")
+    # DLLs for Wine.
+    (split / "nvidia/wine").rename(flat / "nvidia/wine")
+    (split / "nvidia").rmdir()
+    for path in sorted(split.iterdir()):
+        path.rename(flat / ("vdpau" if path.name.startswith("libvdpau_") else "") / path.name)
+    split.rmdir()
+    (root / "usr/lib/nvidia/current/nvidia-smi").rename(root / "usr/bin/nvidia-smi")
+    shutil.rmtree(root / "usr/lib/nvidia")
+
+
+def _links(directory: Path) -> list[Path]:
+    return [path for path in directory.rglob("*") if path.is_symlink()]
