@@ -15,7 +15,18 @@ import tomlkit
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
 from agent.inside.__main__ import run
-from agent.inside.containerd import CRI_2, CRI_3, IMPORT, MAIN, Configuration, covers, parse_version, problems, render
+from agent.inside.containerd import (
+    CRI_2,
+    CRI_3,
+    IMPORT,
+    MAIN,
+    Configuration,
+    covers,
+    imports,
+    parse_version,
+    problems,
+    render,
+)
 from agent.inside.runtime_files import with_import
 from agent.system.commands import Completed
 from agent.vendors.machine_protocol import RuntimeHandler
@@ -69,7 +80,8 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
-    configuration = Configuration(tomllib.loads(main), tuple(tomllib.loads(each) for each in imported), DUMP)
+    files = {f"/etc/containerd/{index}.toml": tomllib.loads(each) for index, each in enumerate(imported)}
+    configuration = Configuration(tomllib.loads(main), files, DUMP)
     return render(configuration, containerd, HANDLER, default=default)
 
 
@@ -140,7 +152,7 @@ def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
     ("main", "containerd", "said"),
     [
         (MAIN_2, (1, 6, 20), "1.6.20; 1.7.0 is the first with CDI"),
-        ("", V17, "version 1"),
+        ("[plugins.cri]\n", V17, "version 1"),
         ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
     ],
 )
@@ -157,8 +169,39 @@ def test_versions_and_imports() -> None:
         parse_version("containerd")
     assert covers("/etc/containerd/conf.d/*.toml", DROP_IN)
     assert covers(DROP_IN, DROP_IN)
+    assert covers("/etc/*/conf.d/*.toml", DROP_IN)
     assert not covers("/etc/containerd/*.toml", DROP_IN)
     assert not covers("/etc/containerd/conf.d/9?-nvidia.toml", DROP_IN)
+
+
+def test_relative_imports_are_the_files_own() -> None:
+    """Of the importing file's directory, without detours."""
+    document = {"imports": ["../*.toml", "./a.toml", "/b.toml"]}
+    assert imports(DROP_IN, document) == ("/etc/containerd/*.toml", "/etc/containerd/conf.d/a.toml", "/b.toml")
+    with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
+        imports(MAIN, {"imports": "x"})
+
+
+@pytest.mark.parametrize(
+    ("main", "imported", "version"),
+    [
+        ("version = 4\n", ["version = 2\n"], 4),
+        ("imports = []\n", ["version = 2\n", "[debug]\n"], 2),
+        ("[debug]\n", [], 3),
+    ],
+)
+def test_version_of_the_configuration(main: str, imported: list[str], version: int) -> None:
+    """The main file's; where that names no plug-in's table, the imported files'; else the newest that 2.x all read."""
+    assert drop_in(main, V21, *imported)["version"] == version
+
+
+def test_file_behind_ours_is_refused_where_it_would_win() -> None:
+    """containerd 1.x takes a plug-in's table from the file loaded last."""
+    files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
+    configuration = Configuration({"version": 2}, files, DUMP, behind=tuple(files))
+    with pytest.raises(UnsupportedError, match=f"99-zz.toml is loaded after {DROP_IN}"):
+        render(configuration, V17, HANDLER, default=False)
+    assert render(configuration, V21, HANDLER, default=False)["version"] == 2
 
 
 def test_import_is_added_and_nothing_else_changes() -> None:
@@ -414,7 +457,7 @@ def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
     (tmp_path / "before.toml").write_text(before)
     dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", "dump"))
     # What 1.6 makes of the tables is the same; only that it has no CDI.
-    configuration = Configuration(tomllib.loads(before), (), dump)
+    configuration = Configuration(tomllib.loads(before), {}, dump)
     wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
     (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))
     (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))

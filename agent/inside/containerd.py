@@ -34,20 +34,23 @@ class Configuration:
     """The files that containerd loads, in its order, without our drop-in."""
 
     main: Table
-    imported: tuple[Table, ...]
+    imported: Mapping[str, Table]
+    """By path."""
     dump: Table
     """What `containerd config dump` prints for these files: with all defaults."""
+    behind: tuple[str, ...] = ()
+    """Those of the imported files that are loaded after our drop-in."""
 
-    @property
-    def version(self) -> int:
-        """Of the main file, which decides on the names of the tables; files without one are of version 1."""
-        value = self.main.get("version", 1)
-        return value if isinstance(value, int) else 1
+    def version(self, containerd: tuple[int, ...]) -> int:
+        """What decides on the names of the tables: the main file's, which without one is of version 1.
 
-    @property
-    def cri(self) -> str:
-        """The CRI plug-in's name."""
-        return CRI_2 if self.version < 3 else CRI_3
+        A main file without plug-ins' tables has nothing to be named: then it is that of the files it imports.
+        """
+        if "version" in self.main or "plugins" in self.main:
+            value = self.main.get("version", 1)
+            return value if isinstance(value, int) else 1
+        imported = (document.get("version") for document in self.imported.values())
+        return max((each for each in imported if isinstance(each, int)), default=new_version(containerd))
 
 
 def drop_in_path(handler: RuntimeHandler) -> str:
@@ -63,25 +66,32 @@ def parse_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in match.groups())
 
 
-def new_main(containerd: tuple[int, ...]) -> Table:
-    """For a machine without a main file: all of containerd's defaults, and our import."""
-    return {"version": 2 if containerd < (2, 0, 0) else 3, "imports": [IMPORT]}
+def new_version(containerd: tuple[int, ...]) -> int:
+    """Of a file that nobody has written yet; every containerd 2 reads version 3."""
+    return 2 if containerd < (2, 0, 0) else 3
 
 
-def imports(document: Table) -> tuple[str, ...]:
+def cri_table(version: int) -> str:
+    """The CRI plug-in's name in files of a version."""
+    return CRI_2 if version < 3 else CRI_3
+
+
+def imports(path: str, document: Table) -> tuple[str, ...]:
     """Patterns of the files that a file imports, absolute: relative ones are relative to the importing file."""
     listed = document.get("imports", [])
     if not isinstance(listed, list):
-        raise DocumentError(f"{MAIN}: key imports is not a list", "repair it: containerd cannot start with it either")
-    return tuple(posixpath.join(posixpath.dirname(MAIN), str(pattern)) for pattern in listed)
+        raise DocumentError(f"{path}: key imports is not a list", "repair it: containerd cannot start with it either")
+    directory = posixpath.dirname(path)
+    return tuple(posixpath.normpath(posixpath.join(directory, str(pattern))) for pattern in listed)
 
 
 def covers(pattern: str, path: str) -> bool:
     """Whether containerd loads a file by an import; only patterns with an asterisk are patterns to it."""
     if "*" not in pattern:
         return pattern == path
-    (directory, name), (pattern_directory, pattern_name) = posixpath.split(path), posixpath.split(pattern)
-    return directory == pattern_directory and fnmatchcase(name, pattern_name)
+    # As Go's filepath.Glob: no wildcard matches a slash.
+    parts, wanted = path.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
 
 def render(
@@ -93,30 +103,37 @@ def render(
             f"containerd is {_text(containerd)}; {_text(OLDEST)} is the first with CDI",
             "install a newer containerd in the image",
         )
-    if configuration.version < 2:
+    version = configuration.version(containerd)
+    if version < 2:
         raise UnsupportedError(
-            f"{MAIN} has version {configuration.version}, whose tables containerd no longer documents",
+            f"{MAIN} has version {version}, whose tables containerd no longer documents",
             f"`containerd config migrate` prints it in a newer version: check it and put it into {MAIN}",
         )
-    for document in (configuration.main, *configuration.imported):
+    for path, document in {MAIN: configuration.main, **configuration.imported}.items():
         disabled = document.get("disabled_plugins", [])
         if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
             raise UnsupportedError(
-                f"{MAIN} disables containerd's CRI plug-in, so that no kubelet can use it",
+                f"{path} disables containerd's CRI plug-in, so that no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
     # containerd 1.x replaces a plug-in's whole table by that of the file loaded last; 2.0 merges them deeply.
     replaces = containerd < (2, 0, 0)
-    effective = _effective(configuration, replaces=replaces)
+    later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
+    if replaces and later:
+        raise UnsupportedError(
+            f"{', '.join(later)} is loaded after {drop_in_path(handler)}, whose table it would replace",
+            "import it before, under a name that sorts before 99, or move its settings into the main file",
+        )
+    effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
     if replaces:
         # Its default runtimes are replaced as well by a table that names any.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
         effective = copy.deepcopy(table)
-    _add_ours(table, effective, configuration.version, handler, default=default)
+    _add_ours(table, effective, version, handler, default=default)
     # A drop-in whose version is not the main file's makes containerd 2.0-2.2 drop one of them, without a word.
-    return {"version": configuration.version, "plugins": {configuration.cri: table}}
+    return {"version": version, "plugins": {cri_table(version): table}}
 
 
 def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: bool) -> Iterator[str]:
@@ -143,9 +160,10 @@ def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: b
         yield f"default_runtime_name is not {handler.name}"
 
 
-def _effective(configuration: Configuration, *, replaces: bool) -> Table:
+def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
     """The CRI table as the files give it: all merged, or (`replaces`) that of the last file which has one."""
-    tables = [_at(each, "plugins", configuration.cri) for each in (configuration.main, *configuration.imported)]
+    documents = (configuration.main, *configuration.imported.values())
+    tables = [_at(each, "plugins", cri) for each in documents]
     if replaces:
         return next((table for table in reversed(tables) if table), {})
     merged: Table = {}

@@ -3,10 +3,11 @@
 import hashlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, false, true, unknown
-from agent.errors import AgentError
+from agent.errors import AgentError, CommandError, DocumentError
 from agent.inside import containerd, runtime_files
 from agent.inside.containerd import MAIN, Configuration, Table
 from agent.inside.notes import Notes, Owned
@@ -25,11 +26,14 @@ BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Texts of the two files (None: as it is), and the dump of the main file without the drop-in."""
+    """Texts of the two files (None: as it is), and what they are to stand next to."""
 
     main: bytes | None
     drop_in: bytes | None
     baseline: Table
+    """The dump of the main file without the drop-in."""
+    behind: tuple[str, ...]
+    """Files that are loaded after the drop-in."""
 
 
 def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
@@ -117,19 +121,20 @@ def _wanted(
     default: bool,
 ) -> Wanted:
     drop_in = containerd.drop_in_path(vendor.handler)
-    text = before[MAIN]
-    if text is None or not text.strip():
-        text = runtime_files.render_toml(containerd.new_main(version))
+    text = before[MAIN] or b""
     main = runtime_files.parse(MAIN, text)
-    if not any(containerd.covers(pattern, drop_in) for pattern in containerd.imports(main)):
+    if not main:
+        # No file, or nothing but comments, which stay.
+        text = runtime_files.render_toml({"version": containerd.new_version(version)}) + text
+    if not any(containerd.covers(pattern, drop_in) for pattern in containerd.imports(MAIN, main)):
         text = runtime_files.with_import(text, containerd.IMPORT)
-        main = runtime_files.parse(MAIN, text)
-    imported = runtime_files.imported_files(system, main, drop_in)
-    tables = tuple(runtime_files.parse(path, system.read(path)) for path in imported)
-    # The same files without ours, of whatever version: containerd itself tells what they mean.
-    system.write(BASELINE, runtime_files.render_toml(main | {"imports": list(imported)}), 0o600)
-    baseline = runtime_files.parse(BASELINE, _dump(system, BASELINE))
-    document = containerd.render(Configuration(main, tables, baseline), version, vendor.handler, default=default)
+    main = runtime_files.parse(MAIN, text)
+    loaded = runtime_files.loaded_files(system, main, drop_in)
+    order = list(loaded)
+    behind = tuple(order[order.index(drop_in) + 1 :])
+    del loaded[drop_in]
+    configuration = Configuration(main, loaded, _baseline(system, main, loaded), behind)
+    document = containerd.render(configuration, version, vendor.handler, default=default)
     try:
         same = before[drop_in] is not None and runtime_files.parse(drop_in, before[drop_in] or b"") == document
     except AgentError:
@@ -137,8 +142,21 @@ def _wanted(
     return Wanted(
         main=None if text == before[MAIN] else text,
         drop_in=None if same else runtime_files.render_toml(document, runtime_files.HEADER),
-        baseline=baseline,
+        baseline=configuration.dump,
+        behind=behind,
     )
+
+
+def _baseline(system: System, main: Table, imported: Iterable[str]) -> Table:
+    """What containerd itself makes of the same files without ours, of whatever version."""
+    system.write(BASELINE, runtime_files.render_toml(main | {"imports": list(imported)}), 0o600)
+    try:
+        return runtime_files.parse(BASELINE, _dump(system, BASELINE))
+    except CommandError as error:
+        raise DocumentError(
+            f"containerd refuses {MAIN} and what it imports, here as {BASELINE} without our drop-in: {error}",
+            "repair it: containerd cannot start with it either",
+        ) from error
 
 
 def _write_and_read_back(
@@ -164,6 +182,8 @@ def _write_and_read_back(
             system.write(path, text)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
         faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
+        if faults and wanted.behind:
+            faults += f"; loaded after {drop_in}, and stronger: {', '.join(wanted.behind)}"
     except (AgentError, OSError) as error:
         faults = str(error)
     if faults:
@@ -190,8 +210,8 @@ def _state(system: System, program: str, vendor: MachineVendor, *, default: bool
     digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), astuple(vendor.handler), default]).encode())
     drop_in = containerd.drop_in_path(vendor.handler)
     main = runtime_files.read_optional(system, MAIN)
-    imported = runtime_files.imported_files(system, runtime_files.parse(MAIN, main or b""), drop_in)
-    for path in (MAIN, drop_in, *imported):
+    loaded = runtime_files.loaded_files(system, runtime_files.parse(MAIN, main or b""), drop_in)
+    for path in dict.fromkeys((MAIN, drop_in, *loaded)):
         content = runtime_files.read_optional(system, path)
         digest.update(f"\0{path}\0".encode() + (content if content is not None else b"\0absent"))
     return digest.hexdigest()

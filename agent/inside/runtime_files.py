@@ -1,8 +1,8 @@
 """Reads containerd's configuration files and writes ours, with the state before it at hand to go back to."""
 
-import posixpath
 import tomllib
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 from agent.errors import DocumentError
@@ -12,16 +12,42 @@ from agent.system import System
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
 
-def imported_files(system: System, main: Table, drop_in: str) -> tuple[str, ...]:
-    """Files that the main file imports, in containerd's order, without ours."""
-    found: list[str] = []
-    for pattern in imports(main):
-        directory = posixpath.dirname(pattern)
-        if "*" not in pattern:
-            found.append(pattern)
-        elif system.is_directory(directory):
-            found += [path for name in system.entries(directory) if covers(pattern, path := f"{directory}/{name}")]
-    return tuple(path for path in dict.fromkeys(found) if path not in (drop_in, MAIN))
+def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
+    """Files that containerd loads by imports, in its order, with ours among them (empty) where it is covered.
+
+    Breadth first, each once (LoadConfig in containerd's cmd/containerd/server/config). Raises DocumentError.
+    """
+    loaded: dict[str, Table] = {}
+    pending = list(imports(MAIN, main))
+    while pending:
+        pattern = pending.pop(0)
+        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
+        if covers(pattern, drop_in):
+            matches.add(drop_in)
+        for path in sorted(matches - {MAIN, *loaded}):
+            loaded[path] = {} if path == drop_in else _load(system, path)
+            pending += imports(path, loaded[path])
+    return loaded
+
+
+def _load(system: System, path: str) -> Table:
+    content = read_optional(system, path)
+    if content is None:
+        raise DocumentError(f"{path}, which is imported, is not there", f"make it, or take its import out of {MAIN}")
+    return parse(path, content)
+
+
+def _glob(system: System, pattern: str) -> list[str]:
+    """Paths by a pattern of Go's filepath.Glob; what matches nothing is no error."""
+    found = [""]
+    for part in pattern.split("/")[1:]:
+        wild = any(character in part for character in "*?[")
+        directories = [each for each in found if system.is_directory(each or "/")]
+        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
+        found = [
+            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
+        ]
+    return [path for path in found if system.exists(path)]
 
 
 def parse(path: str, text: bytes) -> Table:
