@@ -3,7 +3,8 @@
 import errno
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -17,6 +18,8 @@ from integration.bed.run_directory import run_directory
 
 # An emulated machine is slow, and slower still beside a build on the same two cores.
 BOOT_SECONDS = 300.0
+_running: list["SimulatedHost"] = []
+"""Of this process."""
 
 
 class SimulatedHost:
@@ -43,6 +46,7 @@ class SimulatedHost:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
         self.guest = Guest(self.qemu)
+        _running.append(self)
 
     def __enter__(self) -> "SimulatedHost":
         try:
@@ -60,6 +64,8 @@ class SimulatedHost:
 
     def close(self) -> None:
         """Ends the virtual machine and removes its overlays."""
+        if self in _running:
+            _running.remove(self)
         self.guest.close()
         self.qemu.close()
         shutil.rmtree(self.directory, ignore_errors=True)
@@ -141,3 +147,19 @@ class SimulatedHost:
             kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
         run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
         return overlay
+
+
+@contextmanager
+def paused_hosts() -> Iterator[None]:
+    """Meanwhile the processors of this process's hosts stand still: two emulated machines starve each other.
+
+    Their clocks stay behind by that time; a restored snapshot sets them.
+    """
+    paused = list(_running)
+    for host in paused:
+        host.qemu.execute("stop")
+    try:
+        yield
+    finally:
+        for host in paused:
+            host.qemu.execute("cont")
