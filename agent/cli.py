@@ -12,7 +12,8 @@ from agent.conditions import Condition, Status
 from agent.config import Config, load_config
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
-from agent.history import as_json, rfc3339
+from agent.history import as_json
+from agent.judgement import rfc3339
 from agent.observe.udev import Udev
 from agent.paths import CONFIG_FILE
 from agent.prepare import prepare

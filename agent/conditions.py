@@ -27,6 +27,7 @@ class ConditionType(StrEnum):
     RUNTIME_CONFIGURED = "RuntimeConfigured"
     RUNTIME_ACTIVE = "RuntimeActive"
     GPUS_ADVERTISED = "GPUsAdvertised"
+    NODE_CONDITION_SET = "NodeConditionSet"
     READY = "Ready"
 
 
@@ -36,10 +37,18 @@ IN_MACHINE = (
     ConditionType.RUNTIME_CONFIGURED,
     ConditionType.RUNTIME_ACTIVE,
     ConditionType.GPUS_ADVERTISED,
+    ConditionType.NODE_CONDITION_SET,
 )
 """Reported by the machine half; all others are seen from the host."""
 
-NOT_NEEDED_FOR_READY = frozenset({ConditionType.PERSISTENCE_MODE, ConditionType.GPUS_ADVERTISED, ConditionType.READY})
+NOT_NEEDED_FOR_READY = frozenset(
+    {
+        ConditionType.PERSISTENCE_MODE,
+        ConditionType.GPUS_ADVERTISED,
+        ConditionType.NODE_CONDITION_SET,
+        ConditionType.READY,
+    }
+)
 """The device plugin waits for readiness: depending on what it advertises would be a deadlock."""
 
 

@@ -81,6 +81,8 @@ class MachineSettings(Model):
     """Grant the IMEX channels, which reach the memory of other nodes' GPUs."""
     default_runtime: bool = False
     """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
+    node_condition: bool = False
+    """Set the condition GPUReady on the machine's Node object, with its kubelet's identity."""
     nspawn: NspawnSettings = NspawnSettings()
 
     @field_validator("gpus")

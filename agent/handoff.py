@@ -7,11 +7,11 @@ The host half publishes a Handoff, the machine half answers with a report: a JSO
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from agent.conditions import Condition
+from agent.documents import accept_version, get, objects, parse_object, strings
 from agent.errors import DocumentError
 from agent.paths import HANDOFF_NAME
 
@@ -23,8 +23,6 @@ SIZE_LIMIT = 1 << 20
 
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
-
-V = TypeVar("V")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -84,20 +82,15 @@ def render_handoff(handoff: Handoff) -> bytes:
 def parse_handoff(data: bytes) -> Handoff:
     """Raises DocumentError, which names the key that is missing, unknown or of another type."""
     where = HANDOFF_NAME
-    document = _object(where, _json(where, data))
-    version = _get(where, document, "version", int)
-    if version not in ACCEPTED_VERSIONS:
-        raise DocumentError(
-            f"{where}: version {version} is not understood (this half knows {', '.join(map(str, ACCEPTED_VERSIONS))})",
-            "bring the agent in the image and the one on the host to the same release",
-        )
+    document = parse_object(where, data)
+    accept_version(where, document, ACCEPTED_VERSIONS)
     handoff = Handoff(
-        machine=_get(where, document, "machine", str),
-        architecture=_get(where, document, "architecture", str),
-        requests=_tuple(where, document, "requests", _request),
-        default_runtime=_get(where, document, "default_runtime", bool),
+        machine=get(where, document, "machine", str),
+        architecture=get(where, document, "architecture", str),
+        requests=objects(where, document, "requests", _request),
+        default_runtime=get(where, document, "default_runtime", bool),
     )
-    if _get(where, document, "generation", str) != handoff.generation:
+    if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")
     return handoff
 
@@ -127,61 +120,24 @@ def one_line(text: str) -> str:
 
 def _request(where: str, document: dict[str, Any]) -> Request:
     return Request(
-        vendor=_get(where, document, "vendor", str),
-        gpus=_strings(where, document, "gpus"),
-        devices=_tuple(where, document, "devices", _device),
-        driver_version=_get(where, document, "driver_version", str),
-        driver_root=_get(where, document, "driver_root", str),
-        files=_tuple(where, document, "files", _file),
+        vendor=get(where, document, "vendor", str),
+        gpus=strings(where, document, "gpus"),
+        devices=objects(where, document, "devices", _device),
+        driver_version=get(where, document, "driver_version", str),
+        driver_root=get(where, document, "driver_root", str),
+        files=objects(where, document, "files", _file),
     )
 
 
 def _device(where: str, document: dict[str, Any]) -> GrantedDevice:
     return GrantedDevice(
-        path=_get(where, document, "path", str),
-        kind=_get(where, document, "kind", str),
-        major=_get(where, document, "major", int),
-        minor=_get(where, document, "minor", int),
-        pci_address=_get(where, document, "pci_address", str),
+        path=get(where, document, "path", str),
+        kind=get(where, document, "kind", str),
+        major=get(where, document, "major", int),
+        minor=get(where, document, "minor", int),
+        pci_address=get(where, document, "pci_address", str),
     )
 
 
 def _file(where: str, document: dict[str, Any]) -> GrantedFile:
-    return GrantedFile(target=_get(where, document, "target", str), link=_get(where, document, "link", str))
-
-
-def _json(where: str, data: bytes) -> object:
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{where}: not JSON: {error}") from error
-
-
-def _object(where: str, value: object) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise DocumentError(f"{where}: an object is needed, not {type(value).__name__}")
-    return value
-
-
-def _get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
-    if key not in document:
-        raise DocumentError(f"{where}: key {key} is missing")
-    value = document[key]
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DocumentError(f"{where}: key {key} must be {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _tuple(where: str, document: dict[str, Any], key: str, parse: Callable[[str, dict[str, Any]], V]) -> tuple[V, ...]:
-    items = _get(where, document, key, list)
-    return tuple(
-        parse(f"{where}: {key}[{index}]", _object(f"{where}: {key}[{index}]", item)) for index, item in enumerate(items)
-    )
-
-
-def _strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
-    items = _get(where, document, key, list)
-    for index, item in enumerate(items):
-        if not isinstance(item, str):
-            raise DocumentError(f"{where}: key {key}[{index}] must be str, not {type(item).__name__}")
-    return tuple(items)
+    return GrantedFile(target=get(where, document, "target", str), link=get(where, document, "link", str))

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 from pydantic import TypeAdapter, ValidationError
 
 from agent.conditions import Condition
+from agent.judgement import rfc3339
 from agent.paths import CONDITIONS
 from agent.system import System
 
@@ -51,8 +51,3 @@ def as_json(history: History) -> str:
         for machine, conditions in history.items()
     }
     return json.dumps(document, indent=2)
-
-
-def rfc3339(seconds: float) -> str:
-    """A time as Kubernetes writes it: UTC, whole seconds."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

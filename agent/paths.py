@@ -29,7 +29,10 @@ MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
 MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
 MACHINE_STATE = "/run/unbounded-agent/state"
 HANDOFF_NAME = "handoff.json"
+CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
+NODE_CONDITION_MARK = f"{STATE}/node-condition"
+"""In the machine, on disk: the name of the Node object that has a condition of ours."""
 
 
 def nspawn_file(machine: str) -> str:
@@ -55,6 +58,11 @@ def handoff_directory(machine: str) -> str:
 def handoff_file(machine: str) -> str:
     """What the machine half acts on."""
     return f"{handoff_directory(machine)}/{HANDOFF_NAME}"
+
+
+def conditions_file(machine: str) -> str:
+    """What the host half thinks of the machine, for its Node object; only there where that is configured."""
+    return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

@@ -71,7 +71,11 @@ def evaluate(
     if not any(grant.gpus or grant.problems for grant in goal.grants):
         return without_gpus(settings, facts)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
-    inside = _inside(machine, goal, report)
+    inside = dict(_inside(machine, goal, report))
+    if not settings.node_condition:
+        # Not asked of the report: a machine half reports it only where the host half wants it.
+        message = f"machines.{goal.name}.node_condition is not set"
+        inside[ConditionType.NODE_CONDITION_SET] = not_applicable(ConditionType.NODE_CONDITION_SET, message)
     conditions = [
         *from_vendors,
         _driver_root_staged(goal, facts),

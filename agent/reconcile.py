@@ -13,6 +13,7 @@ from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.goal import MachineGoal
 from agent.history import read_history, write_history
 from agent.locks import locked
+from agent.node_condition import publish_judgements
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
 from agent.observe.report import Report, parse_report
@@ -107,11 +108,13 @@ class Reconciler:
                 facts, planned, difference = self.look()
             machines = self.judge(facts, planned, difference)
             write_history(self.system, {machine.name: machine.conditions for machine in machines})
+            wanted = {machine.name: machine.conditions[-1] for machine in machines if self._on_node(machine.name)}
+            unpublished = publish_judgements(self.system, wanted, time.time())
         return Outcome(
             facts=facts,
             machines=machines,
             actions=tuple(action.describe() for action in applied.done),
-            failures=applied.failures,
+            failures=applied.failures + unpublished,
             duration=time.monotonic() - started,
             finished=time.time(),
         )
@@ -157,6 +160,9 @@ class Reconciler:
         except CommandError as error:
             return (str(error),)
         return ()
+
+    def _on_node(self, name: str) -> bool:
+        return self.config.machines[name].node_condition
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         if planned.goal.machines:

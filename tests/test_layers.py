@@ -10,12 +10,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "agent"
 
 LAYERS = (
     ("errors", "paths"),
-    ("facts", "conditions", "handoff", "goal", "actions", "ownership", "manifest"),
+    ("facts", "conditions", "documents", "handoff", "judgement", "goal", "actions", "ownership", "manifest"),
     ("system",),
     ("config",),
     ("vendors",),
     ("observe", "plan", "staging", "apply", "inside"),
-    ("readiness", "locks", "history"),
+    ("readiness", "locks", "history", "node_condition"),
     ("reconcile",),
     ("prepare", "metrics", "notify", "server", "health", "signals"),
     ("daemon",),

@@ -5,6 +5,7 @@ containerd cannot be restarted): what is not as it should be in the machine is s
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -13,8 +14,10 @@ from agent.conditions import Condition, ConditionType, Status, false, not_applic
 from agent.errors import AgentError, ApplyError
 from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
 from agent.inside.devices import check_devices
+from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import check_advertised
 from agent.inside.libraries import link_libraries
+from agent.inside.node_condition import reported
 from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
 from agent.inside.spec import Published, publish_spec
@@ -32,9 +35,6 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ROUNDS = 5
 """systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
 
-INFO, WARNING, ERROR = "<6>", "<4>", "<3>"
-"""Priorities that systemd takes from the start of a line of standard error, sd-daemon(3)."""
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -50,7 +50,7 @@ def main() -> int:
     try:
         return run(system)
     except (AgentError, OSError) as error:
-        _say(ERROR, str(error))
+        say(ERROR, str(error))
         return 1
 
 
@@ -61,12 +61,13 @@ def run(system: System) -> int:
         try:
             handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
         except FileNotFoundError:
-            _say(INFO, "no handoff: this machine is not configured on its host")
+            say(INFO, "no handoff: this machine is not configured on its host")
             break
         if handoff.generation == reported:
             break
         outcome = settle(system, handoff)
-        _log_changes(Notes(system), outcome.conditions)
+        notes = Notes(system)
+        notes.save("logged", say_changes(notes.load("logged"), outcome.conditions))
         report(system, handoff, outcome)
         reported = handoff.generation
     if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
@@ -83,8 +84,12 @@ def settle(system: System, handoff: Handoff) -> Outcome:
         _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff)
         for request in handoff.requests
     ]
+    on_node = reported(system, notes, time.time())
     return Outcome(
-        _worst(condition for outcome in outcomes for condition in outcome.conditions),
+        (
+            *_worst(condition for outcome in outcomes for condition in outcome.conditions),
+            *((on_node,) if on_node else ()),
+        ),
         tuple(device for outcome in outcomes for device in outcome.devices),
     )
 
@@ -147,22 +152,6 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
     # RecursionError: a document may be too deep to be copied or written, though not to be parsed.
     except (AgentError, OSError, RecursionError) as error:
         return false(kind, "Failed", str(error))
-
-
-def _log_changes(notes: Notes, conditions: tuple[Condition, ...]) -> None:
-    """The journal gets what is new; the timer's runs would fill it with the same lines."""
-    before = notes.load("logged")
-    now = {each.type.value: f"{each.status} {each.reason}: {each.message}" for each in conditions}
-    for each in conditions:
-        if before.get(each.type.value) != now[each.type.value]:
-            _say(INFO if each.status is Status.TRUE else WARNING, f"{each.type} {now[each.type.value]}")
-    notes.save("logged", now)
-
-
-def _say(priority: str, text: str) -> None:
-    # Not logging: importing it takes a fifth of a run that changes nothing.
-    prefix = "" if sys.stderr.isatty() else priority
-    sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
 def _worst(conditions: Iterable[Condition]) -> tuple[Condition, ...]:

@@ -1,0 +1,85 @@
+"""Who this machine's kubelet is to the API server: its Node's name and its kubeconfig, from the running process.
+
+By the process rather than by a path that an installer chose: kubeadm, a distribution's package and a script of one's
+own each put it elsewhere. A pod may call its process kubelet too, and a kubeconfig can name a program to run: what runs
+in a container is not believed.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent.conditions import Condition, ConditionType, false
+from agent.system import System
+
+KIND = ConditionType.NODE_CONDITION_SET
+COMMAND_LINE_LIMIT = 1 << 20
+HOST_NAME = "/proc/sys/kernel/hostname"
+NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+"""A subdomain of RFC 1123, as the API server requires of a Node's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What kubectl needs to speak as the kubelet."""
+
+    node: str
+    kubeconfig: str
+
+
+def find_identity(system: System) -> Identity | Condition:
+    """The running kubelet's, or the NodeConditionSet condition that says why there is none."""
+    arguments = _kubelet(system)
+    if arguments is None:
+        return false(KIND, "KubeletNotRunning", "no kubelet runs as a service here: see `systemctl status kubelet`")
+    kubeconfig = _option(arguments, "--kubeconfig")
+    if not kubeconfig.startswith("/"):
+        what = f"a relative path ({kubeconfig})" if kubeconfig else "none, so that it has no API server"
+        return false(KIND, "NoKubeconfig", f"the kubelet's --kubeconfig is {what}: start it with an absolute path")
+    # As nodeutil.GetHostname of k8s.io/component-helpers: trimmed and in lower case.
+    name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
+    node = name.strip().lower()
+    if not NODE_NAME.fullmatch(node):
+        return false(KIND, "BadNodeName", f"the kubelet's node name {node[:80]!a} is none that Kubernetes accepts")
+    return Identity(node, kubeconfig)
+
+
+def _kubelet(system: System) -> tuple[str, ...] | None:
+    """The arguments of the oldest kubelet that no container holds."""
+    for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
+        try:
+            line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
+            arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
+            # The first, or the second of a program with many names (hyperkube).
+            named = any(each.rpartition("/")[2] == "kubelet" for each in arguments[:2])
+            if named and not _in_container(system, process):
+                return arguments
+        except OSError:
+            # It ended meanwhile.
+            continue
+    return None
+
+
+def _in_container(system: System, process: str) -> bool:
+    """By what a container cannot choose: its PID namespace, and its cgroup.
+
+    systemd's units are services and slices. runc puts a pod into a scope or a directory without a suffix, and the
+    kubelet puts all of them below kubepods.
+    """
+    status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
+    numbers = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
+    cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+    paths = [line.split(":", 2)[-1] for line in cgroups]
+    own = any(path.endswith((".service", ".slice")) and "/kubepods" not in path for path in paths)
+    return len(numbers) != 1 or not own
+
+
+def _option(arguments: Sequence[str], name: str) -> str:
+    """The last value of `--name=value` or `--name value`, "" without one."""
+    found = ""
+    for index, each in enumerate(arguments):
+        if each.startswith(f"{name}="):
+            found = each.partition("=")[2]
+        elif each == name and index + 1 < len(arguments):
+            found = arguments[index + 1]
+    return found

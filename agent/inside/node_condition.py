@@ -1,0 +1,240 @@
+"""`python3 -m agent.inside.node_condition`: sets the condition GPUReady on this machine's own Node object.
+
+Started by unbounded-agent-node-condition.service, apart from the GPU setup, which must never wait for an API server.
+What came of it is noted, and the GPU setup's next run reports it as NodeConditionSet. Exit code 1 only when that
+cannot be noted.
+"""
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
+from agent.errors import AgentError, CommandError, DocumentError
+from agent.inside.journal import ERROR, INFO, say, say_changes
+from agent.inside.kubelet_identity import Identity, find_identity
+from agent.inside.notes import Notes
+from agent.judgement import SILENT_AFTER, SIZE_LIMIT, parse_judgement, rfc3339
+from agent.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
+from agent.system import System
+from agent.system.commands import ENVIRONMENT
+from agent.system.machine_runner import machine_runner
+
+KIND = ConditionType.NODE_CONDITION_SET
+JUDGEMENT = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
+TYPE = "GPUReady"
+"""The condition's type on the Node, beside the kubelet's own."""
+HEARTBEAT = 300.0
+"""Seconds after which an unchanged condition is set again, as the kubelet does with its own."""
+KUBECTL_LIMIT = 30
+"""Seconds for one kubectl, which asks the API server up to four times (discovery, then the Node's status)."""
+NOTE = "node-condition"
+NODE = f"{MACHINE_STATE}/node.json"
+FIELD_MANAGER = "unbounded-agent"
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What the API server took last."""
+
+    node: str
+    status: str
+    reason: str
+    message: str
+    transition: float
+    """Seconds since the epoch, as `heartbeat`."""
+    heartbeat: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a run came to, as it was noted."""
+
+    at: float
+    """Seconds since the epoch."""
+    status: Status
+    reason: str
+    message: str
+
+
+def main() -> int:
+    system = System(machine_runner)
+    try:
+        run(system, time.time())
+    except (AgentError, OSError) as error:
+        say(ERROR, str(error))
+        return 1
+    return 0
+
+
+def run(system: System, now: float) -> None:
+    """Set the condition, or take it back when the host half no longer wants it. Raises OSError."""
+    notes = Notes(system)
+    noted = notes.load(NOTE)
+    applied = _applied(noted)
+    if system.exists(JUDGEMENT):
+        applied, outcome = _set(system, applied, now)
+    else:
+        applied, outcome = _take_back(system, applied)
+    told = noted.get("told")
+    told = say_changes(told if isinstance(told, dict) else {}, (outcome,))
+    kept = {"applied": asdict(applied) if applied else None, "told": told, "at": now}
+    notes.save(NOTE, {**kept, "status": outcome.status, "reason": outcome.reason, "message": outcome.message})
+
+
+def reported(system: System, notes: Notes, now: float) -> Condition | None:
+    """NodeConditionSet as the last run left it; None where the host half does not ask for it."""
+    if not system.exists(JUDGEMENT):
+        return None
+    last = _outcome(notes.load(NOTE))
+    if last is None or abs(now - last.at) > SILENT_AFTER:
+        unit = "unbounded-agent-node-condition"
+        return unknown(KIND, "NotTried", f"{unit}.service has not run lately: see `systemctl status {unit}.timer`")
+    return Condition(KIND, last.status, last.reason, last.message)
+
+
+def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
+    wanted, problem = _wanted(system, now)
+    identity = find_identity(system)
+    if isinstance(identity, Condition):
+        return applied, identity
+    if applied and applied.node != identity.node:
+        applied = None
+    due = _due(identity, wanted, applied, now)
+    if due != applied:
+        refusal = _claim_and_apply(system, identity, due)
+        if refusal:
+            return applied, refusal
+    done = true(KIND, "Set", f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
+    return due, problem or done
+
+
+def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
+    """The machine's Ready condition, and NodeConditionSet when the host half's document is no good."""
+    try:
+        verdict = parse_judgement(system.read(JUDGEMENT, SIZE_LIMIT))
+    except (DocumentError, OSError) as error:
+        why = str(error)
+        return unknown(ConditionType.READY, "BadDocument", why), false(KIND, "BadDocument", f"{JUDGEMENT}: {why}")
+    # A clock that was set back makes it come from the future.
+    if abs(now - verdict.judged) > SILENT_AFTER:
+        message = f"the agent on the VM host has judged nothing since {rfc3339(verdict.judged)}: see "
+        message += "`systemctl status unbounded-agent` there"
+        return unknown(ConditionType.READY, "AgentSilent", message), None
+    return verdict.ready, None
+
+
+def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
+    """What is to be on the Node; `applied` itself while that says the same and is not due again."""
+    same_status = applied is not None and applied.status == wanted.status
+    # The host half dates its own changes of status; a change to Unknown for its silence is dated here.
+    transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
+    new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
+    if applied and replace(new, heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
+        return applied
+    return new
+
+
+def _claim_and_apply(system: System, identity: Identity, wanted: Applied) -> Condition | None:
+    """Set it on the Node; why that was not possible, or None."""
+    if _marked_node(system) != identity.node:
+        # Before the first time, and on disk: what is set on the Node outlives a boot of the machine.
+        system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
+    condition = {
+        "type": TYPE,
+        "status": wanted.status,
+        "reason": wanted.reason,
+        "message": wanted.message,
+        "lastHeartbeatTime": rfc3339(wanted.heartbeat),
+        "lastTransitionTime": rfc3339(wanted.transition),
+    }
+    return _apply(system, identity, [condition])
+
+
+def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
+    """Remove our condition from the Node, if it is known to have one."""
+    done = not_applicable(KIND, "no condition of ours is wanted on the Node, and none is there")
+    marked = _marked_node(system)
+    if marked is None:
+        return None, done
+    identity = find_identity(system)
+    if isinstance(identity, Condition):
+        return applied, identity
+    if identity.node == marked:
+        refusal = _apply(system, identity, [])
+        # Without the Node there is no condition either.
+        if refusal and refusal.reason != "NodeNotRegistered":
+            return applied, refusal
+    else:
+        say(INFO, f"node {marked} keeps its condition {TYPE}: this kubelet is {identity.node}, and may not change it")
+    system.remove(NODE_CONDITION_MARK)
+    return None, done
+
+
+def _apply(system: System, identity: Identity, conditions: list[dict[str, str]]) -> Condition | None:
+    """Make these all the conditions that are ours on the Node; why that was not possible, or None.
+
+    By server-side apply: whatever has another field manager stays as it is, also when the list is empty.
+    """
+    if not any(system.exists(f"{directory}/kubectl") for directory in ENVIRONMENT["PATH"].split(":")):
+        return false(KIND, "NoKubectl", "kubectl is not installed in this machine: install it in the image")
+    node = {
+        "apiVersion": "v1",
+        "kind": "Node",
+        "metadata": {"name": identity.node},
+        "status": {"conditions": conditions},
+    }
+    system.write(NODE, json.dumps(node).encode(), 0o600)
+    options = [f"--kubeconfig={identity.kubeconfig}", f"--cache-dir={MACHINE_STATE}/kubectl", "--request-timeout=10s"]
+    # Not `kubectl patch`: it reads nodes/status first, which the Node authorizer does not allow a kubelet. Not a client
+    # of ours: kubectl knows every form of a kubeconfig, and which one it is is the kubelet's choice.
+    command = ["apply", "--server-side", "--subresource=status", f"--field-manager={FIELD_MANAGER}", "--validate=false"]
+    try:
+        system.run("kubectl", *options, *command, f"--filename={NODE}", timeout=KUBECTL_LIMIT)
+    except CommandError as error:
+        return _refusal(identity, error)
+    return None
+
+
+def _refusal(identity: Identity, error: CommandError) -> Condition:
+    """By kubectl's words, which begin with `Error from server (REASON)` for most answers of the API server."""
+    words = " ".join(error.stderr.split()) or error.message.removeprefix(f"{' '.join(error.argv)}: ")
+    if "Error from server (NotFound)" in words:
+        message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
+        return false(KIND, "NodeNotRegistered", f"{message} ({words})")
+    if "unknown flag" in words:
+        return false(KIND, "KubectlTooOld", f"kubectl 1.32 is the first that is of use here: {words}")
+    if any(each in words for each in ("Error from server", "Unauthorized", "Apply failed")):
+        return false(KIND, "Refused", f"the API server refuses it to the kubelet of {identity.node}: {words}")
+    return false(KIND, "APIUnreachable", f"kubectl with {identity.kubeconfig}: {words}")
+
+
+def _marked_node(system: System) -> str | None:
+    """The Node that has a condition of ours; None without the mark."""
+    try:
+        return system.read_text(NODE_CONDITION_MARK).strip()
+    except FileNotFoundError:
+        return None
+
+
+def _applied(noted: dict[str, Any]) -> Applied | None:
+    try:
+        last = noted["applied"]
+        node, status, reason, message = (str(last[key]) for key in ("node", "status", "reason", "message"))
+        return Applied(node, status, reason, message, float(last["transition"]), float(last["heartbeat"]))
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _outcome(noted: dict[str, Any]) -> Outcome | None:
+    try:
+        words = str(noted["reason"]), str(noted["message"])
+        return Outcome(float(noted["at"]), Status(noted["status"]), *words)
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
