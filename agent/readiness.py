@@ -163,7 +163,8 @@ def _inside(
             reason, message = (
                 "NoReport",
                 "the machine has not reported; it may still be booting, or its image lacks this agent's machine half: "
-                f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`",
+                f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`, and build an image without it from "
+                f"containerfiles/",
             )
         case Broken(why):
             reason, message = "BadReport", why

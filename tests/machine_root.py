@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from agent.facts import DeviceNumber
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.inside.__main__ import HANDOFF, REPORT
@@ -156,12 +158,25 @@ def gpu_machine(tree: Path) -> Machine:
 
 
 def nvidia_ctk(machine: Machine, argv: tuple[str, ...], spec: object, version: str = "1.19.1") -> Completed:
-    """A scripted nvidia-ctk, which writes a given spec."""
+    """A scripted nvidia-ctk, which writes a given spec, and lists the devices of a directory's specs."""
     if argv[1:] == ("--version",):
         return Completed(0, f"NVIDIA Container Toolkit CLI version {version}\ncommit: 0\n".encode(), b"")
+    if argv[1:3] == ("cdi", "list"):
+        directory = argv[3].removeprefix("--spec-dir=")
+        names = [each for name in machine.entries(directory) for each in _device_names(machine, f"{directory}/{name}")]
+        return Completed(0, "".join(f"{each}\n" for each in names).encode(), b"")
     output = next(each.partition("=")[2] for each in argv if each.startswith("--output="))
     machine.put(output, spec if isinstance(spec, bytes) else json.dumps(spec))
     return Completed(0, b"", b"")
+
+
+def _device_names(machine: Machine, path: str) -> list[str]:
+    try:
+        spec = yaml.safe_load(machine.read(path))
+        return [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
+    except (yaml.YAMLError, KeyError, TypeError):
+        # Not valid, which the tool warns of.
+        return []
 
 
 def ldconfig(machine: Machine, argv: tuple[str, ...]) -> Completed:

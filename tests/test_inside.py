@@ -413,16 +413,6 @@ def test_foreign_spec_is_not_overwritten(machine: Machine) -> None:
     assert machine.read(SPEC) == b"theirs"
 
 
-@pytest.mark.parametrize("text", ["---\ncdiVersion: 0.5.0\nkind: nvidia.com/gpu\n", '{"kind":"nvidia.com/gpu"}'])
-def test_rival_spec_is_named(machine: Machine, text: str) -> None:
-    """That of nvidia-cdi-refresh.service outranks ours."""
-    machine.put("/var/run/cdi/nvidia.yaml", text)
-    machine.put("/var/run/cdi/other.yaml", "kind: k8s.device-plugin.nvidia.com/gpu\n")
-    run(machine)
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
-    assert machine.message("CDISpecCurrent").startswith("/var/run/cdi/nvidia.yaml names")
-
-
 def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
     """At the first run the others are published; later a spec with fewer GPUs does not replace one with more."""
     fewer = recorded_spec()

@@ -2,21 +2,20 @@
 
 import hashlib
 import json
-import re
 from dataclasses import asdict, astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.errors import AgentError
 from agent.facts import DeviceNumber
 from agent.handoff import Request
+from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
+from agent.inside.foreign_specs import Foreign
 from agent.inside.notes import Notes, Owned
 from agent.paths import MACHINE_STATE
 from agent.system import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
-SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
-"""Where container runtimes look, the later one outranking: cdi.DefaultSpecDirs of the reference implementation."""
 KIND = ConditionType.CDI_SPEC_CURRENT
 
 
@@ -46,11 +45,21 @@ def publish_spec(
         return Published(not_applicable(KIND, message))
     if not owned.may_write(vendor.spec_path):
         return Published(_foreign(vendor.spec_path))
-    rivals = _rivals(system, vendor)
-    if rivals:
-        return Published(
-            false(KIND, "Shadowed", f"{', '.join(rivals)} names the same devices: remove it, and mask what writes it")
-        )
+    foreign = foreign_specs.look(system, notes, vendor)
+    published = _publish(system, notes, owned, vendor, request, generation, foreign)
+    names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
+    return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
+
+
+def _publish(
+    system: System,
+    notes: Notes,
+    owned: Owned,
+    vendor: MachineVendor,
+    request: Request,
+    generation: str,
+    foreign: Foreign,
+) -> Published:
     live = live_numbers(system, request.devices)
     current = _current(system, vendor, request, live)
     if not request.driver_root:
@@ -68,6 +77,11 @@ def publish_spec(
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
         faults = "; ".join(new.verdict.problems) or f"GPU {', '.join(new.verdict.missing_gpus)} is not in it"
         return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {faults}")
+    shared = [each for name in new.verdict.devices if (each := f"{vendor.spec_kind}={name}") in foreign.same_directory]
+    if shared and not system.exists(vendor.spec_path):
+        # Published, ours would take these devices away from who made the other file, and give them to nobody.
+        paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
+        return Published(foreign_specs.collision("NamesCollide", shared, paths, vendor))
     if not current or current.text != new.text:
         owned.claim(vendor.spec_path)
         # The temporary file beside it has no suffix .yaml or .json: two specs naming one device make it unusable.
@@ -149,24 +163,6 @@ def _inputs(system: System, vendor: MachineVendor, live: dict[str, DeviceNumber]
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
-
-
-def _rivals(system: System, vendor: MachineVendor) -> tuple[str, ...]:
-    """Other specs with devices of this kind, such as that of nvidia-cdi-refresh.service, which would outrank ours."""
-    kind = re.compile(rb"kind[\"']?\s*:\s*[\"']?" + re.escape(vendor.spec_kind).encode() + rb"[\"'\s,}]")
-    found = []
-    for directory in SPEC_DIRECTORIES:
-        for name in system.entries(directory) if system.is_directory(directory) else ():
-            path = f"{directory}/{name}"
-            if path == vendor.spec_path or not name.endswith((".yaml", ".json")):
-                continue
-            try:
-                content = system.read(path)
-            except OSError:
-                continue
-            if kind.search(content):
-                found.append(path)
-    return tuple(found)
 
 
 def _foreign(path: str) -> Condition:

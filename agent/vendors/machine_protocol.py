@@ -40,6 +40,10 @@ class MachineVendor(Protocol):
     """Where the CDI spec is published, such as `/etc/cdi/VENDOR.yaml`."""
     spec_kind: str
     """The kind of its devices, such as `vendor.com/class`."""
+    rival_spec: str
+    """Where the vendor's own packages publish a spec of the same kind, which would outrank ours."""
+    rival_units: tuple[str, ...]
+    """The units that do so."""
     tools: tuple[str, ...]
     """Programs that the spec depends on: a new one means that it is generated again."""
     runtime_config: str
@@ -64,6 +68,10 @@ class MachineVendor(Protocol):
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         """The host paths of all mounts of the spec. Pure."""
+        ...
+
+    def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
+        """Qualified names of the devices of all valid specs in a directory; raises AgentError."""
         ...
 
     def gpu_of(self, name: str) -> str:

@@ -16,6 +16,8 @@ class NvidiaMachine:
     handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
     spec_path = "/etc/cdi/nvidia.yaml"
     spec_kind = cdi.KIND
+    rival_spec = nvidia_ctk.REFRESHED_SPEC
+    rival_units: tuple[str, ...] = nvidia_ctk.REFRESH_UNITS
     tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi_edits.HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
@@ -31,6 +33,9 @@ class NvidiaMachine:
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         return cdi.host_paths(spec)
+
+    def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
+        return nvidia_ctk.list_devices(system, directory)
 
     def gpu_of(self, name: str) -> str:
         return device_plugin.gpu_of(name)

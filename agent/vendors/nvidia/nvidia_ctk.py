@@ -18,6 +18,10 @@ RECOMMENDED = (1, 19, 1)
 GENERATE_LIMIT = 40.0
 """Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
 
+REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
+REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
+"""Of the toolkit's packages from 1.18 on (deployments/systemd in its source)."""
+
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
     # Its default mode, auto, makes a spec of its own in memory, in which the driver is found neither at our driver
     # root nor with our hooks: runtimeClassName would bypass the published spec.
@@ -67,6 +71,14 @@ def generate(system: System, driver_root: str, directory: str) -> tuple[object, 
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
     return with_no_gpu(spec), remark
+
+
+def list_devices(system: System, directory: str) -> tuple[str, ...]:
+    """Qualified device names of the CDI specs in a directory, read as container runtimes do; raises CommandError.
+
+    It warns of what is not valid, and ends with exit code 0 all the same.
+    """
+    return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=20).split())
 
 
 def with_no_gpu(spec: object) -> object:

@@ -1,0 +1,167 @@
+"""Other CDI specs in the machine, and what they make of devices of ours.
+
+Who wins is decided in Cache.refresh (pkg/cdi/cache.go of the Container Device Interface): a directory outranks those
+before it, a name that two files of one directory have is nobody's, a file that is not a valid spec is skipped.
+"""
+
+import hashlib
+import posixpath
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from agent.conditions import Condition, ConditionType, Status, false, true
+from agent.errors import AgentError
+from agent.inside.notes import Notes
+from agent.paths import MACHINE_STATE
+from agent.system import System
+from agent.vendors.machine_protocol import MachineVendor
+
+SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+"""Where container runtimes look, the later one outranking: cdi.DefaultSpecDirs of the reference implementation."""
+SUFFIXES = (".json", ".yaml")
+ENABLED = "/etc/systemd/system/multi-user.target.wants"
+MASKS = "/etc/systemd/system"
+SHOWN = 4
+"""Device names in a message; there may be hundreds."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSpec:
+    """A file of somebody else."""
+
+    path: str
+    devices: tuple[str, ...]
+    """Qualified names of this vendor's kind."""
+    valid: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """All that stands beside our spec."""
+
+    same_directory: Mapping[str, str]
+    """Path by device name."""
+    outranking: Mapping[str, str]
+    remarks: tuple[str, ...]
+    """On what harms no device of ours."""
+
+    def names(self) -> frozenset[str]:
+        """Of devices that pods do not get from our spec."""
+        return frozenset({*self.same_directory, *self.outranking})
+
+
+def look(system: System, notes: Notes, vendor: MachineVendor) -> Foreign:
+    """Spawns the vendor's tool once for every file that is new or changed."""
+    name = f"foreign-specs-{vendor.name}"
+    noted = notes.load(name)
+    found, known = [], {}
+    for directory in SPEC_DIRECTORIES:
+        for entry in system.entries(directory) if system.is_directory(directory) else ():
+            path = f"{directory}/{entry}"
+            if path == vendor.spec_path or not entry.endswith(SUFFIXES):
+                continue
+            spec, known[path] = _read(system, vendor, path, noted.get(path))
+            found.append(spec)
+    notes.save(name, known)
+    return _sort(vendor, found, _writer_remark(system, vendor))
+
+
+def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: MachineVendor) -> Condition:
+    """The condition of our spec, whose devices these are, with what the others make of it. Pure."""
+    if condition.status is not Status.TRUE:
+        return condition
+    ours = [f"{vendor.spec_kind}={name}" for name in devices]
+    for others, reason in ((foreign.same_directory, "NamesCollide"), (foreign.outranking, "Shadowed")):
+        shared = [name for name in ours if name in others]
+        if shared:
+            paths = tuple(dict.fromkeys(others[name] for name in shared))
+            return collision(reason, shared, paths, vendor)
+    unharmed = [
+        f"{path} has further devices of this kind: {_short(names)}"
+        for path, names in _by_path({**foreign.same_directory, **foreign.outranking}).items()
+    ]
+    return true(condition.type, condition.reason, "; ".join([condition.message, *unharmed, *foreign.remarks]))
+
+
+def collision(reason: str, shared: Iterable[str], paths: tuple[str, ...], vendor: MachineVendor) -> Condition:
+    """The condition where others have devices of ours. Pure."""
+    kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
+    stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
+    if reason == "Shadowed":
+        return false(
+            kind,
+            "Shadowed",
+            f"{where} outranks {vendor.spec_path} for {_short(shared)}: pods get what it holds; {stop}",
+        )
+    return false(
+        kind,
+        "NamesCollide",
+        f"{where} and {vendor.spec_path} both have {_short(shared)}, so that no pod can be given them; {stop}",
+    )
+
+
+def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
+    """A foreign file, and the note on it."""
+    try:
+        content = system.read(path)
+    except OSError as error:
+        return ForeignSpec(path, (), valid=False), {"error": str(error)}
+    digest = hashlib.sha256(content).hexdigest()
+    if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
+        listed = [str(each) for each in noted["devices"]]
+    else:
+        directory = f"{MACHINE_STATE}/cdi-foreign"
+        copy = f"{directory}/spec{posixpath.splitext(path)[1]}"
+        system.write(copy, content)
+        try:
+            listed = list(vendor.list_devices(system, directory))
+        except AgentError:
+            # Without an answer it counts as one that no runtime reads; asked again at the next run.
+            return ForeignSpec(path, (), valid=False), {}
+        finally:
+            system.remove(copy)
+    # A spec without devices is not valid.
+    ours = tuple(each for each in listed if each.startswith(f"{vendor.spec_kind}="))
+    return ForeignSpec(path, ours, valid=bool(listed)), {"digest": digest, "devices": listed}
+
+
+def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[str, ...]) -> Foreign:
+    rank = SPEC_DIRECTORIES.index(posixpath.dirname(vendor.spec_path))
+    same: dict[str, str] = {}
+    outranking: dict[str, str] = {}
+    for spec in specs:
+        place = outranking if SPEC_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        place.update(dict.fromkeys(spec.devices, spec.path))
+    broken = tuple(f"{spec.path} is no valid CDI spec, and runtimes skip it" for spec in specs if not spec.valid)
+    return Foreign(same, outranking, (*broken, *remarks))
+
+
+def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
+    """A unit that is enabled now is a file that outranks ours tomorrow."""
+    enabled = [
+        unit
+        for unit in vendor.rival_units
+        if system.exists(f"{ENABLED}/{unit}") and system.read_link(f"{MASKS}/{unit}") != "/dev/null"
+    ]
+    if not enabled:
+        return ()
+    return (
+        f"{', '.join(enabled)} is enabled and would write {vendor.rival_spec}, which outranks this: {_advice(vendor)}",
+    )
+
+
+def _advice(vendor: MachineVendor) -> str:
+    return f"`systemctl disable --now {' '.join(vendor.rival_units)}`, then remove {vendor.rival_spec}"
+
+
+def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        found.setdefault(path, []).append(name)
+    return found
+
+
+def _short(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    return f"{', '.join(listed[:SHOWN])}{more}"
