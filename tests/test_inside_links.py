@@ -75,14 +75,35 @@ def test_difference(present: dict[str, str], actions: list[object], conflicts: l
     assert list(plan.conflicts) == conflicts
 
 
-def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine) -> None:
-    """A stub in the image does not keep the others from their links."""
-    machine.put(CUDA, "a stub")
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("file", "(a file)"), ("link", "(a link to stubs/libcuda.so)"), ("directory", "(a directory)")],
+)
+def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str, said: str) -> None:
+    """A stub in the image does not keep the others from their links; ldconfig must not make its link another one."""
+    place = machine.tree / CUDA.lstrip("/")
+    if what == "file":
+        machine.put(CUDA, "a stub")
+    elif what == "link":
+        machine.link(CUDA, "stubs/libcuda.so")
+    else:
+        place.mkdir()
+    before = (place.lstat().st_ino, place.lstat().st_mtime_ns)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
-    assert CUDA in machine.message("LibrariesLinked")
-    assert machine.read(CUDA) == b"a stub"
+    assert f"{CUDA} {said}; remove it, or the package that has it (`dpkg -S {CUDA}`)" in machine.message(
+        "LibrariesLinked"
+    )
+    assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before
     assert machine.read_link(f"{MULTIARCH}/libnvidia-ml.so.1")
+    assert [call for call in machine.calls if call[0] == "ldconfig" and "-p" not in call] == [("ldconfig", "-X")]
+    if what == "directory":
+        place.rmdir()
+    else:
+        place.unlink()
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+    assert machine.read_link(CUDA) == TEXT
 
 
 def test_new_generation_replaces_all_links(machine: Machine) -> None:

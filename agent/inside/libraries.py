@@ -34,12 +34,16 @@ def link_libraries(system: System, notes: Notes, request: Request, architecture:
                 system.remove(path)
     if not request.driver_root and not plan.actions:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    missing = _refresh_loader_cache(system, notes, request, where, changed=bool(plan.actions))
+    missing = _refresh_loader_cache(
+        system, notes, request, where, changed=bool(plan.actions), keep_links=bool(plan.conflicts)
+    )
     if plan.conflicts:
+        found = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(
             KIND,
             "Conflict",
-            f"not ours and in the way of the driver's files: {', '.join(plan.conflicts)}; remove the package or file",
+            f"not ours, left alone, and in the way of the driver's files: {found}; "
+            f"remove it, or the package that has it (`dpkg -S {plan.conflicts[0]}`)",
         )
     if missing:
         directories = sorted({posixpath.dirname(path) for path in missing})
@@ -73,8 +77,15 @@ def _listing(system: System, where: Places) -> dict[str, str]:
     return found
 
 
+def _describe(system: System, path: str) -> str:
+    target = system.read_link(path)
+    if target is not None:
+        return f"{path} (a link to {target})"
+    return f"{path} (a {'directory' if system.is_directory(path) else 'file'})"
+
+
 def _refresh_loader_cache(
-    system: System, notes: Notes, request: Request, where: Places, *, changed: bool
+    system: System, notes: Notes, request: Request, where: Places, *, changed: bool, keep_links: bool
 ) -> frozenset[str]:
     """Run ldconfig where needed; the links that the loader cache lacks even then.
 
@@ -85,11 +96,13 @@ def _refresh_loader_cache(
     noted = {"cache": _identity(system), "needed": sorted(needed)}
     if not changed and noted["cache"] and notes.load(name) == noted:
         return frozenset()
+    # Without -X it would turn somebody's link of a library's name to the newest file that has the name inside.
+    ldconfig = ("ldconfig", "-X") if keep_links else ("ldconfig",)
     if changed:
-        system.run("ldconfig", timeout=60)
+        system.run(*ldconfig, timeout=60)
     missing = _not_cached(system, needed)
     if missing and not changed:
-        system.run("ldconfig", timeout=60)
+        system.run(*ldconfig, timeout=60)
         missing = _not_cached(system, needed)
     if not missing:
         notes.save(name, {"cache": _identity(system), "needed": sorted(needed)})
