@@ -23,7 +23,7 @@ from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.containerds import debian_root, upstream_root
 from integration.bed.process import run
 
-pytestmark = pytest.mark.scenario("004")
+pytestmark = pytest.mark.scenario("002")
 
 MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
