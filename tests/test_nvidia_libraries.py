@@ -10,6 +10,8 @@ from agent.vendors.protocols import Sources
 from tests.recorded import Host
 
 X86 = "usr/lib/x86_64-linux-gnu"
+MAIN = ("libcuda", "libnvidia-ml")
+MAIN_FILES = [f"{X86}/{name}.so.550.163.01" for name in MAIN]
 
 
 def sources(host: Host) -> Sources:
@@ -128,9 +130,57 @@ def test_two_versions_side_by_side_follow_the_module(host: Host) -> None:
     assert by_target(old)[f"{X86}/libcuda.so.1"].link == "libcuda.so.550.163.01"
 
 
+def test_a_cuda_compatibility_directory_is_not_the_driver(host: Host) -> None:
+    """It has a libcuda of another version and no NVML, and may come first in the loader's cache."""
+    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda", "libnvidia-ptxjitcompiler")
+    host.file("/usr/local/cuda/compat/libnvidia-api.so.1", size=5)
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-ptxjitcompiler")
+    host.file("/usr/lib64/libnvidia-api.so.1", size=7)
+    listed = ("libcuda.so.575.57.08", "libnvidia-api.so.1")
+    host.loader_cache(
+        cache_of(
+            *(f"/usr/local/cuda/compat/{name}" for name in listed),
+            *(f"/usr/lib64/{name}" for name in ("libcuda.so.550.163.01", "libnvidia-api.so.1")),
+        )
+    )
+    for module in ("550.163.01", "575.57.08", ""):
+        found = user_space(host, module)
+        assert found.version == "550.163.01"
+        assert {each.source.rpartition("/")[0] for each in by_target(found).values()} == {"/usr/lib64"}
+
+
+def test_the_driver_wins_over_a_compatibility_directory_of_its_own_version(host: Host) -> None:
+    libraries(host, "/usr/local/cuda/compat", "550.163.01", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
+    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
+    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == "/usr/lib64/libcuda.so.550.163.01"
+
+
+def test_libcuda_without_nvml_is_broken_and_the_reason_says_what_there_is(host: Host) -> None:
+    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
+    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
+    found = user_space(host, "550.163.01")
+    assert isinstance(found.files, Broken)
+    assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
+
+
+def test_a_file_with_a_numbering_of_its_own_comes_from_the_chosen_version_s_directory(host: Host) -> None:
+    for directory, version in (("/usr/local/lib", "580.178.04"), ("/usr/lib64", "550.163.01")):
+        libraries(host, directory, version, *MAIN)
+        host.file(f"{directory}/libnvidia-api.so.1", size=5)
+    names = ("libnvidia-api.so.1", "libcuda.so.580.178.04"), ("libnvidia-api.so.1", "libcuda.so.550.163.01")
+    host.loader_cache(
+        cache_of(*(f"/usr/local/lib/{each}" for each in names[0]), *(f"/usr/lib64/{each}" for each in names[1]))
+    )
+    for module, directory in (("550.163.01", "/usr/lib64"), ("580.178.04", "/usr/local/lib")):
+        files = by_target(user_space(host, module))
+        assert files[f"{X86}/libnvidia-api.so.1"].source == f"{directory}/libnvidia-api.so.1"
+
+
 def test_the_loader_s_first_directory_wins(host: Host) -> None:
     for directory in ("/opt/first", "/opt/second"):
-        libraries(host, directory, "550.163.01", "libcuda")
+        libraries(host, directory, "550.163.01", *MAIN)
         host.symlink(f"{directory}/libcuda.so.1", "libcuda.so.550.163.01")
     host.loader_cache(cache_of("/opt/first/libcuda.so.1", "/opt/second/libcuda.so.1"))
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source.startswith("/opt/first/")
@@ -148,16 +198,17 @@ def test_libcuda_s_directory_wins_over_another_that_the_cache_names_first(host: 
 @pytest.mark.scenario("002")
 def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
     host = Host(tmp_path_factory.mktemp("host"), "aarch64")
-    libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", "libcuda")
-    libraries(host, "/usr/lib/x86_64-linux-gnu", "535.1.2", "libcuda")
+    libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", *MAIN)
+    libraries(host, "/usr/lib/x86_64-linux-gnu", "535.1.2", *MAIN)
     foreign = cache_of("/usr/lib/x86_64-linux-gnu/libcuda.so.535.1.2")
     native = cache_of("/usr/lib/aarch64-linux-gnu/libcuda.so.550.163.01", tags="libc6,AArch64")
     host.loader_cache(foreign.replace("1 libs", "2 libs") + native.partition("\n")[2])
-    assert list(by_target(user_space(host))) == ["usr/lib/aarch64-linux-gnu/libcuda.so.550.163.01"]
+    expected = [f"usr/lib/aarch64-linux-gnu/{name}.so.550.163.01" for name in MAIN]
+    assert list(by_target(user_space(host))) == expected
 
 
 def test_neither_the_toolkit_s_nor_the_settings_program_s_libraries_are_the_driver_s(host: Host) -> None:
-    libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-gtk3", "libnvidia-container")
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-gtk3", "libnvidia-container")
     host.file("/usr/lib64/libnvidia-container.so.1.19.1", size=5)
     host.file("/usr/lib64/libnvidia-container-go.so.1.19.1", size=5)
     host.loader_cache(
@@ -167,12 +218,12 @@ def test_neither_the_toolkit_s_nor_the_settings_program_s_libraries_are_the_driv
             "/usr/lib64/libcuda.so.550.163.01",
         )
     )
-    assert list(by_target(user_space(host))) == [f"{X86}/libcuda.so.550.163.01"]
+    assert list(by_target(user_space(host))) == MAIN_FILES
 
 
 def test_libraries_for_newer_processors_only_are_left_out(host: Host) -> None:
-    libraries(host, "/usr/lib64/glibc-hwcaps/x86-64-v3", "550.163.01", "libcuda")
-    libraries(host, "/usr/lib64", "550.163.01", "libcuda")
+    libraries(host, "/usr/lib64/glibc-hwcaps/x86-64-v3", "550.163.01", *MAIN)
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
     fast, plain = "/usr/lib64/glibc-hwcaps/x86-64-v3/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"
     host.loader_cache(cache_of(fast, plain))
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == plain
@@ -192,12 +243,13 @@ def test_dangling_links_are_named(host: Host) -> None:
 
 
 def test_links_that_lead_in_a_circle_are_named(host: Host) -> None:
-    libraries(host, "/usr/lib64", "550.163.01", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
     host.symlink("/usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.1")
     host.symlink("/usr/bin/nvidia-smi", "nvidia-smi")
     host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01", "/usr/lib64/libnvidia-ml.so.1"))
     found = user_space(host)
-    assert list(by_target(found)) == [f"{X86}/libcuda.so.550.163.01"]
+    # By the name that the loader looks for, whatever the host's link says.
+    assert list(by_target(found)) == [*MAIN_FILES, f"{X86}/libnvidia-ml.so.1"]
     assert [problem.partition(":")[0] for problem in found.problems] == ["/usr/lib64/libnvidia-ml.so.1"]
 
 
@@ -216,10 +268,10 @@ def test_libraries_without_libcuda_and_nvml_are_broken(host: Host) -> None:
 
 
 def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
-    libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-a\nBind=/etc")
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-a\nBind=/etc")
     host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01"))
     found = user_space(host)
-    assert list(by_target(found)) == [f"{X86}/libcuda.so.550.163.01"]
+    assert list(by_target(found)) == MAIN_FILES
     assert r"libnvidia-a\nBind=" in "".join(found.problems)
 
 

@@ -26,6 +26,9 @@ LIBRARY = re.compile(
 DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 """Such as 550.163.01, against a soname's 1 and an external platform library's 1.1.18."""
 
+MAIN = ("libcuda", "libnvidia-ml")
+"""Without them there is no driver. CUDA's compatibility packages have libcuda, of another version, and no NVML."""
+
 BINARIES = (
     "nvidia-smi",
     "nvidia-debugdump",
@@ -52,14 +55,37 @@ class _Found:
     """What one architecture's part of the loader's cache leads to."""
 
     architecture: str
-    files: dict[str, str] = field(default_factory=dict)
-    """Real path by name; of two with one name the one that the loader takes first."""
+    files: dict[str, list[str]] = field(default_factory=dict)
+    """Real paths by name, in the loader's order."""
     links: set[str] = field(default_factory=set)
     """Names by which libraries are looked for: sonames and development links."""
 
     def versions(self, stem: str) -> list[str]:
         """Driver versions of one library, in the loader's order."""
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
+
+    def of_version(self, version: str) -> dict[str, str]:
+        """One real path by name: files of that version, and those with a numbering of their own that go with it."""
+        versions: dict[str, set[str]] = {}
+        for name, paths in self.files.items():
+            for path in paths:
+                versions.setdefault(os.path.dirname(path), set()).add(_version(name))
+
+        def distance(path: str) -> int:
+            """Where both main libraries are comes first: CUDA's compatibility directory may have the same version."""
+            directory = os.path.dirname(path)
+            both = all(
+                f"{directory}/{stem}.so.{version}" in self.files.get(f"{stem}.so.{version}", ()) for stem in MAIN
+            )
+            return 0 if both else 1 if version in versions[directory] else 2
+
+        chosen = {}
+        for name, paths in self.files.items():
+            # What lies beside other versions only, and has no version in its name, belongs to one of them.
+            fitting = [path for path in paths if version in (its := versions[os.path.dirname(path)]) or its == {""}]
+            if _version(name) in ("", version) and fitting:
+                chosen[name] = min(fitting, key=distance)
+        return chosen
 
 
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
@@ -85,12 +111,17 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
 
 
 def _choose(found: _Found, module: str) -> Seen[str]:
-    installed = [*found.versions("libcuda"), *found.versions("libnvidia-ml")]
-    if not installed and found.links:
+    """A version that has both main libraries; that of the module if there are several."""
+    installed = {stem: found.versions(stem) for stem in MAIN}
+    complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
+    if complete:
+        return module if module in complete else complete[0]
+    if any(installed.values()):
+        there = " and ".join(f"{stem} {', '.join(versions) or 'in no version'}" for stem, versions in installed.items())
+        return Broken(f"no version of the driver has both libraries that it needs: there is {there}")
+    if found.links:
         return Broken("the loader's cache names NVIDIA's libraries, but libcuda and libnvidia-ml are not among them")
-    if not installed:
-        return Absent("no library of NVIDIA's driver is in the loader's cache")
-    return module if module in installed else installed[0]
+    return Absent("no library of NVIDIA's driver is in the loader's cache")
 
 
 def _search(system: System, cache: tuple[CacheEntry, ...], architecture: str, problems: list[str]) -> _Found:
@@ -147,14 +178,14 @@ def _scan(system: System, found: _Found, directory: str, problems: list[str]) ->
 
 def _add(system: System, found: _Found, real: str) -> None:
     name = os.path.basename(real)
-    if LIBRARY.fullmatch(name) and system.is_file(real):
-        found.files.setdefault(name, real)
+    if LIBRARY.fullmatch(name) and system.is_file(real) and real not in found.files.setdefault(name, []):
+        found.files[name].append(real)
 
 
 def _libraries(system: System, found: _Found, version: str) -> list[Library]:
     """Files of the version, and files that have a numbering of their own, with the links that name them."""
     by_target: dict[str, Library] = {}
-    chosen = {name: real for name, real in found.files.items() if _version(name) in ("", version)}
+    chosen = found.of_version(version)
     for name, real in sorted(chosen.items()):
         target = _target(found.architecture, name)
         by_target[target] = _file(system, target, real)
