@@ -420,7 +420,9 @@ def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
     """Only what makes `runtimeClassName: nvidia` use the published spec is set."""
     path = "/etc/nvidia-container-runtime/config.toml"
     machine.put(
-        path, '#accept = true\n[nvidia-container-cli]\nroot = "/x" # ours\n[nvidia-container-runtime]\nmode = "auto"\n'
+        path,
+        '#accept = true\n[nvidia-container-cli]\nroot = "/x" # ours\n'
+        '[nvidia-container-runtime]\nmode = "auto"\nruntimes = ["crun"]\n',
     )
     run(machine)
     text = machine.read_text(path)
@@ -428,6 +430,7 @@ def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
     assert 'root = "/x" # ours' in text
     settings = tomllib.loads(text)["nvidia-container-runtime"]
     assert settings["mode"] == "cdi"
+    assert settings["runtimes"] == ["crun"]
     assert settings["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
     assert settings["modes"]["cdi"]["spec-dirs"] == ["/etc/cdi", "/var/run/cdi"]
     assert edit_runtime_config(text) is text

@@ -25,7 +25,7 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
     # Its default mode, auto, makes a spec of its own in memory, in which the driver is found neither at our driver
     # root nor with our hooks: runtimeClassName would bypass the published spec.
-    "nvidia-container-runtime": {"mode": "cdi", "runtimes": ["runc", "crun"]},
+    "nvidia-container-runtime": {"mode": "cdi"},
     "nvidia-container-runtime.modes.cdi": {
         "default-kind": KIND,
         "spec-dirs": ["/etc/cdi", "/var/run/cdi"],
