@@ -21,10 +21,14 @@ KUBELET = ("/usr/bin/kubelet", "--config=/etc/kubelet.yaml", "--kubeconfig=/etc/
 SERVICE = "0::/system.slice/kubelet.service"
 
 
-class Node(Machine):
-    """A machine with a kubelet, and what was applied to its Node."""
+KUBELETS_OWN = {"type": "Ready", "status": "True"}
 
-    applied: list[dict[str, Any]]
+
+class Node(Machine):
+    """A machine with a kubelet, whose Node is kept by a scripted kubectl."""
+
+    object: dict[str, Any]
+    replaced: list[dict[str, Any]]
 
     def process(self, number: int, *arguments: str, cgroup: str = SERVICE, pids: str | None = None) -> None:
         self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
@@ -36,12 +40,15 @@ class Node(Machine):
         self.put(JUDGEMENT, render_judgement(judgement(dated, judged)))
 
     def kubectl(self, argv: tuple[str, ...]) -> Completed:
-        self.applied.append(json.loads(self.read(NODE)))
-        return Completed(0, b"node/gpu-node serverside-applied\n", b"")
+        if "get" in argv:
+            return Completed(0, json.dumps(self.object).encode(), b"")
+        self.object = json.loads(self.read(NODE))
+        self.replaced.append(self.object)
+        return Completed(0, b"", b"")
 
     def on_node(self) -> dict[str, str]:
-        """Our condition as it was applied last."""
-        (condition,) = self.applied[-1]["status"]["conditions"]
+        """Our condition."""
+        (condition,) = [each for each in self.object["status"]["conditions"] if each["type"] == TYPE]
         found: dict[str, str] = condition
         return found
 
@@ -58,7 +65,11 @@ def node(tmp_path: Path) -> Node:
     machine = gpu_machine(tmp_path / "machine")
     machine.__class__ = Node
     assert isinstance(machine, Node)
-    machine.applied = []
+    machine.replaced = []
+    machine.object = {
+        "metadata": {"name": "gpu-node"},
+        "status": {"conditions": [KUBELETS_OWN], "capacity": {"cpu": "2"}},
+    }
     machine.put("/proc/sys/kernel/hostname", "GPU-Node\n")
     machine.put("/usr/local/bin/kubectl")
     machine.program("kubectl", machine.kubectl)
@@ -70,11 +81,14 @@ def node(tmp_path: Path) -> Node:
 def test_ready_is_set_with_the_kubelet_s_identity(node: Node) -> None:
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
-    (argv,) = node.calls
-    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in argv
-    assert {"apply", "--server-side", "--subresource=status", "--request-timeout=10s"} <= set(argv)
-    assert node.applied[0]["metadata"] == {"name": "gpu-node"}
-    assert set(node.applied[0]["status"]) == {"conditions"}
+    common = ("kubectl", "--kubeconfig=/etc/kubernetes/kubelet.conf", "--request-timeout=10s")
+    assert node.calls == [
+        (*common, "get", "--raw=/api/v1/nodes/gpu-node"),
+        (*common, "replace", "--raw=/api/v1/nodes/gpu-node/status", f"--filename={NODE}"),
+    ]
+    assert node.object["metadata"] == {"name": "gpu-node"}
+    assert node.object["status"]["capacity"] == {"cpu": "2"}
+    assert node.object["status"]["conditions"][:-1] == [KUBELETS_OWN]
     assert node.on_node() == {
         "type": TYPE,
         "status": "True",
@@ -90,7 +104,7 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     run(node, NOW)
     node.judge(judged=NOW + 60)
     run(node, NOW + 60)
-    assert len(node.applied) == 1
+    assert len(node.replaced) == 1
     broken = false(ConditionType.READY, "SpecRefused", "CDISpecCurrent: no libcuda")
     node.judge(broken, NOW + 70, since=NOW + 65)
     run(node, NOW + 70)
@@ -102,9 +116,9 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     assert (node.on_node()["reason"], node.on_node()["lastTransitionTime"]) == ("Stopped", changed)
     node.judge(false(ConditionType.READY, "Stopped", "another"), NOW + 80 + HEARTBEAT)
     run(node, NOW + 79 + HEARTBEAT)
-    assert len(node.applied) == 3
+    assert len(node.replaced) == 3
     run(node, NOW + 80 + HEARTBEAT)
-    assert len(node.applied) == 4
+    assert len(node.replaced) == 4
     assert node.on_node()["lastTransitionTime"] == changed
 
 
@@ -148,7 +162,7 @@ def test_condition_is_taken_back_when_it_is_not_wanted_any_more(node: Node) -> N
     node.drop(JUDGEMENT)
     node.drop("/run/unbounded-agent/state/node-condition.json")
     run(node, NOW + 10)
-    assert node.applied[-1]["status"] == {"conditions": []}
+    assert node.object["status"]["conditions"] == [KUBELETS_OWN]
     assert not node.exists(NODE_CONDITION_MARK)
     node.calls.clear()
     run(node, NOW + 70)
@@ -179,7 +193,7 @@ def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
     node.drop(JUDGEMENT)
     node.process(40, *KUBELET, "--hostname-override=other")
     run(node, NOW + 10)
-    assert len(node.applied) == 1
+    assert len(node.replaced) == 1
     assert not node.exists(NODE_CONDITION_MARK)
 
 
@@ -198,8 +212,8 @@ def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
 def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: str, kubeconfig: str) -> None:
     node.process(40, *arguments)
     run(node, NOW)
-    assert node.applied[-1]["metadata"]["name"] == name
-    assert f"--kubeconfig={kubeconfig}" in node.calls[-1]
+    assert node.calls[-1][1] == f"--kubeconfig={kubeconfig}"
+    assert node.calls[-1][-2] == f"--raw=/api/v1/nodes/{name}/status"
 
 
 @pytest.mark.parametrize(
@@ -251,8 +265,6 @@ def test_a_kubelet_that_cannot_be_spoken_for(node: Node, arguments: tuple[str, .
         ('Error from server (NotFound): nodes "gpu-node" not found', "NodeNotRegistered"),
         ('Error from server (Forbidden): nodes "x" is forbidden: node "a" is not allowed', "Refused"),
         ("error: You must be logged in to the server (Unauthorized)", "Refused"),
-        ('error: Apply failed with 1 conflict: conflict with "other"', "Refused"),
-        ("error: unknown flag: --subresource", "KubectlTooOld"),
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
     ],
 )
@@ -266,11 +278,37 @@ def test_refusals_are_reported_in_their_words_and_tried_again(node: Node, stderr
     assert node.outcome() == ("True", "Set")
 
 
+def test_a_change_in_between_is_tried_again(node: Node) -> None:
+    """The kubelet writes the same status; one that never rests is reported."""
+    conflict = Completed(1, b"", b"Error from server (Conflict): the object has been modified")
+    left = [conflict, conflict]
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        return left.pop() if "replace" in argv and left else node.kubectl(argv)
+
+    node.program("kubectl", answer)
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
+    assert len(node.replaced) == 1
+    node.judge(false(ConditionType.READY, "Stopped", "it stopped"))
+    left.extend([conflict] * 10)
+    run(node, NOW + 1)
+    assert node.outcome() == ("False", "Refused")
+    assert len(left) == 7
+
+
+@pytest.mark.parametrize("text", ["", "[]", "<html>proxy</html>"])
+def test_answer_that_is_no_node(node: Node, text: str) -> None:
+    node.program("kubectl", text)
+    run(node, NOW)
+    assert node.outcome() == ("False", "APIUnreachable")
+
+
 def test_kubectl_that_hangs_or_is_missing(node: Node) -> None:
     node.program("kubectl", hang)
     run(node, NOW)
     assert node.outcome() == ("False", "APIUnreachable")
-    assert "time limit of 30 s" in node.words()
+    assert "time limit of 15 s" in node.words()
     node.drop("/usr/local/bin/kubectl")
     run(node, NOW)
     assert node.outcome() == ("False", "NoKubectl")

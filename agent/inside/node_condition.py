@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
+from agent.documents import parse_object
 from agent.errors import AgentError, CommandError, DocumentError
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet_identity import Identity, find_identity
@@ -28,11 +29,11 @@ TYPE = "GPUReady"
 """The condition's type on the Node, beside the kubelet's own."""
 HEARTBEAT = 300.0
 """Seconds after which an unchanged condition is set again, as the kubelet does with its own."""
-KUBECTL_LIMIT = 30
-"""Seconds for one kubectl, which asks the API server up to four times (discovery, then the Node's status)."""
+KUBECTL_LIMIT = 15
+"""Seconds for one kubectl, which asks the API server once."""
 NOTE = "node-condition"
 NODE = f"{MACHINE_STATE}/node.json"
-FIELD_MANAGER = "unbounded-agent"
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +105,7 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
         applied = None
     due = _due(identity, wanted, applied, now)
     if due != applied:
-        refusal = _claim_and_apply(system, identity, due)
+        refusal = _claim_and_set(system, identity, due)
         if refusal:
             return applied, refusal
     done = true(KIND, "Set", f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
@@ -137,7 +138,7 @@ def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: fl
     return new
 
 
-def _claim_and_apply(system: System, identity: Identity, wanted: Applied) -> Condition | None:
+def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condition | None:
     """Set it on the Node; why that was not possible, or None."""
     if _marked_node(system) != identity.node:
         # Before the first time, and on disk: what is set on the Node outlives a boot of the machine.
@@ -150,7 +151,7 @@ def _claim_and_apply(system: System, identity: Identity, wanted: Applied) -> Con
         "lastHeartbeatTime": rfc3339(wanted.heartbeat),
         "lastTransitionTime": rfc3339(wanted.transition),
     }
-    return _apply(system, identity, [condition])
+    return _change(system, identity, condition)
 
 
 def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
@@ -163,7 +164,7 @@ def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None,
     if isinstance(identity, Condition):
         return applied, identity
     if identity.node == marked:
-        refusal = _apply(system, identity, [])
+        refusal = _change(system, identity, None)
         # Without the Node there is no condition either.
         if refusal and refusal.reason != "NodeNotRegistered":
             return applied, refusal
@@ -173,40 +174,51 @@ def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None,
     return None, done
 
 
-def _apply(system: System, identity: Identity, conditions: list[dict[str, str]]) -> Condition | None:
-    """Make these all the conditions that are ours on the Node; why that was not possible, or None.
-
-    By server-side apply: whatever has another field manager stays as it is, also when the list is empty.
-    """
+def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> Condition | None:
+    """Make this our condition on the Node, or leave it none; why that was not possible, or None."""
     if not any(system.exists(f"{directory}/kubectl") for directory in ENVIRONMENT["PATH"].split(":")):
         return false(KIND, "NoKubectl", "kubectl is not installed in this machine: install it in the image")
-    node = {
-        "apiVersion": "v1",
-        "kind": "Node",
-        "metadata": {"name": identity.node},
-        "status": {"conditions": conditions},
-    }
+    refusal = None
+    for _ in range(ATTEMPTS):
+        try:
+            _replace(system, identity, ours)
+            return None
+        except (CommandError, DocumentError) as error:
+            refusal = _refusal(identity, error)
+            if "(Conflict)" not in refusal.message:
+                break
+    return refusal
+
+
+def _replace(system: System, identity: Identity, ours: dict[str, str] | None) -> None:
+    """Read the Node, and write its status with that one difference. Raises CommandError or DocumentError.
+
+    What others change in between makes the API server refuse it (Conflict), by the object's resourceVersion.
+    """
+    # By kubectl rather than by a client of ours: it knows every form of a kubeconfig, and the form is the kubelet's
+    # choice. Not by `kubectl patch`: it reads nodes/status first, which the Node authorizer refuses a kubelet. Not by
+    # server-side apply: taking back the one condition that it owns, it drops all conditions that have no field manager.
+    kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
+    path = f"/api/v1/nodes/{identity.node}"
+    node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
+    status = node.setdefault("status", {})
+    others = [each for each in status.get("conditions", []) if each.get("type") != TYPE]
+    if ours is None and len(others) == len(status.get("conditions", [])):
+        return
+    status["conditions"] = [*others, ours] if ours else others
     system.write(NODE, json.dumps(node).encode(), 0o600)
-    options = [f"--kubeconfig={identity.kubeconfig}", f"--cache-dir={MACHINE_STATE}/kubectl", "--request-timeout=10s"]
-    # Not `kubectl patch`: it reads nodes/status first, which the Node authorizer does not allow a kubelet. Not a client
-    # of ours: kubectl knows every form of a kubeconfig, and which one it is is the kubelet's choice.
-    command = ["apply", "--server-side", "--subresource=status", f"--field-manager={FIELD_MANAGER}", "--validate=false"]
-    try:
-        system.run("kubectl", *options, *command, f"--filename={NODE}", timeout=KUBECTL_LIMIT)
-    except CommandError as error:
-        return _refusal(identity, error)
-    return None
+    system.run(*kubectl, "replace", f"--raw={path}/status", f"--filename={NODE}", timeout=KUBECTL_LIMIT)
 
 
-def _refusal(identity: Identity, error: CommandError) -> Condition:
+def _refusal(identity: Identity, error: CommandError | DocumentError) -> Condition:
     """By kubectl's words, which begin with `Error from server (REASON)` for most answers of the API server."""
-    words = " ".join(error.stderr.split()) or error.message.removeprefix(f"{' '.join(error.argv)}: ")
+    words = error.message
+    if isinstance(error, CommandError):
+        words = " ".join(error.stderr.split()) or words.removeprefix(f"{' '.join(error.argv)}: ")
     if "Error from server (NotFound)" in words:
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
         return false(KIND, "NodeNotRegistered", f"{message} ({words})")
-    if "unknown flag" in words:
-        return false(KIND, "KubectlTooOld", f"kubectl 1.32 is the first that is of use here: {words}")
-    if any(each in words for each in ("Error from server", "Unauthorized", "Apply failed")):
+    if "Error from server" in words or "Unauthorized" in words:
         return false(KIND, "Refused", f"the API server refuses it to the kubelet of {identity.node}: {words}")
     return false(KIND, "APIUnreachable", f"kubectl with {identity.kubeconfig}: {words}")
 
