@@ -10,12 +10,14 @@ import pytest
 
 from agent import paths
 from agent.config import MachineSettings
+from agent.inside import node_condition
 from agent.prepare import LOCK_WAIT
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 UNITS = REPOSITORY / "systemd"
 SERVICE = UNITS / "unbounded-agent.service"
 PREPARE = UNITS / "unbounded-agent-prepare@.service"
+NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
 EXPOSURE_LIMIT = 30
 """Tenths: the exposure level stays below 3.0."""
@@ -134,8 +136,39 @@ def test_prepare_makes_no_mount_namespace() -> None:
     assert "CAP_SYS_ADMIN" in settings(PREPARE, "Service")["CapabilityBoundingSet"]
 
 
+@pytest.mark.processes
+def test_units_of_the_machine_are_valid(analyze: str) -> None:
+    """All but those of the node's packages, which are not installed here."""
+    units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
+    assert len(units) == 6
+    finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=60)
+    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, about_ours) == (0, [])
+
+
+def test_node_condition_runs_only_where_it_is_wanted_or_to_be_taken_back() -> None:
+    """Either path triggers it ("|"); most machines have neither, and start no process each minute."""
+    text = NODE_CONDITION.read_text()
+    found = re.findall(r"^ConditionPathExists=(.*)$", text, re.MULTILINE)
+    document = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.CONDITIONS_NAME}"
+    assert found == [f"|{document}", f"|{paths.NODE_CONDITION_MARK}"]
+    assert f"PathChanged={document}\n" in NODE_CONDITION.with_suffix(".path").read_text()
+    service = settings(NODE_CONDITION, "Service")
+    assert f"/var/lib/{service['StateDirectory']}" == paths.STATE
+    assert f"/run/{service['RuntimeDirectory']}" == paths.MACHINE_STATE
+    assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
+
+
+def test_gpu_setup_never_waits_for_the_node_condition() -> None:
+    """An API server that does not answer must not hold up containerd."""
+    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) >= node_condition.KUBECTL_LIMIT * 2
+    for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
+        assert "node-condition" not in (UNITS / "machine" / unit).read_text()
+    assert "Before" not in settings(NODE_CONDITION, "Unit")
+
+
 def test_no_setting_is_newer_than_debian_12() -> None:
     """systemd 252 warns about what it does not know."""
     newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
-    for unit in (SERVICE, PREPARE):
+    for unit in (SERVICE, PREPARE, NODE_CONDITION):
         assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}
