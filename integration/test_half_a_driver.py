@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from integration.bed.kernel_modules import DRIVER_VERSION, kernel_modules
+from integration.bed.host_roots import driver_version, host_root
+from integration.bed.kernel_modules import kernel_modules
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -65,7 +66,7 @@ def test_the_module_without_libraries(installed: Bed) -> None:
 
 
 def test_a_module_of_another_version(installed: Bed) -> None:
-    """The stand-in module in the version that Debian 12 ships, under the libraries of Debian 13."""
+    """The stand-in module in an older version, under the libraries of Debian 13."""
     installed.run("sh", "-c", UNLOAD)
     for module in ("nvidia", "nvidia-uvm", "nvidia-modeset"):
         content = (kernel_modules(OLDER) / f"{module}.ko").read_bytes()
@@ -74,7 +75,7 @@ def test_a_module_of_another_version(installed: Bed) -> None:
     installed.run("/usr/lib/simulated-gpu-host/make-nodes")
     conditions = installed.conditions()
     assert conditions["LibrariesPresent"]["reason"] == "VersionMismatch"
-    for version in (OLDER, DRIVER_VERSION):
+    for version in (OLDER, driver_version(host_root())):
         assert version in conditions["LibrariesPresent"]["message"]
     assert conditions["Ready"]["status"] == "False"
 
