@@ -15,6 +15,10 @@ static DEFINE_MUTEX(gpus_lock);
 static DECLARE_BITMAP(minors, NVIDIA_GPU_MINORS);
 static BLOCKING_NOTIFIER_HEAD(listeners);
 
+/* "MINOR XID", written by a person or a test: an error of that GPU, which the stand-in NVML reports as an event. */
+static char simulated_xid[32];
+module_param_string(simulated_xid, simulated_xid, sizeof(simulated_xid), 0644);
+
 static struct nvidia_gpu *find(unsigned int minor)
 {
 	struct nvidia_gpu *gpu;
