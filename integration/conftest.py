@@ -10,6 +10,7 @@ import pytest
 
 from integration.bed import wheels
 from integration.bed.cache import step
+from integration.bed.cluster import Cluster
 from integration.bed.guest import Completed, Guest
 from integration.bed.host_image import host_image
 from integration.bed.installation import install
@@ -106,3 +107,18 @@ def ready(simulated_host: SimulatedHost) -> Bed:
     # The clock has jumped to the present, which makes the last report an old one.
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
     return bed
+
+
+@pytest.fixture(scope="module")
+def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
+    """A Kubernetes cluster whose node is the ready machine, with NVIDIA's device plugin.
+
+    Its tests follow each other without a restored snapshot, which the API server's memory could not follow.
+    """
+    simulated_host.restore(READY)
+    Bed(simulated_host).node.run("systemctl", "start", "unbounded-agent-gpu.service")
+    with Cluster(simulated_host) as cluster:
+        cluster.apply("runtime-class")
+        with step("deploy NVIDIA's device plugin"):
+            cluster.deploy_plugin(gpus=len(simulated_host.gpus))
+        yield cluster

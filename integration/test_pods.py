@@ -35,7 +35,11 @@ class Look:
 
 
 def look(node: Node, **pod: Any) -> Look:  # noqa: ANN401
-    output = node.pod(Pod(("sh", "-c", LOOK), **pod)).stdout
+    return seen_in(node.pod(Pod(("sh", "-c", LOOK), **pod)).stdout)
+
+
+def seen_in(output: str) -> Look:
+    """What the script LOOK printed."""
     found, listing, mountinfo = output.split(SEPARATOR)
     points = {line.split()[4] for line in mountinfo.splitlines() if "nvidia" in line or "libcuda" in line}
     # Where runc may not make nodes it binds them, which makes them mount points, and another set for each grant.

@@ -21,8 +21,8 @@ from integration.bed.certificates import Certificates
 from integration.bed.kubernetes import kubernetes
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.run_directory import run_directory
+from integration.bed.transfer import HOST_FROM_GUEST
 
-HOST_FROM_GUEST = "10.0.2.2"
 SERVICE_NETWORK = "10.96.0.0/16"
 SERVICE_ADDRESS = "10.96.0.1"
 SECONDS = 120.0
@@ -46,7 +46,7 @@ class ControlPlane:
     def __init__(self, nodes: Iterable[str]) -> None:
         self.directory = run_directory("control-plane")
         self.nodes = tuple(nodes)
-        self.port, self._etcd, self._etcd_peers = _free_ports(3)
+        self.port, self._etcd, self._etcd_peers = free_ports(3)
         self.binaries = kubernetes()
         self._groups = {ADMIN: "system:masters", CONTROLLER_MANAGER: "", SCHEDULER: ""}
         self._groups |= {node_user(node): "system:nodes" for node in self.nodes}
@@ -210,7 +210,7 @@ class ControlPlane:
             time.sleep(0.5)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
     """TCP ports of 127.0.0.1 that nobody listens on at this moment."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]

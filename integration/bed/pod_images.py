@@ -1,20 +1,25 @@
 """Container images of the pods that the bed runs, made here from Debian's packages and two small C programs."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from integration.bed import debian
 from integration.bed.buildah import buildah, import_root
 from integration.bed.cache import cached
 from integration.bed.process import run
+from integration.bed.tools import device_plugin
 
 SOURCES = Path(__file__).parent / "pods"
 # What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache; and a shell.
-CUDA_TEST_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
+CUDA_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
 UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
 
 PAUSE = "registry.invalid/pause:local"
 CUDA_TEST = "registry.invalid/cuda-test:local"
+DEVICE_PLUGIN = "registry.invalid/device-plugin:local"
+# As NVIDIA's image has it.
+DEVICE_PLUGIN_ENTRY_POINT = '["nvidia-device-plugin"]'
 
 
 def pod_images() -> Path:
@@ -23,16 +28,27 @@ def pod_images() -> Path:
     return cached("pod-images", inputs, _build)
 
 
+def device_plugin_image() -> Path:
+    """An archive of NVIDIA's device plugin, which only a cluster needs: its program on the base of cuda-test."""
+
+    def build(output: Path) -> None:
+        _write_image(output, "device-plugin", DEVICE_PLUGIN, DEVICE_PLUGIN_ENTRY_POINT, _fill_device_plugin)
+
+    inputs: list[Path | str] = [str(device_plugin()), Path(__file__), Path(debian.__file__)]
+    return cached("device-plugin-image", inputs, build) / "device-plugin.tar"
+
+
 def _build(output: Path) -> None:
-    for name, image, entry_point, fill in (
-        ("pause", PAUSE, '["/pause"]', _fill_pause),
-        ("cuda-test", CUDA_TEST, "[]", _fill_cuda_test),
-    ):
-        root = output / name
-        fill(root)
-        import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
-        shutil.rmtree(root)
-        buildah("push", "--quiet", image, f"docker-archive:{output / name}.tar:{image}")
+    _write_image(output, "pause", PAUSE, '["/pause"]', _fill_pause)
+    _write_image(output, "cuda-test", CUDA_TEST, "[]", _fill_cuda_test)
+
+
+def _write_image(output: Path, name: str, image: str, entry_point: str, fill: Callable[[Path], None]) -> None:
+    root = output / name
+    fill(root)
+    import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
+    shutil.rmtree(root)
+    buildah("push", "--quiet", image, f"docker-archive:{output / name}.tar:{image}")
 
 
 def _fill_pause(root: Path) -> None:
@@ -41,8 +57,18 @@ def _fill_pause(root: Path) -> None:
 
 
 def _fill_cuda_test(root: Path) -> None:
+    _fill_base(root)
+    _compile("gpu-probe", root / "usr" / "bin" / "gpu-probe")
+
+
+def _fill_device_plugin(root: Path) -> None:
+    _fill_base(root)
+    shutil.copy2(device_plugin() / "nvidia-device-plugin", root / "usr/bin")
+
+
+def _fill_base(root: Path) -> None:
     # Unpacked, not configured: the packages' own scripts would need a whole system.
-    debian.debian_tree(root, "extract", CUDA_TEST_PACKAGES)
+    debian.debian_tree(root, "extract", CUDA_PACKAGES)
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).unlink()
     for directory in UNNEEDED:
@@ -52,7 +78,6 @@ def _fill_cuda_test(root: Path) -> None:
         link = root / "usr" / "bin" / applet
         if not link.exists() and not (root / "usr" / "sbin" / applet).exists():
             link.symlink_to("busybox")
-    _compile("gpu-probe", root / "usr" / "bin" / "gpu-probe")
     # CDI's update-ldcache hook renews the loader cache only in a container that has one.
     run(["ldconfig", "-r", root])
 

@@ -96,6 +96,15 @@ class Qemu:
         """The plugged devices must be those of the snapshot. The guest's clock then stands at the snapshot's time."""
         self._human(f"loadvm {name}", timeout)
 
+    def forward_port(self, port: int) -> None:
+        """Connections to that TCP port of 127.0.0.1 reach the guest's same port, until `stop_forwarding`."""
+        self._human(f"hostfwd_add net tcp:127.0.0.1:{port}-:{port}", 30)
+
+    def stop_forwarding(self, port: int) -> None:
+        # It reports success too.
+        arguments: JSONObject = {"command-line": f"hostfwd_remove net tcp:127.0.0.1:{port}"}
+        self.execute("human-monitor-command", **arguments)
+
     def evidence(self) -> str:
         """The end of the serial console and of QEMU's own messages, for error texts."""
         serial = self.serial_log.read_bytes()[-3000:].decode(errors="replace") if self.serial_log.exists() else ""

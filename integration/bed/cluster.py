@@ -1,0 +1,233 @@
+"""A Kubernetes cluster of one node, which is the simulated host's machine: a real kubelet and a real control plane."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from integration.bed.cache import step
+from integration.bed.control_plane import ControlPlane, free_ports, node_user
+from integration.bed.node import MACHINE, Node
+from integration.bed.pod_images import CUDA_TEST, device_plugin_image
+from integration.bed.process import Argument, CommandError, run
+from integration.bed.simulated_host import SimulatedHost
+from integration.bed.transfer import HOST_FROM_GUEST, send_files
+
+# What whoever provisions a node adds to the image's root file system: the kubelet's unit, the pod network.
+CLUSTER_FILES = Path(__file__).with_name("cluster_files")
+# What a kubelet sets where it may, and does not start without: in a machine /proc/sys is read-only.
+KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
+SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
+MANIFESTS = Path(__file__).with_name("manifests")
+PLUGIN = "daemonset/nvidia-device-plugin"
+RESOURCE = "nvidia.com/gpu"
+PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"
+
+
+class ClusterError(Exception):
+    """Something that was waited for did not come about; the text holds what the cluster says of it."""
+
+
+class Cluster:
+    """A context manager; the host's machine runs already, and so does containerd in it."""
+
+    def __init__(self, host: SimulatedHost) -> None:
+        self.host = host
+        self.node = Node(host.guest)
+        self.control_plane = ControlPlane([MACHINE])
+        (self._kubelet_port,) = free_ports(1)
+
+    def __enter__(self) -> "Cluster":
+        self.control_plane.__enter__()
+        try:
+            self.host.qemu.forward_port(self._kubelet_port)
+            with step("make the machine a node of the cluster"):
+                self._provision()
+                self.wait("node Ready", self._node_is_ready)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the control plane. The machine keeps its kubelet: restore a snapshot, or end the virtual machine."""
+        self.control_plane.close()
+        self.host.qemu.stop_forwarding(self._kubelet_port)
+
+    def kubectl(self, *arguments: Argument, stdin: str | None = None) -> str:
+        """Standard output of a kubectl command, as the cluster's administrator."""
+        return self.control_plane.kubectl(*arguments, stdin=stdin)
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """The object or list that `kubectl get` finds."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
+        return found
+
+    def apply(self, *objects: str | dict[str, Any]) -> None:
+        """Applies manifests, by their names in manifests/, and objects."""
+        for each in objects:
+            text = (MANIFESTS / f"{each}.yaml").read_text() if isinstance(each, str) else json.dumps(each)
+            self.kubectl("apply", "-f", "-", stdin=text)
+
+    def allocatable(self, resource: str = RESOURCE) -> int:
+        """How many of a resource the node offers to pods."""
+        return int(self.get("node", MACHINE)["status"]["allocatable"].get(resource, 0))
+
+    def deploy_plugin(self, gpus: int, **environment: str) -> None:
+        """Deploys NVIDIA's device plugin with its manifest's environment and this, until the node offers that many."""
+        plugin = yaml.safe_load((MANIFESTS / "device-plugin.yaml").read_text())
+        (container,) = plugin["spec"]["template"]["spec"]["containers"]
+        known = {variable["name"]: variable["value"] for variable in container["env"]} | environment
+        container["env"] = [{"name": name, "value": value} for name, value in known.items()]
+        self.apply(plugin)
+        self.wait_plugin(gpus)
+
+    def restart_plugin(self, gpus: int) -> None:
+        """A new pod of the device plugin."""
+        self.kubectl("--namespace=kube-system", "rollout", "restart", PLUGIN)
+        self.wait_plugin(gpus)
+
+    def delete_plugin(self) -> None:
+        """Removes the device plugin and waits until its pod has ended."""
+        self.kubectl("--namespace=kube-system", "delete", PLUGIN, "--cascade=foreground", "--timeout=120s")
+
+    def plugin_log(self) -> str:
+        """What the device plugin's present pod has logged."""
+        return self.kubectl("--namespace=kube-system", "logs", PLUGIN)
+
+    def wait_plugin(self, gpus: int) -> None:
+        """Until the present version of the plugin has registered, and the node offers that many GPUs."""
+        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=180s")
+        # A number alone could be that of the plugin's predecessor.
+        self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
+        self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
+
+    def run(self, pod: dict[str, Any], seconds: float = 120) -> str:
+        """Runs a pod to its end and removes it; its log. Raises ClusterError where it fails."""
+        name = pod["metadata"]["name"]
+        namespace = pod["metadata"].get("namespace", "default")
+        self.apply(pod)
+        try:
+            return self.finished(name, namespace, seconds)
+        finally:
+            self.delete_pods(name, namespace=namespace)
+
+    def finished(self, name: str, namespace: str = "default", seconds: float = 120) -> str:
+        """The log of a pod that ends by itself."""
+        self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"), seconds)
+        log = self.kubectl(f"--namespace={namespace}", "logs", name)
+        if self.phase(name, namespace) == "Failed":
+            raise ClusterError(
+                f"pod {name} failed: {self.get('pod', name, f'--namespace={namespace}')['status']}\n{log}"
+            )
+        return log
+
+    def log(self, name: str) -> str:
+        """What a pod has written; nothing where its container does not run yet."""
+        try:
+            return self.kubectl("logs", name)
+        except CommandError:
+            return ""
+
+    def versions(self) -> dict[str, str]:
+        """Of the parts, as they run."""
+        machine = self.get("node", MACHINE)["status"]["nodeInfo"]
+        etcd = run([self.control_plane.binaries / "etcd", "--version"]).splitlines()[0]
+        return {
+            "Kubernetes": machine["kubeletVersion"],
+            "etcd": etcd.partition(": ")[2],
+            "containerd": machine["containerRuntimeVersion"].partition("//")[2],
+            "NVIDIA device plugin": self.kubectl(
+                "--namespace=kube-system", "exec", PLUGIN, "--", "nvidia-device-plugin", "--version"
+            ).split()[-1],
+        }
+
+    def phase(self, name: str, namespace: str = "default") -> str:
+        """Of a pod: Pending, Running, Succeeded, Failed."""
+        phase: str = self.get("pod", name, f"--namespace={namespace}")["status"]["phase"]
+        return phase
+
+    def delete_pods(self, *names: str, namespace: str = "default") -> None:
+        """Removes pods and waits until their containers have ended."""
+        self.kubectl(f"--namespace={namespace}", "delete", "pod", *names, "--timeout=120s")
+
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 180) -> None:
+        """Until `reached`. Raises ClusterError with what the cluster and the kubelet say."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            self.control_plane.check()
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not within {seconds:.0f} s: {what}\n{self.evidence()}")
+            time.sleep(0.5)
+
+    def evidence(self) -> str:
+        """The cluster's pods and latest events, and the end of the kubelet's journal."""
+        pods = self.kubectl("get", "pods", "--all-namespaces", "-o", "wide")
+        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
+        journal = self.node.run("journalctl", "--unit=kubelet", "--no-pager", "--lines=25", check=False).stdout
+        return "\n".join([pods, *events, journal])
+
+    def _provision(self) -> None:
+        binaries = self.control_plane.binaries
+        files: dict[str, Path | bytes] = {
+            str(path.relative_to(CLUSTER_FILES)): path for path in CLUSTER_FILES.rglob("*") if path.is_file()
+        }
+        files |= {f"usr/local/bin/{name}": binaries / name for name in ("kubelet", "kubectl")}
+        files[PLUGIN_ARCHIVE] = device_plugin_image()
+        kubeconfig = self.control_plane.kubeconfig(node_user(MACHINE), HOST_FROM_GUEST)
+        files["etc/kubernetes/kubelet.conf"] = kubeconfig.encode()
+        files["etc/kubernetes/ca.crt"] = self.control_plane.certificate_authority.encode()
+        files["etc/kubernetes/kubelet.json"] = json.dumps(self._kubelet_configuration()).encode()
+        self.host.guest.write(SYSCTL, KERNEL_SETTINGS)
+        self.host.guest.run(["sysctl", "--quiet", "--load", SYSCTL])
+        send_files(self.host.guest, files, f"/var/lib/machines/{MACHINE}")
+        self.node.run("systemctl", "enable", "--now", "kubelet.service")
+        self.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{PLUGIN_ARCHIVE}", timeout=180)
+
+    def _kubelet_configuration(self) -> dict[str, Any]:
+        """As KubeletConfiguration, kubelet.config.k8s.io/v1beta1."""
+        return {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {"x509": {"clientCAFile": "/etc/kubernetes/ca.crt"}, "anonymous": {"enabled": False}},
+            "cgroupDriver": "systemd",
+            "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+            "failSwapOn": False,
+            # Seconds count under emulation; the default is 10 s, after which the API knows of changed resources.
+            "nodeStatusUpdateFrequency": "2s",
+            # The API server reaches it at this port of its own machine, which QEMU forwards.
+            "port": self._kubelet_port,
+        }
+
+    def _node_is_ready(self) -> bool:
+        nodes = self.get("nodes")["items"]
+        return any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for node in nodes
+            for condition in node["status"]["conditions"]
+        )
+
+
+def pod(name: str, *command: str, gpus: int = 0, runtime: str = "") -> dict[str, Any]:
+    """A pod of the local image with one container, which runs `command` once."""
+    container: dict[str, Any] = {
+        "name": "main",
+        "image": CUDA_TEST,
+        "imagePullPolicy": "Never",
+        "command": list(command),
+    }
+    if gpus:
+        container["resources"] = {"limits": {RESOURCE: str(gpus)}}
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+    if runtime:
+        spec["runtimeClassName"] = runtime
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}

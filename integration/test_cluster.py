@@ -1,0 +1,179 @@
+"""The user's own truth test: a real Kubernetes cluster, NVIDIA's device plugin, `kubectl apply`, and pods on GPUs."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from integration.bed.cluster import Cluster, pod
+from integration.bed.node import MACHINE
+from integration.conftest import Bed
+from integration.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
+
+pytestmark = pytest.mark.scenario("002")
+
+NUMBER = len(GPUS)
+PLUGIN_SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
+# Two of the three strategies give a pod its devices through CDI, whatever its runtime class. NVIDIA's default names
+# them in a variable, which only NVIDIA's runtime reads.
+STRATEGIES = {"cdi-cri": "", "cdi-annotations": "", "envvar": "nvidia"}
+XID_OFF_THE_BUS = 79
+
+
+@pytest.fixture
+def bed(cluster: Cluster) -> Bed:
+    """The host that the cluster's node runs on, as it is: nothing is restored."""
+    return Bed(cluster.host)
+
+
+def expect_one_gpu(bed: Bed, seen: Look) -> str:
+    """Exactly one of the host's GPUs opens, and nvidia-smi lists just that one; its UUID."""
+    (uuid,) = seen.uuids
+    expect_gpus(seen.probe, {uuids(bed.run("nvidia-smi", "-L").stdout).index(uuid)})
+    return uuid
+
+
+def wait_condition(cluster: Cluster, bed: Bed, kind: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """A condition once it is as wanted; the machine's half looks at once instead of by its timer."""
+
+    def look() -> bool:
+        bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
+        return reached(bed.conditions()[kind])
+
+    cluster.wait(f"condition {kind}", look)
+    return bed.conditions()[kind]
+
+
+def test_the_node_offers_every_gpu(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> None:
+    node = cluster.get("node", MACHINE)
+    for component, version in cluster.versions().items():
+        record_property(component, version)
+    assert {each["type"]: each["status"] for each in node["status"]["conditions"]}["Ready"] == "True"
+    assert cluster.allocatable() == NUMBER
+    assert cluster.get("runtimeclass", "nvidia")["handler"] == "nvidia"
+    advertised = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    assert str(NUMBER) in advertised["message"]
+
+
+def test_eight_pods_get_one_gpu_each_and_the_ninth_waits(cluster: Cluster, bed: Bed) -> None:
+    """Until one of the eight ends."""
+    names = [f"one-gpu-{index}" for index in range(NUMBER)]
+    # An empty line ends what a pod shows.
+    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
+    cluster.wait("all pods show their GPUs", lambda: all("\nshown\n" in cluster.log(name) for name in names))
+    cluster.apply(pod("ninth", "nvidia-smi", "-L", gpus=1))
+
+    def refusal() -> str:
+        conditions = cluster.get("pod", "ninth")["status"].get("conditions", [])
+        return "".join(each.get("message", "") for each in conditions if each["type"] == "PodScheduled")
+
+    cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in refusal())
+    assert cluster.phase("ninth") == "Pending"
+    seen = [expect_one_gpu(bed, seen_in(cluster.log(name).partition("\n\nshown")[0])) for name in names]
+    assert len(set(seen)) == NUMBER
+    cluster.delete_pods(names[0])
+    assert uuids(cluster.finished("ninth")) == [seen[0]]
+    cluster.delete_pods("ninth", *names[1:])
+
+
+def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
+    for runtime in ("", "nvidia"):
+        found = json.loads(cluster.run(pod("no-limit", *PROBE, runtime=runtime)))
+        assert set(found["open"].values()) == {"ENOENT"}, runtime
+        assert all("error" in result for result in found["load"].values()), runtime
+
+
+def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
+    """The device plugin's own health checks, through NVML's events; the Xid is a simulated one."""
+    assert "Ignoring the following XIDs for health checks" in cluster.plugin_log()
+    bed.run("sh", "-c", f"echo 3 {XID_OFF_THE_BUS} >/sys/module/nvidia/parameters/simulated_xid")
+    cluster.wait("one GPU is unhealthy", lambda: cluster.allocatable() == NUMBER - 1)
+    unhealthy = uuids(bed.run("nvidia-smi", "-L").stdout)[3]
+    assert f"Xid={XID_OFF_THE_BUS} on Device={unhealthy}" in cluster.plugin_log()
+    # The plugin itself never takes that back: its documentation advises a restart.
+    cluster.restart_plugin(NUMBER)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
+    cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY=strategy)
+    seen = seen_in(cluster.run(pod("strategy", "sh", "-c", LOOK, gpus=1, runtime=STRATEGIES[strategy])))
+    expect_one_gpu(bed, seen)
+    if strategy.startswith("cdi"):
+        expect_whole_specification(bed)
+
+
+def expect_whole_specification(bed: Bed) -> None:
+    """The plugin makes a specification of its own, by way of the machine's links: it must name the same libraries."""
+    found = json.loads(bed.node.run("cat", PLUGIN_SPEC).stdout)
+    libraries = library_names(found)
+    assert any(name.startswith("libcuda.so.") for name in libraries)
+    assert libraries == library_names(bed.node.spec())
+    nodes = {node["path"] for device in found["devices"] for node in device["containerEdits"]["deviceNodes"]}
+    nodes |= {node["path"] for node in found["containerEdits"]["deviceNodes"]}
+    assert {*GPUS, "/dev/nvidiactl", "/dev/nvidia-uvm"} <= nodes
+
+
+def library_names(specification: dict[str, Any]) -> set[str]:
+    """The file names of the shared libraries that a CDI specification mounts."""
+    names = (mount["hostPath"].rpartition("/")[2] for mount in specification["containerEdits"]["mounts"])
+    return {name for name in names if ".so." in name}
+
+
+@pytest.mark.scenario("000")
+def test_pods_of_a_gaming_node(cluster: Cluster) -> None:
+    """Under NVIDIA's default strategy: the first pod gets one GPU; the second names all, and finds graphics."""
+    cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY="envvar")
+    cluster.apply("gpu-test", "gpu-opengl-test")
+    table = cluster.finished("gpu-test")
+    assert "NVIDIA-SMI 550" in table
+    assert table.count("NVIDIA H100") == 1
+    graphics = cluster.finished("gpu-opengl-test")
+    assert graphics.startswith("vendor nvidia\n")
+    for library in ("libGLX_nvidia.so.0", "libEGL_nvidia.so.0"):
+        assert f"{library} (libc6,x86-64) => " in graphics
+    assert "renderD128" in graphics
+    cluster.delete_pods("gpu-test", "gpu-opengl-test")
+
+
+@pytest.mark.scenario("003")
+def test_a_node_kept_for_gpu_pods(cluster: Cluster) -> None:
+    """By a taint, which the node itself may not set: only a pod that tolerates it, in a privileged namespace, runs."""
+    taint = ("taint", "node", MACHINE, "gpu=true:NoSchedule")
+    with pytest.raises(Exception, match="is not allowed to modify taints"):
+        cluster.control_plane.kubectl(*taint, user=f"system:node:{MACHINE}")
+    cluster.kubectl(*taint)
+    try:
+        cluster.apply(pod("without-toleration", "true"), "gpu-workload")
+        assert len(uuids(cluster.finished("gpu-workload", namespace="nvidia"))) == NUMBER
+        status = cluster.get("pod", "without-toleration")["status"]
+        assert "had untolerated taint" in status["conditions"][0]["message"]
+    finally:
+        cluster.kubectl(*taint[:-1], "gpu-")
+    cluster.delete_pods("gpu-workload", namespace="nvidia")
+    cluster.finished("without-toleration")
+    cluster.delete_pods("without-toleration")
+
+
+def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> None:
+    cluster.apply("time-slicing")
+    cluster.deploy_plugin(4 * NUMBER, CONFIG_FILE="/config/time-slicing.yaml")
+    expect_one_gpu(bed, seen_in(cluster.run(pod("slice", "sh", "-c", LOOK, gpus=1))))
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+
+
+def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -> None:
+    """Plugin killed, plugin started, kubelet restarted; Ready does not change meanwhile."""
+    ready = bed.wait_ready()["Ready"]
+    cluster.delete_plugin()
+    down = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (down["status"], down["reason"]) == ("False", "DevicePluginDown")
+    cluster.deploy_plugin(NUMBER)
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    bed.node.run("systemctl", "stop", "kubelet.service")
+    stopped = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (stopped["status"], stopped["reason"]) == ("Unknown", "KubeletDown")
+    bed.node.run("systemctl", "start", "kubelet.service")
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    assert bed.conditions()["Ready"] == ready
