@@ -43,8 +43,9 @@ class Node:
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """A command in the machine, as root."""
         inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect")
-        # systemd would put its own idea of ${...} into a script's text before the shell sees it.
-        literally = ("--expand-environment=no", *argv)
+        # systemd would put its own idea of ${...} into a script's text before the shell sees it; systemd-run has an
+        # option against that since version 254.
+        literally = [word.replace("$", "$$") for word in argv]
         return self._guest.run((*inside, *literally), timeout=timeout, check=check)
 
     def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
