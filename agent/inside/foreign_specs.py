@@ -32,7 +32,8 @@ class ForeignSpec:
     path: str
     devices: tuple[str, ...]
     """Qualified names of this vendor's kind."""
-    valid: bool = True
+    fault: str = ""
+    """Why it has none, as a message says it behind the path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,10 @@ def look(system: System, notes: Notes, vendor: MachineVendor) -> Foreign:
             path = f"{directory}/{entry}"
             if path == vendor.spec_path or not entry.endswith(SUFFIXES):
                 continue
-            spec, known[path] = _read(system, vendor, path, noted.get(path))
+            spec, note = _read(system, vendor, path, noted.get(path))
             found.append(spec)
+            if note:
+                known[path] = note
     notes.save(name, known)
     return _sort(vendor, found, _writer_remark(system, vendor))
 
@@ -105,24 +108,23 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     try:
         content = system.read(path)
     except OSError as error:
-        return ForeignSpec(path, (), valid=False), {"error": str(error)}
+        return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
     digest = hashlib.sha256(content).hexdigest()
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
     else:
+        # Alone in a directory, so that the devices are those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
-        copy = f"{directory}/spec{posixpath.splitext(path)[1]}"
-        system.write(copy, content)
+        system.remove_tree(directory)
+        system.write(f"{directory}/spec{posixpath.splitext(path)[1]}", content)
         try:
             listed = list(vendor.list_devices(system, directory))
-        except AgentError:
-            # Without an answer it counts as one that no runtime reads; asked again at the next run.
-            return ForeignSpec(path, (), valid=False), {}
-        finally:
-            system.remove(copy)
-    # A spec without devices is not valid.
+        except AgentError as error:
+            return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
     ours = tuple(each for each in listed if each.startswith(f"{vendor.spec_kind}="))
-    return ForeignSpec(path, ours, valid=bool(listed)), {"digest": digest, "devices": listed}
+    # A spec without devices is not valid.
+    fault = "" if listed else "is no valid CDI spec, and runtimes skip it"
+    return ForeignSpec(path, ours, fault), {"digest": digest, "devices": listed}
 
 
 def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[str, ...]) -> Foreign:
@@ -132,7 +134,7 @@ def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[st
     for spec in specs:
         place = outranking if SPEC_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
         place.update(dict.fromkeys(spec.devices, spec.path))
-    broken = tuple(f"{spec.path} is no valid CDI spec, and runtimes skip it" for spec in specs if not spec.valid)
+    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault)
     return Foreign(same, outranking, (*broken, *remarks))
 
 
