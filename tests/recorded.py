@@ -32,8 +32,8 @@ class ScriptedRunner:
 class Host(System):
     """A System below `tree` that is also a DeviceSource; the methods below `----` set it up."""
 
-    def __init__(self, tree: Path, architecture: str = "x86_64") -> None:
-        self.runner = ScriptedRunner()
+    def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:
+        self.runner = runner or ScriptedRunner()
         super().__init__(self.runner, str(tree))
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()

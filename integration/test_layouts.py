@@ -1,0 +1,292 @@
+"""Host layouts of the driver, as trees of real packages that the agent observes and plans; the GPUs are synthetic.
+
+Without a virtual machine: test_hosts.py stages and runs what is only planned here.
+"""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from agent.conditions import Condition, ConditionType, Status
+from agent.config import Config
+from agent.facts import Broken, Facts, Library
+from agent.goal import MachineGoal
+from agent.observe import observe
+from agent.observe.loader_cache import LoaderCache, parse_listing
+from agent.paths import machine_unit
+from agent.plan import plan
+from agent.system.commands import Completed
+from agent.system.host_runner import host_runner
+from agent.vendors.host import HOST_VENDORS
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from integration.bed.cache import cache_root
+from integration.bed.foreign_trees import SOURCE, arm64_root, crowded_root
+from integration.bed.host_roots import LIBRARIES, Layout, host_root
+from integration.bed.process import run
+from tests.recorded import Host, ScriptedRunner
+
+pytestmark = pytest.mark.scenario("002")
+
+MACHINE = "gpu-node"
+CONFIG = Config.model_validate({"machines": {MACHINE: {}}})
+TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "i386": "i386-linux-gnu"}
+# As readelf(1) names them.
+PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i386": "Intel 80386"}
+QEMU_ARM64 = "qemu-aarch64-static"
+
+
+class TreeRunner(ScriptedRunner):
+    """The tree's own ldconfig runs, in the environment that the agent gives to every program."""
+
+    def __init__(self, *prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] == "/sbin/ldconfig":
+            return host_runner((*self._prefix, *argv[1:]), timeout)
+        return super().__call__(argv, timeout)
+
+
+class Tree(Host):
+    """A copy of a tree, whose files share their data with the original: nothing may be written in place."""
+
+    def __init__(self, tree: Path, architecture: str = "amd64") -> None:
+        self.tree = tree
+        self.ldconfig: tuple[str, ...] = ("chroot", str(tree), "/sbin/ldconfig")
+        if architecture == "arm64":
+            self.ldconfig = (QEMU_ARM64, f"{tree}/sbin/ldconfig", "-r", str(tree))
+        machine = {"amd64": "x86_64", "arm64": "aarch64"}[architecture]
+        super().__init__(tree, machine, TreeRunner(*self.ldconfig))
+        run(self.ldconfig)
+        # systemd does not run here; what it would say is no subject of these tests.
+        units = [machine_unit(MACHINE), *(service for vendor in HOST_VENDORS for service in vendor.services)]
+        properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
+        blocks = ["LoadState=loaded\nActiveState=inactive\nNeedDaemonReload=no\n" for _ in units]
+        self.command("systemctl", "show", properties, *units, stdout="\n".join(blocks))
+        self.command("systemctl", "--version", stdout="systemd 257 (257)\n")
+        self.make_directory(f"/var/lib/machines/{MACHINE}")
+
+    def look(self, module: str) -> Facts:
+        """One pass with that version of the kernel module and one GPU."""
+        for directory in ("proc", "sys", "dev"):
+            shutil.rmtree(self.tree / directory, ignore_errors=True)
+        self.pci = self.drm = ()
+        self.driver(module, gpus=1)
+        return observe(CONFIG, self, self, LoaderCache())
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the machine would get, and what its condition would be."""
+
+    goal: MachineGoal
+    libraries: Condition
+    problems: tuple[str, ...]
+
+    @property
+    def files(self) -> dict[str, Library]:
+        """By target; none when no driver root is planned."""
+        root = self.goal.grants[0].driver_root
+        return {file.target: file for file in root.files} if root else {}
+
+
+def planned(tree: Tree, module: str) -> Planned:
+    facts = tree.look(module)
+    (goal,) = plan(CONFIG, facts).goal.machines
+    found = nvidia_conditions(facts.vendors[0], goal.grants[0])
+    (condition,) = (each for each in found if each.type == ConditionType.LIBRARIES_PRESENT)
+    return Planned(goal, condition, facts.all_problems())
+
+
+@pytest.fixture
+def copy() -> Iterator[Path]:
+    """A place beside the cached trees, for hard links to them."""
+    with tempfile.TemporaryDirectory(prefix=".layout-", dir=cache_root()) as directory:
+        yield Path(directory) / "root"
+
+
+def linked(root: Path, copy: Path) -> Path:
+    run(["cp", "-al", root, copy])
+    return copy
+
+
+def current_version(root: Path, architecture: str = "amd64") -> str:
+    """Of the driver in Debian's layout."""
+    directory = root / "usr/lib" / TRIPLETS[architecture] / "nvidia/current"
+    return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
+
+
+def packaged(root: Path, version: str, architecture: str = "amd64") -> set[str]:
+    """Names of the libraries that the driver's packages of that version ship, by dpkg's own records."""
+    names: set[str] = set()
+    for stanza in (root / "var/lib/dpkg/status").read_text().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in stanza.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
+        ours = fields.get("Source", "").startswith(SOURCE) and fields["Architecture"] == architecture
+        if ours and fields["Version"].startswith(f"{version}-"):
+            names |= _shipped(root, fields["Package"], architecture)
+    assert len(names) > 3, f"{root}: no packages of driver {version} for {architecture}"
+    return names
+
+
+def _shipped(root: Path, package: str, architecture: str) -> set[str]:
+    directory = root / "var/lib/dpkg/info"
+    (record,) = (
+        path for name in (f"{package}:{architecture}", package) if (path := directory / f"{name}.md5sums").exists()
+    )
+    paths = [line.split(maxsplit=1)[1] for line in record.read_text().splitlines()]
+    wanted = re.compile(rf"usr/lib/{TRIPLETS[architecture]}/.*(lib[^/]+\.so(\.[0-9.]+)?)")
+    return {match[1] for path in paths if (match := wanted.fullmatch(path))}
+
+
+def expect_complete(tree: Tree, found: Planned, shipped: set[str], architecture: str = "amd64") -> None:
+    """Every file that the packages ship, for that processor and no other, each to be found by its soname."""
+    assert (found.libraries.status, found.libraries.reason) == (Status.TRUE, "Present"), found.libraries
+    assert found.problems == ()
+    directory = f"usr/lib/{TRIPLETS[architecture]}/"
+    here = {target: file for target, file in found.files.items() if target.startswith(directory)}
+    real = {target.rpartition("/")[2]: file for target, file in here.items() if not file.link}
+    assert shipped - real.keys() == set()
+    # Of NVIDIA's external platform libraries, which are packages of their own.
+    assert {name for name in real.keys() - shipped if not name.startswith("libnvidia-egl-")} == set()
+    for name, file in real.items():
+        header = run(["readelf", "--file-header", "--dynamic", tree.tree / file.source.lstrip("/")])
+        assert PROCESSORS[architecture] in header, (name, header)
+        match = re.search(r"Library soname: \[(.*)\]", header)
+        soname = match[1] if match else name
+        by_soname = here[file.target.removesuffix(name) + soname]
+        assert name in (by_soname.link, by_soname.target.rpartition("/")[2]), by_soname
+
+
+@pytest.mark.parametrize(("layout", "suite"), [("split", "trixie"), ("flat", "trixie"), ("split", "bookworm")])
+def test_layouts_of_distributions(copy: Path, layout: Layout, suite: str) -> None:
+    """Debian 13 and 12 as packaged, and the flat layout: all that the packages ship, and no 32-bit file."""
+    packages = host_root("split", suite)
+    version = current_version(packages)
+    tree = Tree(linked(host_root(layout, suite), copy))
+    found = planned(tree, version)
+    expect_complete(tree, found, packaged(packages, version))
+    assert "usr/bin/nvidia-smi" in found.files
+    assert not [target for target in found.files if "i386" in target]
+
+
+def test_arm64(copy: Path) -> None:
+    """A tree of foreign packages; the loader cache by its own ldconfig, emulated: amd64's own does not know it."""
+    packages = arm64_root()
+    version = current_version(packages, "arm64")
+    tree = Tree(linked(packages, copy), "arm64")
+    raw = host_runner((*tree.ldconfig, "-p"), 30).stdout.decode()
+    assert "(libc6,AArch64)" in raw
+    found = planned(tree, version)
+    expect_complete(tree, found, packaged(packages, version, "arm64"), "arm64")
+    assert {target.split("/")[2] for target in found.files if target.startswith("usr/lib/")} == {TRIPLETS["arm64"]}
+    assert found.goal.handoff.architecture == "aarch64"
+    foreign = host_runner(("/sbin/ldconfig", "-v", "-i", "-X", "-r", str(tree.tree), "-C", "/etc/foreign.cache"), 30)
+    assert "unknown machine 183" in foreign.stderr.decode(), foreign
+    assert not host_runner((*tree.ldconfig, "-p", "-C", "/etc/foreign.cache"), 30).stdout.count(b"libcuda")
+
+
+def test_both_architectures_of_one_host(copy: Path) -> None:
+    """32-bit libraries are handed over beside the others, each in its own directory."""
+    packages = crowded_root()
+    tree = Tree(linked(packages, copy))
+    current = current_version(packages)
+    found = planned(tree, current)
+    expect_complete(tree, found, packaged(packages, current))
+    expect_complete(tree, found, packaged(packages, current, "i386"), "i386")
+
+
+def older_version(root: Path) -> str:
+    """Of the branch that is installed beside it."""
+    (directory,) = (root / LIBRARIES / "nvidia").glob("tesla-*")
+    return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
+
+
+def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
+    """What the alternatives system chose is the driver; the other one's files in the same directories are not taken.
+
+    Where the loaded module is the other one's, not even the host's own programs work: the condition says so.
+    """
+    packages = crowded_root()
+    current, older = current_version(packages), older_version(packages)
+    tree = Tree(linked(packages, copy))
+    found = planned(tree, current)
+    expect_complete(tree, found, packaged(packages, current))
+    assert not [target for target in found.files if older in target]
+    mismatch = planned(tree, older)
+    assert mismatch.libraries.reason == "VersionMismatch"
+    assert older in mismatch.libraries.message
+    assert current in mismatch.libraries.message
+    assert mismatch.files == {}
+    run(["chroot", tree.tree, "update-alternatives", "--set", "nvidia", f"/usr/lib/nvidia/tesla-{older.split('.')[0]}"])
+    run(tree.ldconfig)
+    chosen = planned(tree, older)
+    expect_complete(tree, chosen, packaged(packages, older))
+    assert not [target for target in chosen.files if current in target]
+
+
+def test_two_drivers_in_the_loader_cache(copy: Path) -> None:
+    """As after the runfile: another version in /usr/local/lib, which the loader takes first. The module decides."""
+    packages = crowded_root()
+    current, older = current_version(packages), older_version(packages)
+    tree = Tree(linked(packages, copy))
+    _put_libraries(tree, older, "usr/local/lib")
+    listed = host_runner((*tree.ldconfig, "-p"), 30).stdout.decode()
+    first = next(line for line in listed.splitlines() if line.startswith("\tlibcuda.so.1 ") and "x86-64" in line)
+    assert first.endswith(" => /usr/local/lib/libcuda.so.1")
+    found = planned(tree, current)
+    expect_complete(tree, found, packaged(packages, current))
+    assert not [file for file in found.files.values() if file.source.startswith("/usr/local/")]
+    other = planned(tree, older)
+    expect_complete(tree, other, packaged(packages, older))
+    assert not [target for target in other.files if current in target]
+
+
+@pytest.mark.parametrize("module", ["current", "older"])
+def test_a_cuda_compatibility_directory(copy: Path, module: str) -> None:
+    """libcuda of another version, first in the loader cache: never the driver, not even where it fits the module."""
+    packages = crowded_root()
+    current, older = current_version(packages), older_version(packages)
+    tree = Tree(linked(packages, copy))
+    compat = "usr/local/cuda/compat"
+    _put_libraries(tree, older, compat, "libcuda.so.*", "libnvidia-ptxjitcompiler.so.*", "libnvidia-nvvm.so.*")
+    tree.file("/etc/ld.so.conf.d/000-cuda-compat.conf", f"/{compat}\n")
+    run(tree.ldconfig)
+    listed = host_runner((*tree.ldconfig, "-p"), 30).stdout.decode()
+    assert listed.index(f"=> /{compat}/libcuda.so.1") < listed.index("=> /lib/x86_64-linux-gnu/libcuda.so.1")
+    found = planned(tree, current if module == "current" else older)
+    if module == "current":
+        expect_complete(tree, found, packaged(packages, current))
+        assert not [file for file in found.files.values() if "compat" in file.source]
+    else:
+        assert found.libraries.reason == "VersionMismatch", found.libraries
+        assert found.files == {}
+
+
+def test_translated_messages(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a German host ldconfig prints a German header; the agent asks in the C locale and reads the listing."""
+    packages = crowded_root()
+    tree = Tree(linked(packages, copy))
+    german = run([*tree.ldconfig, "-p"], env={"LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de"})
+    assert "libs found in cache" not in german.partition("\n")[0]
+    assert isinstance(parse_listing(german), Broken)
+    for name in ("LANG", "LC_ALL", "LC_MESSAGES", "LANGUAGE"):
+        monkeypatch.setenv(name, "de_DE.UTF-8")
+    expect_complete(tree, planned(tree, current_version(packages)), packaged(packages, current_version(packages)))
+
+
+def _put_libraries(tree: Tree, version: str, directory: str, *patterns: str) -> None:
+    """Libraries of a version in another directory, each with its soname's link; links of the alternatives are left."""
+    target = tree.tree / directory
+    target.mkdir(parents=True, exist_ok=True)
+    for place in (LIBRARIES, LIBRARIES / "nvidia" / f"tesla-{version.split('.')[0]}"):
+        for pattern in patterns or ("lib*.so.*",):
+            for file in (tree.tree / place).glob(pattern):
+                if file.name.endswith(f".so.{version}") and not file.is_symlink():
+                    (target / file.name).hardlink_to(file)
+    run(tree.ldconfig)
