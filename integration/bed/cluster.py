@@ -111,15 +111,14 @@ class Cluster:
         self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
         self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
 
-    def run(self, pod: dict[str, Any], seconds: float = 120) -> str:
+    def run(self, pod: dict[str, Any]) -> str:
         """Runs a pod to its end and removes it; its log. Raises ClusterError where it fails."""
         name = pod["metadata"]["name"]
-        namespace = pod["metadata"].get("namespace", "default")
         self.apply(pod)
         try:
-            return self.finished(name, namespace, seconds)
+            return self.finished(name)
         finally:
-            self.delete_pods(name, namespace=namespace)
+            self.delete_pods(name)
 
     def finished(self, name: str, namespace: str = "default", seconds: float = 120) -> str:
         """The log of a pod that ends by itself."""
@@ -140,12 +139,11 @@ class Cluster:
 
     def versions(self) -> dict[str, str]:
         """Of the parts, as they run."""
-        machine = self.get("node", MACHINE)["status"]["nodeInfo"]
+        kubelet = self.get("node", MACHINE)["status"]["nodeInfo"]["kubeletVersion"]
         etcd = run([self.control_plane.binaries / "etcd", "--version"]).splitlines()[0]
         return {
-            "Kubernetes": machine["kubeletVersion"],
+            "Kubernetes": kubelet.removeprefix("v"),
             "etcd": etcd.partition(": ")[2],
-            "containerd": machine["containerRuntimeVersion"].partition("//")[2],
             "NVIDIA device plugin": self.kubectl(
                 "--namespace=kube-system", "exec", PLUGIN, "--", "nvidia-device-plugin", "--version"
             ).split()[-1],
@@ -156,9 +154,9 @@ class Cluster:
         phase: str = self.get("pod", name, f"--namespace={namespace}")["status"]["phase"]
         return phase
 
-    def delete_pods(self, *names: str, namespace: str = "default") -> None:
+    def delete_pods(self, *names: str) -> None:
         """Removes pods and waits until their containers have ended."""
-        self.kubectl(f"--namespace={namespace}", "delete", "pod", *names, "--timeout=120s")
+        self.kubectl("delete", "pod", *names, "--timeout=120s")
 
     def wait(self, what: str, reached: Callable[[], bool], seconds: float = 180) -> None:
         """Until `reached`. Raises ClusterError with what the cluster and the kubelet say."""
