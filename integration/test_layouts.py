@@ -4,7 +4,6 @@ Without a virtual machine: test_hosts.py stages and runs what is only planned he
 """
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,72 +12,23 @@ from pathlib import Path
 import pytest
 
 from agent.conditions import Condition, ConditionType, Status
-from agent.config import Config
-from agent.facts import Broken, Facts, Library
+from agent.facts import Broken, Library
 from agent.goal import MachineGoal
-from agent.observe import observe
-from agent.observe.loader_cache import LoaderCache, parse_listing
-from agent.paths import machine_unit
+from agent.observe.loader_cache import parse_listing
 from agent.plan import plan
-from agent.system.commands import Completed
 from agent.system.host_runner import host_runner
-from agent.vendors.host import HOST_VENDORS
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from integration.bed.cache import cache_root
 from integration.bed.foreign_trees import SOURCE, arm64_root, crowded_root
 from integration.bed.host_roots import LIBRARIES, Layout, host_root
 from integration.bed.process import run
-from tests.recorded import Host, ScriptedRunner
+from integration.observed_tree import CONFIG, Tree
 
 pytestmark = pytest.mark.scenario("002")
 
-MACHINE = "gpu-node"
-CONFIG = Config.model_validate({"machines": {MACHINE: {}}})
 TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "i386": "i386-linux-gnu"}
 # As readelf(1) names them.
 PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i386": "Intel 80386"}
-QEMU_ARM64 = "qemu-aarch64-static"
-
-
-class TreeRunner(ScriptedRunner):
-    """The tree's own ldconfig runs, in the environment that the agent gives to every program."""
-
-    def __init__(self, *prefix: str) -> None:
-        super().__init__()
-        self._prefix = prefix
-
-    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[0] == "/sbin/ldconfig":
-            return host_runner((*self._prefix, *argv[1:]), timeout)
-        return super().__call__(argv, timeout)
-
-
-class Tree(Host):
-    """A copy of a tree, whose files share their data with the original: nothing may be written in place."""
-
-    def __init__(self, tree: Path, architecture: str = "amd64") -> None:
-        self.tree = tree
-        self.ldconfig: tuple[str, ...] = ("chroot", str(tree), "/sbin/ldconfig")
-        if architecture == "arm64":
-            self.ldconfig = (QEMU_ARM64, f"{tree}/sbin/ldconfig", "-r", str(tree))
-        machine = {"amd64": "x86_64", "arm64": "aarch64"}[architecture]
-        super().__init__(tree, machine, TreeRunner(*self.ldconfig))
-        run(self.ldconfig)
-        # systemd does not run here; what it would say is no subject of these tests.
-        units = [machine_unit(MACHINE), *(service for vendor in HOST_VENDORS for service in vendor.services)]
-        properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
-        blocks = ["LoadState=loaded\nActiveState=inactive\nNeedDaemonReload=no\n" for _ in units]
-        self.command("systemctl", "show", properties, *units, stdout="\n".join(blocks))
-        self.command("systemctl", "--version", stdout="systemd 257 (257)\n")
-        self.make_directory(f"/var/lib/machines/{MACHINE}")
-
-    def look(self, module: str) -> Facts:
-        """One pass with that version of the kernel module and one GPU."""
-        for directory in ("proc", "sys", "dev"):
-            shutil.rmtree(self.tree / directory, ignore_errors=True)
-        self.pci = self.drm = ()
-        self.driver(module, gpus=1)
-        return observe(CONFIG, self, self, LoaderCache())
 
 
 @dataclass(frozen=True)
