@@ -10,7 +10,7 @@ from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
 from agent.paths import MACHINES_STATE, OWNED, STATE
 from agent.staging import stage
-from agent.system import System
+from agent.system.files import System
 
 
 @dataclass(frozen=True, slots=True)

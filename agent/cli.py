@@ -18,7 +18,7 @@ from agent.observe.udev import Udev
 from agent.paths import CONFIG_FILE
 from agent.prepare import prepare
 from agent.reconcile import MachineOutcome, Reconciler
-from agent.system import System
+from agent.system.files import System
 from agent.system.host_runner import host_runner
 
 ANSWER_LIMIT = 180.0

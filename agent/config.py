@@ -10,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
-from agent.system import System
+from agent.system.files import System
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 """As sysfs names PCI devices: domain:bus:device.function."""

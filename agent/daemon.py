@@ -23,7 +23,7 @@ from agent.reconcile import MachineOutcome, Outcome
 from agent.server import OPENMETRICS as OPENMETRICS_KEY
 from agent.server import Endpoint, Page, Site
 from agent.signals import BrokenOffError, Signals
-from agent.system import System
+from agent.system.files import System
 from agent.system.host_runner import host_runner
 
 log = logging.getLogger("agent.daemon")

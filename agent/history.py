@@ -8,7 +8,7 @@ from pydantic import TypeAdapter, ValidationError
 from agent.conditions import Condition
 from agent.judgement import rfc3339
 from agent.paths import CONDITIONS
-from agent.system import System
+from agent.system.files import System
 
 _ADAPTER: TypeAdapter[dict[str, tuple[Condition, ...]]] = TypeAdapter(dict[str, tuple[Condition, ...]])
 

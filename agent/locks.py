@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from agent.errors import AgentError
 from agent.paths import RUNTIME
-from agent.system import System
+from agent.system.files import System
 
 POLL = 0.05
 """Seconds; flock(2) has no time limit of its own."""

@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from agent.errors import DocumentError
-from agent.facts import FileIdentity, Library, StagedRoot
+from agent.facts import Library, StagedRoot
+from agent.identity import FileIdentity
 
 VERSION = 1
 

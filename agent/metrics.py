@@ -12,7 +12,8 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from agent.conditions import Condition, ConditionType, Status, unknown
-from agent.facts import Broken, DeviceKind, DeviceNode, Driver, Facts, Gpu, Unseen, VendorFacts
+from agent.facts import Broken, DeviceNode, Driver, Facts, Gpu, Unseen, VendorFacts
+from agent.identity import DeviceKind
 from agent.reconcile import MachineOutcome, Outcome
 from agent.server import Page
 

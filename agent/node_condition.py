@@ -7,7 +7,7 @@ from agent.conditions import Condition
 from agent.errors import DocumentError
 from agent.judgement import Judgement, judgement, parse_judgement, render_judgement
 from agent.paths import MACHINES_STATE, conditions_file, handoff_directory
-from agent.system import System
+from agent.system.files import System
 
 FRESH = 45.0
 """Seconds for which an unchanged verdict is not written again: less than from one timed pass to the next."""

@@ -7,7 +7,7 @@ from agent.facts import Facts
 from agent.paths import report_directory, started_with_file
 from agent.plan import Plan
 from agent.reconcile import Outcome, Reconciler
-from agent.system import System
+from agent.system.files import System
 
 POLL = 1.0
 """Seconds between two looks for a late driver."""

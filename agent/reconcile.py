@@ -21,7 +21,7 @@ from agent.observe.udev import DeviceSource
 from agent.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit
 from agent.plan import Plan, plan
 from agent.plan.diff import Difference, diff
-from agent.system import System
+from agent.system.files import System
 
 LOCK_WAIT = 10.0
 """Seconds to wait for a pass of another process."""

@@ -3,10 +3,11 @@
 import os
 
 from agent.errors import ApplyError
-from agent.facts import FileIdentity, Library, StagedRoot
+from agent.facts import Library, StagedRoot
+from agent.identity import FileIdentity
 from agent.manifest import render_manifest
 from agent.paths import HOST_NVIDIA, MANIFESTS, STAGING
-from agent.system import System
+from agent.system.files import System
 
 MARGIN = 64 << 20
 """Bytes that must stay free on the file system after staging: the agent's state lies there too."""

@@ -16,8 +16,8 @@ from agent.conditions import Condition, Status
 from agent.errors import AgentError
 from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import configure_runtime
-from agent.system import System
 from agent.system.commands import Completed
+from agent.system.files import System
 from agent.system.machine_runner import machine_runner
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.containerds import debian_root, upstream_root

@@ -4,9 +4,7 @@ from dataclasses import replace
 
 from agent.facts import (
     Absent,
-    DeviceKind,
     DeviceNode,
-    DeviceNumber,
     Driver,
     Facts,
     FileState,
@@ -16,6 +14,7 @@ from agent.facts import (
     StagedRoot,
     VendorFacts,
 )
+from agent.identity import DeviceKind, DeviceNumber
 from agent.paths import machine_files
 
 VERSION = "550.163.01"

@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from agent.facts import DeviceNumber
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.identity import DeviceNumber
 from agent.inside.__main__ import HANDOFF, REPORT
-from agent.system import System
 from agent.system.commands import Completed, TimeLimitError
+from agent.system.files import System
 
 SPEC = Path(__file__).parent / "specs" / "nvidia-ctk-1.19.1-simulated-nvml.json"
 ROOT = "/run/host-nvidia/0"

@@ -8,10 +8,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from agent.facts import DeviceNumber, DrmDevice, PciDevice, Seen
+from agent.facts import DrmDevice, PciDevice, Seen
+from agent.identity import DeviceNumber
 from agent.observe.loader_cache import CACHE
-from agent.system import System
 from agent.system.commands import Completed
+from agent.system.files import System
 
 HOSTS = Path(__file__).parent / "hosts"
 

@@ -17,9 +17,10 @@ from agent import daemon
 from agent.conditions import Condition, ConditionType, Status, summarize, true, with_transitions
 from agent.config import Config, load_config
 from agent.errors import AgentError, ApplyError, ConfigError
-from agent.facts import DeviceKind, DeviceNode, DeviceNumber, Driver, Facts, Gpu, Unseen, VendorFacts
+from agent.facts import DeviceNode, Driver, Facts, Gpu, Unseen, VendorFacts
+from agent.identity import DeviceKind, DeviceNumber
 from agent.reconcile import MachineOutcome, Outcome
-from agent.system import System
+from agent.system.files import System
 from agent.system.host_runner import host_runner
 
 GPUS = ("0000:01:00.0", "0000:02:00.0")

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.facts import DeviceNumber
 from agent.handoff import GrantedDevice, GrantedFile, Request
+from agent.identity import DeviceNumber
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import host_paths, verify
 from agent.vendors.nvidia.cdi_edits import HOOK

@@ -7,8 +7,8 @@ import pytest
 from agent.config import load_config
 from agent.errors import ConfigError
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
-from agent.system import System
 from agent.system.commands import Completed
+from agent.system.files import System
 
 
 def no_process(argv: tuple[str, ...], timeout: float) -> Completed:

@@ -10,7 +10,18 @@ PACKAGE = Path(__file__).resolve().parents[1] / "agent"
 
 LAYERS = (
     ("errors", "paths"),
-    ("facts", "conditions", "documents", "handoff", "judgement", "goal", "actions", "ownership", "manifest"),
+    (
+        "identity",
+        "facts",
+        "conditions",
+        "documents",
+        "handoff",
+        "judgement",
+        "goal",
+        "actions",
+        "ownership",
+        "manifest",
+    ),
     ("system",),
     ("config",),
     ("vendors",),

@@ -16,19 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families as parse_tex
 
 from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.conditions import Condition, ConditionType, Status, false
-from agent.facts import (
-    Absent,
-    Broken,
-    DeviceKind,
-    DeviceNode,
-    DeviceNumber,
-    Driver,
-    Gpu,
-    Seen,
-    StagedRoot,
-    Unseen,
-    VendorFacts,
-)
+from agent.facts import Absent, Broken, DeviceNode, Driver, Gpu, Seen, StagedRoot, Unseen, VendorFacts
+from agent.identity import DeviceKind, DeviceNumber
 from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
 from agent.reconcile import MachineOutcome
 from tests.simulated_reconciler import GPUS, VENDOR, conditions, outcome

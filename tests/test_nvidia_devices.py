@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.facts import Absent, DeviceKind, DeviceNode, DeviceNumber, DrmDevice, PciDevice, Unseen, VendorFacts
+from agent.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
+from agent.identity import DeviceKind, DeviceNumber
 from agent.vendors.nvidia.devices import parse_majors
 from agent.vendors.nvidia.gpus import Information, parse_information
 from agent.vendors.nvidia.observe import observe_nvidia

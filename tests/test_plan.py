@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from agent.actions import ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.config import Config, MachineSettings
-from agent.facts import Absent, DeviceKind, Facts, FileState, Unseen, VendorFacts
+from agent.facts import Absent, Facts, FileState, Unseen, VendorFacts
+from agent.identity import DeviceKind
 from agent.paths import nspawn_file, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import diff

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.system import System
 from agent.system.commands import Completed
+from agent.system.files import System
 
 
 def no_process(argv: tuple[str, ...], timeout: float) -> Completed:

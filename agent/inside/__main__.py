@@ -22,7 +22,7 @@ from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
 from agent.inside.spec import Published, publish_spec
 from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
-from agent.system import System
+from agent.system.files import System
 from agent.system.machine_runner import machine_runner
 from agent.vendors.machine import MACHINE_VENDORS
 from agent.vendors.machine_protocol import MachineVendor

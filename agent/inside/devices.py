@@ -8,10 +8,10 @@ from typing import Any
 import agent.inside.open_nodes
 from agent.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.errors import AgentError
-from agent.facts import DeviceNumber
 from agent.handoff import GrantedDevice, Request
+from agent.identity import DeviceNumber
 from agent.inside.notes import Notes
-from agent.system import System
+from agent.system.files import System
 
 OPEN_LIMIT = 30
 """Seconds for all nodes together: without a persistence daemon the first open initialises the GPU."""

@@ -13,7 +13,7 @@ from agent.conditions import Condition, ConditionType, Status, false, true
 from agent.errors import AgentError
 from agent.inside.notes import Notes
 from agent.paths import MACHINE_STATE
-from agent.system import System
+from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
 SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")

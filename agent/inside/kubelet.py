@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.errors import DocumentError
 from agent.handoff import Request
-from agent.system import System
+from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
 PLUGINS = "/var/lib/kubelet/device-plugins"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.conditions import Condition, ConditionType, false
-from agent.system import System
+from agent.system.files import System
 
 KIND = ConditionType.NODE_CONDITION_SET
 COMMAND_LINE_LIMIT = 1 << 20

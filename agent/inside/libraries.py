@@ -8,7 +8,7 @@ from agent.conditions import Condition, ConditionType, false, not_applicable, tr
 from agent.handoff import Request
 from agent.inside.links import FOREIGN, TRIPLET_32, TRIPLETS, Places, needed_sonames, places, plan_links, wanted_links
 from agent.inside.notes import Notes
-from agent.system import System
+from agent.system.files import System
 
 LOADER_CACHE = "/etc/ld.so.cache"
 KIND = ConditionType.LIBRARIES_LINKED

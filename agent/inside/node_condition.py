@@ -19,8 +19,8 @@ from agent.inside.kubelet_identity import Identity, find_identity
 from agent.inside.notes import Notes
 from agent.judgement import SILENT_AFTER, SIZE_LIMIT, parse_judgement, rfc3339
 from agent.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
-from agent.system import System
 from agent.system.commands import ENVIRONMENT
+from agent.system.files import System
 from agent.system.machine_runner import machine_runner
 
 KIND = ConditionType.NODE_CONDITION_SET

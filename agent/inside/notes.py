@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 from agent.paths import MACHINE_STATE, OWNED
-from agent.system import System
+from agent.system.files import System
 
 
 class Notes:

@@ -12,8 +12,8 @@ from agent.inside import containerd, runtime_files
 from agent.inside.containerd import MAIN, Configuration, Table
 from agent.inside.notes import Notes, Owned
 from agent.paths import MACHINE_STATE
-from agent.system import System
 from agent.system.commands import ENVIRONMENT
+from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED

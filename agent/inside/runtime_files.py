@@ -7,7 +7,7 @@ from typing import Any
 
 from agent.errors import DocumentError
 from agent.inside.containerd import MAIN, Table, covers, imports
-from agent.system import System
+from agent.system.files import System
 
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 

@@ -6,14 +6,14 @@ from dataclasses import asdict, astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.errors import AgentError
-from agent.facts import DeviceNumber
 from agent.handoff import Request
+from agent.identity import DeviceNumber
 from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
 from agent.inside.foreign_specs import Foreign
 from agent.inside.notes import Notes, Owned
 from agent.paths import MACHINE_STATE
-from agent.system import System
+from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT

@@ -9,7 +9,7 @@ from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version
 from agent.paths import machine_of, machine_unit
-from agent.system import System
+from agent.system.files import System
 from agent.vendors.host import HOST_VENDORS
 from agent.vendors.protocols import Sources
 

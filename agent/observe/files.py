@@ -6,7 +6,7 @@ from agent.errors import DocumentError
 from agent.facts import Absent, Broken, FileState, Seen, Unseen
 from agent.ownership import is_ours, parse_owned
 from agent.paths import OWNED, machine_files
-from agent.system import System
+from agent.system.files import System
 from agent.system.looking import look
 
 

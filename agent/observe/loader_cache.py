@@ -4,8 +4,9 @@ import re
 from dataclasses import dataclass
 
 from agent.errors import CommandError
-from agent.facts import Absent, Broken, CacheEntry, FileIdentity, Seen, Unseen
-from agent.system import System
+from agent.facts import Absent, Broken, CacheEntry, Seen, Unseen
+from agent.identity import FileIdentity
+from agent.system.files import System
 from agent.system.looking import look
 
 CACHE = "/etc/ld.so.cache"

@@ -7,7 +7,7 @@ from agent.facts import Absent, Broken, MachineFacts, Seen, Unseen
 from agent.handoff import SIZE_LIMIT
 from agent.observe.units import Unit
 from agent.paths import MACHINE_ROOTS, REPORT_NAME, report_directory, started_with_file
-from agent.system import System
+from agent.system.files import System
 from agent.system.looking import look
 
 DIGEST = re.compile(r"[0-9a-f]{1,128}")

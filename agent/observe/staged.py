@@ -7,7 +7,7 @@ from agent.errors import DocumentError
 from agent.facts import Absent, StagedRoot
 from agent.manifest import StagedIdentity, parse_manifest, staged_identity
 from agent.paths import HOST_NVIDIA, MANIFESTS
-from agent.system import System
+from agent.system.files import System
 
 INDEX = re.compile(r"(0|[1-9][0-9]{0,8})\.json")
 TRIES = 1000

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from agent.errors import CommandError, ObservationError
 from agent.facts import Absent, Broken, Seen, Unseen
-from agent.system import System
+from agent.system.files import System
 
 TEMPLATE = "systemd-nspawn@.service"
 UNIT_DIRECTORIES = (

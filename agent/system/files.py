@@ -8,7 +8,7 @@ import shutil
 import stat
 import tempfile
 
-from agent.facts import DeviceNumber, FileIdentity
+from agent.identity import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
 
 READ_LIMIT = 1 << 20

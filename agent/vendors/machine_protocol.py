@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.facts import DeviceNumber
 from agent.handoff import Request
-from agent.system import System
+from agent.identity import DeviceNumber
+from agent.system.files import System
 
 
 @dataclass(frozen=True, slots=True)

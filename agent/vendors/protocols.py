@@ -8,7 +8,7 @@ from agent.conditions import Condition
 from agent.config import MachineSettings
 from agent.facts import CacheEntry, DrmDevice, PciDevice, Seen, StagedRoot, VendorFacts
 from agent.goal import Grant
-from agent.system import System
+from agent.system.files import System
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from agent.inside.node_condition import JUDGEMENT, NOTE, reported
 from agent.inside.notes import Notes
 from agent.judgement import judgement, render_judgement
 from agent.paths import RUNTIME, STATE
-from agent.system import System
+from agent.system.files import System
 from agent.system.machine_runner import machine_runner
 from integration.bed.cache import REPOSITORY
 

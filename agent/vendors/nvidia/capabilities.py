@@ -7,7 +7,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from agent.system import System
+from agent.system.files import System
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")

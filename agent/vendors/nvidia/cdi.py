@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from agent.errors import DocumentError
-from agent.facts import DeviceKind, DeviceNumber
 from agent.handoff import GrantedDevice, Request
+from agent.identity import DeviceKind, DeviceNumber
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi_document import devices as devices_of
 from agent.vendors.nvidia.cdi_document import object_of, objects, strings

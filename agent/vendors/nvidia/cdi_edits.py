@@ -10,8 +10,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.facts import DeviceKind, DeviceNumber
 from agent.handoff import Request
+from agent.identity import DeviceKind, DeviceNumber
 from agent.vendors.nvidia.cdi_document import items, objects, strings
 
 HOOK = "/usr/bin/nvidia-cdi-hook"

@@ -1,8 +1,9 @@
 """What the host shows of the NVIDIA driver's readiness, with the next step where something is missing. Pure."""
 
 from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
-from agent.facts import Absent, Broken, DeviceKind, Driver, Seen, Unseen, VendorFacts
+from agent.facts import Absent, Broken, Driver, Seen, Unseen, VendorFacts
 from agent.goal import Grant
+from agent.identity import DeviceKind
 from agent.vendors.nvidia.grant import wrong_driver
 
 NEEDED_BY_ALL = {

@@ -6,8 +6,9 @@ Nodes stay when the driver goes: one counts only if the driver's major is regist
 import re
 from dataclasses import dataclass
 
-from agent.facts import DeviceKind, DeviceNode, DeviceNumber, DrmDevice, Gpu, Seen, Unseen
-from agent.system import System
+from agent.facts import DeviceNode, DrmDevice, Gpu, Seen, Unseen
+from agent.identity import DeviceKind, DeviceNumber
+from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.nvidia.capabilities import observe_capabilities
 from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList

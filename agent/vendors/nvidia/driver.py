@@ -2,8 +2,9 @@
 
 import re
 
-from agent.facts import Absent, Broken, DeviceKind, DeviceNode, Driver, Seen, Unseen
-from agent.system import System
+from agent.facts import Absent, Broken, DeviceNode, Driver, Seen, Unseen
+from agent.identity import DeviceKind
+from agent.system.files import System
 from agent.system.looking import look
 from agent.vendors.nvidia.gpus import has_nvswitch
 from agent.vendors.nvidia.libraries import UserSpace

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 
 from agent.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
-from agent.system import System
+from agent.system.files import System
 from agent.system.looking import look
 
 VENDOR_ID = 0x10DE

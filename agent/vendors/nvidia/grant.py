@@ -1,8 +1,9 @@
 """Which of the host's NVIDIA GPUs, nodes and files a machine gets. Pure."""
 
 from agent.config import MachineSettings
-from agent.facts import UNSTAGED, DeviceKind, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
+from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
 from agent.goal import Grant
+from agent.identity import DeviceKind
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})

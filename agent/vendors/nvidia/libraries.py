@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, field
 
 from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
-from agent.system import System
+from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.protocols import Sources
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Mapping
 
-from agent.facts import DeviceNumber
 from agent.handoff import Request
-from agent.system import System
+from agent.identity import DeviceNumber
+from agent.system.files import System
 from agent.vendors.machine_protocol import RuntimeHandler, Verdict
 from agent.vendors.nvidia import cdi, cdi_edits, device_plugin, nvidia_ctk
 

@@ -6,7 +6,7 @@ import tomllib
 from typing import Any
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
-from agent.system import System
+from agent.system.files import System
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
 from agent.vendors.nvidia.cdi_edits import HOOK
 
