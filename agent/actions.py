@@ -29,17 +29,6 @@ class RemoveFile:
 
 
 @dataclass(frozen=True, slots=True)
-class MakeLink:
-    """Put a symbolic link in place atomically."""
-
-    path: str
-    target: str
-
-    def describe(self) -> str:
-        return f"link {self.path} to {self.target}"
-
-
-@dataclass(frozen=True, slots=True)
 class StageDriverRoot:
     """Copy a driver's user-space files into a driver root of ours and publish it whole."""
 
@@ -62,4 +51,3 @@ class ReloadUnits:
 
 
 Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | ReloadUnits
-"""The host half's; the machine half plans MakeLink and RemoveFile."""

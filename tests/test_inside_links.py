@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from agent.actions import MakeLink, RemoveFile
 from agent.handoff import GrantedFile
 from agent.inside.__main__ import run
 from agent.inside.links import FOREIGN, places, plan_links, wanted_links
@@ -49,29 +48,28 @@ def test_library_directory_is_the_machines_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "actions", "conflicts"),
+    ("present", "remove", "make", "conflicts"),
     [
-        ({}, [MakeLink(CUDA, TEXT)], []),
-        ({CUDA: TEXT}, [], []),
-        ({CUDA: OLD}, [MakeLink(CUDA, TEXT)], []),
-        ({CUDA: FOREIGN}, [], [CUDA]),
-        ({CUDA: "stubs/libcuda.so"}, [], [CUDA]),
-        ({CUDA: "/etc/alternatives/libcuda"}, [], [CUDA]),
-        ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [RemoveFile(f"{MULTIARCH}/libold.so")], []),
-        ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], []),
+        ({}, [], [CUDA], []),
+        ({CUDA: TEXT}, [], [], []),
+        ({CUDA: OLD}, [], [CUDA], []),
+        ({CUDA: FOREIGN}, [], [], [CUDA]),
+        ({CUDA: "stubs/libcuda.so"}, [], [], [CUDA]),
+        ({CUDA: "/etc/alternatives/libcuda"}, [], [], [CUDA]),
+        ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [f"{MULTIARCH}/libold.so"], [], []),
+        ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], [], []),
         # ldconfig's own link between two of ours; it stays when it is not wanted, else ours takes its place.
-        ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], []),
-        ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, ["both"], []),
+        ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], [], []),
+        ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, [f"{MULTIARCH}/libcuda.so.550"], [CUDA], []),
         # A link whose text only looks like ours.
-        ({CUDA: "../../../run/host-nvidia-evil/0/x"}, [], [CUDA]),
+        ({CUDA: "../../../run/host-nvidia-evil/0/x"}, [], [], [CUDA]),
     ],
 )
-def test_difference(present: dict[str, str], actions: list[object], conflicts: list[str]) -> None:
+def test_difference(present: dict[str, str], remove: list[str], make: list[str], conflicts: list[str]) -> None:
     """Never over what is not ours."""
     plan = plan_links({CUDA: TEXT}, present)
-    if actions == ["both"]:
-        actions = [RemoveFile(f"{MULTIARCH}/libcuda.so.550"), MakeLink(CUDA, TEXT)]
-    assert list(plan.actions) == actions
+    assert list(plan.remove) == remove
+    assert plan.make == dict.fromkeys(make, TEXT)
     assert list(plan.conflicts) == conflicts
 
 

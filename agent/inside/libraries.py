@@ -3,7 +3,6 @@
 import posixpath
 from dataclasses import astuple
 
-from agent.actions import MakeLink, RemoveFile
 from agent.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.handoff import Request
 from agent.inside.links import FOREIGN, TRIPLET_32, TRIPLETS, Places, needed_sonames, places, plan_links, wanted_links
@@ -26,17 +25,14 @@ def link_libraries(system: System, notes: Notes, request: Request, architecture:
             f"the bind of its parent directory in the machine's .nspawn file",
         )
     plan = plan_links(wanted_links(request, where), _listing(system, where))
-    for action in plan.actions:
-        match action:
-            case MakeLink(path, target):
-                system.link(path, target)
-            case RemoveFile(path):
-                system.remove(path)
-    if not request.driver_root and not plan.actions:
+    for path in plan.remove:
+        system.remove(path)
+    for path, text in plan.make.items():
+        system.link(path, text)
+    changed = bool(plan.remove or plan.make)
+    if not request.driver_root and not changed:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    missing = _refresh_loader_cache(
-        system, notes, request, where, changed=bool(plan.actions), keep_links=bool(plan.conflicts)
-    )
+    missing = _refresh_loader_cache(system, notes, request, where, changed=changed, keep_links=bool(plan.conflicts))
     if plan.conflicts:
         found = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(

@@ -8,7 +8,6 @@ import posixpath
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from agent.actions import MakeLink, RemoveFile
 from agent.handoff import Request
 from agent.paths import MACHINE_HOST_NVIDIA
 
@@ -47,7 +46,9 @@ class Places:
 class LinkPlan:
     """What to do; conflicts are paths that somebody else's file or link occupies."""
 
-    actions: tuple[MakeLink | RemoveFile, ...]
+    remove: tuple[str, ...]
+    make: Mapping[str, str]
+    """Text by path."""
     conflicts: tuple[str, ...]
 
 
@@ -78,14 +79,9 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
     # ldconfig makes links of its own between our links: libcuda.so.1 to libcuda.so.550.163.01. It also removes those
     # that dangle, so that only ours are removed here.
     replaceable = own | {path for path, text in present.items() if text and _resolve(path, text) in own | set(wanted)}
-    actions: list[MakeLink | RemoveFile] = [RemoveFile(path) for path in sorted(own - set(wanted))]
-    conflicts = []
-    for path, text in sorted(wanted.items()):
-        if path in present and path not in replaceable:
-            conflicts.append(path)
-        elif present.get(path) != text:
-            actions.append(MakeLink(path, text))
-    return LinkPlan(tuple(actions), tuple(conflicts))
+    conflicts = tuple(path for path in sorted(wanted) if path in present and path not in replaceable)
+    make = {path: text for path, text in sorted(wanted.items()) if path not in conflicts and present.get(path) != text}
+    return LinkPlan(tuple(sorted(own - set(wanted))), make, conflicts)
 
 
 def needed_sonames(request: Request, where: Places) -> frozenset[str]:
