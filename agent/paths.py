@@ -35,6 +35,11 @@ NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """In the machine, on disk: the name of the Node object that has a condition of ours."""
 
 
+def spec_directory(vendor: str) -> str:
+    """In the machine: where a vendor's generator writes, before its CDI spec is verified and published."""
+    return f"{MACHINE_STATE}/cdi-{vendor}"
+
+
 def nspawn_file(machine: str) -> str:
     """The machine's settings, systemd.nspawn(5); there are no drop-ins for it."""
     return f"{NSPAWN}/{machine}.nspawn"

@@ -18,7 +18,7 @@ from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import configure_runtime
 from agent.system.commands import Completed
 from agent.system.files import System
-from agent.system.machine_runner import machine_runner
+from agent.system.machine_runner import MachineRunner
 from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.containerds import debian_root, upstream_root
 from integration.bed.process import run
@@ -146,7 +146,7 @@ class ContainerdMachine:
 
     def _runner(self, argv: tuple[str, ...], timeout: float) -> Completed:
         self.spawned.append(argv)
-        return machine_runner(("chroot", str(self.root), *argv), timeout)
+        return MachineRunner()(("chroot", str(self.root), *argv), timeout)
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:

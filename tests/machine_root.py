@@ -13,7 +13,7 @@ import yaml
 
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.identity import DeviceNumber
-from agent.inside.__main__ import HANDOFF, REPORT
+from agent.inside.run import HANDOFF, REPORT
 from agent.system.commands import Completed, TimeLimitError
 from agent.system.files import System
 

@@ -13,7 +13,7 @@ from agent.handoff import GrantedDevice, GrantedFile, Request
 from agent.identity import DeviceNumber
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import host_paths, verify
-from agent.vendors.nvidia.cdi_edits import HOOK
+from agent.vendors.nvidia.generate_command import HOOK
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from tests.machine_root import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
 

@@ -14,7 +14,6 @@ import pytest
 import tomlkit
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
-from agent.inside.__main__ import run
 from agent.inside.containerd import (
     CRI_2,
     CRI_3,
@@ -27,6 +26,7 @@ from agent.inside.containerd import (
     problems,
     render,
 )
+from agent.inside.run import run
 from agent.inside.runtime_files import with_import
 from agent.system.commands import Completed
 from agent.vendors.machine_protocol import RuntimeHandler

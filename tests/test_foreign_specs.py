@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.inside.__main__ import run
+from agent.inside.run import run
 from tests.machine_root import Machine, gpu_machine, nvidia_ctk, recorded_spec
 
 SPEC = "/etc/cdi/nvidia.yaml"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import CommandError, DocumentError
-from agent.inside.__main__ import HANDOFF, REPORT, run
+from agent.inside.run import HANDOFF, REPORT, run
 from agent.system.commands import Completed
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from tests.machine_root import (
@@ -49,7 +49,7 @@ def started(machine: Machine) -> None:
 
 def test_import_closure_is_the_standard_library() -> None:
     """Start-up time is spent before containerd at every boot."""
-    code = "import sys, agent.inside.__main__; print(*sys.modules)"
+    code = "import sys, agent.inside.__main__, agent.inside.run; print(*sys.modules)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     modules = set(loaded.stdout.split())

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from agent.errors import DocumentError
-from agent.inside.__main__ import run
 from agent.inside.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
+from agent.inside.run import run
 from agent.vendors.nvidia.device_plugin import gpu_of
 from tests.machine_root import EMPTY, Machine, gpu_machine, recorded_spec
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent.handoff import GrantedFile
-from agent.inside.__main__ import run
 from agent.inside.links import FOREIGN, places, plan_links, wanted_links
+from agent.inside.run import run
 from agent.system.commands import Completed
 from tests.machine_root import LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, ldconfig
 

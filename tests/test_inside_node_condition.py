@@ -8,8 +8,8 @@ import pytest
 
 from agent.conditions import Condition, ConditionType, Status, false, true
 from agent.errors import DocumentError
-from agent.inside.__main__ import run as run_setup
 from agent.inside.node_condition import HEARTBEAT, JUDGEMENT, NODE, TYPE, run
+from agent.inside.run import run as run_setup
 from agent.judgement import SILENT_AFTER, judgement, parse_judgement, render_judgement
 from agent.paths import NODE_CONDITION_MARK
 from agent.system.commands import Completed

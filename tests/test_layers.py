@@ -45,9 +45,9 @@ IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
 """Names of what is called. logging's levels are plain numbers."""
 
 VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
-VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?!(?:host|machine|machine_protocol|protocols)(?:\.|$))\w+\.")
-VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py"}
-"""The tuples of vendors; nothing else imports one."""
+VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?!(?:generators|host|machine|machine_protocol|protocols)(?:\.|$))\w+\.")
+VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py", "vendors/generators.py"}
+"""The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
     # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
     ("paths.py", "/host-nvidia"),

@@ -1,167 +1,19 @@
-"""The machine half: `python3 -m agent.inside` reads the handoff, settles the machine, and reports.
-
-Started by unbounded-agent-gpu.service. Exit code 0 when a report was written or there is no handoff, else 1 (also when
-containerd cannot be restarted): what is not as it should be in the machine is said by the report's conditions.
-"""
+"""`python3 -m agent.inside`: the machine half, started by unbounded-agent-gpu.service."""
 
 import sys
-import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from agent import __version__
-from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
-from agent.errors import AgentError, ApplyError
-from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
-from agent.inside.devices import check_devices
-from agent.inside.journal import ERROR, INFO, say, say_changes
-from agent.inside.kubelet import check_advertised
-from agent.inside.libraries import link_libraries
-from agent.inside.node_condition import reported
-from agent.inside.notes import Notes, Owned
-from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
-from agent.inside.spec import Published, publish_spec
-from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
-from agent.system.files import System
-from agent.system.machine_runner import machine_runner
-from agent.vendors.machine import MACHINE_VENDORS
-from agent.vendors.machine_protocol import MachineVendor
-
-HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
-REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
-# nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so that it tells the
-# machine's boots apart, not the host's.
-BOOT_ID = "/proc/sys/kernel/random/boot_id"
-ROUNDS = 5
-"""systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one request came to."""
-
-    conditions: tuple[Condition, ...]
-    devices: tuple[str, ...] = ()
+from agent.inside.early import start_generators
+from agent.system.machine_runner import MachineRunner
 
 
 def main() -> int:
-    """Until the generation that was reported is the one that the host publishes."""
-    system = System(machine_runner)
-    try:
-        return run(system)
-    except (AgentError, OSError) as error:
-        say(ERROR, str(error))
-        return 1
+    """Exit code 0 when a report was written or there is no handoff, else 1."""
+    runner = MachineRunner()
+    start_generators(runner)
+    # Not before: loading the rest takes half as long as a generator, and goes on beside it.
+    from agent.inside import run
 
-
-def run(system: System) -> int:
-    """Raises AgentError or OSError when no report can be written, or containerd not be restarted."""
-    reported, outcome = "", None
-    for _ in range(ROUNDS):
-        try:
-            handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
-        except FileNotFoundError:
-            say(INFO, "no handoff: this machine is not configured on its host")
-            break
-        if handoff.generation == reported:
-            break
-        outcome = settle(system, handoff)
-        notes = Notes(system)
-        notes.save("logged", say_changes(notes.load("logged"), outcome.conditions))
-        report(system, handoff, outcome)
-        reported = handoff.generation
-    if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
-        # After all rounds: each one that came behind it would prolong the time without a CRI.
-        restart(system)
-    return 0
-
-
-def settle(system: System, handoff: Handoff) -> Outcome:
-    """Every request's steps; conditions of several requests are merged, the worst one counts."""
-    notes, owned = Notes(system), Owned(system)
-    vendors = {vendor.name: vendor for vendor in MACHINE_VENDORS}
-    outcomes = [
-        _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff)
-        for request in handoff.requests
-    ]
-    on_node = reported(system, notes, time.time())
-    return Outcome(
-        (
-            *_worst(condition for outcome in outcomes for condition in outcome.conditions),
-            *((on_node,) if on_node else ()),
-        ),
-        tuple(device for outcome in outcomes for device in outcome.devices),
-    )
-
-
-def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
-    """Also the heartbeat: written in every run, whether or not something changed."""
-    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
-        raise ApplyError(
-            f"{MACHINE_REPORT_DIRECTORY} is missing, so that nothing can be reported",
-            "it is bound in by the host: `unbounded-agent apply` there, then restart the machine",
-        )
-    # A limit of its own: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
-    boot_id = system.read(BOOT_ID, 64).decode().strip()
-    document = render_report(handoff.generation, outcome.conditions, outcome.devices, boot_id, __version__)
-    system.write(REPORT, document)
-
-
-def _settle_request(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor | None, request: Request, handoff: Handoff
-) -> Outcome:
-    if vendor is None:
-        message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
-        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
-    generation = handoff.generation
-    conditions = [
-        _attempt(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation)),
-        _attempt(ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)),
-    ]
-    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
-
-    def publish() -> Condition:
-        nonlocal published
-        published = publish_spec(system, notes, owned, vendor, request, generation)
-        return published.condition
-
-    conditions.append(_attempt(ConditionType.CDI_SPEC_CURRENT, publish))
-    conditions += _settle_runtime(system, notes, owned, vendor, request, default=handoff.default_runtime)
-    advertised = ConditionType.GPUS_ADVERTISED
-    conditions.append(_attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices)))
-    return Outcome(tuple(conditions), published.devices)
-
-
-def _settle_runtime(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, *, default: bool
-) -> list[Condition]:
-    kinds = (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
-    if not request.gpus:
-        # What is configured stays: GPUs come back, and taking it away would restart containerd twice.
-        return [not_applicable(kind, "no GPU is granted to this machine") for kind in kinds]
-    configured = _attempt(kinds[0], lambda: configure_runtime(system, notes, owned, vendor, default=default))
-    if configured.status is not Status.TRUE:
-        return [configured, unknown(kinds[1], "NotConfigured", "see RuntimeConfigured")]
-    return [configured, _attempt(kinds[1], lambda: check_active(system, notes))]
-
-
-def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
-    """One failed step never keeps the others from their work."""
-    try:
-        return step()
-    # RecursionError: a document may be too deep to be copied or written, though not to be parsed.
-    except (AgentError, OSError, RecursionError) as error:
-        return false(kind, "Failed", str(error))
-
-
-def _worst(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    order = (Status.FALSE, Status.UNKNOWN, Status.TRUE)
-    worst: dict[ConditionType, Condition] = {}
-    for each in conditions:
-        known = worst.get(each.type)
-        if known is None or order.index(each.status) < order.index(known.status):
-            worst[each.type] = each
-    return tuple(worst.values())
+    return run.main(runner)
 
 
 if __name__ == "__main__":

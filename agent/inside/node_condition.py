@@ -21,7 +21,7 @@ from agent.judgement import SILENT_AFTER, SIZE_LIMIT, parse_judgement, rfc3339
 from agent.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
 from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
-from agent.system.machine_runner import machine_runner
+from agent.system.machine_runner import MachineRunner
 
 KIND = ConditionType.NODE_CONDITION_SET
 JUDGEMENT = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
@@ -61,7 +61,7 @@ class Outcome:
 
 
 def main() -> int:
-    system = System(machine_runner)
+    system = System(MachineRunner())
     try:
         run(system, time.time())
     except (AgentError, OSError) as error:

@@ -12,7 +12,7 @@ from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
 from agent.inside.foreign_specs import Foreign
 from agent.inside.notes import Notes, Owned
-from agent.paths import MACHINE_STATE
+from agent.paths import spec_directory
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
@@ -88,7 +88,12 @@ def _publish(
         system.write(vendor.spec_path, new.text)
     condition = _condition(vendor, new.verdict, remark)
     if condition.status is Status.TRUE:
-        noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
+        noted = {
+            "generation": generation,
+            "inputs": inputs,
+            "digest": _digest(new.text),
+            "message": condition.message,
+        }
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
 
@@ -125,11 +130,11 @@ def _better(new: Verdict, current: Verdict) -> bool:
 def _generate(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> tuple[Candidate, str]:
-    directory = f"{MACHINE_STATE}/cdi-{vendor.name}"
+    directory = spec_directory(vendor.name)
     system.make_directory(directory)
+    spec, remark = vendor.generate(system, request, directory)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, remark = vendor.generate(system, request, directory)
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     return Candidate(clean, _verdict(system, vendor, spec, request, live)), remark

@@ -1,8 +1,7 @@
 """How a program is run: one protocol, one wording of failures. The backends only start processes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from agent.errors import CommandError
 
@@ -16,8 +15,7 @@ ENVIRONMENT: Mapping[str, str] = {
 """The whole environment of a program that we run: nothing is inherited (CVE-2025-23266), messages untranslated."""
 
 
-@dataclass(frozen=True, slots=True)
-class Completed:
+class Completed(NamedTuple):
     """A program that ended by itself."""
 
     status: int

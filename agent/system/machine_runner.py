@@ -11,9 +11,35 @@ KILL_LIMIT = 5.0
 """Seconds that a killed program is waited for: one that hangs in a driver cannot be killed, and is left behind."""
 
 
-def machine_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+class MachineRunner:
     """A Runner. Standard output and error are taken whole; the program's session is killed at the time limit."""
-    process = subprocess.Popen(
+
+    def __init__(self) -> None:
+        self._early: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
+
+    def start(self, argv: tuple[str, ...]) -> None:
+        """Let a program run before its result is asked for, by a call with the very same arguments."""
+        self._early[argv] = _start(argv)
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        process = self._early.pop(argv, None) or _start(argv)
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired as error:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            # Not subprocess.run: it waits for the killed program without a limit.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(KILL_LIMIT)
+            for pipe in (process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+            raise TimeLimitError from error
+        return Completed(process.returncode, stdout, stderr)
+
+
+def _start(argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -22,16 +48,3 @@ def machine_runner(argv: tuple[str, ...], timeout: float) -> Completed:
         cwd="/",
         start_new_session=True,
     )
-    try:
-        stdout, stderr = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # Not subprocess.run: it waits for the killed program without a limit.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(KILL_LIMIT)
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        raise TimeLimitError from error
-    return Completed(process.returncode, stdout, stderr)

@@ -17,7 +17,7 @@ from agent.inside.notes import Notes
 from agent.judgement import judgement, render_judgement
 from agent.paths import RUNTIME, STATE
 from agent.system.files import System
-from agent.system.machine_runner import machine_runner
+from agent.system.machine_runner import MachineRunner
 from integration.bed.cache import REPOSITORY
 
 HOST_NAME = "GPU-Node"
@@ -55,7 +55,7 @@ class NodeNamespace:
 
     def __init__(self, root: Path, kubectl: Path) -> None:
         self._root, self._kubectl = root, kubectl
-        self._system = System(machine_runner, str(root))
+        self._system = System(MachineRunner(), str(root))
         for directory in (RUNTIME, STATE):
             self._system.make_directory(directory)
 

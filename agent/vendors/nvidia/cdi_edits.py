@@ -13,8 +13,8 @@ from typing import Any
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
 from agent.vendors.nvidia.cdi_document import items, objects, strings
+from agent.vendors.nvidia.generate_command import HOOK
 
-HOOK = "/usr/bin/nvidia-cdi-hook"
 EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
 NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
 MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})

@@ -6,7 +6,8 @@ from agent.handoff import Request
 from agent.identity import DeviceNumber
 from agent.system.files import System
 from agent.vendors.machine_protocol import RuntimeHandler, Verdict
-from agent.vendors.nvidia import cdi, cdi_edits, device_plugin, nvidia_ctk
+from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk
+from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
 
 
 class NvidiaMachine:
@@ -18,7 +19,7 @@ class NvidiaMachine:
     spec_kind = cdi.KIND
     rival_spec = nvidia_ctk.REFRESHED_SPEC
     rival_units: tuple[str, ...] = nvidia_ctk.REFRESH_UNITS
-    tools: tuple[str, ...] = (nvidia_ctk.NVIDIA_CTK, cdi_edits.HOOK)
+    tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS

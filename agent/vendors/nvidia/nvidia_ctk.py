@@ -8,9 +8,8 @@ from typing import Any
 from agent.errors import AgentError, DocumentError, UnsupportedError
 from agent.system.files import System
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
-from agent.vendors.nvidia.cdi_edits import HOOK
+from agent.vendors.nvidia.generate_command import NVIDIA_CTK, generate_command, output_file
 
-NVIDIA_CTK = "/usr/bin/nvidia-ctk"
 OLDEST = (1, 18, 0)
 """--disable-hook and --enable-hook appeared in 1.18.0; older ones end with "flag provided but not defined"."""
 RECOMMENDED = (1, 19, 1)
@@ -43,31 +42,12 @@ def generate(system: System, driver_root: str, directory: str) -> tuple[object, 
             f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
             f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
         )
-    output = f"{directory}/nvidia.json"
-    # nvidia-ctk may write further files beside the output (`.coherent.json`): hence a directory of its own.
-    system.run(
-        NVIDIA_CTK,
-        "cdi",
-        "generate",
-        "--mode=nvml",
-        f"--driver-root={driver_root}",
-        "--dev-root=/",
-        f"--nvidia-cdi-hook-path={HOOK}",
-        "--format=json",
-        # chmod, enable-cuda-compat and disable-device-node-modification act on what this machine does not have.
-        "--disable-hook=all",
-        "--enable-hook=create-symlinks",
-        "--enable-hook=update-ldcache",
-        "--device-name-strategy=index",
-        "--device-name-strategy=uuid",
-        f"--output={output}",
-        timeout=GENERATE_LIMIT,
-    )
+    system.run(*generate_command(driver_root, directory), timeout=GENERATE_LIMIT)
     remark = ""
     if version < RECOMMENDED:
         remark = f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} mends a race in its hooks, bring it up to date"
     try:
-        spec = json.loads(system.read(output))
+        spec = json.loads(system.read(output_file(directory)))
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
     return with_no_gpu(spec), remark
