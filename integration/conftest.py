@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
 from integration.bed.node import MACHINE, Node
 from integration.bed.simulated_host import SimulatedHost
+from integration.bed.versions import host_versions
 
 INSTALLED = "installed"
 """The host half is installed and configured; nothing of it runs, and no machine."""
@@ -92,15 +93,29 @@ def simulated_host() -> Iterator[SimulatedHost]:
         yield host
 
 
+@pytest.fixture(scope="session")
+def host_parts(simulated_host: SimulatedHost) -> dict[str, str]:
+    """Versions of the simulated host's real parts."""
+    simulated_host.restore(INSTALLED)
+    return host_versions(simulated_host.guest)
+
+
 @pytest.fixture
-def installed(simulated_host: SimulatedHost) -> Bed:
+def record_host(host_parts: dict[str, str], record_property: Callable[[str, object], None]) -> None:
+    """Into the test's result, from which docs/tested-with.md is made."""
+    for part, version in host_parts.items():
+        record_property(part, version)
+
+
+@pytest.fixture
+def installed(simulated_host: SimulatedHost, record_host: None) -> Bed:
     """A fresh host with its driver, where the agent is installed and has done nothing yet."""
     simulated_host.restore(INSTALLED)
     return Bed(simulated_host)
 
 
 @pytest.fixture
-def ready(simulated_host: SimulatedHost) -> Bed:
+def ready(simulated_host: SimulatedHost, record_host: None) -> Bed:
     """A host whose machine is ready and whose service runs."""
     simulated_host.restore(READY)
     bed = Bed(simulated_host)

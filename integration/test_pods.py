@@ -2,12 +2,14 @@
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
 from integration.bed.node import Node, Pod
+from integration.bed.versions import machine_versions
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -64,6 +66,12 @@ def expect_gpus(found: dict[str, Any], granted: set[int]) -> None:
 def uuids(listing: str) -> list[str]:
     """Of the lines of `nvidia-smi -L`: GPU 0: NAME (UUID: GPU-...)."""
     return [line.split("UUID: ")[1].rstrip(")") for line in listing.splitlines() if line]
+
+
+@pytest.fixture(autouse=True)
+def _record_machine(ready: Bed, record_property: Callable[[str, object], None]) -> None:
+    for part, version in machine_versions(ready.node).items():
+        record_property(part, version)
 
 
 def test_one_gpu_by_cdi_name(ready: Bed) -> None:
