@@ -72,14 +72,11 @@ def crowded_root() -> Path:
 
 
 def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str], *options: str) -> None:
-    argv: list[str | Path] = ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
-    argv += [f"--architectures={architectures}", f"--include={','.join(packages)}", *options]
-    argv += ["--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
-    argv += ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
-    argv += ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
     # The release alone: updates and security fixes of two architectures may differ for a while, and libraries that
     # are installed for both must have one version.
-    run([*argv, debian.SUITE, target, f"deb http://deb.debian.org/debian {debian.SUITE} {COMPONENTS}"])
+    source = f"deb http://deb.debian.org/debian {debian.SUITE} {COMPONENTS}"
+    options = (f"--architectures={architectures}", *options)
+    debian.mmdebstrap(target, variant, packages, options, debian.SUITE, source)
 
 
 def _record(root: Path, archive: Path) -> None:
