@@ -1,4 +1,4 @@
-"""The machine with other container runtimes than the other tests': containerd 2 with a newer runc."""
+"""The machine with other container runtimes than the other tests': containerd 2 with a newer runc, and crun."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,17 @@ pytestmark = pytest.mark.scenario("002")
 ROOT = f"/var/lib/machines/{MACHINE}"
 MAIN = f"{ROOT}/etc/containerd/config.toml"
 CONTAINERD_2 = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr", "usr/sbin/runc")
+# And the one library of it that the machine's other packages do not bring.
+CRUN = ("usr/bin/crun", "usr/lib/x86_64-linux-gnu/libyajl.so.2")
 
+RUNTIME_2 = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes.crun'
+CRUN_2 = f"""
+[{RUNTIME_2}]
+  runtime_type = "io.containerd.runc.v2"
+  [{RUNTIME_2}.options]
+    BinaryName = "/usr/bin/crun"
+    SystemdCgroup = true
+"""
 RUNTIME_3 = 'plugins."io.containerd.cri.v1.runtime"'
 IMAGES_3 = 'plugins."io.containerd.cri.v1.images"'
 MAIN_3 = f"""\
@@ -37,6 +47,7 @@ version = 3
 [plugins."io.containerd.internal.v1.opt"]
   path = "/var/lib/containerd/opt"
 """
+CONFIGURATION_RWM = f'[machines.{MACHINE}]\ndevice_mode = "rwm"\n'
 Record = Callable[[str, object], None]
 
 
@@ -75,3 +86,18 @@ def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> 
         assert kept in dump, kept
     assert ready.guest.read(MAIN).decode().endswith(MAIN_3)
     expect_pods(ready.node, "", "nvidia")
+
+
+def test_crun_by_a_runtime_of_the_users_and_under_nvidias(installed: Bed, record_property: Record) -> None:
+    """With runc taken away nothing but crun can have run the pods. It makes device nodes itself: hence `rwm`."""
+    installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION_RWM.encode())
+    bring(installed, debian_root("trixie"), CRUN)
+    installed.guest.write(MAIN, installed.guest.read(MAIN) + CRUN_2.encode())
+    installed.agent("apply", timeout=400)
+    node = installed.node
+    record_versions(node, record_property)
+    record_property("crun", node.run("crun", "--version").stdout.split()[2])
+    assert '"/usr/bin/crun"' in node.run("containerd", "config", "dump").stdout
+    node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
+    node.shell("mv /usr/sbin/runc /usr/sbin/runc.away && ! command -v runc")
+    expect_pods(node, "crun")
