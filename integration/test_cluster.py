@@ -86,7 +86,7 @@ def test_eight_pods_get_one_gpu_each_and_the_ninth_waits(cluster: Cluster, bed: 
     names = [f"one-gpu-{index}" for index in range(NUMBER)]
     # An empty line ends what a pod shows.
     cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
-    cluster.wait("all pods show their GPUs", lambda: all("\nshown\n" in cluster.log(name) for name in names))
+    cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
     cluster.apply(pod("ninth", "nvidia-smi", "-L", gpus=1))
 
     cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in unscheduled(cluster, "ninth"))
