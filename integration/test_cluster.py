@@ -153,7 +153,6 @@ def test_pods_of_a_gaming_node(cluster: Cluster) -> None:
     assert graphics.startswith("vendor nvidia\n")
     for library in ("libGLX_nvidia.so.0", "libEGL_nvidia.so.0"):
         assert f"{library} (libc6,x86-64) => " in graphics
-    assert graphics.count("library_path") == 2
     assert "renderD128" in graphics
     # What the pod itself says outranks what was allocated to it.
     assert graphics.count("UUID: GPU-") == NUMBER
