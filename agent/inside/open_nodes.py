@@ -1,7 +1,7 @@
-"""Opens device nodes, each in a process of its own; run as a program, so that a hanging driver never hangs its caller.
+"""Opens device nodes, all at once and in a process of its own, so that a hanging driver never hangs its caller.
 
-Arguments: a time limit in seconds, then the nodes. Prints one line `<errno> <path>` for each: 0 opened, 110 (ETIMEDOUT)
-not within the limit. Ends in time even when a process cannot be killed because the kernel keeps it in open(2).
+Run as a program. Arguments: a time limit in seconds, then the nodes. Prints one line `<errno> <path>` for each:
+0 opened, 110 (ETIMEDOUT) not within the limit. Ends in time even when the kernel keeps the opening process in open(2).
 """
 
 import errno
@@ -10,43 +10,68 @@ import signal
 import sys
 import time
 
+# Not threading: importing it takes longer than the threads.
+from _thread import start_new_thread
+
+PAUSE = 0.002
+"""Seconds between two looks at what has been opened."""
+
 
 def main(arguments: list[str]) -> None:
-    """Fork one child for each node, gather those that end in time, kill the others."""
-    deadline = time.monotonic() + float(arguments[0])
-    waiting = {_open_in_child(path): path for path in arguments[1:]}
-    while waiting and time.monotonic() < deadline:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.005)
-        else:
-            _print(os.waitstatus_to_exitcode(status), waiting.pop(pid))
-    for pid, path in waiting.items():
-        os.kill(pid, signal.SIGKILL)
-        _print(errno.ETIMEDOUT, path)
-    # Standard output would stay open in a child that cannot be killed; leaving it to init, not waiting for it.
+    """Fork one child that opens every node in a thread of its own, gather what it says, and leave it behind."""
+    deadline, paths = time.monotonic() + float(arguments[0]), arguments[1:]
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        _open_all(paths, writer)
+    os.close(writer)
+    codes = _gather(reader, len(paths), deadline)
+    for index, path in enumerate(paths):
+        sys.stdout.write(f"{codes.get(index, errno.ETIMEDOUT)} {path}\n")
+    # The child may be one that cannot be killed: leaving it to init, not waiting for it.
     sys.stdout.flush()
+    os.kill(child, signal.SIGKILL)
     os._exit(0)
 
 
-def _open_in_child(path: str) -> int:
-    pid = os.fork()
-    if pid:
-        return pid
-    # Otherwise the caller, which reads until end of file, would wait for a child that hangs.
+def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
+    """The error number by the node's index, of those that are known in time."""
+    os.set_blocking(reader, False)
+    text = b""
+    while text.count(b"\n") < number and time.monotonic() < deadline:
+        try:
+            said = os.read(reader, 4096)
+        except BlockingIOError:
+            time.sleep(PAUSE)
+            continue
+        if not said:
+            break
+        text += said
+    pairs = (line.split() for line in text.splitlines())
+    return {int(index): int(code) for index, code in pairs}
+
+
+def _open_all(paths: list[str], writer: int) -> None:
+    """In the child: never returns."""
+    # Otherwise the caller, which reads until end of file, would wait for a process that hangs.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)
+    for index, path in enumerate(paths):
+        start_new_thread(_open, (path, index, writer))
+    while True:
+        # Its caller ends it, when all has been said or the time is over.
+        time.sleep(60)
+
+
+def _open(path: str, index: int, writer: int) -> None:
     code = 0
     try:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY))
     except OSError as error:
         code = error.errno or errno.EIO
-    os._exit(min(code, 255))
-
-
-def _print(code: int, path: str) -> None:
-    sys.stdout.write(f"{code} {path}\n")
+    # One write of less than PIPE_BUF bytes: the lines of several threads never mix.
+    os.write(writer, f"{index} {code}\n".encode())
 
 
 if __name__ == "__main__":
