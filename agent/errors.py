@@ -5,6 +5,7 @@ AgentError
 ├── UnsupportedError    this host cannot do it: no root rights, systemd too old
 ├── ObservationError    something could not be looked at; never means that it is absent
 ├── CommandError        a program failed, was not found, or ran out of time
+│   └── ExitCodeError   a program ended by itself and says that it failed
 ├── DocumentError       a handoff, report or tool output does not have its form
 └── ApplyError          a step towards the goal failed
 """
@@ -42,6 +43,10 @@ class CommandError(AgentError):
         super().__init__(f"{' '.join(argv)}: {ended}" + (f": {tail}" if tail else ""), hint)
         self.argv = argv
         self.stderr = stderr
+
+
+class ExitCodeError(CommandError):
+    """A program that came to its end with an exit code: its answer, which the same input would give again."""
 
 
 class DocumentError(AgentError):

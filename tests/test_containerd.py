@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import time
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from agent.inside.runtime_files import with_import
 from agent.system.commands import Completed
 from agent.vendors.machine_protocol import RuntimeHandler
 from agent.vendors.nvidia.nvidia_ctk import edit_runtime_config
-from tests.machine_root import Machine, containerd, gpu_machine, systemctl
+from tests.machine_root import Machine, containerd, gpu_machine, hang, systemctl
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -330,7 +331,7 @@ def test_run_that_is_killed_still_has_containerd_restarted(machine: Machine, kep
 
 
 def test_full_disk_puts_everything_back(machine: Machine) -> None:
-    """ENOSPC at the second file: the first one goes again, and containerd need not restart for it."""
+    """ENOSPC at the second file: the first one goes again, containerd need not restart, and the next run mends it."""
     machine.put(MAIN, MAIN_2)
 
     def full(path: str) -> None:
@@ -339,11 +340,43 @@ def test_full_disk_puts_everything_back(machine: Machine) -> None:
 
     machine.before_write = full
     run(machine)
-    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
     assert "No space left on device" in machine.message("RuntimeConfigured")
     assert not machine.exists(DROP_IN)
     assert json.loads(machine.read("/run/unbounded-agent/state/containerd-changed.json")) == {}
     assert restarts(machine) == 0
+    machine.before_write = lambda path: None
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert restarts(machine) == 1
+
+
+def stopped(argv: tuple[str, ...]) -> Completed:
+    return Completed(-9, b"", b"")
+
+
+@pytest.mark.parametrize(("answer", "said"), [(hang, "time limit"), (stopped, "killed by signal 9")])
+@pytest.mark.parametrize("ours", [False, True], ids=["baseline", "read back"])
+def test_containerd_that_did_not_answer_is_asked_again(
+    machine: Machine, answer: Callable[[tuple[str, ...]], Completed], said: str, ours: bool
+) -> None:
+    """A busy machine: nothing is known against the configuration, and nothing is claimed."""
+    machine.put(MAIN, MAIN_2)
+
+    def busy(argv: tuple[str, ...]) -> Completed:
+        return answer(argv) if "dump" in argv and (argv[2] == MAIN) is ours else containerd(machine, argv)
+
+    machine.program("containerd", busy)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert said in machine.message("RuntimeConfigured")
+    assert "refuses" not in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+    assert not machine.exists(DROP_IN)
+    assert restarts(machine) == 0
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
 def test_lost_setting_is_put_back(machine: Machine) -> None:

@@ -5,9 +5,10 @@ import json
 import time
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
+from typing import Any
 
 from agent.conditions import Condition, ConditionType, false, true, unknown
-from agent.errors import AgentError, CommandError, DocumentError
+from agent.errors import AgentError, DocumentError, ExitCodeError
 from agent.inside import containerd, runtime_files
 from agent.inside.containerd import MAIN, Configuration, Table
 from agent.inside.notes import Notes, Owned
@@ -152,7 +153,7 @@ def _baseline(system: System, main: Table, imported: Iterable[str]) -> Table:
     system.write(BASELINE, runtime_files.render_toml(main | {"imports": list(imported)}), 0o600)
     try:
         return runtime_files.parse(BASELINE, _dump(system, BASELINE))
-    except CommandError as error:
+    except ExitCodeError as error:
         raise DocumentError(
             f"containerd refuses {MAIN} and what it imports, here as {BASELINE} without our drop-in: {error}",
             "repair it: containerd cannot start with it either",
@@ -169,7 +170,10 @@ def _write_and_read_back(
     *,
     default: bool,
 ) -> str:
-    """Write what differs; what is wrong with the result, after putting the files back as they were, or ""."""
+    """Write what differs; what is wrong with the result, after putting the files back as they were, or "".
+
+    Raises AgentError or OSError, after that too, where the result is not known: a full disk, a time limit.
+    """
     drop_in = containerd.drop_in_path(vendor.handler)
     changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
     noted = notes.load(CHANGED)
@@ -184,16 +188,25 @@ def _write_and_read_back(
         faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
         if faults and wanted.behind:
             faults += f"; loaded after {drop_in}, and stronger: {', '.join(wanted.behind)}"
-    except (AgentError, OSError) as error:
+    except (ExitCodeError, DocumentError) as error:
         faults = str(error)
+    except (AgentError, OSError):
+        _put_back(system, notes, changes, before, noted)
+        raise
     if faults:
-        runtime_files.restore(system, {path: before[path] for path in changes})
-        notes.save(CHANGED, noted)
+        _put_back(system, notes, changes, before, noted)
         return f"not taken over: {faults}" + (f"; {', '.join(changes)} put back as before" if changes else "")
     if changes:
         # Again: a containerd that started since may have read the first file without the second.
         _note_change(notes)
     return ""
+
+
+def _put_back(
+    system: System, notes: Notes, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]
+) -> None:
+    runtime_files.restore(system, {path: before[path] for path in changes})
+    notes.save(CHANGED, noted)
 
 
 def _note_change(notes: Notes) -> None:

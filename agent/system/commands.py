@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from agent.errors import CommandError
+from agent.errors import CommandError, ExitCodeError
 
 OUTPUT_LIMIT = 16 << 20
 """Bytes of standard output that are taken from any program."""
@@ -48,8 +48,10 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     except OSError as error:
         raise CommandError(argv, f"cannot be started: {error.strerror}") from error
     if completed.status != 0:
-        ended = f"killed by signal {-completed.status}" if completed.status < 0 else f"exit code {completed.status}"
-        raise CommandError(argv, ended, completed.stderr.decode(errors="replace"))
+        stderr = completed.stderr.decode(errors="replace")
+        if completed.status < 0:
+            raise CommandError(argv, f"killed by signal {-completed.status}", stderr)
+        raise ExitCodeError(argv, f"exit code {completed.status}", stderr)
     if len(completed.stdout) > OUTPUT_LIMIT:
         raise CommandError(argv, f"printed {len(completed.stdout)} bytes, more than {OUTPUT_LIMIT}")
     return completed.stdout.decode(errors="surrogateescape")
