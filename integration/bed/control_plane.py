@@ -41,9 +41,13 @@ def node_user(node: str) -> str:
 
 
 class ControlPlane:
-    """A context manager; `nodes` are the names under which kubelets may register."""
+    """A context manager; `nodes` are the names under which kubelets may register.
 
-    def __init__(self, nodes: Iterable[str]) -> None:
+    Without controllers (and without a scheduler) a Node changes only by who writes it.
+    """
+
+    def __init__(self, nodes: Iterable[str], *, controllers: bool = True) -> None:
+        self._controllers = controllers
         self.directory = run_directory("control-plane")
         self.nodes = tuple(nodes)
         self.port, self._etcd, self._etcd_peers = free_ports(3)
@@ -60,13 +64,8 @@ class ControlPlane:
                 self._start("etcd", *self._etcd_arguments())
                 self._start("kube-apiserver", *self._api_server_arguments(), wrapper=self._with_node_names())
                 self._wait_ready()
-                # Both end when the API server does not know them yet.
-                for name, user, options in (
-                    ("kube-controller-manager", CONTROLLER_MANAGER, self._controller_options()),
-                    ("kube-scheduler", SCHEDULER, []),
-                ):
-                    kubeconfig = self.write_kubeconfig(user, self.directory / f"{name}.kubeconfig")
-                    self._start(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
+                if self._controllers:
+                    self._start_controllers()
         except BaseException:
             self.close()
             raise
@@ -83,6 +82,15 @@ class ControlPlane:
             process.kill()
             process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _start_controllers(self) -> None:
+        # Both end when the API server does not know them yet.
+        for name, user, options in (
+            ("kube-controller-manager", CONTROLLER_MANAGER, self._controller_options()),
+            ("kube-scheduler", SCHEDULER, []),
+        ):
+            kubeconfig = self.write_kubeconfig(user, self.directory / f"{name}.kubeconfig")
+            self._start(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
 
     @property
     def certificate_authority(self) -> str:
