@@ -176,7 +176,7 @@ def expect_configured(machine: ContainerdMachine, *, default: bool = False) -> d
     ours = {path[-1]: value for path, value in after.items() if "nvidia" in path or path[-1] in OURS}
     assert ours["BinaryName"] == HANDLER
     # Gone in containerd 2.4, where CDI is always on.
-    assert ours.get("enable_cdi", machine.version >= "2.4") is True
+    assert ours.get("enable_cdi", release(machine) >= (2, 4)) is True
     assert {"/etc/cdi", "/var/run/cdi"} <= set(ours["cdi_spec_dirs"])
     # containerd 2 fills in defaults, all empty, for runc alone.
     options = {path[-1]: value for path, value in after.items() if path[-3:-1] == ("runc", "options") and value}
@@ -207,9 +207,15 @@ def machine(containerd_machine: ContainerdMachine, record_property: Callable[[st
     return containerd_machine
 
 
+def release(machine: ContainerdMachine) -> tuple[int, ...]:
+    return tuple(map(int, machine.version.split(".")))
+
+
 def versions(machine: ContainerdMachine) -> list[int]:
     """Of the files that this containerd reads, without the undocumented first."""
-    return {"1": [2], "2": [2, 3, 4] if machine.version >= "2.3" else [2, 3]}[machine.version[0]]
+    if release(machine) < (2,):
+        return [2]
+    return [2, 3] if release(machine) < (2, 3) else [2, 3, 4]
 
 
 def user(version: int) -> str:

@@ -73,13 +73,14 @@ def expect_pods(node: Node, *runtimes: str) -> None:
 
 def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> None:
     """An upgrade in place: the settings that were written for 1.7 are replaced before containerd 2 reads them."""
+    machines_own = machine_versions(ready.node)
     bring(ready, debian_root("sid"), CONTAINERD_2)
     ready.guest.write(MAIN, MAIN_3.encode())
     ready.node.run("systemctl", "restart", "containerd.service", timeout=240)
     ready.wait_ready()
     versions = record_versions(ready.node, record_property)
     assert versions["containerd"].startswith("2.")
-    assert versions["runc"] > "1.3"
+    assert versions["runc"] != machines_own["runc"]
     assert "Server:\n  Version:  2." in ready.node.run("ctr", "version").stdout
     dump = ready.node.run("containerd", "config", "dump").stdout
     for kept in ("registry.invalid/pause:local", "/etc/containerd/certs.d", "/usr/lib/cni", "/var/lib/containerd/opt"):
