@@ -14,10 +14,8 @@ from agent.conditions import Condition
 from agent.documents import accept_version, get, objects, parse_object, strings
 from agent.errors import DocumentError
 from agent.paths import HANDOFF_NAME
+from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION
 
-VERSION = 1
-ACCEPTED_VERSIONS = (1,)
-"""N and N-1, once there is an N-1."""
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
@@ -75,7 +73,7 @@ class Handoff:
 
 def render_handoff(handoff: Handoff) -> bytes:
     """The document; the same handoff gives the same bytes."""
-    document = {"version": VERSION, "generation": handoff.generation, **asdict(handoff)}
+    document = {"version": HANDOFF_VERSION, "generation": handoff.generation, **asdict(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -83,7 +81,7 @@ def parse_handoff(data: bytes) -> Handoff:
     """Raises DocumentError, which names the key that is missing, unknown or of another type."""
     where = HANDOFF_NAME
     document = parse_object(where, data)
-    accept_version(where, document, ACCEPTED_VERSIONS)
+    accept_version(where, document, ACCEPTED_HANDOFFS)
     handoff = Handoff(
         machine=get(where, document, "machine", str),
         architecture=get(where, document, "architecture", str),
@@ -100,7 +98,7 @@ def render_report(
 ) -> bytes:
     """The machine half's answer to the handoff of that generation."""
     document = {
-        "version": VERSION,
+        "version": HANDOFF_VERSION,
         "generation": generation,
         "boot_id": boot_id,
         "agent_version": agent_version,

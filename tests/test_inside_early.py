@@ -1,6 +1,8 @@
 """The head start of the generators: taken when a spec is due, never needed, and loaded with next to nothing."""
 
 import json
+import os
+import select
 import subprocess
 import sys
 from pathlib import Path
@@ -30,43 +32,63 @@ REQUEST = {"vendor": "nvidia", "gpus": ["0000:01:00.0"], "driver_root": "/run/ho
 COMMAND = generate_command("/run/host-nvidia/0", spec_directory("nvidia"))
 
 
-def started(root: Path, handoff: object, note: object = None) -> list[tuple[str, ...]]:
-    for path, content in (
-        (f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}", handoff),
-        (f"{MACHINE_STATE}/spec-nvidia.json", note),
-    ):
-        file = root / path.lstrip("/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(content if isinstance(content, str) else json.dumps(content))
+def started(root: Path, handoff: object) -> list[tuple[str, ...]]:
+    file = root / f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}".lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(handoff if isinstance(handoff, str) else json.dumps(handoff))
     recorder = Recorder()
     start_generators(recorder, str(root))
     return recorder.started
 
 
-def test_a_handoff_that_was_not_published_yet(tmp_path: Path) -> None:
-    """Once, until its spec has been published."""
-    handoff = {"generation": "b", "requests": [REQUEST]}
-    assert started(tmp_path, handoff) == [COMMAND]
+def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
+    return {"version": version, "generation": generation, "requests": [REQUEST]}
+
+
+def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
+    """What became of it is the run's: a file of somebody else in the spec's place would waste one each minute."""
+    assert started(tmp_path, handoff("a")) == [COMMAND]
     assert (tmp_path / spec_directory("nvidia").lstrip("/")).is_dir()
-    assert started(tmp_path, handoff, {"generation": "a"}) == [COMMAND]
-    assert started(tmp_path, handoff, {"generation": "b"}) == []
+    assert started(tmp_path, handoff("a")) == []
+    assert started(tmp_path, handoff("b")) == [COMMAND]
+    assert started(tmp_path, handoff("a")) == [COMMAND]
+
+
+def test_what_cannot_be_noted_is_not_started(tmp_path: Path) -> None:
+    """A full /run must not mean a generator each minute."""
+    (tmp_path / MACHINE_STATE[1:]).parent.mkdir(parents=True)
+    (tmp_path / MACHINE_STATE[1:]).touch()
+    assert started(tmp_path, handoff()) == []
+
+
+@pytest.mark.parametrize("version", [0, 2, 1.0, "1", None, [1]])
+def test_a_version_that_the_run_refuses(tmp_path: Path, version: object) -> None:
+    assert started(tmp_path, handoff(version=version)) == []
 
 
 @pytest.mark.parametrize(
-    "handoff",
+    "document",
     [
         "",
         "not JSON",
         "[" * 100000,
         [],
         {},
-        {"requests": 1},
-        {"requests": [1, {}, REQUEST | {"vendor": "other"}, REQUEST | {"gpus": []}, REQUEST | {"driver_root": ""}]},
-        {"requests": [REQUEST | {"driver_root": 1}]},
+        {"version": 1, "requests": [REQUEST]},
+        {"version": 1, "generation": "a"},
+        {"version": 1, "generation": "\ud800", "requests": [REQUEST]},
+        *(
+            {"version": 1, "generation": "a", "requests": requests}
+            for requests in (
+                1,
+                [1, {}, REQUEST | {"vendor": "other"}, REQUEST | {"gpus": []}, REQUEST | {"driver_root": ""}],
+                [REQUEST | {"driver_root": 1}],
+            )
+        ),
     ],
 )
-def test_what_is_no_request_starts_nothing(tmp_path: Path, handoff: object) -> None:
-    assert started(tmp_path, handoff) == []
+def test_what_is_no_request_starts_nothing(tmp_path: Path, document: object) -> None:
+    assert started(tmp_path, document) == []
 
 
 def test_no_handoff(tmp_path: Path) -> None:
@@ -82,6 +104,21 @@ def test_what_was_started_is_what_a_run_takes() -> None:
     assert first != second
     with pytest.raises(FileNotFoundError):
         runner.start(("/nonexistent",))
+
+
+def test_what_nobody_asked_for_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    """Not only the program itself: its whole session, as at a time limit."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    runner = MachineRunner()
+    runner.start(("/bin/sh", "-c", f"(echo; exec sleep 600) > {fifo} & wait"))
+    with fifo.open() as child:
+        child.readline()
+        runner.close()
+        ready, _, _ = select.select([child], [], [], 10)
+        assert ready, "the child still holds the FIFO open"
+        assert child.read() == ""
+    runner.close()
 
 
 def test_the_run_asks_for_the_command_that_was_started(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from agent.system.machine_runner import MachineRunner
 def main() -> int:
     """Exit code 0 when a report was written or there is no handoff, else 1."""
     runner = MachineRunner()
-    start_generators(runner)
-    # Not before: loading the rest takes half as long as a generator, and goes on beside it.
-    from agent.inside import run
+    try:
+        start_generators(runner)
+        # Not before: loading the rest takes half as long as a generator, and goes on beside it.
+        from agent.inside import run
 
-    return run.main(runner)
+        return run.main(runner)
+    finally:
+        runner.close()
 
 
 if __name__ == "__main__":

@@ -88,12 +88,7 @@ def _publish(
         system.write(vendor.spec_path, new.text)
     condition = _condition(vendor, new.verdict, remark)
     if condition.status is Status.TRUE:
-        noted = {
-            "generation": generation,
-            "inputs": inputs,
-            "digest": _digest(new.text),
-            "message": condition.message,
-        }
+        noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
 

@@ -26,16 +26,25 @@ class MachineRunner:
         try:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired as error:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # Not subprocess.run: it waits for the killed program without a limit.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(KILL_LIMIT)
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
+            _kill(process)
             raise TimeLimitError from error
         return Completed(process.returncode, stdout, stderr)
+
+    def close(self) -> None:
+        """Kill what was started and never asked for."""
+        while self._early:
+            _kill(self._early.popitem()[1])
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    # Not subprocess.run: it waits for the killed program without a limit.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(KILL_LIMIT)
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def _start(argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
