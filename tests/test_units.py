@@ -159,6 +159,15 @@ def test_node_condition_runs_only_where_it_is_wanted_or_to_be_taken_back() -> No
     assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
 
 
+def test_node_condition_is_taken_back_from_a_machine_without_a_handoff() -> None:
+    """A machine that was taken out of the configuration boots without the bind; the mark on its disk stays."""
+    conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)
+    assert conditions == [
+        f"ConditionPathIsDirectory=|{paths.MACHINE_HANDOFF_DIRECTORY}",
+        f"ConditionPathExists=|{paths.NODE_CONDITION_MARK}",
+    ]
+
+
 def test_gpu_setup_never_waits_for_the_node_condition() -> None:
     """An API server that does not answer must not hold up containerd."""
     assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) >= node_condition.KUBECTL_LIMIT * 2
