@@ -6,6 +6,7 @@ A socket here only listens: what is simulated are the kubelet and the device plu
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -160,6 +161,13 @@ def test_kubelet_that_restarts(serving: Kubelet) -> None:
     os.utime(serving.machine.tree / CHECKPOINT[1:], ns=(later - 1, later - 1))
     assert serving.condition() == ("False", "NotRegistered")
     serving.advertise(gpu=list(UUIDS))
+    assert serving.condition() == ("True", "Advertised")
+
+
+def test_clock_that_was_set_back(serving: Kubelet) -> None:
+    """The list comes after the socket by time spent, not by the clock; it is not called missing until then."""
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(serving.machine.tree / PLUGIN_SOCKET[1:], ns=(later, later))
     assert serving.condition() == ("True", "Advertised")
 
 

@@ -7,6 +7,7 @@ minutes) nor when the kubelet starts. So the sockets are tried, and a list older
 
 import fnmatch
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -68,12 +69,15 @@ def look(system: System, vendor: MachineVendor) -> Plugin:
     try:
         written = system.identity(CHECKPOINT).mtime_ns
         registered = parse_checkpoint(system.read(CHECKPOINT, CHECKPOINT_LIMIT))
-        begun = max((system.identity(path).mtime_ns for path in serving), default=0)
+        times = [system.identity(path).mtime_ns for path in serving]
     except FileNotFoundError:
         return Plugin(serving, dead)
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
     ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
+    # A socket from the future is from before the clock was set back: by its time, no list would ever be its own.
+    now = time.time_ns()
+    begun = max((each for each in times if each <= now), default=0)
     return Plugin(serving, dead, ours, up_to_date=written >= begun)
 
 
