@@ -136,6 +136,17 @@ def test_plugin_that_ended_or_was_killed(serving: Kubelet) -> None:
     assert serving.condition() == ("Unknown", "NoDevicePlugin")
 
 
+def test_plugin_that_is_dead_beside_one_that_serves(serving: Kubelet) -> None:
+    """One of two plug-ins, or of two resources: the file still lists what it had."""
+    other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
+    serving.listen(other)
+    serving.advertise(gpu=list(UUIDS))
+    assert serving.condition() == ("True", "Advertised")
+    serving.kill(other)
+    assert serving.condition() == ("False", "DevicePluginDown")
+    assert serving.message().startswith(f"{other} accepts no connection")
+
+
 def test_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
     """connect(2) would wait for it."""
     with ExitStack() as stack:

@@ -108,7 +108,7 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 
 
 def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
-    """The condition while no plug-in serves a list that is known to be its own; None when one does."""
+    """The condition while a plug-in does not run, or none has a list that is known to be its own; else None."""
     advice = f"see the pod of the device plug-in for {vendor.resource_prefix}*, and its log"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
@@ -116,6 +116,10 @@ def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
             return unknown(KIND, "NoDevicePlugin", f"{message}; pods can still ask for CDI devices by name")
         why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
         return false(KIND, "DevicePluginDown", f"the device plug-in does not run: {why}; {advice}")
+    if plugin.dead:
+        # Each resource has a socket of its own: that one is served says nothing of the others.
+        why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"
+        return false(KIND, "DevicePluginDown", f"{why}; {advice}; remove a socket that no plug-in makes any more")
     if not plugin.up_to_date:
         message = f"the device plug-in serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
         return false(KIND, "NotRegistered", f"{message}; if that lasts, {advice}")
