@@ -238,6 +238,14 @@ def test_a_kubelet_in_a_container_is_not_believed(node: Node, cgroup: str, pids:
     assert node.outcome() == ("False", "KubeletNotRunning")
 
 
+@pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
+def test_a_program_that_only_has_a_file_of_that_name_open_is_no_kubelet(node: Node, path: str) -> None:
+    """Started before the kubelet, by its number."""
+    node.process(30, "vi", path, "--kubeconfig=/other")
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

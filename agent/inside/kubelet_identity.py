@@ -50,8 +50,8 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
         try:
             line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
             arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
-            # The first, or the second of a program with many names (hyperkube).
-            named = any(each.rpartition("/")[2] == "kubelet" for each in arguments[:2])
+            # The second as it is: so is the kubelet named to a program with many names (hyperkube), a file by its path.
+            named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
             if named and not _in_container(system, process):
                 return arguments
         except OSError:
