@@ -170,7 +170,8 @@ def test_node_condition_is_taken_back_from_a_machine_without_a_handoff() -> None
 
 def test_gpu_setup_never_waits_for_the_node_condition() -> None:
     """An API server that does not answer must not hold up containerd."""
-    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) >= node_condition.KUBECTL_LIMIT * 2
+    longest = node_condition.KUBECTL_LIMIT * 2 * node_condition.ATTEMPTS
+    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest, "ended, it could not say why"
     for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
         assert "node-condition" not in (UNITS / "machine" / unit).read_text()
     assert "Before" not in settings(NODE_CONDITION, "Unit")
