@@ -104,6 +104,23 @@ def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str
     assert machine.read_link(CUDA) == TEXT
 
 
+def test_conflict_that_is_no_library_spawns_nothing_later(machine: Machine) -> None:
+    """No loader cache ever lists a text in a library's place, and the timer runs each minute."""
+
+    def libraries(argv: tuple[str, ...]) -> Completed:
+        found = ldconfig(machine, argv)
+        lines = found.stdout.splitlines(keepends=True)
+        return Completed(0, b"".join(each for each in lines if b"libcuda.so.1" not in each), b"")
+
+    machine.put(CUDA, "a stub")
+    machine.program("ldconfig", libraries)
+    run(machine)
+    machine.calls.clear()
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+    assert not [call for call in machine.calls if call[0] == "ldconfig"]
+
+
 def test_new_generation_replaces_all_links(machine: Machine) -> None:
     """And removes those of files that it has no more."""
     run(machine)

@@ -32,7 +32,7 @@ def link_libraries(system: System, notes: Notes, request: Request, architecture:
     changed = bool(plan.remove or plan.make)
     if not request.driver_root and not changed:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    missing = _refresh_loader_cache(system, notes, request, where, changed=changed, keep_links=bool(plan.conflicts))
+    missing = _refresh_loader_cache(system, notes, request, where, changed=changed, conflicts=plan.conflicts)
     if plan.conflicts:
         found = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(
@@ -81,19 +81,20 @@ def _describe(system: System, path: str) -> str:
 
 
 def _refresh_loader_cache(
-    system: System, notes: Notes, request: Request, where: Places, *, changed: bool, keep_links: bool
+    system: System, notes: Notes, request: Request, where: Places, *, changed: bool, conflicts: tuple[str, ...]
 ) -> frozenset[str]:
     """Run ldconfig where needed; the links that the loader cache lacks even then.
 
     ldconfig deletes dangling links, so it runs after the links are made and while the driver root is there.
     """
-    needed = needed_sonames(request, where)
+    # What is in our links' way may be no library at all, which no cache ever lists.
+    needed = needed_sonames(request, where) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
     noted = {"cache": _identity(system), "needed": sorted(needed)}
     if not changed and noted["cache"] and notes.load(name) == noted:
         return frozenset()
     # Without -X it would turn somebody's link of a library's name to the newest file that has the name inside.
-    ldconfig = ("ldconfig", "-X") if keep_links else ("ldconfig",)
+    ldconfig = ("ldconfig", "-X") if conflicts else ("ldconfig",)
     if changed:
         system.run(*ldconfig, timeout=60)
     missing = _not_cached(system, needed)
