@@ -75,10 +75,13 @@ def run(system: System, now: float) -> None:
     notes = Notes(system)
     noted = notes.load(NOTE)
     applied = _applied(noted)
-    if system.exists(JUDGEMENT):
-        applied, outcome = _set(system, applied, now)
-    else:
-        applied, outcome = _take_back(system, applied)
+    try:
+        if system.exists(JUDGEMENT):
+            applied, outcome = _set(system, applied, now)
+        else:
+            applied, outcome = _take_back(system, applied)
+    except (AgentError, OSError) as error:
+        outcome = false(KIND, "Failed", str(error))
     told = noted.get("told")
     told = say_changes(told if isinstance(told, dict) else {}, (outcome,))
     kept = {"applied": asdict(applied) if applied else None, "told": told, "at": now}
