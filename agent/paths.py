@@ -28,6 +28,8 @@ MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
 MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
 MACHINE_STATE = "/run/unbounded-agent/state"
+CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+"""In the machine: where container runtimes look for CDI specs, the later one outranking (cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from agent.errors import DocumentError, UnsupportedError
+from agent.paths import CDI_DIRECTORIES
 from agent.vendors.machine_protocol import RuntimeHandler
 
 Table = dict[str, Any]
@@ -26,7 +27,6 @@ CRI_2 = "io.containerd.grpc.v1.cri"
 CRI_3 = "io.containerd.cri.v1.runtime"
 OLDEST = (1, 7, 0)
 """The first whose CRI plugin knows CDI."""
-SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: b
         yield f"runtime {handler.name} does not run {handler.binary}"
     if not cri.get("enable_cdi", after.get("version", 0) >= 3):
         yield "enable_cdi is not true"
-    missing = [each for each in SPEC_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
+    missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
     if missing:
         yield f"cdi_spec_dirs lacks {', '.join(missing)}"
     if default and _at(cri, "containerd").get("default_runtime_name") != handler.name:
@@ -177,7 +177,7 @@ def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHand
         # The default from containerd 2.0 on, and deprecated in 2.2.
         table["enable_cdi"] = True
     listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
-    table["cdi_spec_dirs"] = [*listed, *(each for each in SPEC_DIRECTORIES if each not in listed)]
+    table["cdi_spec_dirs"] = [*listed, *(each for each in CDI_DIRECTORIES if each not in listed)]
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from agent.conditions import Condition, ConditionType, Status, false, true
 from agent.errors import AgentError
 from agent.inside.notes import Notes
-from agent.paths import MACHINE_STATE
+from agent.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
-SPEC_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
-"""Where container runtimes look, the later one outranking: cdi.DefaultSpecDirs of the reference implementation."""
 SUFFIXES = (".json", ".yaml")
 ENABLED = "/etc/systemd/system/multi-user.target.wants"
 MASKS = "/etc/systemd/system"
@@ -56,7 +54,7 @@ def look(system: System, notes: Notes, vendor: MachineVendor) -> Foreign:
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
     found, known = [], {}
-    for directory in SPEC_DIRECTORIES:
+    for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
             if path == vendor.spec_path or not entry.endswith(SUFFIXES):
@@ -128,11 +126,11 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
 
 
 def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[str, ...]) -> Foreign:
-    rank = SPEC_DIRECTORIES.index(posixpath.dirname(vendor.spec_path))
+    rank = CDI_DIRECTORIES.index(posixpath.dirname(vendor.spec_path))
     same: dict[str, str] = {}
     outranking: dict[str, str] = {}
     for spec in specs:
-        place = outranking if SPEC_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
         place.update(dict.fromkeys(spec.devices, spec.path))
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault)
     return Foreign(same, outranking, (*broken, *remarks))
