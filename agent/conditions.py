@@ -39,7 +39,7 @@ IN_MACHINE = (
     ConditionType.GPUS_ADVERTISED,
     ConditionType.NODE_CONDITION_SET,
 )
-"""Reported by the machine half; all others are seen from the host."""
+"""Reported by the machine half alone; the others are seen from the host, DevicesAllowed from both."""
 
 NOT_NEEDED_FOR_READY = frozenset(
     {

@@ -32,6 +32,7 @@ The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
     integration/cluster kubectl get nodes
     integration/cluster kubectl describe node gpu-node
     integration/cluster kubectl apply -f integration/bed/manifests/gpu-test.yaml
+    integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded pod/gpu-test
     integration/cluster kubectl logs gpu-test
     integration/cluster down
 """
@@ -44,7 +45,7 @@ def main() -> None:
         case ["down"]:
             down()
         case ["kubectl", *arguments]:
-            if not KUBECTL.exists():
+            if not running() or not KUBECTL.exists():
                 raise SystemExit("error: no cluster runs; start one by `integration/cluster up`")
             os.execv(KUBECTL, ["kubectl", f"--kubeconfig={KUBECONFIG}", *arguments])
         case ["serve"]:

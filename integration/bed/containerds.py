@@ -12,12 +12,13 @@ MODULE = REPOSITORY / "integration" / "containerd"
 UPSTREAM = "github.com/containerd/containerd/v2/cmd/containerd"
 # base-files for the links /lib and /lib64, without which no program finds its loader.
 PACKAGES = ("base-files", "containerd", "runc", "crun")
-# trixie has containerd 1.7, whose files are of version 2; sid has 2.1, whose files are of version 3.
-SUITES = ("trixie", "sid")
 
 
 def debian_root(suite: str) -> Path:
-    """A root with containerd, runc and crun as a Debian suite packages them; unpacked, not configured."""
+    """A root with containerd, runc and crun as a Debian suite packages them; unpacked, not configured.
+
+    trixie has containerd 1.7, whose files are of version 2; sid has 2.1, whose files are of version 3.
+    """
 
     def build(target: Path) -> None:
         debian.debian_tree(target / "root", "extract", PACKAGES, suite=suite)
