@@ -20,14 +20,14 @@ them (see the README); everything that is listed here is real.
 
 
 def table(results: Path) -> str:
-    """The document; raises ValueError when a test failed or none says what it ran with."""
+    """The document; raises ValueError when a test failed, was skipped, or none says what it ran with."""
     rows: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for case in ElementTree.parse(results).getroot().iter("testcase"):
         name = f"{case.get('classname', '')}.{case.get('name', '')}"
         if case.find("failure") is not None or case.find("error") is not None:
             raise ValueError(f"{results}: {name} failed: the table is of a run in which all passed")
         if case.find("skipped") is not None:
-            continue
+            raise ValueError(f"{results}: {name} was skipped: the table is of a run in which all ran")
         module = case.get("classname", "").rpartition(".")[2]
         for each in case.iter("property"):
             rows[each.get("name", ""), each.get("value", "")][module] += 1
