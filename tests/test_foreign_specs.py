@@ -71,6 +71,26 @@ def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
     assert condition(machine)[:2] == ("True", "Verified")
 
 
+def test_names_that_collide_are_generated_once(machine: Machine) -> None:
+    """The timer runs each minute; another file there, or another grant, is looked at anew."""
+
+    def generated() -> bool:
+        machine.calls.clear()
+        assert condition(machine)[:2] == ("False", "NamesCollide")
+        return any("generate" in call for call in machine.calls)
+
+    machine.put(OTHER, json.dumps(recorded_spec()))
+    assert generated()
+    assert not generated()
+    machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
+    assert not generated()
+    assert "both have nvidia.com/gpu=0, so" in condition(machine)[2]
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    assert generated()
+    machine.drop(OTHER)
+    assert condition(machine)[:2] == ("True", "Verified")
+
+
 def test_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
     """Whoever made it has pods that use it: ours comes when theirs is gone."""
     theirs = spec("all")

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
@@ -70,6 +71,8 @@ def _publish(
     good = current is not None and not current.verdict.problems and not current.verdict.missing_gpus
     if current and good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, "Verified", str(noted.get("message"))), current.verdict.devices)
+    if noted.get("inputs") == inputs and (refused := _collision(system, vendor, noted.get("colliding", ()), foreign)):
+        return Published(refused)
     try:
         new, remark = _generate(system, vendor, request, live)
     except (AgentError, OSError) as error:
@@ -77,11 +80,9 @@ def _publish(
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
         faults = "; ".join(new.verdict.problems) or f"GPU {', '.join(new.verdict.missing_gpus)} is not in it"
         return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {faults}")
-    shared = [each for name in new.verdict.devices if (each := f"{vendor.spec_kind}={name}") in foreign.same_directory]
-    if shared and not system.exists(vendor.spec_path):
-        # Published, ours would take these devices away from who made the other file, and give them to nobody.
-        paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
-        return Published(foreign_specs.collision("NamesCollide", shared, paths, vendor))
+    if refused := _collision(system, vendor, new.verdict.devices, foreign):
+        notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
+        return Published(refused)
     if not current or current.text != new.text:
         owned.claim(vendor.spec_path)
         # The temporary file beside it has no suffix .yaml or .json: two specs naming one device make it unusable.
@@ -91,6 +92,15 @@ def _publish(
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
         notes.save(f"spec-{vendor.name}", noted)
     return Published(condition, new.verdict.devices)
+
+
+def _collision(system: System, vendor: MachineVendor, devices: Iterable[str], foreign: Foreign) -> Condition | None:
+    """Published, ours would take these devices away from who made the other file, and give them to nobody."""
+    shared = [each for name in devices if (each := f"{vendor.spec_kind}={name}") in foreign.same_directory]
+    if not shared or system.exists(vendor.spec_path):
+        return None
+    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
+    return foreign_specs.collision("NamesCollide", shared, paths, vendor)
 
 
 def _condition(vendor: MachineVendor, verdict: Verdict, remark: str) -> Condition:
