@@ -30,10 +30,12 @@ class Node(Machine):
     object: dict[str, Any]
     replaced: list[dict[str, Any]]
 
-    def process(self, number: int, *arguments: str, cgroup: str = SERVICE, pids: str | None = None) -> None:
+    def process(
+        self, number: int, *arguments: str, cgroup: str = SERVICE, pids: str | None = None, users: str = "0\t0\t0\t0"
+    ) -> None:
         self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
         self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
-        self.put(f"/proc/{number}/status", f"Name:\tx\nNSpid:\t{number if pids is None else pids}\nThreads:\t1\n")
+        self.put(f"/proc/{number}/status", f"Name:\tx\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n")
 
     def judge(self, condition: Condition = READY, judged: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
@@ -224,6 +226,8 @@ def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: 
         ("0::/kubepods.slice/x.slice/cri-containerd-1.scope/system.slice/kubelet.service", "30"),
         ("0::/kubepods/burstable/pod1/1", "30"),
         ("0::/k8s.io/1", "30"),
+        ("1:name=systemd:/kubepods/burstable/pod1/1\n0::/system.slice/containerd.service", "30"),
+        ("0::/node.slice/node-kubepods.slice/node-kubepods-pod1.slice", "30"),
         (SERVICE, "30\t1"),
     ],
 )
@@ -236,6 +240,21 @@ def test_a_kubelet_in_a_container_is_not_believed(node: Node, cgroup: str, pids:
     node.drop("/proc/40/cmdline")
     run(node, NOW + 1)
     assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+@pytest.mark.parametrize(
+    ("users", "cgroup"),
+    [
+        ("1000\t1000\t1000\t1000", SERVICE),
+        # A setuid program under another name keeps who started it.
+        ("1000\t0\t0\t0", SERVICE),
+        ("0\t0\t0\t0", "0::/user.slice/user-0.slice/user@0.service/app.slice/x.service"),
+    ],
+)
+def test_a_kubelet_of_another_user_is_not_believed(node: Node, users: str, cgroup: str) -> None:
+    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users)
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
 
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])

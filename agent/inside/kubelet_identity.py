@@ -45,14 +45,14 @@ def find_identity(system: System) -> Identity | Condition:
 
 
 def _kubelet(system: System) -> tuple[str, ...] | None:
-    """The arguments of the oldest kubelet that no container holds."""
+    """The arguments of the oldest kubelet that runs as a service of root's."""
     for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
         try:
             line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
             arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
             # The second as it is: so is the kubelet named to a program with many names (hyperkube), a file by its path.
             named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
-            if named and not _in_container(system, process):
+            if named and _is_service_of_root(system, process):
                 return arguments
         except OSError:
             # It ended meanwhile.
@@ -60,18 +60,20 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
     return None
 
 
-def _in_container(system: System, process: str) -> bool:
-    """By what a container cannot choose: its PID namespace, and its cgroup.
+def _is_service_of_root(system: System, process: str) -> bool:
+    """By what neither a container nor another user can choose: user ids, PID namespace and cgroup.
 
-    systemd's units are services and slices. runc puts a pod into a scope or a directory without a suffix, and the
-    kubelet puts all of them below kubepods.
+    A kubeconfig can name a program, which would run as root. systemd's units are services and slices, those of users
+    below user.slice. runc puts a pod into a scope or a directory without a suffix, the kubelet all below kubepods.
     """
     status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
-    numbers = next((line.split()[1:] for line in status.splitlines() if line.startswith("NSpid:")), [])
+    fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
     cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
     paths = [line.split(":", 2)[-1] for line in cgroups]
-    own = any(path.endswith((".service", ".slice")) and "/kubepods" not in path for path in paths)
-    return len(numbers) != 1 or not own
+    units = any(path.endswith((".service", ".slice")) for path in paths)
+    others = any("kubepods" in path or "/user.slice" in path for path in paths)
+    # Real, effective, saved and file system user: a program that is setuid root has another real one.
+    return fields.get("Uid") == ["0"] * 4 and len(fields.get("NSpid", ())) == 1 and units and not others
 
 
 def _option(arguments: Sequence[str], name: str) -> str:
