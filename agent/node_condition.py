@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from agent.conditions import Condition
 from agent.errors import DocumentError
-from agent.judgement import Judgement, judgement, parse_judgement, render_judgement
+from agent.judgement import SIZE_LIMIT, Judgement, judgement, parse_judgement, render_judgement
 from agent.paths import MACHINES_STATE, conditions_file, handoff_directory
 from agent.system.files import System
 
@@ -20,10 +20,12 @@ def publish_judgements(system: System, ready: Mapping[str, Condition], now: floa
     for name in sorted({*known, *ready}):
         path = conditions_file(name)
         try:
-            if name not in ready:
-                system.remove(path)
             # Without the directory the machine was never set up: it has no GPU.
-            elif system.is_directory(handoff_directory(name)):
+            if not system.is_directory(handoff_directory(name)):
+                continue
+            if name not in ready:
+                system.remove_tree(path)
+            else:
                 _write(system, path, judgement(ready[name], now))
         except OSError as error:
             failures.append(f"cannot update {path}: {error.strerror}")
@@ -32,7 +34,8 @@ def publish_judgements(system: System, ready: Mapping[str, Condition], now: floa
 
 def _write(system: System, path: str, verdict: Judgement) -> None:
     try:
-        before = parse_judgement(system.read(path))
+        # Root in the machine can remount the directory writable, and put a link there.
+        before = parse_judgement(system.read_untrusted(path, SIZE_LIMIT)[0])
     except (OSError, DocumentError):
         before = None
     same = before is not None and replace(before, judged=verdict.judged) == verdict

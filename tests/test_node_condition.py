@@ -56,6 +56,28 @@ def test_an_unchanged_verdict_is_dated_anew_by_the_next_timed_pass(gpu_host: Hos
     assert published(gpu_host).judged == 52.0
 
 
+def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Host) -> None:
+    """Root in it can remount its handoff directory writable."""
+    reconciler(gpu_host).reconcile()
+    elsewhere = "/var/tmp/conditions.json"
+    publish_judgements(gpu_host, {MACHINE: READY}, 100.0)
+    gpu_host.make_directory("/var/tmp")
+    gpu_host.rename(FILE, elsewhere)
+    gpu_host.link(FILE, elsewhere)
+    publish_judgements(gpu_host, {MACHINE: READY}, 101.0)
+    assert gpu_host.read_link(FILE) is None
+    assert published(gpu_host).judged == 101.0
+
+
+def test_what_is_in_the_way_is_removed(gpu_host: Host) -> None:
+    """A directory in the file's place, and a stray file among the machines' directories."""
+    reconciler(gpu_host).reconcile()
+    gpu_host.make_directory(f"{FILE}/x")
+    gpu_host.file(f"{STATE}/machines/stray", "")
+    assert publish_judgements(gpu_host, {}, 1.0) == ()
+    assert not gpu_host.exists(FILE)
+
+
 def test_failure_is_told_and_holds_up_no_other_machine(gpu_host: Host) -> None:
     reconciler(gpu_host).reconcile()
     gpu_host.make_directory(f"{conditions_file('another')}/in-the-way")
