@@ -221,7 +221,7 @@ def test_lost_and_changed_settings_are_found() -> None:
     after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
     found = "; ".join(problems(before, after, HANDLER, default=True))
     for said in (
-        f"{CRI_2}.sandbox_image is 'b', was 'a'",
+        f"{CRI_2}.sandbox_image is changed",
         f"{CRI_2}.x.y is lost",
         "does not run /usr/bin/nvidia-container-runtime",
         "enable_cdi is not true",
@@ -232,6 +232,16 @@ def test_lost_and_changed_settings_are_found() -> None:
 
 
 # ---- in the machine
+
+
+def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
+    """The main file may hold passwords of registries, which the drop-in repeats for containerd 1.x."""
+    machine.put(MAIN, "version = 2\n")
+    (machine.tree / MAIN[1:]).chmod(0o640)
+    run(machine)
+    assert IMPORT in machine.read_text(MAIN)
+    assert machine.mode(MAIN) == 0o640
+    assert machine.mode(DROP_IN) == 0o600
 
 
 def test_main_file_is_created(machine: Machine) -> None:

@@ -50,6 +50,13 @@ def test_outranking_spec(machine: Machine, before: bool) -> None:
     assert "all" in machine.report()["cdi_devices"]
 
 
+@pytest.mark.parametrize("name", [".yaml", ".json"])
+def test_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str) -> None:
+    """Go's filepath.Ext takes it for one, so that runtimes load it."""
+    machine.put(f"/var/run/cdi/{name}", json.dumps(recorded_spec()))
+    assert condition(machine)[:2] == ("False", "Shadowed")
+
+
 def test_outranking_spec_of_another_writer(machine: Machine) -> None:
     """No advice on units that have nothing to do with it."""
     machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))

@@ -147,7 +147,8 @@ def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: b
         if path not in left:
             yield f"{'.'.join(path)} is lost"
         elif left[path] != value:
-            yield f"{'.'.join(path)} is {left[path]!r}, was {value!r}"
+            # Not the values: they may be passwords of a registry, and this is shown on the Node.
+            yield f"{'.'.join(path)} is changed"
     runtime = _at(cri, "containerd", "runtimes", handler.name)
     if _at(runtime, "options").get("BinaryName") != handler.binary:
         yield f"runtime {handler.name} does not run {handler.binary}"

@@ -114,7 +114,9 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
         # Alone in a directory, so that the devices are those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
         system.remove_tree(directory)
-        system.write(f"{directory}/spec{posixpath.splitext(path)[1]}", content)
+        # A name that is a suffix alone counts, as in Go's filepath.Ext.
+        suffix = next(each for each in SUFFIXES if path.endswith(each))
+        system.write(f"{directory}/spec{suffix}", content)
         try:
             listed = list(vendor.list_devices(system, directory))
         except AgentError as error:

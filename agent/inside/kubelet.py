@@ -68,7 +68,8 @@ def look(system: System, vendor: MachineVendor) -> Plugin:
     dead = tuple(path for path, accepts in sockets.items() if not accepts)
     try:
         written = system.identity(CHECKPOINT).mtime_ns
-        registered = parse_checkpoint(system.read(CHECKPOINT, CHECKPOINT_LIMIT))
+        # Pods of device plug-ins have this directory, and may put a link there.
+        registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
         times = [system.identity(path).mtime_ns for path in serving]
     except FileNotFoundError:
         return Plugin(serving, dead)

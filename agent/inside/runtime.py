@@ -183,7 +183,7 @@ def _write_and_read_back(
             # Before the first write: a run that is killed in between must not leave files that nobody loads.
             _note_change(notes)
         for path, text in changes.items():
-            system.write(path, text)
+            runtime_files.write(system, path, text)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
         faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
         if faults and wanted.behind:

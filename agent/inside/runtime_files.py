@@ -100,4 +100,9 @@ def restore(system: System, before: Mapping[str, bytes | None]) -> None:
         if content is None:
             system.remove(path)
         elif read_optional(system, path) != content:
-            system.write(path, content)
+            write(system, path, content)
+
+
+def write(system: System, path: str, content: bytes) -> None:
+    """As readable as the file was. A new one only for root: it may repeat passwords of the main file's registries."""
+    system.write(path, content, system.mode(path) if system.exists(path) else 0o600)

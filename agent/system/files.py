@@ -113,6 +113,10 @@ class System:
             status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
         )
 
+    def mode(self, path: str) -> int:
+        """Permission bits of a file, links followed."""
+        return stat.S_IMODE(os.stat(self._at(path)).st_mode)
+
     def device(self, path: str) -> DeviceNumber | None:
         """Numbers of a character device; None for any other file. Links are not followed."""
         status = os.lstat(self._at(path, follow=False))
