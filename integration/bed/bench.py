@@ -1,0 +1,116 @@
+"""Measures the set-up of a machine's GPUs against bare tools and against the plain recipe, all in one run.
+
+Absolute times are those of an emulated processor and say little; the ratios compare what ran side by side.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.guest import Completed, Guest
+from integration.bed.host_image import host_image
+from integration.bed.installation import install
+from integration.bed.machine_image import machines_disk
+from integration.bed.node import MACHINE
+from integration.bed.simulated_host import SimulatedHost
+
+SCRIPTS = Path(__file__).with_name("bench_scripts")
+ROUNDS = 5
+LINKS = 60
+"""What a driver of these days has; every link is one call into the machine."""
+
+Measures = dict[str, float | int | str]
+
+
+def measure_setup(guest: Guest) -> Measures:
+    """On a host with the flat layout, where the agent is installed and has done nothing yet."""
+    measures = _staging(guest)
+    guest.run(["unbounded-agent", "apply"], timeout=300)
+    floor, setup = [], []
+    for _ in range(ROUNDS):
+        floor.append(_seconds(script(guest, "floor")))
+        setup.append(_seconds(script(guest, "setup")))
+    measures |= _numbers(script(guest, "size"))
+    recipe = _numbers(script(guest, "recipe", str(LINKS), timeout=300))
+    measures |= {
+        "floor_seconds": statistics.median(floor),
+        "setup_seconds": statistics.median(setup),
+        "recipe_seconds": recipe["seconds"],
+        "recipe_links": recipe["links"],
+        "setup_vs_floor": statistics.median(setup) / statistics.median(floor),
+        "recipe_vs_setup": recipe["seconds"] / statistics.median(setup),
+    }
+    return measures
+
+
+def recipe_on_split_layout(guest: Guest) -> str:
+    """What nvidia-ctk says after the recipe on a host with Debian's layout; raises ValueError when it succeeds."""
+    guest.run(["unbounded-agent", "apply"], timeout=300)
+    ended = script(guest, "recipe", "0", timeout=300, check=False)
+    if ended.status == 0:
+        raise ValueError(f"the plain recipe worked on the split layout: {ended.stdout}")
+    return ended.stderr.strip().splitlines()[-1]
+
+
+def script(guest: Guest, name: str, *arguments: str, timeout: float = 120, check: bool = True) -> Completed:
+    """One of the scripts beside this file, on the host."""
+    path = f"/root/bench/{name}"
+    guest.write(path, (SCRIPTS / name).read_bytes(), 0o755)
+    return guest.run([path, MACHINE, *arguments], timeout=timeout, check=check)
+
+
+def _staging(guest: Guest) -> Measures:
+    found = _numbers(script(guest, "staging", timeout=300))
+    return {
+        "staging_cold_seconds": found["staging"],
+        "staging_mib": found["mib"],
+        "staging_vs_cp": found["staging"] / found["cp"],
+    }
+
+
+def _seconds(ended: Completed) -> float:
+    return _numbers(ended)["seconds"]
+
+
+def _numbers(ended: Completed) -> dict[str, float]:
+    """Of lines "<name> <number>"."""
+    return {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
+
+
+def _run() -> Iterator[tuple[str, float | int | str]]:
+    dependencies, machines = wheels.dependencies(), machines_disk()
+    with SimulatedHost(host_image(dependencies, layout="flat"), machines) as host:
+        with step("install the host half"):
+            install(host.guest)
+        with step("measure on the flat layout"):
+            yield from measure_setup(host.guest).items()
+    with SimulatedHost(host_image(dependencies), machines) as host:
+        with step("install the host half"):
+            install(host.guest)
+        with step("the plain recipe on the split layout"):
+            yield "recipe_on_split_layout", recipe_on_split_layout(host.guest)
+
+
+def main() -> None:
+    """Prints one line for each measure, or with --json one object."""
+    parser = argparse.ArgumentParser(prog="integration/bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    # Standard output is the measures' alone; the bed tells its progress on standard error.
+    with contextlib.redirect_stdout(sys.stderr):
+        measures = dict(_run())
+    if options.json:
+        print(json.dumps(measures, indent=1))
+        return
+    for name, value in measures.items():
+        print(f"{name:24} {value if isinstance(value, str) else f'{value:.2f}'}")
+
+
+if __name__ == "__main__":
+    main()

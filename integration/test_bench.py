@@ -1,0 +1,30 @@
+"""The set-up's speed, as ratios of what is measured in one run; `integration/bench` prints all measures."""
+
+import pytest
+
+from integration.bed import wheels
+from integration.bed.bench import measure_setup, recipe_on_split_layout
+from integration.bed.host_image import host_image
+from integration.bed.installation import install
+from integration.bed.machine_image import machines_disk
+from integration.bed.simulated_host import SimulatedHost, paused_hosts
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+
+def test_setup_beside_bare_tools_and_the_plain_recipe() -> None:
+    """On the flat layout, where the recipe works: near what ldconfig and nvidia-ctk need alone, far from the recipe."""
+    image, machines = host_image(wheels.dependencies(), layout="flat"), machines_disk()
+    with paused_hosts(), SimulatedHost(image, machines, memory_mib=3072) as host:
+        install(host.guest)
+        measures = measure_setup(host.guest)
+    print(measures)
+    assert measures["recipe_links"] == 60
+    assert float(measures["setup_vs_floor"]) <= 1.3, measures
+    assert float(measures["recipe_vs_setup"]) >= 10, measures
+
+
+def test_the_plain_recipe_fails_on_the_split_layout(installed: Bed) -> None:
+    """As Debian packages the driver: the links dangle, and nvidia-ctk finds no libnvidia-ml."""
+    assert "ERROR_LIBRARY_NOT_FOUND" in recipe_on_split_layout(installed.guest)
