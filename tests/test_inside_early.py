@@ -13,7 +13,7 @@ from agent.inside.early import start_generators
 from agent.inside.run import run
 from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
 from agent.system.machine_runner import MachineRunner
-from agent.vendors.nvidia.generate_command import generate_command
+from agent.vendors.nvidia.generate_command import VERSION_COMMAND, generate_command
 from tests.machine_root import gpu_machine
 
 
@@ -29,7 +29,7 @@ class Recorder(MachineRunner):
 
 
 REQUEST = {"vendor": "nvidia", "gpus": ["0000:01:00.0"], "driver_root": "/run/host-nvidia/0"}
-COMMAND = generate_command("/run/host-nvidia/0", spec_directory("nvidia"))
+COMMANDS = [generate_command("/run/host-nvidia/0", spec_directory("nvidia")), VERSION_COMMAND]
 
 
 def started(root: Path, handoff: object) -> list[tuple[str, ...]]:
@@ -47,11 +47,11 @@ def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
 
 def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
     """What became of it is the run's: a file of somebody else in the spec's place would waste one each minute."""
-    assert started(tmp_path, handoff("a")) == [COMMAND]
+    assert started(tmp_path, handoff("a")) == COMMANDS
     assert (tmp_path / spec_directory("nvidia").lstrip("/")).is_dir()
     assert started(tmp_path, handoff("a")) == []
-    assert started(tmp_path, handoff("b")) == [COMMAND]
-    assert started(tmp_path, handoff("a")) == [COMMAND]
+    assert started(tmp_path, handoff("b")) == COMMANDS
+    assert started(tmp_path, handoff("a")) == COMMANDS
 
 
 def test_what_cannot_be_noted_is_not_started(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_run_asks_for_the_command_that_was_started(tmp_path: Path) -> None:
     """Else every set-up would generate twice."""
     machine = gpu_machine(tmp_path / "machine")
     run(machine)
-    assert COMMAND in machine.calls
+    assert all(command in machine.calls for command in COMMANDS)
 
 
 def test_it_loads_next_to_nothing() -> None:

@@ -3,6 +3,7 @@
 What is not as it should be in the machine is said by the report's conditions.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -40,6 +41,20 @@ class Outcome:
 
     conditions: tuple[Condition, ...]
     devices: tuple[str, ...] = ()
+
+
+class Beside:
+    """A step in a thread: it and those that go on beside it do little more than wait for programs."""
+
+    def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
+        self._conditions: list[Condition] = []
+        self._thread = threading.Thread(target=lambda: self._conditions.append(_attempt(kind, step)))
+        self._thread.start()
+
+    def condition(self) -> Condition:
+        """Once the step is done."""
+        self._thread.join()
+        return self._conditions[0]
 
 
 def main(runner: Runner) -> int:
@@ -114,8 +129,8 @@ def _settle_request(
         message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
     generation = handoff.generation
+    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation))
     conditions = [
-        _attempt(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation)),
         _attempt(ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)),
     ]
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
@@ -127,7 +142,7 @@ def _settle_request(
 
     # The generator may have been started early: what does not depend on it comes before its result.
     conditions += _settle_runtime(system, notes, owned, vendor, request, default=handoff.default_runtime)
-    conditions.append(_attempt(ConditionType.CDI_SPEC_CURRENT, publish))
+    conditions += [devices.condition(), _attempt(ConditionType.CDI_SPEC_CURRENT, publish)]
     advertised = ConditionType.GPUS_ADVERTISED
     conditions.append(_attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices)))
     return Outcome(tuple(conditions), published.devices)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from agent.vendors.nvidia.generate_command import generate_command
+from agent.vendors.nvidia.generate_command import generator_commands
 
-GENERATORS: Mapping[str, Callable[[str, str], tuple[str, ...]]] = {"nvidia": generate_command}
-"""Arguments from a driver root and an output directory."""
+GENERATORS: Mapping[str, Callable[[str, str], tuple[tuple[str, ...], ...]]] = {"nvidia": generator_commands}
+"""Arguments of each, from a driver root and an output directory."""

@@ -8,7 +8,7 @@ from typing import Any
 from agent.errors import AgentError, DocumentError, UnsupportedError
 from agent.system.files import System
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
-from agent.vendors.nvidia.generate_command import NVIDIA_CTK, generate_command, output_file
+from agent.vendors.nvidia.generate_command import NVIDIA_CTK, VERSION_COMMAND, generate_command, output_file
 
 OLDEST = (1, 18, 0)
 """--disable-hook and --enable-hook appeared in 1.18.0; older ones end with "flag provided but not defined"."""
@@ -36,7 +36,7 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 
 def generate(system: System, driver_root: str, directory: str) -> tuple[object, str]:
     """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU, and a remark on an old toolkit."""
-    version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
+    version = parse_version(system.run(*VERSION_COMMAND, timeout=10))
     if version < OLDEST:
         raise UnsupportedError(
             f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
