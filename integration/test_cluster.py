@@ -124,6 +124,7 @@ def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
     # What the strategy before has left is no proof of this one.
+    cluster.delete_plugin()
     bed.node.run("rm", "--force", PLUGIN_SPEC)
     cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY=strategy)
     seen = seen_in(cluster.run(pod("strategy", "sh", "-c", LOOK, gpus=1, runtime=STRATEGIES[strategy])))
