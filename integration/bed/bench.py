@@ -36,11 +36,13 @@ def measure_setup(guest: Guest) -> Measures:
     for _ in range(ROUNDS):
         floor.append(_seconds(script(guest, "floor")))
         setup.append(_seconds(script(guest, "setup")))
+    first = _seconds(script(guest, "setup", "first"))
     measures |= _numbers(script(guest, "size"))
     recipe = _numbers(script(guest, "recipe", str(LINKS), timeout=300))
     measures |= {
         "floor_seconds": statistics.median(floor),
         "setup_seconds": statistics.median(setup),
+        "first_setup_seconds": first,
         "recipe_seconds": recipe["seconds"],
         "recipe_links": recipe["links"],
         "setup_vs_floor": statistics.median(setup) / statistics.median(floor),
