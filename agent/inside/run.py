@@ -16,11 +16,10 @@ from agent.inside.devices import check_devices
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import check_advertised
 from agent.inside.libraries import link_libraries
-from agent.inside.node_condition import reported
 from agent.inside.notes import Notes, Owned
 from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
 from agent.inside.spec import Published, publish_spec
-from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
+from agent.paths import CONDITIONS_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
 from agent.system.commands import Runner
 from agent.system.files import System
 from agent.vendors.machine import MACHINE_VENDORS
@@ -99,7 +98,7 @@ def settle(system: System, handoff: Handoff) -> Outcome:
         _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff)
         for request in handoff.requests
     ]
-    on_node = reported(system, notes, time.time())
+    on_node = _reported_of_node(system, notes)
     return Outcome(
         (
             *_worst(condition for outcome in outcomes for condition in outcome.conditions),
@@ -107,6 +106,15 @@ def settle(system: System, handoff: Handoff) -> Outcome:
         ),
         tuple(device for outcome in outcomes for device in outcome.devices),
     )
+
+
+def _reported_of_node(system: System, notes: Notes) -> Condition | None:
+    if not system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
+        return None
+    # Only where the host half asks for it: loading it takes a tenth of a run that changes nothing.
+    from agent.inside.node_condition import reported
+
+    return reported(system, notes, time.time())
 
 
 def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
