@@ -15,6 +15,7 @@ from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
 from integration.bed.node import MACHINE
 from integration.bed.simulated_host import SimulatedHost, paused_hosts
+from integration.bed.versions import host_versions
 from integration.conftest import Bed
 from integration.test_pods import CONTROL, probe, uuids
 
@@ -39,10 +40,8 @@ def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
 @pytest.fixture(autouse=True)
 def versions(other: Bed, record_property: Callable[[str, object], None]) -> None:
     """What the host says of itself, into the test's report."""
-    release = dict(line.split("=", 1) for line in other.guest.read("/etc/os-release").decode().splitlines())
-    record_property("host", f"{release['ID'].title()} {release['VERSION_ID'].strip(chr(34))}")
-    record_property("systemd", other.run("systemctl", "--version").stdout.split()[1])
-    record_property("driver", other.guest.read("/sys/module/nvidia/version").decode().strip())
+    for part, version in host_versions(other.guest).items():
+        record_property(part, version)
 
 
 def staged_libraries(bed: Bed) -> set[str]:

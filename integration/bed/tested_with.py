@@ -10,7 +10,7 @@ from pathlib import Path
 
 HEADER = """# Tested with
 
-Made by `integration/tested-with` from the results of `integration/test`; not to be edited. A row says: these tests
+Made from the results of tests (`integration/tested-with`); not to be edited. A row says: these tests
 passed with this version of this part, as the part itself told it. GPUs, kernel modules and NVML are simulated in all of
 them (see the README); everything that is listed here is real.
 
