@@ -135,4 +135,4 @@ def test_it_loads_next_to_nothing() -> None:
     repository = str(Path(__file__).parents[1])
     argv = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({repository!r}); {code}"]
     loaded = set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
-    assert not loaded & {"dataclasses", "inspect", "tomllib", "shutil", "tempfile", "agent.handoff"}
+    assert not loaded & {"dataclasses", "inspect", "tomllib", "shutil", "tempfile", "typing", "agent.handoff"}

@@ -1,5 +1,6 @@
 """`python3 -m agent.inside`: the machine half, started by unbounded-agent-gpu.service."""
 
+import gc
 import sys
 
 from agent.inside.early import start_generators
@@ -8,6 +9,8 @@ from agent.system.machine_runner import MachineRunner
 
 def main() -> int:
     """Exit code 0 when a report was written or there is no handoff, else 1."""
+    # A program that ends in a second or two has nothing to collect; looking for it takes a twentieth of that.
+    gc.disable()
     runner = MachineRunner()
     try:
         start_generators(runner)

@@ -30,6 +30,7 @@ REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so that it tells the
 # machine's boots apart, not the host's.
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
+NO_GPU_GRANTED = "no GPU is granted to this machine"
 ROUNDS = 5
 """systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
 
@@ -77,25 +78,27 @@ def run(system: System) -> int:
         except FileNotFoundError:
             say(INFO, "no handoff: this machine is not configured on its host")
             break
-        if handoff.generation == reported:
+        # A digest of the whole: made once, not wherever it is needed.
+        generation = handoff.generation
+        if generation == reported:
             break
-        outcome = settle(system, handoff)
+        outcome = settle(system, handoff, generation)
         notes = Notes(system)
         notes.save("logged", say_changes(notes.load("logged"), outcome.conditions))
-        report(system, handoff, outcome)
-        reported = handoff.generation
+        report(system, generation, outcome)
+        reported = generation
     if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
         # After all rounds: each one that came behind it would prolong the time without a CRI.
         restart(system)
     return 0
 
 
-def settle(system: System, handoff: Handoff) -> Outcome:
+def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     """Every request's steps; conditions of several requests are merged, the worst one counts."""
     notes, owned = Notes(system), Owned(system)
     vendors = {vendor.name: vendor for vendor in MACHINE_VENDORS}
     outcomes = [
-        _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff)
+        _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff, generation)
         for request in handoff.requests
     ]
     on_node = _reported_of_node(system, notes)
@@ -117,7 +120,7 @@ def _reported_of_node(system: System, notes: Notes) -> Condition | None:
     return reported(system, notes, time.time())
 
 
-def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
+def report(system: System, generation: str, outcome: Outcome) -> None:
     """Also the heartbeat: written in every run, whether or not something changed."""
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(
@@ -126,21 +129,26 @@ def report(system: System, handoff: Handoff, outcome: Outcome) -> None:
         )
     # A limit of its own: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    document = render_report(handoff.generation, outcome.conditions, outcome.devices, boot_id, __version__)
+    document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__)
     system.write(REPORT, document)
 
 
 def _settle_request(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor | None, request: Request, handoff: Handoff
+    system: System,
+    notes: Notes,
+    owned: Owned,
+    vendor: MachineVendor | None,
+    request: Request,
+    handoff: Handoff,
+    generation: str,
 ) -> Outcome:
     if vendor is None:
         message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
-    generation = handoff.generation
     devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation))
-    conditions = [
-        _attempt(ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)),
-    ]
+    linked = _attempt(
+        ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)
+    )
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
 
     def publish() -> Condition:
@@ -149,24 +157,32 @@ def _settle_request(
         return published.condition
 
     # The generator may have been started early: what does not depend on it comes before its result.
-    conditions += _settle_runtime(system, notes, owned, vendor, request, default=handoff.default_runtime)
-    conditions += [devices.condition(), _attempt(ConditionType.CDI_SPEC_CURRENT, publish)]
+    configured = _configured(system, notes, owned, vendor, request, default=handoff.default_runtime)
+    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: _active(system, notes, request, configured))
+    described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     advertised = ConditionType.GPUS_ADVERTISED
-    conditions.append(_attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices)))
-    return Outcome(tuple(conditions), published.devices)
+    on_node = _attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices))
+    conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
+    return Outcome(conditions, published.devices)
 
 
-def _settle_runtime(
+def _configured(
     system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, *, default: bool
-) -> list[Condition]:
-    kinds = (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
+) -> Condition:
+    kind = ConditionType.RUNTIME_CONFIGURED
     if not request.gpus:
         # What is configured stays: GPUs come back, and taking it away would restart containerd twice.
-        return [not_applicable(kind, "no GPU is granted to this machine") for kind in kinds]
-    configured = _attempt(kinds[0], lambda: configure_runtime(system, notes, owned, vendor, default=default))
+        return not_applicable(kind, NO_GPU_GRANTED)
+    return _attempt(kind, lambda: configure_runtime(system, notes, owned, vendor, default=default))
+
+
+def _active(system: System, notes: Notes, request: Request, configured: Condition) -> Condition:
+    kind = ConditionType.RUNTIME_ACTIVE
+    if not request.gpus:
+        return not_applicable(kind, NO_GPU_GRANTED)
     if configured.status is not Status.TRUE:
-        return [configured, unknown(kinds[1], "NotConfigured", "see RuntimeConfigured")]
-    return [configured, _attempt(kinds[1], lambda: check_active(system, notes))]
+        return unknown(kind, "NotConfigured", "see RuntimeConfigured")
+    return check_active(system, notes)
 
 
 def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:

@@ -4,9 +4,7 @@ import contextlib
 import errno
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
 
 from agent.identity import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
@@ -178,10 +176,10 @@ class System:
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: never half-written, whatever happens."""
         self.make_directory(os.path.dirname(path))
-        place = self._at(path, follow=False)
-        directory = os.path.dirname(place)
-        descriptor, temporary = tempfile.mkstemp(prefix=f".{os.path.basename(place)}.", dir=directory)
+        place, temporary = self._replacing(path)
         try:
+            # Nobody else may read it before its mode is set, whatever the umask.
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
                 file.write(content)
                 file.flush()
@@ -197,10 +195,7 @@ class System:
     def link(self, path: str, target: str) -> None:
         """Put a symbolic link in place atomically; what was there is replaced, a directory is not."""
         self.make_directory(os.path.dirname(path))
-        place = self._at(path, follow=False)
-        temporary = f"{place}.unbounded-agent-new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
+        place, temporary = self._replacing(path)
         os.symlink(target, temporary)
         os.rename(temporary, place)
 
@@ -213,6 +208,9 @@ class System:
         """Remove a directory of ours with all that is in it; no link in it is followed."""
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
+            # Here, as the machine half never does this, and it costs its start what reading twenty files would.
+            import shutil
+
             shutil.rmtree(place)
         else:
             self.remove(path)
@@ -247,6 +245,17 @@ class System:
             os.close(descriptor)
 
     # ---- paths
+
+    def _replacing(self, path: str) -> tuple[str, str]:
+        """The place of a file to be replaced, and that of its successor, where a killed writer left nothing.
+
+        One name for each file, so that such remains do not gather; and hidden, as programs read whole directories.
+        """
+        directory, name = os.path.split(self._at(path, follow=False))
+        temporary = f"{directory}/.{name}.unbounded-agent-new"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        return f"{directory}/{name}", temporary
 
     def _below_root(self, path: str) -> str:
         return path if self.root == "/" else self.root + path

@@ -7,7 +7,6 @@ the toolkit's source), narrowed to the nodes and files that were granted.
 import posixpath
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from agent.handoff import Request
@@ -38,24 +37,26 @@ BY_PATH = re.compile(r"/dev/dri/by-path/pci-(?P<address>[0-9a-fA-F:.]+)-(?P<kind
 BY_PATH_KINDS = {"card": DeviceKind.DRI_CARD, "render": DeviceKind.DRI_RENDER}
 
 
-@dataclass(frozen=True, slots=True)
 class Ground:
-    """What edits are judged by."""
+    """What edits are judged by. Its sets are made once: a spec has hundreds of entries that are looked up in them."""
 
-    request: Request
-    live: Mapping[str, DeviceNumber]
-    """Numbers, modes and owners of the machine's nodes."""
-    present: Collection[str]
-    """Host paths that exist."""
-
-    def host_paths(self) -> dict[str, str]:
+    def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
+        """`live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist."""
+        self.live, self.present = live, present
+        self.driver_root = request.driver_root
+        self.granted = {device.path for device in request.devices}
+        self.by_path = {(device.path, device.kind, device.pci_address) for device in request.devices}
+        """For the links of DRM nodes: path, kind and PCI address."""
+        targets = [file.target for file in request.files]
+        self.files = {f"{self.driver_root}/{target}": target for target in targets} if self.driver_root else {}
         """Path below the driver root by path in the machine."""
-        root = self.request.driver_root
-        return {f"{root}/{file.target}": file.target for file in self.request.files} if root else {}
-
-    def directories(self) -> set[str]:
-        """Directories of the driver's files as containers see them."""
-        return {f"/{posixpath.dirname(file.target)}" for file in self.request.files}
+        self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
+        """Of the driver's files as containers see them."""
+        self.libraries = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
+        self.links = {f"/{file.target}" for file in request.files if file.link} | {
+            posixpath.join(directory, name) for directory in self.libraries for name in MADE_LINKS
+        }
+        """What a hook may make in containers: the driver root's own links, and MADE_LINKS."""
 
 
 def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterator[str]:
@@ -81,7 +82,7 @@ def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterato
 
 def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator[str]:
     path = node.get("path")
-    if not isinstance(path, str) or path not in {device.path for device in ground.request.devices}:
+    if not isinstance(path, str) or path not in ground.granted:
         yield f"{where}: device node {path!r} is not granted to this machine"
         return
     if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
@@ -104,9 +105,9 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
 
 def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
     source, options = mount.get("hostPath"), items(mount, "options")
-    file = ground.host_paths().get(source) if isinstance(source, str) else None
+    file = ground.files.get(source) if isinstance(source, str) else None
     if file is None:
-        root = ground.request.driver_root or "(none)"
+        root = ground.driver_root or "(none)"
         yield f"{where}: mount of {source!r}, which is no file of the driver root {root}"
     elif source not in ground.present:
         yield f"{where}: mount of {source}, which does not exist"
@@ -137,7 +138,7 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
     )
     match arguments[1:]:
         case ["update-ldcache", *flags] if known:
-            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in ground.directories()]
+            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in ground.directories]
         case ["create-symlinks", *flags] if known:
             wrong = [each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, ground)]
         case _:
@@ -162,12 +163,8 @@ def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool
     by_path = BY_PATH.fullmatch(link)
     if by_path:
         wanted = (leads_to, BY_PATH_KINDS[by_path["kind"]], by_path["address"].lower())
-        granted = {(each.path, each.kind, each.pci_address) for each in ground.request.devices}
-        return leads_to in nodes and wanted in granted
-    libraries = {posixpath.dirname(f"/{each.target}") for each in ground.request.files if ".so" in each.target}
-    in_driver_root = {f"/{each.target}" for each in ground.request.files if each.link}
-    made = {posixpath.join(directory, name) for directory in libraries for name in MADE_LINKS}
-    return link in in_driver_root | made and posixpath.dirname(leads_to) in libraries
+        return leads_to in nodes and wanted in ground.by_path
+    return link in ground.links and posixpath.dirname(leads_to) in ground.libraries
 
 
 def _known_environment(setting: object, ground: Ground) -> bool:
@@ -177,4 +174,4 @@ def _known_environment(setting: object, ground: Ground) -> bool:
     if name == "NVIDIA_VISIBLE_DEVICES":
         # Tells nvidia-container-runtime, should it come behind CDI, to add nothing.
         return value == "void"
-    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories()
+    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories
