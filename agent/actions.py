@@ -1,9 +1,12 @@
 """Steps from what is to what should be. Data only: `agent.apply` does them, `plan` prints them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from agent.facts import StagedRoot
+from agent.identity import DeviceNumber
+from agent.live import LiveSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,4 +53,29 @@ class ReloadUnits:
         return "reload systemd's units"
 
 
-Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | ReloadUnits
+@dataclass(frozen=True, slots=True)
+class ChangeDevices:
+    """Change what devices a running machine may open, and bind the nodes that it lacks."""
+
+    machine: str
+    before: LiveSettings
+    allow: tuple[str, ...]
+    """The unit's DeviceAllow= list, but for `others`."""
+    others: tuple[str, ...]
+    """Entries of the list that are not ours: they stay."""
+    nodes: Mapping[str, DeviceNumber]
+    """All nodes that it is to have."""
+
+    def describe(self) -> str:
+        bound = [path for path, number in self.nodes.items() if self.before.nodes.get(path) != number]
+        parts = [
+            ("permit", [entry for entry in self.allow if entry not in self.before.allow]),
+            ("forbid", [entry for entry in self.before.allow if entry not in self.allow]),
+            ("bind", bound),
+            ("forget", [path for path in self.before.nodes if path not in self.nodes]),
+        ]
+        told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
+        return f"change the devices of machine {self.machine}: {told}"
+
+
+Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | ReloadUnits | ChangeDevices

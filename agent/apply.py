@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
 from agent.paths import MACHINES_STATE, OWNED, STATE
+from agent.running import change_devices
 from agent.staging import stage
 from agent.system.files import System
 
@@ -52,6 +53,8 @@ def perform(action: Action, system: System) -> None:
             system.remove(path)
         case StageDriverRoot(root):
             stage(root, system)
+        case ChangeDevices():
+            change_devices(action, system)
         case ReloadUnits():
             system.run("systemctl", "daemon-reload", timeout=60)
         case _:

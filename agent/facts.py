@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
 from agent.identity import DeviceKind, DeviceNumber
+from agent.live import LiveSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,10 @@ class MachineFacts:
     """The unit was active in this boot; while it is inactive, somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
-    started_with: str = ""
-    """Digest of the settings that the running machine was started with; empty when unknown."""
+    device_allow: tuple[str, ...] = ()
+    """DeviceAllow= of that unit as systemd has it, also from files of others."""
+    live: LiveSettings | None = None
+    """What the running machine has of its settings; None when unknown."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
     """Seconds since the report was written."""

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from agent.facts import DeviceNode, StagedRoot
 from agent.handoff import Handoff
+from agent.live import LiveSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +40,8 @@ class MachineGoal:
     drop_in: OwnedFile
     handoff: Handoff
     handoff_file: OwnedFile
-    settings_digest: str
-    """Of .nspawn and drop-in together: a machine that was started with another needs a restart to follow."""
+    live: LiveSettings
+    """What the machine has of these settings once it runs with them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ PREFIX = "unbounded_agent"
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RESULTS = ("converged", "changed", "partial", "failed")
 """Nothing to do; something done; something done or tried, and a part failed; no pass was possible."""
-ACTIONS = ("write", "remove", "stage", "reload", "other")
+ACTIONS = ("write", "remove", "stage", "reload", "change", "other")
 """The verb that each action's sentence begins with."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TEXT = "text/plain; version=0.0.4"

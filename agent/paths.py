@@ -33,6 +33,7 @@ CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
+LIVE_NAME = "live.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """In the machine, on disk: the name of the Node object that has a condition of ours."""
 
@@ -91,6 +92,6 @@ def report_directory(machine: str) -> str:
     return f"{MACHINES_RUNTIME}/{machine}/report"
 
 
-def started_with_file(machine: str) -> str:
-    """Holds the digest of the settings that the running machine was started with."""
-    return f"{MACHINES_RUNTIME}/{machine}/started-with"
+def live_file(machine: str) -> str:
+    """What the running machine has of its settings, see agent.live."""
+    return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"

@@ -4,7 +4,8 @@ import time
 
 from agent.errors import CommandError, ConfigError
 from agent.facts import Facts
-from agent.paths import report_directory, started_with_file
+from agent.live import render_live
+from agent.paths import live_file, report_directory
 from agent.plan import Plan
 from agent.reconcile import Outcome, Reconciler
 from agent.system.files import System
@@ -25,7 +26,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     if _runs(name, reconciler):
         # `systemctl start` of a machine that runs pulls this in too: what it was started with stays what it was.
         return reconciler.reconcile(LOCK_WAIT)
-    reconciler.system.remove(started_with_file(name))
+    reconciler.system.remove(live_file(name))
     try:
         _mount_report_directory(name, reconciler.system)
     except (CommandError, OSError) as error:
@@ -33,8 +34,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     _wait_for_driver(name, settings.driver_wait, reconciler)
     outcome = reconciler.reconcile(LOCK_WAIT)
     for machine in outcome.machines:
-        if machine.name == name and machine.settings_digest and not outcome.failures:
-            reconciler.system.write(started_with_file(name), machine.settings_digest.encode())
+        if machine.name == name and machine.starts_with and not outcome.failures:
+            reconciler.system.write(live_file(name), render_live(machine.starts_with))
     return outcome
 
 

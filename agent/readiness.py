@@ -93,6 +93,13 @@ def pending(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> boo
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
 
 
+def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+    """Whether what is not granted any more may be forbidden: its own half has taken it out of use, or is silent."""
+    if not isinstance(report, Report) or machine.report_age > STALE_AFTER:
+        return not isinstance(report, Unseen)
+    return report.generation == goal.handoff.generation
+
+
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
     """The worst of what the vendors say, of those that have a GPU or a problem here."""
     found = []
@@ -141,13 +148,17 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str, ins
     kind = ConditionType.DEVICES_ALLOWED
     if refused:
         return false(kind, "ForeignFile", refused)
-    if machine.unit_state == "active" and machine.started_with != goal.settings_digest:
-        return false(
-            kind,
-            "MachineRestartNeeded",
-            f"machine {machine.name} was started with other settings; when its pods allow it, run "
-            f"`machinectl reboot {machine.name}`",
-        )
+    if machine.unit_state != "active":
+        return inside
+    reboot = f"`machinectl reboot {machine.name}`"
+    if machine.live is None or machine.live.fixed != goal.live.fixed:
+        why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
+        return false(kind, "MachineRestartNeeded", why)
+    lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
+    lacking += [entry for entry in goal.live.allow if entry not in machine.live.allow]
+    if lacking:
+        why = f"the running machine could not be given {', '.join(lacking)}: it is tried again, or run {reboot}"
+        return false(kind, "NotGiven", why)
     return inside
 
 

@@ -12,6 +12,7 @@ from agent.errors import CommandError, DocumentError, UnsupportedError
 from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.goal import MachineGoal
 from agent.history import read_history, write_history
+from agent.live import LiveSettings
 from agent.locks import locked
 from agent.node_condition import publish_judgements
 from agent.observe import observe
@@ -44,8 +45,8 @@ class MachineOutcome:
     """It exists and has settings of ours, but does not run."""
     has_run: bool = False
     """It ran in this boot."""
-    settings_digest: str = ""
-    """Of the settings that a start of the machine uses now; empty without a goal, and when they are not ours."""
+    starts_with: LiveSettings | None = None
+    """What a start of the machine uses now; None without a goal, and when the settings are not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,16 @@ class Reconciler:
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
         planned = plan(self.config, facts)
-        return facts, planned, diff(planned, facts)
+        return facts, planned, diff(planned, facts, self._released(facts, planned))
+
+    def _released(self, facts: Facts, planned: Plan) -> frozenset[str]:
+        """Machines in which nobody is about to stop using what they are not granted any more."""
+        goals = {goal.name: goal for goal in planned.goal.machines}
+        return frozenset(
+            machine.name
+            for machine in facts.machines
+            if machine.name in goals and readiness.released(machine, goals[machine.name], read_report(machine))
+        )
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """One pass, then a start of what is stopped, never a restart. Raises AgentError when no pass is possible.
@@ -150,7 +160,7 @@ class Reconciler:
             pending=not refused and readiness.pending(goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
-            settings_digest="" if refused else goal.settings_digest,
+            starts_with=None if refused else goal.live,
         )
 
     def _start(self, name: str) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from agent.config import Config
+from agent.observe.units import SHOW
 from agent.reconcile import Reconciler
 from tests.recorded import Host
 
@@ -27,8 +28,7 @@ def units(host: Host, machine: str, stopped_at: int = 0) -> None:
         f"LoadState=loaded\nActiveState={state}\nNeedDaemonReload=no\nInactiveEnterTimestampMonotonic={stopped_at}\n"
         for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True)
     ]
-    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
-    host.command("systemctl", "show", properties, *UNITS, stdout="\n".join(blocks))
+    host.command(*SHOW, *UNITS, stdout="\n".join(blocks))
 
 
 def set_up(host: Host) -> Host:

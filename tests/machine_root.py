@@ -70,6 +70,8 @@ class Machine(System):
         self.tree = tree
         self.calls: list[tuple[str, ...]] = []
         self.nodes: dict[str, DeviceNumber] = {}
+        self.mounts: list[str] = []
+        """Bound nodes; one that is there twice has two mounts upon each other."""
         self.programs: dict[str, Answer] = {}
         self.before_write: Callable[[str], None] = lambda path: None
         """May raise what a full disk or a kill would."""
@@ -80,6 +82,10 @@ class Machine(System):
     def device(self, path: str) -> DeviceNumber | None:
         # mknod(2) needs root: a listed node is an empty file in the tree.
         return self.nodes.get(path) or super().device(path)
+
+    def is_mount(self, path: str) -> bool:
+        # mount(2) needs root too.
+        return path in self.mounts or super().is_mount(path)
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         self.before_write(path)
@@ -153,8 +159,18 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     machine.program("containerd", lambda argv: containerd(machine, argv))
     machine.program("systemctl", systemctl("active", 10))
+    machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine
+
+
+def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
+    """A scripted umount: what it uncovers at last is the empty file that was made to be mounted on."""
+    path = argv[-1]
+    machine.mounts.remove(path)
+    if path not in machine.mounts:
+        del machine.nodes[path]
+    return Completed(0, b"", b"")
 
 
 def nvidia_ctk(machine: Machine, argv: tuple[str, ...], spec: object, version: str = "1.19.1") -> Completed:

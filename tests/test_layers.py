@@ -12,6 +12,7 @@ LAYERS = (
     ("errors", "paths", "versions"),
     (
         "identity",
+        "live",
         "facts",
         "conditions",
         "documents",
@@ -25,7 +26,7 @@ LAYERS = (
     ("system",),
     ("config",),
     ("vendors",),
-    ("observe", "plan", "staging", "apply", "inside"),
+    ("observe", "plan", "staging", "running", "apply", "inside"),
     ("readiness", "locks", "history", "node_condition"),
     ("reconcile",),
     ("prepare", "metrics", "notify", "server", "health", "signals"),

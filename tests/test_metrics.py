@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.conditions import Condition, ConditionType, Status, false
 from agent.facts import Absent, Broken, DeviceNode, Driver, Gpu, Seen, StagedRoot, Unseen, VendorFacts
 from agent.identity import DeviceKind, DeviceNumber
+from agent.live import LiveSettings
 from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
 from agent.reconcile import MachineOutcome
 from tests.simulated_reconciler import GPUS, VENDOR, conditions, outcome
@@ -179,6 +180,7 @@ def test_every_action_has_a_kind() -> None:
         RemoveFile("/a").describe(),
         StageDriverRoot(StagedRoot(0, "nvidia", "1", ())).describe(),
         ReloadUnits().describe(),
+        ChangeDevices("gpu-node", LiveSettings("", (), {}), (), (), {}).describe(),
     )
     assert len(sentences) == len(get_args(Action))
     assert {sentence.split()[0] for sentence in sentences} == set(ACTIONS) - {"other"}

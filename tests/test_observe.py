@@ -12,6 +12,7 @@ from agent.facts import Absent, DrmDevice, PciDevice
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
 from agent.observe.udev import Udev
+from agent.observe.units import SHOW
 from agent.paths import OWNED, machine_unit
 from agent.vendors.host import HOST_VENDORS
 from tests.recorded import HOSTS, Host
@@ -28,9 +29,8 @@ def debian(host: Host) -> Host:
     host.file("/usr/lib/systemd/system/systemd-nspawn@.service", template)
     host.make_directory("/var/lib/machines/node")
     units = [machine_unit("node"), *SERVICES]
-    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
     blocks = [f"Id={name}\nLoadState=loaded\nActiveState=active\nNeedDaemonReload=no\n" for name in units]
-    host.command("systemctl", "show", properties, *units, stdout="\n".join(blocks))
+    host.command(*SHOW, *units, stdout="\n".join(blocks))
     host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
     return host
 

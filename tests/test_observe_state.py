@@ -10,13 +10,15 @@ from hypothesis import strategies as st
 
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, FileState, Library, StagedRoot
+from agent.identity import DeviceNumber
+from agent.live import LiveSettings, render_live
 from agent.manifest import render_manifest
 from agent.observe.files import observe_files, read_owned
 from agent.observe.machine import observe_machine
 from agent.observe.staged import Staged, observe_staged
 from agent.observe.units import Unit
 from agent.ownership import parse_owned, render_owned
-from agent.paths import HOST_NVIDIA, MANIFESTS, OWNED, nspawn_file, report_directory, started_with_file
+from agent.paths import HOST_NVIDIA, MANIFESTS, OWNED, live_file, nspawn_file, report_directory
 from tests.recorded import Host
 
 DIGEST = "0" * 64
@@ -155,17 +157,18 @@ def test_a_directory_that_a_machine_planted_costs_no_index(host: Host) -> None:
 
 def test_machine_without_anything(host: Host) -> None:
     facts = observe_machine("node", Unit("inactive"), host)
-    assert (facts.unit_state, facts.started_with) == ("inactive", "")
+    assert (facts.unit_state, facts.live) == ("inactive", None)
     assert isinstance(facts.root, Absent)
     assert isinstance(facts.report, Absent)
 
 
 def test_machine_that_reports(host: Host) -> None:
     host.make_directory("/var/lib/machines/node")
-    host.file(started_with_file("node"), f"{DIGEST}\n")
+    live = LiveSettings(DIGEST, ("char-pts rw",), {"/dev/nvidia0": DeviceNumber(195, 0)})
+    host.file(live_file("node"), render_live(live))
     host.file(REPORT, "{}")
     facts = observe_machine("node", Unit("active", needs_reload=True), host)
-    assert (facts.root, facts.started_with, facts.report) == ("/var/lib/machines/node", DIGEST, b"{}")
+    assert (facts.root, facts.live, facts.report) == ("/var/lib/machines/node", live, b"{}")
     assert facts.unit_needs_reload
     # The file's modification time is years ago, but that is the writer's to choose.
     assert 0 <= facts.report_age < 60

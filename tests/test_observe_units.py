@@ -4,10 +4,9 @@ import pytest
 
 from agent.errors import ObservationError
 from agent.facts import Absent, Broken, Unseen
-from agent.observe.units import Unit, observe_template, observe_units, observe_version, parse_device_allow
+from agent.observe.units import SHOW, Unit, observe_template, observe_units, observe_version, parse_device_allow
 from tests.recorded import HOSTS, Host
 
-SHOW = ("systemctl", "show", "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic")
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
 
 
@@ -115,3 +114,10 @@ DevicePolicy=closed
 DeviceAllow=/dev/never rw
 """
     assert parse_device_allow(text) == ("/dev/b rwm", "/dev/e rw")
+
+
+def test_every_entry_of_a_list_is_taken(host: Host) -> None:
+    """systemctl show prints a line for each."""
+    block = "LoadState=loaded\nActiveState=active\nDeviceAllow=/dev/char/195:1 rw\nDeviceAllow=char-pts rw\n"
+    host.command(*SHOW, "a.service", stdout=block)
+    assert observe_units(["a.service"], host)["a.service"].device_allow == ("/dev/char/195:1 rw", "char-pts rw")

@@ -16,6 +16,9 @@ from agent.system.files import System
 OPEN_LIMIT = 30
 """Seconds for all nodes together: without a persistence daemon the first open initialises the GPU."""
 
+STACKED = 16
+"""Mounts at one node: systemd before 255 puts a new one upon the old one when a node is bound again."""
+
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """The driver tried and failed: trying again each minute would only do harm."""
 
@@ -67,6 +70,38 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
     return _condition(known)
 
 
+def withdraw_nodes(system: System, notes: Notes, request: Request) -> Condition | None:
+    """Remove nodes that were granted since the machine's start and are no more; a condition only where that failed.
+
+    From the host none of it can be done: machinectl(1) binds into a running machine, and has no opposite.
+    """
+    name = f"granted-{request.vendor}"
+    granted = {device.path for device in request.devices}
+    stale = [path for path in notes.load(name).get("paths", []) if isinstance(path, str) and path not in granted]
+    failures = []
+    for path in stale:
+        try:
+            _withdraw(system, path)
+        except (AgentError, OSError) as error:
+            granted.add(path)
+            failures.append(str(error))
+    notes.save(name, {"paths": sorted(granted)})
+    if not failures:
+        return None
+    return false(ConditionType.DEVICES_ALLOWED, "NotWithdrawn", f"not granted any more: {'; '.join(failures)}")
+
+
+def _withdraw(system: System, path: str) -> None:
+    for _ in range(STACKED):
+        if not system.is_mount(path):
+            break
+        # --lazy: a program of the machine's own may still have it open, which lasts until that closes it.
+        system.run("umount", "--lazy", path)
+    # The mount point, an empty file. What is no such file was put there by somebody else.
+    if system.is_file(path) and not system.identity(path).size:
+        system.remove(path)
+
+
 def _wrong_numbers(
     system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
 ) -> tuple[str, ...]:
@@ -80,7 +115,7 @@ def _wrong_numbers(
         else:
             continue
         wrong.append(
-            f"{device.path} must be {wanted}, found {found}: the host binds it anew at the machine's next start"
+            f"{device.path} must be {wanted}, found {found}: the host binds it, see its `unbounded-agent status`"
         )
     return tuple(wrong)
 

@@ -12,7 +12,7 @@ from agent import __version__
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
 from agent.errors import AgentError, ApplyError
 from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
-from agent.inside.devices import check_devices
+from agent.inside.devices import check_devices, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import check_advertised
 from agent.inside.libraries import link_libraries
@@ -161,9 +161,11 @@ def _settle_request(
     active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: _active(system, notes, request, configured))
     described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     advertised = ConditionType.GPUS_ADVERTISED
+    # The spec first: from then on no pod is given a node that goes.
+    withdrawn = withdraw_nodes(system, notes, request)
     on_node = _attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
-    return Outcome(conditions, published.devices)
+    return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
 
 
 def _configured(

@@ -1,16 +1,15 @@
 """What the host sees of one machine, without following any path that the machine can change."""
 
-import re
 import time
 
+from agent.errors import DocumentError
 from agent.facts import Absent, Broken, MachineFacts, Seen, Unseen
 from agent.handoff import SIZE_LIMIT
+from agent.live import LiveSettings, parse_live
 from agent.observe.units import Unit
-from agent.paths import MACHINE_ROOTS, REPORT_NAME, report_directory, started_with_file
+from agent.paths import MACHINE_ROOTS, REPORT_NAME, live_file, report_directory
 from agent.system.files import System
 from agent.system.looking import look
-
-DIGEST = re.compile(r"[0-9a-f]{1,128}")
 
 
 def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
@@ -25,7 +24,8 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         unit_state=unit.state,
         has_run=unit.has_run,
         unit_needs_reload=unit.needs_reload,
-        started_with=_started_with(name, system),
+        device_allow=unit.device_allow,
+        live=_live(name, system),
         report=content,
         report_age=age,
     )
@@ -44,6 +44,10 @@ def _root(name: str, system: System) -> Seen[str]:
     return path
 
 
-def _started_with(name: str, system: System) -> str:
-    text = look(system.read_text, started_with_file(name))
-    return text.strip() if isinstance(text, str) and DIGEST.fullmatch(text.strip()) else ""
+def _live(name: str, system: System) -> LiveSettings | None:
+    content = look(system.read, live_file(name))
+    try:
+        return parse_live(content) if isinstance(content, bytes) else None
+    except DocumentError:
+        # A cache: what is not understood tells as little as what is not there.
+        return None

@@ -8,6 +8,8 @@ from agent.errors import CommandError, ObservationError
 from agent.facts import Absent, Broken, Seen, Unseen
 from agent.system.files import System
 
+PROPERTIES = ("LoadState", "ActiveState", "NeedDaemonReload", "InactiveEnterTimestampMonotonic", "DeviceAllow")
+SHOW = ("systemctl", "show", f"--property={','.join(PROPERTIES)}")
 TEMPLATE = "systemd-nspawn@.service"
 UNIT_DIRECTORIES = (
     "/etc/systemd/system",
@@ -29,15 +31,16 @@ class Unit:
     """NeedDaemonReload."""
     has_run: bool = False
     """It was active in this boot and is not any more (InactiveEnterTimestampMonotonic)."""
+    device_allow: tuple[str, ...] = ()
+    """DeviceAllow= as systemd has it, from all files and set-property."""
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
     """Every unit by name, with one process for all of them."""
     if not names:
         return {}
-    properties = "--property=LoadState,ActiveState,NeedDaemonReload,InactiveEnterTimestampMonotonic"
     try:
-        blocks = system.run("systemctl", "show", properties, *names).strip("\n").split("\n\n")
+        blocks = system.run(*SHOW, *names).strip("\n").split("\n\n")
     except CommandError as error:
         return {name: Unit(Unseen(str(error))) for name in names}
     if len(blocks) != len(names):
@@ -48,7 +51,10 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def _unit(name: str, block: str) -> Unit:
-    values = dict(line.split("=", 1) for line in block.split("\n") if "=" in line)
+    lines = [line.split("=", 1) for line in block.split("\n") if "=" in line]
+    values = dict(lines)
+    # One line for each entry; systemd's own order is the reverse of that in the files.
+    device_allow = tuple(value for key, value in lines if key == "DeviceAllow")
     load, active = values.get("LoadState", ""), values.get("ActiveState", "")
     needs_reload = values.get("NeedDaemonReload") == "yes"
     has_run = values.get("InactiveEnterTimestampMonotonic", "0") not in ("", "0")
@@ -56,7 +62,7 @@ def _unit(name: str, block: str) -> Unit:
         return Unit(Unseen(f"systemctl show: LoadState or ActiveState of {name} is missing"))
     # A unit whose file was removed or masked may still run: its state is what counts.
     if active != "inactive" or load == "loaded":
-        return Unit(active, needs_reload, has_run)
+        return Unit(active, needs_reload, has_run, device_allow)
     if load == "not-found":
         return Unit(Absent(f"{name} is not installed"))
     return Unit(Broken(f"{name} cannot be started: LoadState is {load}"), needs_reload)

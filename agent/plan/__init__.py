@@ -7,8 +7,9 @@ from agent.config import Config, MachineSettings
 from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
 from agent.goal import Goal, Grant, MachineGoal, OwnedFile
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.live import LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
-from agent.plan.drop_in import render_drop_in
+from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
 from agent.vendors.host import host_vendor
 
@@ -88,7 +89,8 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) 
     )
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     nspawn = render_nspawn(name, settings.nspawn, nodes)
-    drop_in = render_drop_in(name, settings, facts.template_device_allow, nodes)
+    allow = device_allow(settings, facts.template_device_allow, nodes)
+    drop_in = render_drop_in(name, settings, allow)
     handoff = Handoff(name, facts.architecture, tuple(_request(grant) for grant in grants), settings.default_runtime)
     return MachineGoal(
         name=name,
@@ -97,8 +99,18 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) 
         drop_in=OwnedFile(unit_drop_in(name), drop_in),
         handoff=handoff,
         handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
-        settings_digest=hashlib.sha256(nspawn + b"\0" + drop_in).hexdigest(),
+        live=LiveSettings(
+            fixed=_fixed(name, settings, facts.template_device_allow),
+            allow=allow,
+            nodes={node.path: node.number for node in nodes},
+        ),
     )
+
+
+def _fixed(name: str, settings: MachineSettings, template: tuple[str, ...]) -> str:
+    """A digest of the settings without the devices, which alone can be changed in a running machine."""
+    without = render_nspawn(name, settings.nspawn, ()) + render_drop_in(name, settings, template)
+    return hashlib.sha256(without).hexdigest()
 
 
 def _bindable(grant: Grant) -> Grant:

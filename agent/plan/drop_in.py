@@ -2,19 +2,26 @@
 
 from agent.config import MachineSettings
 from agent.facts import DeviceNode
+from agent.identity import DeviceNumber
 from agent.plan.nspawn import HEADER
 
 
-def render_drop_in(
-    machine: str, settings: MachineSettings, template: tuple[str, ...], nodes: tuple[DeviceNode, ...]
-) -> bytes:
-    """The whole file. `template` is the DeviceAllow list of the installed template unit."""
-    allowed = list(template)
-    if settings.nspawn.kmsg:
-        # Bound, but not allowed by DevicePolicy=closed: open() would fail with EPERM (systemd 257).
-        allowed.append("/dev/kmsg rw")
-    # By number: systemd would look at a path when it applies the policy, and skip a node that is not there yet.
-    allowed += [f"/dev/char/{node.number.major}:{node.number.minor} {settings.device_mode}" for node in nodes]
+def device_allow(
+    settings: MachineSettings, template: tuple[str, ...], nodes: tuple[DeviceNode, ...]
+) -> tuple[str, ...]:
+    """The whole DeviceAllow= list. `template` is that of the installed template unit."""
+    # Bound, but not allowed by DevicePolicy=closed: open() would fail with EPERM (systemd 257).
+    kmsg = ("/dev/kmsg rw",) if settings.nspawn.kmsg else ()
+    return (*template, *kmsg, *(f"{device_entry(node.number)} {settings.device_mode}" for node in nodes))
+
+
+def device_entry(number: DeviceNumber) -> str:
+    """By number: systemd would look at a path when it applies the policy, and skip a node that is not there yet."""
+    return f"/dev/char/{number.major}:{number.minor}"
+
+
+def render_drop_in(machine: str, settings: MachineSettings, allow: tuple[str, ...]) -> bytes:
+    """The whole file, with the list that `device_allow` gives."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
@@ -33,7 +40,7 @@ def render_drop_in(
         "# An empty assignment first, then the template's own list: otherwise what systemctl set-property once",
         "# wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in that sorts behind this one.",
         "DeviceAllow=",
-        *(f"DeviceAllow={entry}" for entry in allowed),
+        *(f"DeviceAllow={entry}" for entry in allow),
     ]
     return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
 

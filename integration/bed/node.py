@@ -13,11 +13,10 @@ MACHINE = "gpu-node"
 KIND = "nvidia.com/gpu"
 
 # One call into the machine for a whole pod, and few of crictl: under emulation each takes seconds.
-POD_SCRIPT = """
-set -eu
-container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)
+START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
+FOLLOW = """
 crictl logs --follow "$container"
-exit "$(crictl inspect -o go-template --template '{{{{.status.exitCode}}}}' "$container")"
+exit "$(crictl inspect -o go-template --template '{{.status.exitCode}}' "$container")"
 """
 
 
@@ -54,20 +53,32 @@ class Node:
 
     def pod(self, pod: Pod, timeout: float = 120, check: bool = True) -> Completed:
         """Run a pod to its end; status and output are the container's."""
-        name = f"test-{secrets.token_hex(4)}"
-        directory = f"/tmp/{name}"
-        files = {"pod": _pod_config(name), "container": _container_config(pod)}
-        write = "\n".join(
-            f"printf %s {shlex.quote(json.dumps(content))} > {directory}/{file}.json" for file, content in files.items()
-        )
-        handler = f"--runtime={pod.runtime}" if pod.runtime else ""
-        script = f"mkdir -p {directory}\n{write}\n" + POD_SCRIPT.format(directory=directory, handler=handler)
-        return self.shell(script, timeout, check)
+        return self.shell(_start_script(pod) + FOLLOW, timeout, check)
+
+    def start_pod(self, pod: Pod, timeout: float = 120) -> str:
+        """Start a pod that goes on; its container's ID."""
+        return self.shell(_start_script(pod) + 'echo "$container"', timeout).stdout.strip()
+
+    def in_container(self, container: str, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A command in a running container."""
+        return self.run("crictl", "exec", "--sync", container, *argv, timeout=timeout, check=check)
 
     def spec(self) -> dict[str, Any]:
         """The published CDI specification."""
         found: dict[str, Any] = json.loads(self.run("cat", "/etc/cdi/nvidia.yaml").stdout)
         return found
+
+
+def _start_script(pod: Pod) -> str:
+    """Shell lines that start a pod, and set $container."""
+    name = f"test-{secrets.token_hex(4)}"
+    directory = f"/tmp/{name}"
+    files = {"pod": _pod_config(name), "container": _container_config(pod)}
+    write = "\n".join(
+        f"printf %s {shlex.quote(json.dumps(content))} > {directory}/{file}.json" for file, content in files.items()
+    )
+    handler = f"--runtime={pod.runtime}" if pod.runtime else ""
+    return f"set -eu\nmkdir -p {directory}\n{write}\n" + START.format(directory=directory, handler=handler)
 
 
 def _pod_config(name: str) -> dict[str, Any]:

@@ -1,0 +1,154 @@
+"""Changing the devices of a running machine."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.actions import ChangeDevices
+from agent.errors import ApplyError, DocumentError
+from agent.facts import Facts, VendorFacts
+from agent.identity import DeviceNumber
+from agent.live import LiveSettings, parse_live, render_live
+from agent.paths import live_file, machine_unit
+from agent.plan import plan
+from agent.plan.diff import diff
+from agent.running import change_devices
+from tests.example import facts, nvidia
+from tests.recorded import Host
+from tests.test_plan import CONFIG
+
+MACHINE = "gpu-node"
+BEFORE = LiveSettings("0" * 64, ("char-pts rw", "/dev/char/195:0 rw"), {"/dev/nvidia0": DeviceNumber(195, 0)})
+ALLOW = ("char-pts rw", "/dev/char/195:1 rw")
+NODES = {"/dev/nvidia1": DeviceNumber(195, 1), "/dev/nvidia2": DeviceNumber(195, 2)}
+CHANGE = ChangeDevices(MACHINE, BEFORE, ALLOW, ("char-drm rw",), NODES)
+SET = ("systemctl", "set-property", "--runtime", machine_unit(MACHINE), "DeviceAllow=", "DeviceAllow=char-pts rw",
+       "DeviceAllow=/dev/char/195:1 rw", "DeviceAllow=char-drm rw")  # fmt: skip
+BIND = ("machinectl", "--mkdir", "bind", MACHINE)
+NUMBERS = st.integers(min_value=0, max_value=1 << 20)
+
+
+@given(st.builds(
+    LiveSettings, st.text(), st.lists(st.text()).map(tuple),
+    st.dictionaries(st.text(), st.builds(DeviceNumber, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS)),
+))  # fmt: skip
+def test_what_is_noted_is_read_again(live: LiveSettings) -> None:
+    assert parse_live(render_live(live)) == live
+
+
+@pytest.mark.parametrize(
+    ("document", "key"),
+    [
+        (b"[]", "an object is needed"),
+        (b'{"version": 2}', "version 2 is not understood"),
+        (b'{"version": 1, "fixed": "", "allow": [1], "nodes": {}}', r"allow\[0\]"),
+        (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": [1, 2]}}', r"nodes\['/dev/x'\]"),
+    ],
+)
+def test_what_cannot_be_read_names_its_key(document: bytes, key: str) -> None:
+    with pytest.raises(DocumentError, match=key):
+        parse_live(document)
+
+
+def test_permitted_first_then_bound_then_noted(host: Host) -> None:
+    """The whole list in one call, an empty one first: otherwise entries that are not in it would stay."""
+    for argv in (SET, (*BIND, "/dev/nvidia1"), (*BIND, "/dev/nvidia2")):
+        host.command(*argv)
+    change_devices(CHANGE, host)
+    assert host.runner.calls == [SET, (*BIND, "/dev/nvidia1"), (*BIND, "/dev/nvidia2")]
+    assert parse_live(host.read(live_file(MACHINE))) == LiveSettings(BEFORE.fixed, ALLOW, NODES)
+
+
+def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
+    """What succeeded is noted, and only the rest is tried again: systemd 252 would stack mounts."""
+    host.command(*SET)
+    host.command(*BIND, "/dev/nvidia1", status=1, stderr="Failed to bind mount: Operation not supported")
+    host.command(*BIND, "/dev/nvidia2")
+    with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*machinectl reboot gpu-node"):
+        change_devices(CHANGE, host)
+    noted = parse_live(host.read(live_file(MACHINE)))
+    assert (noted.allow, list(noted.nodes)) == (ALLOW, ["/dev/nvidia2"])
+
+
+def test_what_could_not_be_permitted_is_not_noted(host: Host) -> None:
+    host.command(*SET, status=1, stderr="Failed to set unit properties")
+    for path in NODES:
+        host.command(*BIND, path)
+    with pytest.raises(ApplyError, match="Failed to set unit properties"):
+        change_devices(CHANGE, host)
+    assert parse_live(host.read(live_file(MACHINE))).allow == BEFORE.allow
+
+
+def running(seen: Facts, live: LiveSettings | None) -> Facts:
+    return replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
+
+
+def changes(seen: Facts, released: bool = False) -> list[ChangeDevices]:
+    actions = diff(plan(CONFIG, seen), seen, frozenset([MACHINE] if released else ())).actions
+    return [action for action in actions if isinstance(action, ChangeDevices)]
+
+
+def without_second_gpu() -> VendorFacts:
+    """As nvidia(), after the GPU of /dev/nvidia1 was unplugged."""
+    vendor = nvidia()
+    assert isinstance(vendor.devices, tuple)
+    nodes = tuple(node for node in vendor.devices if node.pci_address != vendor.gpus[1].pci_address)
+    return replace(vendor, gpus=vendor.gpus[:1], devices=nodes)
+
+
+def test_a_gpu_that_comes_is_permitted_and_bound_before_the_handoff() -> None:
+    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    seen = running(facts(), before)
+    (change,) = changes(seen)
+    assert change.allow == plan(CONFIG, seen).goal.machines[0].live.allow
+    assert "/dev/nvidia1" in set(change.nodes) - set(before.nodes)
+    assert "/dev/char/195:1 rw" in change.describe()
+    kinds = [type(action).__name__ for action in diff(plan(CONFIG, seen), seen).actions]
+    assert kinds.index("ReloadUnits") < kinds.index("ChangeDevices") < len(kinds) - 1
+
+
+def test_a_gpu_that_is_gone_is_forbidden_at_once() -> None:
+    """Its number may be another device's in a moment."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    (change,) = changes(running(facts(without_second_gpu()), before))
+    assert "/dev/char/195:1 rw" in before.allow
+    assert "/dev/char/195:1 rw" not in change.allow
+    assert "/dev/nvidia1" not in change.nodes
+
+
+def test_a_gpu_that_is_taken_back_is_forbidden_once_no_pod_can_be_given_it() -> None:
+    """The machine half removes it from the CDI spec first, and says so by its report."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    taken = replace(nvidia(), gpus=(nvidia().gpus[0], replace(nvidia().gpus[1], driver="vfio-pci")))
+    seen = running(facts(taken), before)
+    assert "/dev/char/195:1 rw" in changes(seen)[0].allow
+    assert "/dev/char/195:1 rw" not in changes(seen, released=True)[0].allow
+
+
+def test_a_running_machine_that_has_everything_is_left_alone() -> None:
+    seen = facts()
+    assert changes(running(seen, plan(CONFIG, seen).goal.machines[0].live)) == []
+
+
+def test_what_an_administrator_permitted_stays() -> None:
+    """By a drop-in that sorts behind ours; the whole list is replaced when a GPU comes."""
+    before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
+    seen = running(facts(), before)
+    listed = (*reversed(before.allow), "char-alsa rw")
+    seen = replace(seen, machines=(replace(seen.machines[0], device_allow=listed),))
+    assert changes(seen)[0].others == ("char-alsa rw",)
+
+
+def test_nothing_is_done_in_a_machine_of_which_nothing_is_known() -> None:
+    """It was started without our settings: nothing of ours is bound into it."""
+    assert changes(running(facts(), None)) == []
+
+
+def test_another_number_at_the_same_path_is_bound_anew() -> None:
+    """A module that is loaded again may get other majors."""
+    live = plan(CONFIG, facts()).goal.machines[0].live
+    old = replace(live, nodes={**live.nodes, "/dev/nvidia-uvm": DeviceNumber(509, 0)})
+    (change,) = changes(running(facts(), old))
+    assert change.describe() == "change the devices of machine gpu-node: bind /dev/nvidia-uvm"
