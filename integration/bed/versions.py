@@ -36,6 +36,6 @@ def _parse(text: str) -> dict[str, str]:
     for line in text.splitlines():
         part, _, value = line.partition("=")
         # Programs print their version among other words; a distribution's name is kept whole.
-        version = re.search(r"\d+\.\d+[\w.~+-]*", value)
+        version = re.search(r"\d+\.\d+[\w.]*", value)
         found[part] = version[0] if version and part not in ("host", "machine") else value
     return found
