@@ -16,6 +16,7 @@ import pytest
 from agent.errors import DocumentError
 from agent.inside.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
 from agent.inside.run import run
+from agent.paths import OWNED
 from agent.vendors.nvidia.device_plugin import gpu_of
 from tests.machine_root import EMPTY, Machine, gpu_machine, recorded_spec
 
@@ -70,7 +71,8 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
 
 @pytest.fixture
 def serving(kubelet: Kubelet) -> Kubelet:
-    """Kubelet and plug-in run, and both GPUs are advertised."""
+    """Kubelet and plug-in run, since the CDI spec was published, and both GPUs are advertised."""
+    run(kubelet.machine)
     kubelet.listen(KUBELET_SOCKET)
     kubelet.listen(PLUGIN_SOCKET)
     kubelet.advertise(gpu=list(UUIDS))
@@ -84,6 +86,19 @@ def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
     serving.machine.calls.clear()
     assert serving.condition() == ("True", "Advertised")
     assert not [call for call in serving.machine.calls if "kubelet" in " ".join(call)], "no process for it"
+
+
+def test_a_gpu_that_came_after_the_plug_in_needs_its_restart(serving: Kubelet) -> None:
+    """It looks for GPUs only when it starts, and then makes its socket anew."""
+    serving.advertise(gpu=list(UUIDS[:1]))
+    spec, plug_in = (serving.machine.tree / path[1:] for path in ("/etc/cdi/nvidia.yaml", PLUGIN_SOCKET))
+    now = time.time()
+    os.utime(plug_in, (now - 20, now - 20))
+    os.utime(spec, (now - 10, now - 10))
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
+    assert UUIDS[1] in serving.message()
+    os.utime(spec, (now - 30, now - 30))
+    assert serving.condition() == ("False", "GPUsMissing")
 
 
 def test_looking_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
@@ -203,6 +218,7 @@ def test_ids_that_are_no_uuids(serving: Kubelet) -> None:
 
 
 def test_without_a_spec_nothing_is_known_to_be_granted(serving: Kubelet) -> None:
+    serving.machine.drop(OWNED)
     serving.machine.put("/etc/cdi/nvidia.yaml", "theirs")
     assert serving.condition() == ("Unknown", "NotPublished")
 

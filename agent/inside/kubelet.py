@@ -24,6 +24,7 @@ CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
 CHECKPOINT_LIMIT = 8 << 20
 """Bytes: it holds what each container with devices was given."""
 NAMES_SHOWN = 16
+MISSING = "GPUsMissing"
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -38,8 +39,10 @@ class Plugin:
     """Sockets that somebody left behind."""
     registered: Mapping[str, tuple[str, ...]] | None = None
     """Ids of the healthy devices by resource; None without a checkpoint."""
+    begun: int = 0
+    """When the plug-in began to serve, the last of its sockets; nanoseconds since the epoch."""
     up_to_date: bool = False
-    """Whether the checkpoint was written after the plug-in began to serve."""
+    """Whether the checkpoint was written after that."""
 
 
 def check_advertised(system: System, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
@@ -57,7 +60,15 @@ def check_advertised(system: System, vendor: MachineVendor, request: Request, pu
         return unknown(KIND, "KubeletDown", f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`")
     if not request.gpus and not any((plugin.registered or {}).values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
-    return _without_plugin(vendor, plugin) or _compare(vendor, request, granted, plugin.registered or {})
+    compared = _without_plugin(vendor, plugin) or _compare(vendor, request, granted, plugin.registered or {})
+    if compared.reason == MISSING and _published_since(system, vendor.spec_path, plugin.begun):
+        why = "it began to serve before the CDI spec was last changed, and looks for GPUs only when it starts"
+        return false(KIND, "DevicePluginRestartNeeded", f"{compared.message}: {why}")
+    return compared
+
+
+def _published_since(system: System, spec: str, begun: int) -> bool:
+    return system.exists(spec) and system.identity(spec).mtime_ns > begun
 
 
 def look(system: System, vendor: MachineVendor) -> Plugin:
@@ -79,7 +90,7 @@ def look(system: System, vendor: MachineVendor) -> Plugin:
     # A socket from the future is from before the clock was set back: by its time, no list would ever be its own.
     now = time.time_ns()
     begun = max((each for each in times if each <= now), default=0)
-    return Plugin(serving, dead, ours, up_to_date=written >= begun)
+    return Plugin(serving, dead, ours, begun, up_to_date=written >= begun)
 
 
 def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
@@ -140,11 +151,11 @@ def _compare(
     if missing and foreign:
         message = f"ids of another form are advertised ({_names(foreign)}), so that {_names(missing)} cannot be found"
         return unknown(KIND, "UnknownIDs", message)
-    parts = [f"{_names(missing)} is granted, but not advertised (unhealthy, or new since it looked)"] if missing else []
+    parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any more)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plug-in, and restart its pod"
     if missing:
-        return false(KIND, "GPUsMissing", message)
+        return false(KIND, MISSING, message)
     if stale:
         return false(KIND, "StaleGPUs", message)
     return true(KIND, "Advertised", f"every granted GPU is advertised ({counts})")
