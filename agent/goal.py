@@ -8,6 +8,16 @@ from agent.live import LiveSettings
 
 
 @dataclass(frozen=True, slots=True)
+class Share:
+    """PCI addresses of GPUs, for a machine whose settings ask for a number of them."""
+
+    taken: frozenset[str] = frozenset()
+    """Of other machines."""
+    has: frozenset[str] = frozenset()
+    """What the machine has now, and keeps as far as the number goes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """What one vendor wants exposed to one machine."""
 

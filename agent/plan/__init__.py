@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 
 from agent.config import Config, MachineSettings
 from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
-from agent.goal import Goal, Grant, MachineGoal, OwnedFile
+from agent.goal import Goal, Grant, MachineGoal, OwnedFile, Share
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.live import LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
+from agent.plan.shares import Shares, in_turn
 from agent.vendors.host import host_vendor
 
 
@@ -32,7 +33,8 @@ def plan(config: Config, facts: Facts) -> Plan:
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
     gone = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
-    for name, settings in sorted(config.machines.items()):
+    shares = Shares(config, facts)
+    for name, settings in in_turn(config):
         unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
         if name in gone:
             # Perhaps its file system is not mounted yet: what is ours for it stays.
@@ -42,8 +44,10 @@ def plan(config: Config, facts: Facts) -> Plan:
         elif not any(vendor.gpus for vendor in facts.vendors) and not _ours(facts, name):
             skipped[name] = "no GPU on this host"
         else:
-            machines.append(_machine(name, settings, facts, roots))
-    return Plan(Goal(tuple(roots.wanted), tuple(machines)), held, skipped)
+            machine = _machine(name, settings, facts, roots, shares.of(name))
+            shares.give(name, settings, machine.grants)
+            machines.append(machine)
+    return Plan(Goal(tuple(roots.wanted), tuple(sorted(machines, key=lambda each: each.name))), held, skipped)
 
 
 def _leaving(config: Config, facts: Facts) -> dict[str, str]:
@@ -82,9 +86,9 @@ def _ours(facts: Facts, machine: str) -> bool:
     return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
 
 
-def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots) -> MachineGoal:
+def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, share: Share) -> MachineGoal:
     grants = tuple(
-        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, facts.staged)))
+        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, facts.staged, share)))
         for vendor in sorted(facts.vendors, key=lambda each: each.vendor)
     )
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))

@@ -7,7 +7,7 @@ from typing import Protocol
 from agent.conditions import Condition
 from agent.config import MachineSettings
 from agent.facts import CacheEntry, DrmDevice, PciDevice, Seen, StagedRoot, VendorFacts
-from agent.goal import Grant
+from agent.goal import Grant, Share
 from agent.system.files import System
 
 
@@ -35,7 +35,9 @@ class HostVendor(Protocol):
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""
         ...
 
-    def grant(self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
+    def grant(
+        self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share
+    ) -> Grant:
         """What a machine with these settings gets. Pure."""
         ...
 

@@ -2,7 +2,7 @@
 
 from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
-from agent.goal import Grant
+from agent.goal import Grant, Share
 from agent.identity import DeviceKind
 
 KERNEL_DRIVER = "nvidia"
@@ -13,9 +13,9 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
 
 
-def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
+def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share) -> Grant:
     """GPUs by the machine's settings, their nodes by what the driver made, and the driver root that fits the module."""
-    gpus, problems = _select(facts.gpus, settings.gpus)
+    gpus, problems = _select(facts.gpus, settings.gpus, share)
     problems += tuple(
         f"{gpu.pci_address} has kernel driver {gpu.driver}, not {KERNEL_DRIVER}" for gpu in wrong_driver(facts.gpus)
     )
@@ -37,14 +37,18 @@ def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
 
-def _select(present: tuple[Gpu, ...], wanted: str | list[str]) -> tuple[list[Gpu], tuple[str, ...]]:
+def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> tuple[list[Gpu], tuple[str, ...]]:
     usable = sorted(gpu for gpu in present if gpu.driver in ("", KERNEL_DRIVER))
     if wanted == "all":
         return usable, ()
     if isinstance(wanted, str):
         count = int(wanted.removeprefix("count="))
-        short = len(usable) < count
-        return usable[:count], (f"{count} GPUs are wanted and the host has {len(usable)}",) if short else ()
+        free = [gpu for gpu in usable if gpu.pci_address not in share.taken]
+        # A GPU that is plugged in at a lower address must not push out one that pods use.
+        chosen = sorted(free, key=lambda gpu: (gpu.pci_address not in share.has, gpu.pci_address))[:count]
+        others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
+        short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
+        return chosen, () if len(chosen) == count else (short,)
     chosen, problems = [], []
     for name in wanted:
         found = [gpu for gpu in usable if name in (gpu.pci_address, gpu.uuid)]

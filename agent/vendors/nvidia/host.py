@@ -3,7 +3,7 @@
 from agent.conditions import Condition
 from agent.config import MachineSettings
 from agent.facts import StagedRoot, VendorFacts
-from agent.goal import Grant
+from agent.goal import Grant, Share
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
@@ -20,8 +20,10 @@ class Nvidia:
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)
 
-    def grant(self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...]) -> Grant:
-        return grant_nvidia(facts, settings, staged)
+    def grant(
+        self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share
+    ) -> Grant:
+        return grant_nvidia(facts, settings, staged, share)
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)

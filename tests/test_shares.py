@@ -1,0 +1,89 @@
+"""Several machines on one host, each with its GPUs."""
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.config import Config, MachineSettings
+from agent.facts import Absent, Facts, FileState, MachineFacts
+from agent.paths import machine_files
+from agent.plan import plan
+from tests.example import address, facts, nvidia
+
+GPUS = 4
+
+
+def host(*machines: str, gpus: range = range(GPUS)) -> Facts:
+    """With those of the GPUs 0 to GPUS - 1 that are plugged in."""
+    seen = facts(nvidia(GPUS))
+    vendor = seen.vendors[0]
+    assert isinstance(vendor.devices, tuple)
+    present = {address(index) for index in gpus}
+    vendor = replace(
+        vendor,
+        gpus=tuple(gpu for gpu in vendor.gpus if gpu.pci_address in present),
+        devices=tuple(node for node in vendor.devices if node.pci_address in {"", *present}),
+    )
+    return replace(
+        seen,
+        vendors=(vendor,),
+        machines=tuple(MachineFacts(name, f"/var/lib/machines/{name}", "inactive") for name in machines),
+        files={path: FileState(Absent("not there"), False) for name in machines for path in machine_files(name)},
+    )
+
+
+def config(**gpus: str | list[str]) -> Config:
+    return Config(machines={name: MachineSettings(gpus=wanted) for name, wanted in gpus.items()})
+
+
+def given_to(settings: Config, seen: Facts) -> dict[str, list[int]]:
+    """Indices of the GPUs by machine."""
+    machines = plan(settings, seen).goal.machines
+    return {each.name: [int(gpu[5:7], 16) - 1 for gpu in each.grants[0].gpus] for each in machines}
+
+
+def after(settings: Config, seen: Facts, then: Facts) -> Facts:
+    """The host later, with the handoffs that were published for what was seen before."""
+    files = {file.path: FileState(file.content, True) for file in plan(settings, seen).goal.files()}
+    return replace(then, files=files)
+
+
+def test_numbers_of_gpus_do_not_overlap() -> None:
+    assert given_to(config(a="count=1", b="count=2"), host("a", "b")) == {"a": [0], "b": [1, 2]}
+
+
+def test_gpus_that_are_named_are_not_counted() -> None:
+    assert given_to(config(a="count=2", b=[address(1)]), host("a", "b")) == {"a": [0, 2], "b": [1]}
+
+
+def test_all_are_all() -> None:
+    assert given_to(config(a="count=1", b="all"), host("a", "b")) == {"a": [0], "b": [0, 1, 2, 3]}
+
+
+def test_too_few_are_said_with_the_reason() -> None:
+    (_, second) = plan(config(a="count=3", b="count=2"), host("a", "b")).goal.machines
+    assert second.grants[0].problems == ("2 GPUs are wanted and the host has 1, and 3 for other machines",)
+
+
+def test_a_gpu_that_comes_pushes_out_none_that_is_used() -> None:
+    """Also where it sorts before them."""
+    settings = config(a="count=1", b="count=1")
+    before = host("a", "b", gpus=range(1, 4))
+    assert given_to(settings, before) == {"a": [1], "b": [2]}
+    assert given_to(settings, after(settings, before, host("a", "b"))) == {"a": [1], "b": [2]}
+
+
+def test_one_that_goes_is_replaced_and_the_others_stay() -> None:
+    settings = config(a="count=2", b="count=1")
+    before = host("a", "b")
+    then = after(settings, before, host("a", "b", gpus=range(1, 4)))
+    assert given_to(settings, then) == {"a": [1, 3], "b": [2]}
+
+
+@given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, GPUS + 1), min_size=1))
+def test_no_gpu_is_given_twice_by_number(wanted: dict[str, int]) -> None:
+    settings = config(**{name: f"count={number}" for name, number in wanted.items()})
+    found = given_to(settings, host(*wanted))
+    assert sum(map(len, found.values())) == len({gpu for gpus in found.values() for gpu in gpus})
+    assert given_to(settings, after(settings, host(*wanted), host(*wanted))) == found
