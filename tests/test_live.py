@@ -11,7 +11,7 @@ from agent.errors import ApplyError, DocumentError
 from agent.facts import Facts, VendorFacts
 from agent.identity import DeviceNumber
 from agent.live import LiveSettings, parse_live, render_live
-from agent.paths import live_file, machine_unit
+from agent.paths import handoff_file, live_file, machine_unit
 from agent.plan import plan
 from agent.plan.diff import diff
 from agent.running import change_devices
@@ -105,8 +105,10 @@ def test_a_gpu_that_comes_is_permitted_and_bound_before_the_handoff() -> None:
     assert change.allow == plan(CONFIG, seen).goal.machines[0].live.allow
     assert "/dev/nvidia1" in set(change.nodes) - set(before.nodes)
     assert "/dev/char/195:1 rw" in change.describe()
-    kinds = [type(action).__name__ for action in diff(plan(CONFIG, seen), seen).actions]
-    assert kinds.index("ReloadUnits") < kinds.index("ChangeDevices") < len(kinds) - 1
+    actions = diff(plan(CONFIG, seen), seen).actions
+    kinds = [type(action).__name__ for action in actions]
+    handoff = next(index for index, each in enumerate(actions) if getattr(each, "path", "") == handoff_file(MACHINE))
+    assert kinds.index("ChangeDevices") < handoff < kinds.index("ReloadUnits")
 
 
 def test_a_gpu_that_is_gone_is_forbidden_at_once() -> None:

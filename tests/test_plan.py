@@ -127,10 +127,10 @@ def test_gpus_that_are_gone_are_taken_back() -> None:
 
 
 def test_steps_come_in_an_order_that_is_safe() -> None:
-    """Settings before the reload that reads them, driver roots before the handoff that names them."""
+    """Driver roots before the handoff that names them, settings before the reload that reads them."""
     seen = facts()
     kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
-    assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile]
+    assert kinds == [WriteFile, WriteFile, StageDriverRoot, WriteFile, ReloadUnits]
 
 
 def test_nothing_to_do_is_nothing() -> None:

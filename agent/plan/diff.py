@@ -24,6 +24,8 @@ class Difference:
 def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Difference:
     """Settings first (a machine may be about to start), then driver roots, then the handoffs that name them.
 
+    The reload last: it takes longer than all else, and only the next start of a machine needs it.
+
     `released`: the machines that do not use any more what was taken back from them.
     """
     refused = {machine.name: why for machine in plan.goal.machines if (why := _refusal(machine, facts)) is not None}
@@ -40,11 +42,11 @@ def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Differen
     stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
     handoffs = [write for machine in machines for write in _write(machine.handoff_file, facts)]
     running = [change for machine in machines for change in _in_running(machine, facts, machine.name in released)]
-    return Difference((*removals, *settings, *reload, *running, *stage, *handoffs), refused)
+    return Difference((*removals, *settings, *running, *stage, *handoffs, *reload), refused)
 
 
 def _in_running(goal: MachineGoal, facts: Facts, released: bool) -> list[ChangeDevices]:
-    """Behind the reload, which makes the drop-in the unit's list; before the handoff, whose reader opens the nodes."""
+    """Before the handoff, whose reader opens the nodes."""
     machine = next(each for each in facts.machines if each.name == goal.name)
     if machine.unit_state != "active" or machine.live is None:
         return []
