@@ -14,6 +14,7 @@ from agent import __version__, health
 from agent.conditions import Condition, ConditionType
 from agent.config import Config
 from agent.errors import AgentError
+from agent.gpu_errors import GpuErrors
 from agent.handoff import one_line
 from agent.locks import locked
 from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
@@ -64,11 +65,17 @@ class Daemon:
     """The loop and what it knows."""
 
     def __init__(
-        self, load: Callable[[], Config], make: Callable[[Config, Progress], Passes], notifier: Notifier, timing: Timing
+        self,
+        load: Callable[[], Config],
+        make: Callable[[Config, Progress], Passes],
+        notifier: Notifier,
+        timing: Timing,
+        system: System,
     ) -> None:
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
+        self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
         self._reconciler = self._make(self._config, self._progress)
@@ -124,6 +131,8 @@ class Daemon:
         """One pass, then tell of it."""
         self._notifier.send("WATCHDOG=1")
         started = time.monotonic()
+        # Before the pass, which then sees what is kept of a lost GPU.
+        self._gpu_errors.read()
         try:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
@@ -169,6 +178,12 @@ class Daemon:
         log.info("%s", one_line(sentence))
         self._notifier.status(sentence)
         self._notifier.send("WATCHDOG=1")
+
+    def _notes(self) -> tuple[health.Check, ...]:
+        """What /readyz?verbose says besides, and what decides nothing."""
+        why_not = self._gpu_errors.why_not
+        last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
+        return ((not why_not, "kernel-log", why_not or "ok"), *last)
 
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Every configured machine, as far as it is known."""
@@ -218,7 +233,7 @@ class Daemon:
             config_loaded=self._config_loaded,
         )
         not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
-        pages = health.pages(machines, alive, not_seen)
+        pages = health.pages(machines, alive, not_seen, self._notes())
         for key, accept in (("/metrics", TEXT), ("/metrics" + OPENMETRICS_KEY, OPENMETRICS)):
             pages[key] = self._metrics.page(view, accept)
         return pages
@@ -240,8 +255,9 @@ def run(
     timing = timing or Timing()
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
     busy = "another unbounded-agent serves this host"
-    with locked(system or System(host_runner), INSTANCE_LOCK, 0, busy):
-        daemon = Daemon(load, make, notifier, timing)
+    system = system or System(host_runner)
+    with locked(system, INSTANCE_LOCK, 0, busy):
+        daemon = Daemon(load, make, notifier, timing, system)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

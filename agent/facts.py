@@ -95,6 +95,23 @@ class Gpu:
     uuid: str = ""
     """Empty until the driver has initialised the GPU."""
     minor: int | None = None
+    lost: str = ""
+    """What the kernel's log said when the GPU stopped answering, as long as that binding to its driver lasts."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuError:
+    """An error of one GPU that its driver wrote into the kernel's log."""
+
+    pci_address: str
+    number: int
+    """The driver's own; for NVIDIA the Xid, below 1000."""
+    meaning: str
+    """What the driver calls it and what it is, with what to do where something is to be done."""
+    of_application: bool
+    """A program's own fault: it says nothing of the GPU."""
+    lost: bool
+    """The GPU does not answer any more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

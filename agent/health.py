@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from http import HTTPStatus
+from typing import TypeAlias
 
 from agent.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.handoff import one_line
@@ -39,17 +40,26 @@ def changes(machine: MachineOutcome, told: Mapping[ConditionType, Condition]) ->
         yield level, one_line(f"{machine.name}: {each.type} is {each.status}: {each.reason}: {each.message}")
 
 
-def pages(machines: Iterable[MachineOutcome], alive: bool, not_seen: str) -> dict[str, Page]:
-    """The health pages. `not_seen` says what is not freshly observed and why; empty when everything is."""
+Check: TypeAlias = tuple[bool, str, str]
+"""Whether it passed, its name, and why."""
+
+
+def pages(
+    machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
+) -> dict[str, Page]:
+    """The health pages. `not_seen` says what is not freshly observed and why; empty when everything is.
+
+    `notes` are listed on the verbose page of the observation and decide nothing.
+    """
     loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
-    observation = [(not not_seen, "observation", not_seen or "ok")]
+    observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
     found = _both("/livez", loop) | _both("/healthz", loop) | _both("/readyz", observation)
     for machine in machines:
         found |= _both(f"/readyz/machines/{machine.name}", list(_checks(machine)))
     return found
 
 
-def _checks(machine: MachineOutcome) -> Iterator[tuple[bool, str, str]]:
+def _checks(machine: MachineOutcome) -> Iterator[Check]:
     """Ready alone decides; the others say why."""
     ready = _ready(machine)
     yield ready is not None and ready.status is Status.TRUE, ConditionType.READY, _explain(ready)
@@ -66,7 +76,7 @@ def _ready(machine: MachineOutcome) -> Condition | None:
     return next((each for each in machine.conditions if each.type is ConditionType.READY), None)
 
 
-def _both(path: str, checks: list[tuple[bool, str, str]]) -> dict[str, Page]:
+def _both(path: str, checks: list[Check]) -> dict[str, Page]:
     """The short and the verbose page; the first check decides. A failed one is always explained, as Kubernetes does."""
     good = checks[0][0]
     lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]

@@ -211,6 +211,13 @@ class Metrics:
         self._reloads = self._counter(
             "config_reloads_total", "Attempts to read the configuration again.", "result", ("ok", "failed")
         )
+        # Its values come with the errors: GPUs times their possible numbers would be thousands of series.
+        self._gpu_errors = Counter(
+            f"{PREFIX}_gpu_xid_errors_total",
+            "Errors of GPUs in the kernel's log.",
+            ["gpu", "xid"],
+            registry=self._registry,
+        )
         self._duration = Histogram(
             f"{PREFIX}_reconcile_duration_seconds",
             "How long passes took, by what started them.",
@@ -239,6 +246,10 @@ class Metrics:
         """Count a pass that was not possible."""
         self._passes.labels("failed").inc()
         self._duration.labels(trigger).observe(duration)
+
+    def gpu_error(self, address: str, number: int, times: int) -> None:
+        """Count errors of a GPU; addresses are those of the host's PCI devices, numbers below 1000."""
+        self._gpu_errors.labels(address, str(number)).inc(times)
 
     def reloaded(self, good: bool) -> None:
         """Count an attempt to read the configuration again."""

@@ -19,6 +19,8 @@ PASS_LOCK = f"{RUNTIME}/pass.lock"
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 CONDITIONS = f"{RUNTIME}/conditions.json"
 """Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
+LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
+"""GPUs that the kernel's log said to be lost, until their driver is bound anew."""
 
 MACHINE_ROOTS = "/var/lib/machines"
 NSPAWN = "/etc/systemd/nspawn"

@@ -399,7 +399,11 @@ def test_what_could_not_be_looked_at_keeps_readyz_false(service: Service) -> Non
     service.behave(unseen=True)
     service.start(SLOW)
     wait_for(lambda: ready(service))
-    assert service.get("/readyz") == (503, "[-]observation nvidia devices: /dev: time limit\nreadyz check failed\n")
+    assert service.get("/readyz") == (
+        503,
+        "[-]observation nvidia devices: /dev: time limit\n[-]kernel-log /dev/kmsg: No such file or directory\n"
+        "readyz check failed\n",
+    )
     assert service.metric('reconcile_total{result="partial"}') == 1
     assert service.metric("observation_last_success_timestamp_seconds") is None
 

@@ -27,7 +27,7 @@ LAYERS = (
     ("config",),
     ("vendors",),
     ("observe", "plan", "staging", "running", "apply", "inside"),
-    ("readiness", "locks", "history", "node_condition"),
+    ("readiness", "locks", "history", "node_condition", "gpu_errors"),
     ("reconcile",),
     ("prepare", "metrics", "notify", "server", "health", "signals"),
     ("daemon",),

@@ -4,6 +4,7 @@ from agent.config import Config
 from agent.facts import Facts, Seen
 from agent.observe.files import observe_files, read_owned
 from agent.observe.loader_cache import Listing, LoaderCache
+from agent.observe.lost_gpus import observe_lost
 from agent.observe.machine import observe_machine
 from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
@@ -29,6 +30,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         drm=devices.drm_devices(),
         loader_cache=listing.entries if isinstance(listing, Listing) else listing,
         units={service: units[service].state for service in services},
+        lost=observe_lost(system),
     )
     staged = observe_staged(system)
     skipped = listing.skipped if isinstance(listing, Listing) else 0

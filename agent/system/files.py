@@ -111,6 +111,13 @@ class System:
             status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
         )
 
+    def link_inode(self, path: str) -> int | None:
+        """Inode number of a symbolic link itself; None when there is none."""
+        try:
+            return os.lstat(self._at(path, follow=False)).st_ino
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
     def mode(self, path: str) -> int:
         """Permission bits of a file, links followed."""
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)

@@ -1,12 +1,12 @@
 """What a vendor offers to the host half. Data in, data out, but for `observe`, which looks and never writes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent.conditions import Condition
 from agent.config import MachineSettings
-from agent.facts import CacheEntry, DrmDevice, PciDevice, Seen, StagedRoot, VendorFacts
+from agent.facts import CacheEntry, DrmDevice, GpuError, PciDevice, Seen, StagedRoot, VendorFacts
 from agent.goal import Grant, Share
 from agent.system.files import System
 
@@ -22,6 +22,8 @@ class Sources:
     loader_cache: Seen[tuple[CacheEntry, ...]]
     units: Mapping[str, Seen[str]]
     """ActiveState by unit name, of the units that vendors named in `services`; Absent when there is no such unit."""
+    lost: Mapping[str, str] = field(default_factory=dict)
+    """What the kernel's log said, by PCI address, of GPUs that do not answer any more."""
 
 
 class HostVendor(Protocol):
@@ -43,4 +45,8 @@ class HostVendor(Protocol):
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
+        ...
+
+    def kernel_message(self, text: str) -> GpuError | None:
+        """The GPU's error that a line of the kernel's log tells of; None for any other line. Pure."""
         ...

@@ -67,6 +67,9 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
         return false(
             kind, "GPUWithoutDriver", f"no driver is bound to {', '.join(unbound)}; run `modprobe nvidia`, see `dmesg`"
         )
+    lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
+    if lost:
+        return false(kind, "GPUFallenOffBus", "; ".join(lost))
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.GPU}
     missing = [address for address in grant.gpus if address not in with_node]
     if missing:

@@ -1,7 +1,9 @@
 """GPUs: the PCI bus says which there are, /proc/driver/nvidia/gpus what the driver knows of each."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from agent.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
 from agent.system.files import System
@@ -52,7 +54,9 @@ class GpuList:
     problems: tuple[str, ...] = ()
 
 
-def observe_gpus(system: System, pci: Seen[tuple[PciDevice, ...]]) -> GpuList:
+def observe_gpus(
+    system: System, pci: Seen[tuple[PciDevice, ...]], lost: Mapping[str, str] = MappingProxyType({})
+) -> GpuList:
     """Where the bus could not be listed, the driver's own list serves: a failed look must not make a GPU disappear."""
     known: dict[str, Information] = {}
     unseen, problems = [], []
@@ -76,7 +80,7 @@ def observe_gpus(system: System, pci: Seen[tuple[PciDevice, ...]]) -> GpuList:
     gpus = []
     for address, driver in sorted(bound.items()):
         each = known.get(address, Information())
-        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor))
+        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, lost.get(address, "")))
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
 

@@ -2,12 +2,13 @@
 
 from agent.conditions import Condition
 from agent.config import MachineSettings
-from agent.facts import StagedRoot, VendorFacts
+from agent.facts import GpuError, StagedRoot, VendorFacts
 from agent.goal import Grant, Share
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.xid import parse_xid
 from agent.vendors.protocols import Sources
 
 
@@ -27,6 +28,9 @@ class Nvidia:
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
+
+    def kernel_message(self, text: str) -> GpuError | None:
+        return parse_xid(text)
 
 
 NVIDIA = Nvidia()

@@ -15,10 +15,6 @@ static DEFINE_MUTEX(gpus_lock);
 static DECLARE_BITMAP(minors, NVIDIA_GPU_MINORS);
 static BLOCKING_NOTIFIER_HEAD(listeners);
 
-/* "MINOR XID", written by a person or a test: an error of that GPU, which the stand-in NVML reports as an event. */
-static char simulated_xid[32];
-module_param_string(simulated_xid, simulated_xid, sizeof(simulated_xid), 0644);
-
 static struct nvidia_gpu *find(unsigned int minor)
 {
 	struct nvidia_gpu *gpu;
@@ -28,6 +24,33 @@ static struct nvidia_gpu *find(unsigned int minor)
 			return gpu;
 	return NULL;
 }
+
+/*
+ * "MINOR XID", written by a person or a test: an error of that GPU. It is in the kernel's log as the real driver writes
+ * it (nvErrorLog_va of open-gpu-kernel-modules), and the stand-in NVML reports it as an event.
+ */
+static char simulated_xid[32];
+
+static int raise_xid(const char *value, const struct kernel_param *parameter)
+{
+	unsigned int minor, xid;
+	struct nvidia_gpu *gpu;
+	int error = param_set_copystring(value, parameter);
+
+	if (error || sscanf(simulated_xid, "%u %u", &minor, &xid) != 2)
+		return error;
+	mutex_lock(&gpus_lock);
+	gpu = find(minor);
+	if (gpu)
+		pr_err("NVRM: Xid (PCI:%04x:%02x:%02x): %u, pid='<unknown>', name=<unknown>, simulated\n",
+		       pci_domain_nr(gpu->pdev->bus), gpu->pdev->bus->number, PCI_SLOT(gpu->pdev->devfn), xid);
+	mutex_unlock(&gpus_lock);
+	return 0;
+}
+
+static const struct kernel_param_ops xid_ops = { .set = raise_xid, .get = param_get_string };
+static struct kparam_string xid_string = { .maxlen = sizeof(simulated_xid), .string = simulated_xid };
+module_param_cb(simulated_xid, &xid_ops, &xid_string, 0644);
 
 int nvidia_gpu_open(unsigned int minor)
 {

@@ -1,0 +1,102 @@
+"""GPU errors in the kernel's log, as the daemon follows them: counted, told, and kept where a GPU is lost."""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+
+from agent.facts import GpuError
+from agent.handoff import one_line
+from agent.judgement import rfc3339
+from agent.observe.lost_gpus import record_lost
+from agent.system.files import System
+from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
+from agent.vendors.host import HOST_VENDORS
+
+log = logging.getLogger("agent.gpu_errors")
+
+
+class GpuErrors:
+    """A source of wake-ups: `fileno` for poll(2), `read` takes what is there and says whether a pass is wanted."""
+
+    def __init__(
+        self,
+        system: System,
+        counted: Callable[[str, int, int], None] = lambda address, number, times: None,
+        open_log: Callable[[str], KernelLog] = open_kernel_log,
+    ) -> None:
+        """`counted` hears PCI address, number of the error, and how often it came; `open_log` gets the log's path."""
+        self.why_not = ""
+        """What keeps the log from being read; empty while it is."""
+        self.last: dict[str, str] = {}
+        """The latest error of each GPU with its time, by PCI address."""
+        self._system, self._counted, self._open = system, counted, open_log
+        self._log: KernelLog | None = None
+        self._listen()
+
+    def fileno(self) -> int:
+        """-1 while the log cannot be read; `read` tries again."""
+        return self._log.fileno() if self._log else -1
+
+    @property
+    def overruns(self) -> int:
+        """How often records of the present log were overwritten before they were read."""
+        return self._log.overruns if self._log else 0
+
+    def read(self) -> bool:
+        """Take what the kernel wrote since; whether a GPU was lost by it. Never raises for a log that fails."""
+        if self._log is None:
+            self._listen()
+        if self._log is None:
+            return False
+        before = self._log.overruns
+        try:
+            texts, _ = self._log.read()
+        except OSError as error:
+            self._lose(f"{PATH}: {error.strerror}")
+            return False
+        if self._log.overruns > before:
+            log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
+        # The same error again and again is one line and one look, however many records it has.
+        times = Counter(errors(texts))
+        lost = [self._take(error, count) for error, count in times.items() if self._is_present(error.pci_address)]
+        return any(lost)
+
+    def _take(self, error: GpuError, count: int) -> bool:
+        self._counted(error.pci_address, error.number, count)
+        self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
+        level = logging.INFO if error.of_application else logging.WARNING
+        log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
+        if not error.lost:
+            return False
+        try:
+            return record_lost(self._system, error.pci_address, error.meaning)
+        except OSError as problem:
+            log.error("it cannot be kept that %s is lost: %s", error.pci_address, one_line(str(problem)))
+            return False
+
+    def _is_present(self, address: str) -> bool:
+        """Also a GPU that has just left the bus, if it had errors before: series are bounded by the host's slots."""
+        return address in self.last or self._system.exists(f"/sys/bus/pci/devices/{address}")
+
+    def _listen(self) -> None:
+        try:
+            self._log = self._open(self._system.root.rstrip("/") + PATH)
+        except OSError as error:
+            self._lose(f"{PATH}: {error.strerror}")
+        else:
+            self.why_not = ""
+
+    def _lose(self, why: str) -> None:
+        if self._log:
+            self._log.close()
+            self._log = None
+        if why != self.why_not:
+            log.warning("errors of GPUs go unseen, which each pass tries again: %s", why)
+        self.why_not = why
+
+
+def errors(texts: Iterable[str]) -> Iterator[GpuError]:
+    """Those that a vendor knows."""
+    for text in texts:
+        yield from (error for vendor in HOST_VENDORS if (error := vendor.kernel_message(text)))

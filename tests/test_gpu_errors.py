@@ -1,0 +1,296 @@
+"""GPU errors in the kernel's log: records, NVIDIA's messages, what is counted, kept and made of it."""
+
+import errno
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.conditions import Condition, ConditionType, Status
+from agent.config import MachineSettings
+from agent.facts import GpuError, VendorFacts
+from agent.goal import Share
+from agent.gpu_errors import GpuErrors
+from agent.observe.lost_gpus import observe_lost, record_lost
+from agent.paths import LOST_GPUS
+from agent.reconcile import Outcome
+from agent.system.kernel_log import BURST, KernelLog, kernel_text, open_kernel_log
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.xid import parse_xid
+from tests.example import address, nvidia
+from tests.gpu_host import reconciler
+from tests.recorded import Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+OFF_THE_BUS = "NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+PAGE_FAULT = "NVRM: Xid (PCI:0000:02:00): 31, pid=79749, name=exe, Ch 0000000a, intr 00000000. MMU Fault"
+
+
+class Log:
+    """A simulated /dev/kmsg: each datagram is one record, as each read(2) of the real one gives."""
+
+    def __init__(self) -> None:
+        self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._theirs.setblocking(False)
+        self.opened = 0
+        self.failing: list[int] = []
+        """errno values that the next reads give."""
+
+    def write(self, text: str, priority: int = 3) -> None:
+        self.ours.send(f"{priority},101,5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
+
+    def open(self, path: str) -> KernelLog:
+        self.opened += 1
+        return KernelLog(os.dup(self._theirs.fileno()), self._read)
+
+    def _read(self, descriptor: int, limit: int) -> bytes:
+        if self.failing:
+            raise OSError(self.failing.pop(0), "simulated")
+        return os.read(descriptor, limit)
+
+    def close(self) -> None:
+        self.ours.close()
+        self._theirs.close()
+
+
+@pytest.fixture
+def kernel_log() -> Iterator[Log]:
+    made = Log()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def counts() -> Counter[tuple[str, int]]:
+    return Counter()
+
+
+@pytest.fixture
+def follow(gpu_host: Host, kernel_log: Log, counts: Counter[tuple[str, int]]) -> Callable[[], GpuErrors]:
+    for each in (FIRST, SECOND):
+        bind(gpu_host, each)
+
+    def count(address: str, number: int, times: int) -> None:
+        counts[address, number] += times
+
+    return lambda: GpuErrors(gpu_host, count, kernel_log.open)
+
+
+def bind(host: Host, address: str) -> None:
+    """The kernel binds its driver anew: a new link, of which sysfs never gives the same number soon again."""
+    link = Path(host.root, f"sys/bus/pci/devices/{address}/driver")
+    if link.is_symlink():
+        # The file system of the test would give the number that was just freed; sysfs does not.
+        link.rename(link.with_name("before"))
+    host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
+
+
+# ---- records
+
+
+@pytest.mark.parametrize(
+    ("record", "text"),
+    [
+        (b"3,1,2,-;NVRM: x\n", "NVRM: x"),
+        (b"6,1,2,-,caller=T1;a;b\n SUBSYSTEM=pci\n", "a;b"),
+        (b"0,1,2,c;emergency", "emergency"),
+        # LOG_USER (1) and LOG_LOCAL7 (23): written into /dev/kmsg by a program.
+        (b"11,1,2,-;NVRM: x\n", None),
+        (b"191,1,2,-;NVRM: x\n", None),
+        (b"8,1,2,-;NVRM: x\n", None),
+        (b"3,1,2,-", None),
+        (b"x,1;NVRM: x", None),
+        (b"", None),
+    ],
+)
+def test_only_the_kernels_own_records_count(record: bytes, text: str | None) -> None:
+    assert kernel_text(record) == text
+
+
+def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
+    path = tmp_path / "kmsg"
+    path.write_bytes(b"3,1,2,-;old\n")
+    found = open_kernel_log(str(path))
+    with path.open("ab") as file:
+        file.write(b"3,2,2,-;new\n")
+    assert found.read() == (("new",), False)
+    assert found.read() == ((), False)
+    found.close()
+
+
+def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) -> None:
+    found = kernel_log.open("")
+    kernel_log.failing = [errno.EPIPE, errno.EPIPE]
+    kernel_log.write("after")
+    assert found.read() == (("after",), False)
+    assert found.overruns == 2
+    found.close()
+
+
+def test_a_kernel_that_writes_without_end_does_not_hold_up_the_reader() -> None:
+    found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,1,2,-;again\n")
+    texts, more = found.read()
+    assert (len(texts), more) == (BURST, True)
+    found.close()
+
+
+# ---- NVIDIA's messages
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "number"),
+    [
+        (OFF_THE_BUS, FIRST, 79),
+        ("NVRM: Xid (0000:03:00): 14, Channel 00000001", "0000:03:00.0", 14),
+        ("NVRM: Xid (PCI:0000:CB:00): 13, pid='<unknown>', name=<unknown>, Graphics", "0000:cb:00.0", 13),
+        ("NVRM: Xid (PCI:0000:07:00 GPU-I:05): 31, pid=1, name=x, Ch 8", "0000:07:00.0", 31),
+        ("NVRM: Xid (PCI:00010000:07:00): 999, x", "00010000:07:00.0", 999),
+    ],
+)
+def test_an_xid_is_read(text: str, where: str, number: int) -> None:
+    error = parse_xid(text)
+    assert error is not None
+    assert (error.pci_address, error.number, error.lost) == (where, number, number == 79)
+    assert error.meaning.startswith(f"Xid {number}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "usb 1-1: Product: NVRM: Xid (PCI:0000:01:00): 79, x",
+        "NVRM: Xid (PCI:0000:01:00): 1000, x",
+        "NVRM: Xid (PCI:0000:01): 79, x",
+        "NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.",
+        "NVRM: Xid (PCI:0000:01:00" + " " * 100 + "): 79, x",
+        " NVRM: Xid (PCI:0000:01:00): 79, x",
+        "",
+    ],
+)
+def test_other_messages_are_none(text: str) -> None:
+    assert parse_xid(text) is None
+
+
+def test_an_applications_fault_is_told_from_a_gpus() -> None:
+    fault, gone = parse_xid(PAGE_FAULT), parse_xid(OFF_THE_BUS)
+    assert isinstance(fault, GpuError)
+    assert isinstance(gone, GpuError)
+    assert (fault.of_application, gone.of_application) == (True, False)
+    assert "reboot the host" in gone.meaning
+
+
+# ---- what is made of them
+
+
+def test_errors_are_counted_told_and_shown(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = follow()
+    for _ in range(3):
+        kernel_log.write(PAGE_FAULT)
+    kernel_log.write(OFF_THE_BUS, priority=11)
+    with caplog.at_level("INFO", logger="agent.gpu_errors"):
+        assert found.read() is False
+    assert counts == {(SECOND, 31): 3}, "not the one that user space wrote"
+    (line,) = caplog.messages
+    assert line == f"{SECOND}: Xid 31: an application's access to memory that it does not have (3 times)"
+    assert caplog.records[0].levelname == "INFO"
+    assert found.last[SECOND].startswith("Xid 31: ")
+    assert found.read() is False
+    assert counts == {(SECOND, 31): 3}
+
+
+def test_series_are_bounded_by_the_hosts_devices(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    found = follow()
+    kernel_log.write("NVRM: Xid (PCI:0000:77:00): 48, x")
+    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    found.read()
+    assert counts == {(SECOND, 48): 1}
+    Path(gpu_host.root, f"sys/bus/pci/devices/{SECOND}").rename(Path(gpu_host.root, "gone"))
+    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 79, x")
+    assert found.read() is False, "without a driver there is nothing to be kept"
+    assert counts == {(SECOND, 48): 1, (SECOND, 79): 1}
+
+
+def test_a_log_that_fails_is_told_once_and_opened_again(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = follow()
+    kernel_log.failing = [errno.EIO]
+    assert found.read() is False
+    assert (found.why_not, found.fileno()) == ("/dev/kmsg: simulated", -1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    assert (found.why_not, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
+
+
+def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    found = GpuErrors(gpu_host)
+    assert [found.read(), found.read()] == [False, False]
+    assert found.why_not == "/dev/kmsg: No such file or directory"
+    assert len(caplog.messages) == 1
+
+
+# ---- a GPU that is lost
+
+
+def devices_present(outcome: Outcome) -> Condition:
+    (machine,) = outcome.machines
+    return next(each for each in machine.conditions if each.type is ConditionType.DEVICES_PRESENT)
+
+
+def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_bound_anew(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    found = follow()
+    passes = reconciler(gpu_host)
+    before = passes.run_pass()
+    assert devices_present(before).status is Status.TRUE
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read() is True, "a pass is wanted"
+    after = passes.run_pass()
+    condition = devices_present(after)
+    assert (condition.status, condition.reason) == (Status.FALSE, "GPUFallenOffBus")
+    assert condition.message.startswith(f"{FIRST}: Xid 79: the GPU has fallen off the bus; ")
+    assert after.machines[0].gpus == before.machines[0].gpus, "nothing is taken away: other GPUs have pods"
+    again = reconciler(gpu_host).run_pass()
+    assert devices_present(again).status is Status.FALSE, "another process knows it too"
+    bind(gpu_host, SECOND)
+    assert devices_present(passes.run_pass()).status is Status.FALSE, "another GPU's driver"
+    bind(gpu_host, FIRST)
+    assert devices_present(passes.run_pass()).status is Status.TRUE
+
+
+def test_only_machines_that_have_the_gpu_lose_it() -> None:
+    facts = nvidia(2)
+    lost = VendorFacts("nvidia", (replace(facts.gpus[0], lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
+
+    def devices(gpus: str) -> Status:
+        grant = grant_nvidia(lost, MachineSettings(gpus=[gpus]), (), Share())
+        return next(
+            each.status for each in nvidia_conditions(lost, grant) if each.type is ConditionType.DEVICES_PRESENT
+        )
+
+    assert (devices(address(0)), devices(address(1))) == (Status.FALSE, Status.TRUE)
+
+
+def test_a_spoiled_memory_is_none(gpu_host: Host) -> None:
+    bind(gpu_host, FIRST)
+    assert record_lost(gpu_host, FIRST, "gone")
+    assert observe_lost(gpu_host) == {FIRST: "gone"}
+    gpu_host.file(LOST_GPUS, b"{")
+    assert observe_lost(gpu_host) == {}
+    assert record_lost(gpu_host, FIRST, "gone"), "it is written anew"
