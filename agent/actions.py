@@ -46,6 +46,28 @@ class StageDriverRoot:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveDriverRoot:
+    """Take a driver root of ours away, with its manifest."""
+
+    index: int
+    what: str
+    """What it holds, for people."""
+
+    def describe(self) -> str:
+        return f"remove driver root {self.index} ({self.what}), which nothing uses"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRemains:
+    """Remove what an interrupted staging or removal of a driver root left."""
+
+    paths: tuple[str, ...]
+
+    def describe(self) -> str:
+        return f"remove what was left of driver roots: {', '.join(self.paths)}"
+
+
+@dataclass(frozen=True, slots=True)
 class ReloadUnits:
     """systemctl daemon-reload."""
 
@@ -78,4 +100,6 @@ class ChangeDevices:
         return f"change the devices of machine {self.machine}: {told}"
 
 
-Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | ReloadUnits | ChangeDevices
+Action: TypeAlias = (
+    WriteFile | RemoveFile | StageDriverRoot | RemoveDriverRoot | ClearRemains | ReloadUnits | ChangeDevices
+)

@@ -5,12 +5,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from agent.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.actions import (
+    Action,
+    ChangeDevices,
+    ClearRemains,
+    ReloadUnits,
+    RemoveDriverRoot,
+    RemoveFile,
+    StageDriverRoot,
+    WriteFile,
+)
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
 from agent.paths import MACHINES_STATE, OWNED, STATE
 from agent.running import change_devices
-from agent.staging import stage
+from agent.staging import clear, remove_root, stage
 from agent.system.files import System
 
 
@@ -55,6 +64,10 @@ def perform(action: Action, system: System) -> None:
             stage(root, system)
         case ChangeDevices():
             change_devices(action, system)
+        case RemoveDriverRoot(index):
+            remove_root(index, system)
+        case ClearRemains(paths):
+            clear(paths, system)
         case ReloadUnits():
             system.run("systemctl", "daemon-reload", timeout=60)
         case _:

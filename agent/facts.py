@@ -194,6 +194,8 @@ class MachineFacts:
     """DeviceAllow= of that unit as systemd has it, also from files of others."""
     live: LiveSettings | None = None
     """What the running machine has of its settings; None when unknown."""
+    handed_roots: Seen[tuple[int, ...]] = Absent("no record")
+    """Indices of the driver roots that it was handed since it was started, but for its present handoff's."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
     """Seconds since the report was written."""
@@ -213,6 +215,10 @@ class Facts:
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
     """The lowest index that is above every driver root and manifest on disk, whole or not."""
+    spoiled_roots: tuple[int, ...] = ()
+    """Indices of driver roots that cannot be used: changed, half made, or without a manifest."""
+    staging_remains: tuple[str, ...] = ()
+    """Paths that an interrupted staging or removal left."""
     staged_problems: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""

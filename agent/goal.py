@@ -18,6 +18,15 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
+class DriverRoots:
+    """What a vendor may choose a machine's driver root from."""
+
+    staged: tuple[StagedRoot, ...]
+    present: int | None = None
+    """Index of the one that the machine's present handoff names."""
+
+
+@dataclass(frozen=True, slots=True)
 class Grant:
     """What one vendor wants exposed to one machine."""
 
@@ -27,6 +36,8 @@ class Grant:
     nodes: tuple[DeviceNode, ...] = ()
     driver_root: StagedRoot | None = None
     """None when the vendor needs no user-space files, or has none that may be used now."""
+    waiting_root: StagedRoot | None = None
+    """Of the files that the host has by now, while `driver_root` serves, until the kernel module is reloaded."""
     problems: tuple[str, ...] = ()
     """What was asked for and cannot be granted, one sentence each."""
 
@@ -59,7 +70,10 @@ class Goal:
     """Everything that this host should have."""
 
     driver_roots: tuple[StagedRoot, ...]
+    """What the handoffs name."""
     machines: tuple[MachineGoal, ...]
+    waiting_roots: tuple[StagedRoot, ...] = ()
+    """What no handoff names yet: a kernel module of that version is not loaded."""
 
     def files(self) -> tuple[OwnedFile, ...]:
         """Every owned file, in the order in which they are written: the handoff last."""

@@ -1,7 +1,7 @@
-"""What was staged into a driver root: `MANIFESTS/<index>.json`, written before the root is published."""
+"""What was staged into a driver root, `MANIFESTS/<index>.json`, and which ones a machine was handed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
@@ -68,17 +68,40 @@ class _Manifest(_Model):
     staged: dict[str, _Identity]
 
 
+class _Handed(_Model):
+    version: Literal[1]
+    indices: list[Annotated[int, Field(ge=0)]]
+
+
+def render_handed(indices: Iterable[int]) -> bytes:
+    """The record of the driver roots that a machine was handed since it was started."""
+    return json.dumps({"version": VERSION, "indices": sorted(set(indices))}).encode() + b"\n"
+
+
+def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
+    """Raises DocumentError, which names the key."""
+    try:
+        return tuple(_Handed.model_validate_json(data).indices)
+    except ValidationError as error:
+        advice = "until the machine's next start no driver root is removed"
+        raise DocumentError(f"{path}: {_first(error)}", advice) from error
+
+
 def parse_manifest(path: str, data: bytes) -> tuple[StagedRoot, dict[str, StagedIdentity]]:
     """The root, and the identities of its copies by target. Raises DocumentError, which names the key."""
     try:
         manifest = _Manifest.model_validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the document"
-        raise DocumentError(f"{path}: {key}: {first['msg']}", "the driver root is left out and staged anew") from error
+        raise DocumentError(f"{path}: {_first(error)}", "the driver root is left out and staged anew") from error
     files = tuple(Library(**each.model_dump()) for each in manifest.files)
     identities = {target: StagedIdentity(**each.model_dump()) for target, each in manifest.staged.items()}
     missing = {file.target for file in files if not file.link} ^ set(identities)
     if missing:
         raise DocumentError(f"{path}: staged: {min(missing)} is not in both files and staged", "it is staged anew")
     return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files), identities
+
+
+def _first(error: ValidationError) -> str:
+    first = error.errors()[0]
+    key = ".".join(str(part) for part in first["loc"]) or "the document"
+    return f"{key}: {first['msg']}"

@@ -8,6 +8,8 @@ HOST_NVIDIA = f"{STATE}/host-nvidia"
 """Parent of the staged driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA."""
 STAGING = f"{STATE}/staging"
 """Driver roots in the making: beside HOST_NVIDIA, so that one rename publishes and no machine sees them before."""
+REMOVED = f"{STATE}/removed"
+"""Driver roots on their way out: first renamed to where no machine sees them, then removed."""
 MANIFESTS = f"{STATE}/driver-roots"
 """`<index>.json`, what was staged; outside of what machines see, so that none can spoil it."""
 OWNED = f"{STATE}/owned.json"
@@ -68,6 +70,11 @@ def handoff_directory(machine: str) -> str:
 def handoff_file(machine: str) -> str:
     """What the machine half acts on."""
     return f"{handoff_directory(machine)}/{HANDOFF_NAME}"
+
+
+def handed_roots_file(machine: str) -> str:
+    """Names the driver roots that the machine was handed since it was started."""
+    return f"{MACHINES_STATE}/{machine}/driver-roots.json"
 
 
 def conditions_file(machine: str) -> str:

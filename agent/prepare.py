@@ -5,7 +5,8 @@ import time
 from agent.errors import CommandError, ConfigError
 from agent.facts import Facts
 from agent.live import render_live
-from agent.paths import live_file, report_directory
+from agent.manifest import render_handed
+from agent.paths import handed_roots_file, live_file, report_directory
 from agent.plan import Plan
 from agent.reconcile import Outcome, Reconciler
 from agent.system.files import System
@@ -27,6 +28,8 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
         # `systemctl start` of a machine that runs pulls this in too: what it was started with stays what it was.
         return reconciler.reconcile(LOCK_WAIT)
     reconciler.system.remove(live_file(name))
+    # No container of the last boot of the machine runs any more: its driver roots may go.
+    reconciler.system.write(handed_roots_file(name), render_handed(()))
     try:
         _mount_report_directory(name, reconciler.system)
     except (CommandError, OSError) as error:

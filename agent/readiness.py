@@ -15,7 +15,7 @@ from agent.conditions import (
     unknown,
 )
 from agent.config import MachineSettings
-from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
 from agent.goal import Grant, MachineGoal
 from agent.observe.report import Report
 from agent.vendors.host import host_vendor
@@ -113,6 +113,9 @@ def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...])
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     kind = ConditionType.DRIVER_ROOT_STAGED
     roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
+    waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
+    if not roots and waiting:
+        return false(kind, "NothingFits", f"no driver root fits the loaded kernel module; {'; '.join(waiting)}")
     if not roots:
         return false(kind, "NothingToStage", "the host has no complete driver to stage; see the conditions before")
     for root in roots:
@@ -120,7 +123,17 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
             problems = "".join(f"; {problem}" for problem in facts.staged_problems)
             message = f"driver {root.version} is not staged; `unbounded-agent apply` does it, or says why it cannot"
             return false(kind, "NotStaged", message + problems)
-    return true(kind, "Staged", ", ".join(f"driver {root.version} is driver root {root.index}" for root in roots))
+    return true(kind, "Staged", "; ".join([*(_place(root) for root in roots), *waiting]))
+
+
+def _place(root: StagedRoot) -> str:
+    return f"driver {root.version} is driver root {root.index}"
+
+
+def _waiting(root: StagedRoot, facts: Facts) -> str:
+    if root in facts.staged:
+        return f"{_place(root)}, and waits until its kernel module is loaded"
+    return f"driver {root.version}, which waits until its kernel module is loaded, is not staged yet"
 
 
 def _machine_running(machine: MachineFacts) -> Condition:

@@ -1,16 +1,20 @@
-"""Put a driver root on disk: complete before it is published, immutable after."""
+"""Put a driver root on disk, complete before it is published and immutable after; and take it away again."""
 
+import contextlib
 import os
 
 from agent.errors import ApplyError
 from agent.facts import Library, StagedRoot
 from agent.identity import FileIdentity
 from agent.manifest import render_manifest
-from agent.paths import HOST_NVIDIA, MANIFESTS, STAGING
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING
 from agent.system.files import System
 
 MARGIN = 64 << 20
 """Bytes that must stay free on the file system after staging: the agent's state lies there too."""
+
+REMOVAL_LIMIT = 60
+"""Seconds for one removal: root in a machine can have put any number of files into a driver root."""
 
 
 def stage(root: StagedRoot, system: System) -> None:
@@ -52,3 +56,25 @@ def _clear(system: System) -> None:
     """Remove what an interrupted staging left."""
     for name in system.entries(STAGING):
         system.remove_tree(f"{STAGING}/{name}")
+
+
+def remove_root(index: int, system: System) -> None:
+    """Out of the machines' sight by one rename, then for good. Raises AgentError, OSError.
+
+    A container that runs keeps its files: each is a bind mount, which holds the inode whatever becomes of the path.
+    But one that is restarted looks for the path anew, so that `agent.plan.driver_roots` decides what may go.
+    """
+    system.make_directory(REMOVED)
+    removed = f"{REMOVED}/{index}"
+    clear((removed,), system)
+    with contextlib.suppress(FileNotFoundError):
+        system.rename(f"{HOST_NVIDIA}/{index}", removed)
+    # After the root: a root without a manifest would be found only by guessing its index.
+    system.remove(f"{MANIFESTS}/{index}.json")
+    clear((removed,), system)
+
+
+def clear(paths: tuple[str, ...], system: System) -> None:
+    """Remove trees that may hold what a machine put there. Raises AgentError."""
+    # rm(1), not shutil: it goes to any depth (Python's recursion ends at 1000 before 3.13), and can be ended.
+    system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=REMOVAL_LIMIT)

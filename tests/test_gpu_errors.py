@@ -13,7 +13,7 @@ import pytest
 from agent.conditions import Condition, ConditionType, Status
 from agent.config import MachineSettings
 from agent.facts import GpuError, VendorFacts
-from agent.goal import Share
+from agent.goal import DriverRoots, Share
 from agent.gpu_errors import GpuErrors
 from agent.observe.lost_gpus import observe_lost, record_lost
 from agent.paths import LOST_GPUS
@@ -279,7 +279,7 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
     lost = VendorFacts("nvidia", (replace(facts.gpus[0], lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
 
     def devices(gpus: str) -> Status:
-        grant = grant_nvidia(lost, MachineSettings(gpus=[gpus]), (), Share())
+        grant = grant_nvidia(lost, MachineSettings(gpus=[gpus]), DriverRoots(()), Share())
         return next(
             each.status for each in nvidia_conditions(lost, grant) if each.type is ConditionType.DEVICES_PRESENT
         )

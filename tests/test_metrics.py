@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
-from agent.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.actions import (
+    Action,
+    ChangeDevices,
+    ClearRemains,
+    ReloadUnits,
+    RemoveDriverRoot,
+    RemoveFile,
+    StageDriverRoot,
+    WriteFile,
+)
 from agent.conditions import Condition, ConditionType, Status, false
 from agent.facts import Absent, Broken, DeviceNode, Driver, Gpu, Seen, StagedRoot, Unseen, VendorFacts
 from agent.identity import DeviceKind, DeviceNumber
@@ -179,6 +188,8 @@ def test_every_action_has_a_kind() -> None:
         WriteFile("/a", b"").describe(),
         RemoveFile("/a").describe(),
         StageDriverRoot(StagedRoot(0, "nvidia", "1", ())).describe(),
+        RemoveDriverRoot(0, "").describe(),
+        ClearRemains(()).describe(),
         ReloadUnits().describe(),
         ChangeDevices("gpu-node", LiveSettings("", (), {}), (), (), {}).describe(),
     )

@@ -146,7 +146,7 @@ def test_a_manifest_that_lacks_a_copy_s_identity(host: Host) -> None:
 def test_a_root_without_a_manifest_takes_its_index(host: Host) -> None:
     host.make_directory(f"{HOST_NVIDIA}/0")
     host.make_directory(f"{HOST_NVIDIA}/1")
-    assert observe_staged(host) == Staged((), next_index=2, problems=())
+    assert observe_staged(host) == Staged((), next_index=2, problems=(), spoiled=(0, 1))
 
 
 def test_a_directory_that_a_machine_planted_costs_no_index(host: Host) -> None:

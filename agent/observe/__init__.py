@@ -43,6 +43,8 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         machines=tuple(observe_machine(name, units[machine_unit(name)], system) for name in names),
         staged=staged.roots,
         next_driver_root_index=staged.next_index,
+        spoiled_roots=staged.spoiled,
+        staging_remains=staged.remains,
         staged_problems=staged.problems,
         problems=tuple(problem for problem in (discarded, garbled) if problem),
         files=observe_files(names, owned, system),

@@ -6,8 +6,9 @@ from agent.errors import DocumentError
 from agent.facts import Absent, Broken, MachineFacts, Seen, Unseen
 from agent.handoff import SIZE_LIMIT
 from agent.live import LiveSettings, parse_live
+from agent.manifest import parse_handed
 from agent.observe.units import Unit
-from agent.paths import MACHINE_ROOTS, REPORT_NAME, live_file, report_directory
+from agent.paths import MACHINE_ROOTS, REPORT_NAME, handed_roots_file, live_file, report_directory
 from agent.system.files import System
 from agent.system.looking import look
 
@@ -26,6 +27,7 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         unit_needs_reload=unit.needs_reload,
         device_allow=unit.device_allow,
         live=_live(name, system),
+        handed_roots=_handed_roots(name, system),
         report=content,
         report_age=age,
     )
@@ -51,3 +53,14 @@ def _live(name: str, system: System) -> LiveSettings | None:
     except DocumentError:
         # A cache: what is not understood tells as little as what is not there.
         return None
+
+
+def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
+    path = handed_roots_file(name)
+    data = look(system.read, path)
+    if not isinstance(data, bytes):
+        return data
+    try:
+        return parse_handed(path, data)
+    except DocumentError as error:
+        return Broken(str(error))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from agent.errors import DocumentError
 from agent.facts import Absent, StagedRoot
 from agent.manifest import StagedIdentity, parse_manifest, staged_identity
-from agent.paths import HOST_NVIDIA, MANIFESTS
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING
 from agent.system.files import System
 
 INDEX = re.compile(r"(0|[1-9][0-9]{0,8})\.json")
@@ -21,11 +21,15 @@ class Staged:
     roots: tuple[StagedRoot, ...]
     next_index: int
     problems: tuple[str, ...]
+    spoiled: tuple[int, ...] = ()
+    """Changed, half made, or without a manifest."""
+    remains: tuple[str, ...] = ()
+    """Paths below STAGING and REMOVED."""
 
 
 def observe_staged(system: System) -> Staged:
     """Every manifest, checked against the copies. A broken root is a problem, never an exception."""
-    roots, problems = [], []
+    roots, problems, spoiled = [], [], []
     manifests, trouble = _names(system, MANIFESTS)
     manifests = tuple(name for name in manifests if INDEX.fullmatch(name))
     for name in manifests:
@@ -33,14 +37,26 @@ def observe_staged(system: System) -> Staged:
             roots.append(_root(system, name))
         except DocumentError as error:
             problems.append(str(error))
+            spoiled.append(_index(name))
         except OSError as error:
             problems.append(f"{MANIFESTS}/{name}: {error.strerror}: {error.filename}")
-    return Staged(tuple(sorted(roots)), _next_index(manifests, system), (*trouble, *problems))
+    next_index = _next_index(manifests, system)
+    if not trouble:
+        known = {_index(name) for name in manifests}
+        spoiled += [
+            index for index in range(next_index) if index not in known and system.exists(f"{HOST_NVIDIA}/{index}")
+        ]
+    remains = tuple(f"{place}/{name}" for place in (STAGING, REMOVED) for name in _names(system, place)[0])
+    return Staged(tuple(sorted(roots)), next_index, (*trouble, *problems), tuple(sorted(spoiled)), remains)
+
+
+def _index(manifest: str) -> int:
+    return int(manifest.removesuffix(".json"))
 
 
 def _next_index(manifests: tuple[str, ...], system: System) -> int:
     """Above every manifest, and free. HOST_NVIDIA is never listed: root in a machine can remount it and fill it."""
-    first = max((int(name.removesuffix(".json")) for name in manifests), default=-1) + 1
+    first = max(map(_index, manifests), default=-1) + 1
     for index in range(first, first + TRIES):
         if not system.exists(f"{HOST_NVIDIA}/{index}"):
             return index

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 from agent.config import Config, MachineSettings
 from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
-from agent.goal import Goal, Grant, MachineGoal, OwnedFile, Share
+from agent.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.live import LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
+from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
 from agent.plan.shares import Shares, in_turn
@@ -47,7 +48,9 @@ def plan(config: Config, facts: Facts) -> Plan:
             machine = _machine(name, settings, facts, roots, shares.of(name))
             shares.give(name, settings, machine.grants)
             machines.append(machine)
-    return Plan(Goal(tuple(roots.wanted), tuple(sorted(machines, key=lambda each: each.name))), held, skipped)
+    waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
+    machines.sort(key=lambda each: each.name)
+    return Plan(Goal(tuple(roots.wanted), tuple(machines), waiting), held, skipped)
 
 
 def _leaving(config: Config, facts: Facts) -> dict[str, str]:
@@ -68,18 +71,24 @@ class _Roots:
     def __init__(self, next_index: int) -> None:
         self.next_index = next_index
         self.wanted: list[StagedRoot] = []
+        self.waiting: list[StagedRoot] = []
 
     def place(self, grant: Grant) -> Grant:
-        root = grant.driver_root
+        serving = self._place(grant.driver_root, self.wanted)
+        waiting = self._place(grant.waiting_root, self.waiting)
+        return replace(grant, driver_root=serving, waiting_root=waiting)
+
+    def _place(self, root: StagedRoot | None, among: list[StagedRoot]) -> StagedRoot | None:
         if root is None:
-            return grant
+            return None
         if root.index == UNSTAGED:
-            known = [each for each in self.wanted if replace(each, index=UNSTAGED) == root]
+            placed = [*self.wanted, *self.waiting]
+            known = [each for each in placed if replace(each, index=UNSTAGED) == root]
             root = known[0] if known else replace(root, index=self.next_index)
             self.next_index = max(self.next_index, root.index + 1)
-        if root not in self.wanted:
-            self.wanted.append(root)
-        return replace(grant, driver_root=root)
+        if root not in among:
+            among.append(root)
+        return root
 
 
 def _ours(facts: Facts, machine: str) -> bool:
@@ -87,8 +96,10 @@ def _ours(facts: Facts, machine: str) -> bool:
 
 
 def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, share: Share) -> MachineGoal:
+    present = named_roots(facts, name) or {}
+    of_vendor = {each.vendor: DriverRoots(facts.staged, present.get(each.vendor)) for each in facts.vendors}
     grants = tuple(
-        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, facts.staged, share)))
+        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, of_vendor[vendor.vendor], share)))
         for vendor in sorted(facts.vendors, key=lambda each: each.vendor)
     )
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))

@@ -3,13 +3,13 @@
 from collections.abc import Set
 from dataclasses import dataclass
 
-from agent.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
-from agent.facts import Absent, Broken, DeviceNode, Facts, Unseen, VendorFacts
+from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.facts import Absent, Broken, Facts, Unseen
 from agent.goal import MachineGoal, OwnedFile
-from agent.live import LiveSettings
 from agent.paths import STATE, UNITS, machine_files
 from agent.plan import Plan
-from agent.plan.drop_in import device_entry
+from agent.plan.driver_roots import collect, record_handed
+from agent.plan.running import change_running
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,8 @@ class Difference:
 def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Difference:
     """Settings first (a machine may be about to start), then driver roots, then the handoffs that name them.
 
-    The reload last: it takes longer than all else, and only the next start of a machine needs it.
+    What no machine waits for comes last; but driver roots that nothing uses make place for one that is to be staged.
+    The reload, which takes longer than all else in front of it, is for the next start of a machine.
 
     `released`: the machines that do not use any more what was taken back from them.
     """
@@ -40,35 +41,19 @@ def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Differen
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
     stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
-    handoffs = [write for machine in machines for write in _write(machine.handoff_file, facts)]
-    running = [change for machine in machines for change in _in_running(machine, facts, machine.name in released)]
-    return Difference((*removals, *settings, *running, *stage, *handoffs, *reload), refused)
-
-
-def _in_running(goal: MachineGoal, facts: Facts, released: bool) -> list[ChangeDevices]:
-    """Before the handoff, whose reader opens the nodes."""
-    machine = next(each for each in facts.machines if each.name == goal.name)
-    if machine.unit_state != "active" or machine.live is None:
-        return []
-    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, machine.live, facts) if not released))
-    if set(allow) == set(machine.live.allow) and goal.live.nodes == machine.live.nodes:
-        return []
-    others = tuple(entry for entry in machine.device_allow if entry not in (*machine.live.allow, *allow))
-    return [ChangeDevices(goal.name, machine.live, allow, others, goal.live.nodes)]
-
-
-def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[str]:
-    """Permissions for devices that are there and not granted any more: a pod may still be given them by the CDI spec.
-
-    One for a device that is gone goes at once: its number may be another device's soon.
-    """
-    present = {device_entry(node.number) for each in facts.vendors for node in _nodes(each)}
-    wanted = {entry.split()[0] for entry in goal.live.allow}
-    return [entry for entry in live.allow if (device := entry.split()[0]) in present and device not in wanted]
-
-
-def _nodes(vendor: VendorFacts) -> tuple[DeviceNode, ...]:
-    return vendor.devices if isinstance(vendor.devices, tuple) else ()
+    running = [
+        change for machine in machines for change in change_running(machine, facts, released=machine.name in released)
+    ]
+    handoffs = [
+        action
+        for machine in machines
+        for action in (*record_handed(machine, facts), *_write(machine.handoff_file, facts))
+    ]
+    later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
+    unused = collect(plan.goal, facts)
+    first, last = (unused, []) if stage else ([], unused)
+    actions = (*removals, *settings, *running, *first, *stage, *handoffs, *reload, *last, *later)
+    return Difference(actions, refused)
 
 
 def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:

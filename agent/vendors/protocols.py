@@ -6,8 +6,8 @@ from typing import Protocol
 
 from agent.conditions import Condition
 from agent.config import MachineSettings
-from agent.facts import CacheEntry, DrmDevice, GpuError, PciDevice, Seen, StagedRoot, VendorFacts
-from agent.goal import Grant, Share
+from agent.facts import CacheEntry, DrmDevice, GpuError, PciDevice, Seen, VendorFacts
+from agent.goal import DriverRoots, Grant, Share
 from agent.system.files import System
 
 
@@ -37,9 +37,7 @@ class HostVendor(Protocol):
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""
         ...
 
-    def grant(
-        self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share
-    ) -> Grant:
+    def grant(self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
         """What a machine with these settings gets. Pure."""
         ...
 

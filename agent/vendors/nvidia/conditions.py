@@ -107,7 +107,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
                 kind,
                 "ReloadNeeded",
                 f"libraries {library} wait until the kernel module {module} is reloaded or the host rebooted; "
-                f"the machine keeps those of {module}",
+                f"the machine keeps those of {module}, and DriverRootStaged says whether the others are staged",
             )
         return false(
             kind,

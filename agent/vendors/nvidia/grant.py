@@ -2,7 +2,7 @@
 
 from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
-from agent.goal import Grant, Share
+from agent.goal import DriverRoots, Grant, Share
 from agent.identity import DeviceKind
 
 KERNEL_DRIVER = "nvidia"
@@ -13,7 +13,7 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
 
 
-def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share) -> Grant:
+def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
     """GPUs by the machine's settings, their nodes by what the driver made, and the driver root that fits the module."""
     gpus, problems = _select(facts.gpus, settings.gpus, share)
     problems += tuple(
@@ -23,11 +23,13 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, staged: tuple[St
     if isinstance(facts.devices, tuple) and gpus:
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in gpus}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
+    serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
     return Grant(
         vendor=facts.vendor,
         gpus=tuple(sorted(gpu.pci_address for gpu in gpus)),
         nodes=nodes,
-        driver_root=_driver_root(facts.driver, staged) if gpus else None,
+        driver_root=serving,
+        waiting_root=waiting,
         problems=problems,
     )
 
@@ -83,14 +85,26 @@ def _capability_granted(capability: str, gpus: list[Gpu], settings: MachineSetti
     return any(gpu.minor is not None and capability.startswith(f"gpu{gpu.minor}/mig/") for gpu in gpus)
 
 
-def _driver_root(driver: Driver | None, staged: tuple[StagedRoot, ...]) -> StagedRoot | None:
-    """The host's files if they fit the loaded module; else what is staged for that module; else the newest staged."""
+def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
+    """The one for the loaded module, and the one of the host's files that waits until their module is loaded."""
     if driver is None:
-        return None
-    ours = sorted(root for root in staged if root.vendor == "nvidia")
-    if isinstance(driver.files, tuple) and driver.library_version == driver.module_version:
-        files, version = tuple(sorted(driver.files)), str(driver.library_version)
+        return None, None
+    ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
+    kept = [root for root in ours if root.index == roots.present]
+    new: StagedRoot | None = None
+    if isinstance(driver.files, tuple) and isinstance(driver.library_version, str):
+        files, version = tuple(sorted(driver.files)), driver.library_version
         same = [root for root in ours if root.version == version and root.files == files]
-        return same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files)
-    fitting = [root for root in ours if root.version == driver.module_version] or ours
-    return fitting[-1] if fitting else None
+        new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files)
+    serving: StagedRoot | None
+    if new and driver.module_version == new.version:
+        serving = new
+    elif isinstance(driver.module_version, str):
+        fitting = [root for root in ours if root.version == driver.module_version]
+        serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
+        # Nothing fits: what the machine has stays until something does.
+        serving = serving or (kept[0] if kept else None)
+    else:
+        # Between unloading and loading, or the host has just booted: which module comes is not known yet.
+        serving = next(iter((*kept, *reversed(ours))), new)
+    return serving, new if new != serving else None

@@ -2,8 +2,8 @@
 
 from agent.conditions import Condition
 from agent.config import MachineSettings
-from agent.facts import GpuError, StagedRoot, VendorFacts
-from agent.goal import Grant, Share
+from agent.facts import GpuError, VendorFacts
+from agent.goal import DriverRoots, Grant, Share
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.driver import SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
@@ -21,10 +21,8 @@ class Nvidia:
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)
 
-    def grant(
-        self, facts: VendorFacts, settings: MachineSettings, staged: tuple[StagedRoot, ...], share: Share
-    ) -> Grant:
-        return grant_nvidia(facts, settings, staged, share)
+    def grant(self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
+        return grant_nvidia(facts, settings, roots, share)
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)

@@ -1,0 +1,329 @@
+"""Upgrades of the host's driver: staged ahead, switched as a whole with the module, collected when nothing uses them.
+
+The host is that of tests/gpu_host.py: recorded names and links, everything else synthetic.
+"""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.actions import ClearRemains, RemoveDriverRoot, StageDriverRoot, WriteFile
+from agent.conditions import Condition, ConditionType
+from agent.config import Config, MachineSettings
+from agent.facts import Absent, Broken, Facts, FileState, Seen, StagedRoot, Unseen
+from agent.goal import Goal
+from agent.handoff import parse_handoff
+from agent.manifest import parse_handed, render_handed
+from agent.observe.loader_cache import CACHE
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, handed_roots_file, handoff_file
+from agent.plan import plan
+from agent.plan.diff import diff
+from agent.plan.driver_roots import collect
+from agent.prepare import prepare
+from agent.reconcile import Outcome
+from agent.system.commands import Completed
+from tests.example import FILES, VERSION, facts, nvidia
+from tests.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
+from tests.recorded import HOSTS, Host, ScriptedRunner
+from tests.test_prepare import MOUNT
+
+CONFIG = Config(machines={MACHINE: MachineSettings()})
+NEWER = "580.95.05"
+OLD = StagedRoot(0, "nvidia", VERSION, FILES)
+NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.new") for file in FILES))
+
+
+class RunnerWithRm(ScriptedRunner):
+    """Also runs the real rm(1), below the tree."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__()
+        self.tree = tree
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] != "rm":
+            return super().__call__(argv, timeout)
+        below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
+        done = subprocess.run(below, capture_output=True, timeout=timeout)
+        return Completed(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    tree = tmp_path / "host"
+    host = set_up(Host(tree, runner=RunnerWithRm(tree)))
+    host.command(*MOUNT)
+    return host
+
+
+def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
+    """The package manager replaces the files, and runs ldconfig; the module stays what it is."""
+    for directory, _, names in os.walk(f"{host.root}/usr"):
+        for path in (Path(directory, name) for name in names):
+            if path.is_symlink() and old in os.readlink(path):
+                target = os.readlink(path).replace(old, new)
+                path.unlink()
+                path.symlink_to(target)
+            if old in path.name:
+                path.rename(path.with_name(path.name.replace(old, new)))
+    host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
+    # Another inode, as ldconfig leaves it.
+    host.write(CACHE, b"written anew")
+
+
+def start_machine(host: Host) -> None:
+    units(host, "inactive")
+    prepare(MACHINE, reconciler(host))
+    units(host, "active")
+
+
+def driver_root(host: Host) -> str:
+    (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
+    return request.driver_root
+
+
+def handed(host: Host) -> tuple[int, ...]:
+    path = handed_roots_file(MACHINE)
+    return parse_handed(path, host.read(path))
+
+
+def condition(outcome: Outcome, kind: ConditionType) -> Condition:
+    return next(each for each in outcome.machines[0].conditions if each.type is kind)
+
+
+def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: Host) -> None:
+    start_machine(host)
+    before = host.identity(handoff_file(MACHINE))
+    upgrade(host)
+    outcome = reconciler(host).reconcile()
+    assert outcome.failures == ()
+    assert host.exists(f"{MANIFESTS}/1.json")
+    assert host.identity(handoff_file(MACHINE)) == before
+    assert condition(outcome, ConditionType.LIBRARIES_PRESENT).reason == "ReloadNeeded"
+    staged = condition(outcome, ConditionType.DRIVER_ROOT_STAGED)
+    assert staged.message == (
+        f"driver {VERSION} is driver root 0; driver {NEWER} is driver root 1, and waits until its kernel module is "
+        "loaded"
+    )
+    # Unloaded: the machine keeps what it has, though the newest is another.
+    host.remove_file("/sys/module/nvidia/version")
+    assert reconciler(host).reconcile().actions == ()
+    assert driver_root(host) == "/run/host-nvidia/0"
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    outcome = reconciler(host).reconcile()
+    assert not [action for action in outcome.actions if action.startswith("stage")]
+    assert driver_root(host) == "/run/host-nvidia/1"
+    (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
+    assert not [file for file in request.files if VERSION in file.target]
+
+
+def test_a_root_that_was_handed_stays_until_the_machine_is_started_anew(host: Host) -> None:
+    start_machine(host)
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    assert handed(host) == (0, 1)
+    assert reconciler(host).reconcile().actions == ()
+    library = f"{HOST_NVIDIA}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+    assert host.exists(library)
+    start_machine(host)
+    assert handed(host) == (1,)
+    assert not host.exists(f"{HOST_NVIDIA}/0")
+    assert host.entries(MANIFESTS) == ("1.json",)
+    assert host.entries(REMOVED) == ()
+
+
+def test_an_upgrade_that_was_taken_back_leaves_nothing(host: Host) -> None:
+    """What waits was never handed to anybody."""
+    start_machine(host)
+    upgrade(host)
+    reconciler(host).reconcile()
+    assert host.exists(f"{HOST_NVIDIA}/1")
+    upgrade(host, old=NEWER, new=VERSION)
+    outcome = reconciler(host).reconcile()
+    assert outcome.actions == (f"remove driver root 1 (nvidia driver {NEWER}), which nothing uses",)
+    assert host.entries(MANIFESTS) == ("0.json",)
+    assert not host.exists(f"{HOST_NVIDIA}/1")
+
+
+def test_unused_roots_make_place_for_a_new_one(host: Host) -> None:
+    """A stopped machine's old set goes before the new one is staged, not after."""
+    start_machine(host)
+    units(host, "inactive")
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    host.write(f"{HOST_NVIDIA}/0/usr/bin/nvidia-smi", b"spoiled")
+    host.make_directory(f"{HOST_NVIDIA}/1")
+    outcome = reconciler(host).reconcile()
+    kinds = [action.partition(" driver root")[0].split()[0] for action in outcome.actions]
+    assert kinds.index("remove") < kinds.index("stage")
+    assert driver_root(host) == "/run/host-nvidia/2"
+    # Root 0 is named by the handoff of that moment, and goes with the pass after.
+    assert "remove driver root 1 (spoiled or half made), which nothing uses" in outcome.actions
+    assert reconciler(host).reconcile().actions == ("remove driver root 0 (spoiled or half made), which nothing uses",)
+
+
+def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
+    start_machine(host)
+    deep = Path(f"{host.root}{REMOVED}/7")
+    deep.mkdir(parents=True)
+    directory = os.open(deep, os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("d", dir_fd=directory)
+        below = os.open("d", os.O_RDONLY, dir_fd=directory)
+        os.close(directory)
+        directory = below
+    os.close(directory)
+    host.make_directory(f"{STAGING}/3")
+    outcome = reconciler(host).reconcile()
+    assert outcome.actions == (f"remove what was left of driver roots: {STAGING}/3, {REMOVED}/7",)
+    assert host.entries(REMOVED) == host.entries(STAGING) == ()
+
+
+def test_a_link_that_a_machine_put_in_a_root_s_place_is_not_followed(host: Host) -> None:
+    host.file("/srv/precious", "stays")
+    host.make_directory(HOST_NVIDIA)
+    host.symlink(f"{HOST_NVIDIA}/0", "/srv")
+    reconciler(host).reconcile()
+    reconciler(host).reconcile()
+    assert host.read("/srv/precious") == b"stays"
+    assert not host.exists(f"{HOST_NVIDIA}/0")
+
+
+# ---- by facts
+
+
+def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) -> Facts:
+    """A host whose files are NEW's, with a machine that runs; `machine` replaces fields of it."""
+    vendor = nvidia()
+    assert vendor.driver is not None
+    driver = replace(vendor.driver, library_version=NEWER, files=NEW.files, module_version=module)
+    found = facts(replace(vendor, driver=driver))
+    fields = {"unit_state": "active", "handed_roots": (), **machine}
+    running = replace(found.machines[0], **fields)  # type: ignore[arg-type]
+    next_index = max((root.index for root in staged), default=-1) + 1
+    return replace(found, machines=(running,), staged=staged, next_driver_root_index=next_index)
+
+
+def with_handoff(found: Facts, root: StagedRoot) -> Facts:
+    """As if the machine had been handed `root` before."""
+    vendor = nvidia()
+    assert vendor.driver is not None
+    fitting = replace(vendor.driver, library_version=root.version, module_version=root.version, files=root.files)
+    handoff = plan(CONFIG, replace(facts(replace(vendor, driver=fitting)), staged=(root,))).goal.machines[0]
+    state = FileState(handoff.handoff_file.content, owned=False)
+    return replace(found, files={**found.files, handoff_file(MACHINE): state})
+
+
+def removed(found: Facts) -> list[int]:
+    actions = diff(plan(CONFIG, found), found).actions
+    return [action.index for action in actions if isinstance(action, RemoveDriverRoot)]
+
+
+def test_the_waiting_root_is_staged_after_the_handoffs() -> None:
+    """It keeps nobody from its GPUs, also when there is no space for it."""
+    found = seen(OLD)
+    actions = diff(plan(CONFIG, found), found).actions
+    assert actions[-1] == StageDriverRoot(NEW)
+    assert [type(action) for action in actions if isinstance(action, WriteFile | StageDriverRoot)][-2:] == [
+        WriteFile,
+        StageDriverRoot,
+    ]
+
+
+@pytest.mark.parametrize("module", ["535.1", Absent("not loaded"), Unseen("permission denied")])
+def test_without_a_fitting_root_the_machine_keeps_the_one_it_has(module: Seen[str]) -> None:
+    found = with_handoff(seen(OLD, NEW, module=module), OLD)
+    assert plan(CONFIG, found).goal.driver_roots == (OLD,)
+
+
+def test_on_a_host_that_booted_without_the_module_the_newest_is_taken() -> None:
+    assert plan(CONFIG, seen(OLD, NEW, module=Absent("not loaded"))).goal.driver_roots == (NEW,)
+    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (replace(NEW, index=0),)
+
+
+@pytest.mark.parametrize("module", [VERSION, NEWER])
+def test_the_sets_of_module_and_files_stay_without_any_gpu(module: str) -> None:
+    """They come back with the GPU, and staging takes long."""
+    found = seen(OLD, NEW, module=module, unit_state="inactive")
+    vendor = replace(found.vendors[0], gpus=(), devices=())
+    assert collect(Goal((), ()), replace(found, vendors=(vendor,))) == (
+        [] if module == VERSION else [RemoveDriverRoot(0, f"nvidia driver {VERSION}")]
+    )
+
+
+def test_what_no_machine_was_handed_since_its_start_is_collected() -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
+    assert removed(found) == [0]
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,)), NEW)) == []
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,), unit_state="inactive"), NEW)) == [0]
+    # Not answered yet, and nothing recorded: the handoff on disk counts.
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER), OLD)) == []
+
+
+def test_spoiled_roots_are_collected_by_the_same_rule() -> None:
+    found = with_handoff(seen(NEW, module=NEWER, handed_roots=(4,)), NEW)
+    assert removed(replace(found, spoiled_roots=(0, 1, 4))) == [0]
+
+
+@pytest.mark.parametrize(
+    "blind",
+    [
+        {"handed_roots": Absent("no record")},
+        {"handed_roots": Unseen("permission denied")},
+        {"handed_roots": Broken("no JSON")},
+        {"handed_roots": Absent("no record"), "unit_state": Unseen("no answer")},
+    ],
+)
+def test_nothing_goes_where_what_a_machine_uses_is_not_known(blind: dict[str, object]) -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER, **blind), NEW)
+    assert removed(replace(found, spoiled_roots=(7,))) == []
+
+
+@pytest.mark.parametrize("content", [Unseen("permission denied"), Broken("a directory"), b"garbled"])
+def test_nothing_goes_while_a_handoff_cannot_be_read(content: Seen[bytes]) -> None:
+    found = seen(OLD, NEW, module=NEWER)
+    assert removed(replace(found, files={**found.files, handoff_file(MACHINE): FileState(content, owned=False)})) == []
+
+
+def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
+    (vendor,) = found.vendors
+    assert vendor.driver is not None
+    for driver in (
+        replace(vendor.driver, files=Unseen("time limit")),
+        replace(vendor.driver, files=Broken("half unpacked")),
+        replace(vendor.driver, module_version=Unseen("time limit")),
+    ):
+        assert removed(replace(found, vendors=(replace(vendor, driver=driver),))) == []
+    assert removed(replace(found, vendors=(replace(vendor, devices=Unseen("time limit")),))) == []
+
+
+def test_remains_are_left_to_a_staging_that_is_due() -> None:
+    path = f"{STAGING}/1"
+    found = with_handoff(replace(seen(OLD), staging_remains=(path,)), OLD)
+    assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, ClearRemains)]
+    done = replace(found, staged=(OLD, NEW))
+    assert ClearRemains((path,)) in diff(plan(CONFIG, done), done).actions
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"version": 2, "indices": []}', b'{"version": 1, "indices": [-1]}'])
+def test_a_record_that_is_not_ours_says_nothing(host: Host, data: bytes) -> None:
+    """So that nothing is collected until the machine's next start, which begins a new one."""
+    start_machine(host)
+    host.write(handed_roots_file(MACHINE), data)
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    reconciler(host).reconcile()
+    assert reconciler(host).reconcile().actions == ()
+    assert host.exists(f"{HOST_NVIDIA}/0")
+    start_machine(host)
+    assert not host.exists(f"{HOST_NVIDIA}/0")
+
+
+def test_the_record_is_read_back() -> None:
+    assert parse_handed("record", render_handed((3, 1, 3))) == (1, 3)
