@@ -167,6 +167,10 @@ class System:
         found = os.statvfs(self._at(path))
         return found.f_bavail * found.f_frsize
 
+    def place(self, path: str) -> str:
+        """Where a path really is, links followed, for system calls that take names (inotify_add_watch(2))."""
+        return self._at(path)
+
     # ---- writing
 
     def make_directory(self, path: str) -> None:

@@ -32,6 +32,12 @@ class HostVendor(Protocol):
     name: str
     services: tuple[str, ...]
     """Units whose state `observe` wants to know."""
+    module_names: tuple[str, ...]
+    """Patterns (fnmatch) of the kernel modules that it needs, as /sys/module has them."""
+    node_names: tuple[str, ...]
+    """Patterns (fnmatch) of what is in /dev: what comes, goes or changes there, `observe` has to look at."""
+    node_directories: tuple[str, ...]
+    """Directories, which may be missing, where all names matter so."""
 
     def observe(self, sources: Sources) -> VendorFacts:
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""

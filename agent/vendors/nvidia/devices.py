@@ -48,6 +48,10 @@ RULES = {
         Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]+)"), ("nvidia-caps-imex-channels",)),
     ),
 }
+DRI = "/dev/dri"
+NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
+"""In /dev, of all nodes of RULES, of their directories, and of DRI."""
+NODE_DIRECTORIES: tuple[str, ...] = (*(directory for directory in RULES if directory != "/dev"), DRI)
 
 
 def parse_majors(text: str) -> dict[str, int]:

@@ -18,6 +18,8 @@ VERSION = re.compile(r"[0-9]+\.[0-9.]*[0-9]")
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
+MODULE_NAMES: tuple[str, ...] = ("nvidia*",)
+"""nvidia, nvidia_uvm, nvidia_modeset, nvidia_drm, nvidia_peermem, nvidia_fs."""
 
 
 def observe_driver(

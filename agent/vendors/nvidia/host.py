@@ -5,7 +5,8 @@ from agent.config import MachineSettings
 from agent.facts import GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant, Share
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.driver import SERVICES
+from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
+from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.xid import parse_xid
@@ -17,6 +18,9 @@ class Nvidia:
 
     name = "nvidia"
     services = SERVICES
+    module_names = MODULE_NAMES
+    node_names = NODE_NAMES
+    node_directories = NODE_DIRECTORIES
 
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)

@@ -1,0 +1,89 @@
+"""The sources of a real host. What is watched of a vendor's nodes, the vendor says."""
+
+import hashlib
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from fnmatch import fnmatchcase
+
+from agent.handoff import SIZE_LIMIT
+from agent.observe.loader_cache import CACHE
+from agent.paths import MACHINES_RUNTIME, REPORT_NAME, report_directory
+from agent.system.files import System
+from agent.vendors.protocols import HostVendor
+from agent.wakeups import Source
+from agent.wakeups.directories import ANY, FILES, Directories
+from agent.wakeups.udev import Udev
+
+DEV = "/dev"
+REPORTS = "reports"
+HEARTBEAT = 90.0
+"""Seconds: a report comes each 60 s. The first one after a longer silence is news, whatever it says."""
+MANY, PERIOD = 10, 60.0
+"""Passes that the reports of one machine may cause within so many seconds; beyond, the timer has to do."""
+
+
+def host_sources(system: System, vendors: tuple[HostVendor, ...]) -> tuple[Source, ...]:
+    """Everything that tells of a change."""
+    return (
+        Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
+        device_nodes(system, vendors),
+        loader_cache(system),
+        Directories(
+            REPORTS, system, lambda: report_directories(system), NewReports(system).matters, FILES, mounts=True
+        ),
+    )
+
+
+def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
+    """Nodes that vendors name. Drivers that make nodes without a sysfs device cause no event of udev's."""
+    patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
+    directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
+
+    def matters(directory: str, name: str) -> bool:
+        return directory != DEV or name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
+
+
+def loader_cache(system: System) -> Directories:
+    """Its directory: ldconfig replaces the file, and a watch stays with the old one."""
+    directory, _, cache = CACHE.rpartition("/")
+    return Directories("loader-cache", system, lambda: (directory,), lambda _, name: name in (cache, ANY), FILES)
+
+
+def report_directories(system: System) -> list[str]:
+    """Those of all machines, configured or not, as prepare@ made them."""
+    try:
+        return [report_directory(name) for name in system.entries(MACHINES_RUNTIME)]
+    except FileNotFoundError:
+        return []
+
+
+class NewReports:
+    """Tells news from heartbeats, and bounds what a machine can make its host do by writing reports."""
+
+    def __init__(self, system: System, clock: Callable[[], float] = time.monotonic) -> None:
+        self._system, self._clock = system, clock
+        self._known: dict[str, tuple[bytes, float]] = {}
+        """The last report's digest, and when it came."""
+        self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
+
+    def matters(self, directory: str, name: str) -> bool:
+        """Whether that machine's report is another one, or the first one for long."""
+        if name not in (REPORT_NAME, ANY):
+            return False
+        try:
+            content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
+        except OSError as error:
+            content = str(error.errno).encode()
+        now, digest = self._clock(), hashlib.sha256(content).digest()
+        known, came = self._known.get(directory, (b"", now))
+        self._known[directory] = digest, now
+        if digest == known and now - came < HEARTBEAT:
+            return False
+        passes = self._passes[directory]
+        if len(passes) == MANY and now - passes[0] < PERIOD:
+            return False
+        passes.append(now)
+        return True
