@@ -1,4 +1,4 @@
-"""The service: passes on start, on SIGHUP and by a slow timer, in one thread; told to systemd, the log and HTTP."""
+"""The service: passes on start, on events, on SIGHUP and by a slow timer, in one thread; told to systemd and HTTP."""
 
 import faulthandler
 import logging
@@ -26,6 +26,9 @@ from agent.server import Endpoint, Page, Site
 from agent.signals import BrokenOffError, Signals
 from agent.system.files import System
 from agent.system.host_runner import host_runner
+from agent.vendors.host import HOST_VENDORS
+from agent.wakeups import Wakeups
+from agent.wakeups.host import REPORTS, host_sources
 
 log = logging.getLogger("agent.daemon")
 
@@ -45,7 +48,9 @@ class Timing:
 
     interval: float = 60.0
     pending: float = 5.0
-    """Between passes while a machine has not answered its handoff."""
+    """Between passes while a machine has not answered its handoff, if no event would tell of its answer."""
+    pending_watched: float = 15.0
+    """The same, where reports are watched: what else an answer waits for has no event."""
     pending_limit: float = 120.0
     """From then on `interval` holds: an image without our half never answers."""
     back_off: float = 5.0
@@ -71,8 +76,10 @@ class Daemon:
         notifier: Notifier,
         timing: Timing,
         system: System,
+        wakeups: Wakeups,
     ) -> None:
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
+        self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
         self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
@@ -94,6 +101,7 @@ class Daemon:
     def loop(self, signals: Signals) -> None:
         """Until SIGTERM."""
         ready, trigger = False, "start"
+        self._wakeups.open()
         while not signals.stop:
             reloading, signals.reload = signals.reload, False
             if reloading:
@@ -108,7 +116,7 @@ class Daemon:
                 self._notifier.send("READY=1")
             if not signals.stop:
                 trigger, delay = self.next()
-                signals.wait(delay)
+                trigger = self._wakeups.wait(delay, signals) or trigger
 
     def reload(self) -> None:
         """Read the configuration again; one that is wrong, or whose address cannot be had, changes nothing."""
@@ -156,7 +164,7 @@ class Daemon:
         self._notifier.send("WATCHDOG=1")
 
     def next(self) -> tuple[str, float]:
-        """What starts the next pass if no signal does, and in how many seconds."""
+        """What starts the next pass if no event or signal does, and in how many seconds."""
         timing, now = self._timing, time.monotonic()
         pending = any(machine.pending for machine in self._machines())
         if not pending:
@@ -166,7 +174,8 @@ class Daemon:
         if self._failed_in_a_row:
             trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
         elif self._pending_since is not None and now - self._pending_since < timing.pending_limit:
-            trigger, delay = "pending", timing.pending
+            watched = self._wakeups.watches(REPORTS)
+            trigger, delay = "pending", timing.pending_watched if watched else timing.pending
         else:
             trigger, delay = "timer", timing.interval
         if self._watchdog:
@@ -231,6 +240,7 @@ class Daemon:
             observed=self._observed,
             config_good=self._config_good,
             config_loaded=self._config_loaded,
+            wakeups=self._wakeups.tallies,
         )
         not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
         pages = health.pages(machines, alive, not_seen, self._notes())
@@ -252,12 +262,11 @@ def run(
     # The watchdog's SIGABRT shows in the journal where each thread was.
     faulthandler.enable()
     log_to(sys.stderr)
-    timing = timing or Timing()
+    timing, system = timing or Timing(), system or System(host_runner)
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
     busy = "another unbounded-agent serves this host"
-    system = system or System(host_runner)
     with locked(system, INSTANCE_LOCK, 0, busy):
-        daemon = Daemon(load, make, notifier, timing, system)
+        daemon = Daemon(load, make, notifier, timing, system, Wakeups(host_sources(system, HOST_VENDORS)))
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

@@ -7,7 +7,7 @@ from platform import python_version
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
@@ -16,6 +16,7 @@ from agent.facts import Broken, DeviceNode, Driver, Facts, Gpu, Unseen, VendorFa
 from agent.identity import DeviceKind
 from agent.reconcile import MachineOutcome, Outcome
 from agent.server import Page
+from agent.wakeups import Tally
 
 PREFIX = "unbounded_agent"
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -40,6 +41,7 @@ class View:
     config_good: bool = True
     config_loaded: float = 0.0
     """When the configuration in force was read, seconds since the epoch."""
+    wakeups: tuple[Tally, ...] = ()
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
@@ -83,6 +85,7 @@ def families(view: View) -> Iterator[Metric]:
     yield _value(
         "config_last_reload_success_timestamp_seconds", "When the configuration in force was read.", view.config_loaded
     )
+    yield from _wakeup_families(view.wakeups)
 
 
 def condition(machine: MachineOutcome, kind: ConditionType) -> Condition:
@@ -179,6 +182,22 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     # A driver that gives GPUs a node of their own numbers them; others have only DRM's render nodes.
     wanted = DeviceKind.DRI_RENDER if gpu.minor is None else DeviceKind.GPU
     return "ok" if any(node.kind is wanted and node.pci_address == gpu.pci_address for node in nodes) else "missing"
+
+
+def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
+    asked, lost = (
+        CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["source"])
+        for name, text in (
+            ("wakeups", "Passes that events asked for, by what told of them."),
+            ("wakeup_source_losses", "Times that a source of events broke, or could not be opened at the start."),
+        )
+    )
+    watching = _gauge("wakeup_source_watching", "1 while the source tells of events.", "source")
+    for tally in tallies:
+        asked.add_metric([tally.name], tally.wakeups)
+        lost.add_metric([tally.name], tally.losses)
+        watching.add_metric([tally.name], tally.watching)
+    yield from (asked, lost, watching)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

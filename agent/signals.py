@@ -1,11 +1,9 @@
 """SIGHUP, SIGTERM and SIGINT for the loop: as flags that end a wait, and a pass only after a grace."""
 
-import select
+import contextlib
 import signal
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 
 from agent.notify import Notifier
@@ -33,14 +31,21 @@ class Signals:
         signal.signal(signal.SIGINT, self._on_stop)
         signal.signal(signal.SIGALRM, self._on_grace_over)
 
-    def wait(self, seconds: float) -> None:
-        """Until a signal has come, or the time is over."""
-        deadline = time.monotonic() + seconds
-        while not (self.stop or self.reload) and (left := deadline - time.monotonic()) > 0:
-            if select.select([self._reading], [], [], left)[0]:
-                self._reading.recv(4096)
+    @property
+    def pending(self) -> bool:
+        """Whether the loop has something else to do than to wait."""
+        return self.stop or self.reload
 
-    @contextmanager
+    def fileno(self) -> int:
+        """Readable once a signal has come."""
+        return self._reading.fileno()
+
+    def drain(self) -> None:
+        """Make it unreadable again, before the flags are looked at."""
+        with contextlib.suppress(BlockingIOError):
+            self._reading.recv(4096)
+
+    @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
         """Within, a stop breaks off after its grace. What was written stays whole: writes are atomic."""
         self._in_pass = True

@@ -23,7 +23,7 @@ from tests import simulated_reconciler
 CHILDREN = multiprocessing.get_context("forkserver")
 """Forked from a process that has imported everything already: the imports took most of the time of these tests."""
 CHILDREN.set_forkserver_preload(["tests.simulated_reconciler"])
-FAST = {"interval": 0.3, "pending": 0.1, "pending_limit": 0.6, "back_off": 0.1, "grace": 1.0}
+FAST = {"interval": 0.3, "pending": 0.1, "pending_watched": 0.1, "pending_limit": 0.6, "back_off": 0.1, "grace": 1.0}
 SLOW = FAST | {"interval": 60.0}
 
 pytestmark = pytest.mark.processes
@@ -314,6 +314,38 @@ def test_passes_by_timer_with_jitter(service: Service) -> None:
 
     wait_for(one_is_shorter_than_the_interval)
     assert min(gaps) >= 0.1
+
+
+def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    time.sleep(0.5)
+    assert len(service.passes()) == 1
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: service.metric('wakeups_total{source="loader-cache"}') == 1)
+    assert service.metric('reconcile_duration_seconds_count{trigger="loader-cache"}') == 1
+    time.sleep(0.5)
+    assert len(service.passes()) == 2, "the pass itself is no event"
+
+
+def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
+    service.behave(hold=True)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.behave()
+    wait_for(lambda: len(service.passes()) == 2)
+
+
+def test_a_source_that_there_is_not_is_said_and_shown(service: Service) -> None:
+    """No udevd runs in the test's tree; the other sources do their work."""
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.metric('wakeup_source_watching{source="udev"}') == 0
+    assert service.metric('wakeup_source_losses_total{source="udev"}') == 1
+    assert service.log().count("<3>udev: not watched") == 1
+    for source in ("device-nodes", "loader-cache", "reports"):
+        assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
 
 
 def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) -> None:

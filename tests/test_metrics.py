@@ -30,11 +30,13 @@ from agent.identity import DeviceKind, DeviceNumber
 from agent.live import LiveSettings
 from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
 from agent.reconcile import MachineOutcome
+from agent.wakeups import Tally
 from tests.simulated_reconciler import GPUS, VENDOR, conditions, outcome
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RULES = REPOSITORY / "systemd/prometheus"
 READY = MachineOutcome("gpu-node", conditions(), gpus=GPUS)
+WAKEUPS = (Tally("udev", watching=True, wakeups=3, losses=1), Tally("reports", losses=2))
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -53,7 +55,9 @@ def value(samples: Samples, name: str, **labels: str) -> float | None:
 
 
 def view_of(*machines: MachineOutcome, vendor: VendorFacts = VENDOR) -> View:
-    return View("0.1.0", machines, outcome(*machines, vendor=vendor), observed=1.7e9, config_loaded=1.6e9)
+    return View(
+        "0.1.0", machines, outcome(*machines, vendor=vendor), observed=1.7e9, config_loaded=1.6e9, wakeups=WAKEUPS
+    )
 
 
 def test_a_ready_machine() -> None:
@@ -180,6 +184,14 @@ def test_counters_start_at_zero_and_add_up() -> None:
     assert value(samples, "config_reloads_total", result="failed") == 1
     assert value(samples, "reconcile_duration_seconds_count", trigger="timer") == 2
     assert value(samples, "reconcile_duration_seconds_bucket", trigger="retry", le="0.25") == 1
+
+
+def test_sources_of_events() -> None:
+    samples = scrape(view_of(READY))
+    assert value(samples, "wakeups_total", source="udev") == 3
+    assert value(samples, "wakeup_source_losses_total", source="udev") == 1
+    assert value(samples, "wakeup_source_watching", source="udev") == 1
+    assert value(samples, "wakeup_source_watching", source="reports") == 0
 
 
 def test_every_action_has_a_kind() -> None:
