@@ -188,7 +188,14 @@ def test_a_machine_cannot_keep_its_host_busy(reports: Reports) -> None:
     assert sum(asked) == MANY
     assert not reports.reports.matters(REPORTS, "")
     assert reports.arrives("later", after=PERIOD)
-    assert reports.reports.matters(REPORTS.replace("gpu-node", "other"), ""), "another machine's do not suffer"
+
+
+def test_a_machine_that_writes_much_does_not_delay_another(reports: Reports, host: Host) -> None:
+    other = REPORTS.replace("gpu-node", "other")
+    assert not reports.reports.matters(other, ""), "none yet"
+    assert sum(reports.arrives(str(number), after=0.1) for number in range(200)) == MANY
+    host.write(f"{other}/report.json", b"one")
+    assert reports.reports.matters(other, "report.json")
 
 
 def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Path) -> None:

@@ -22,6 +22,9 @@ HEARTBEAT = 90.0
 MANY, PERIOD = 10, 60.0
 """Passes that the reports of one machine may cause within so many seconds; beyond, the timer has to do."""
 
+NONE = b""
+"""Instead of a report's digest."""
+
 
 def host_sources(system: System, vendors: tuple[HostVendor, ...]) -> tuple[Source, ...]:
     """Everything that tells of a change."""
@@ -73,12 +76,9 @@ class NewReports:
         """Whether that machine's report is another one, or the first one for long."""
         if name not in (REPORT_NAME, ANY):
             return False
-        try:
-            content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
-        except OSError as error:
-            content = str(error.errno).encode()
-        now, digest = self._clock(), hashlib.sha256(content).digest()
-        known, came = self._known.get(directory, (b"", now))
+        now, digest = self._clock(), self._digest(directory)
+        # A machine that starts for the first time has none, which is no news while prepare@ makes its pass.
+        known, came = self._known.get(directory, (NONE, now))
         self._known[directory] = digest, now
         if digest == known and now - came < HEARTBEAT:
             return False
@@ -87,3 +87,13 @@ class NewReports:
             return False
         passes.append(now)
         return True
+
+    def _digest(self, directory: str) -> bytes:
+        try:
+            content = self._system.read_untrusted(f"{directory}/{REPORT_NAME}", SIZE_LIMIT)[0]
+        except FileNotFoundError:
+            return NONE
+        except OSError as error:
+            # Something else than a report: the pass says what.
+            return str(error.errno).encode()
+        return hashlib.sha256(content).digest()
