@@ -16,7 +16,8 @@ from agent.system.looking import look
 def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
     """Its root directory, unit and last report; the report's bytes are not looked into here."""
     report = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{report_directory(name)}/{REPORT_NAME}")
-    content, age = (report[0], max(0.0, time.time() - report[1])) if isinstance(report, tuple) else (report, 0.0)
+    # A report from the future says that the clock was set back: of unknown age, so it counts as old if far ahead.
+    content, age = (report[0], abs(time.time() - report[1])) if isinstance(report, tuple) else (report, 0.0)
     if isinstance(content, Absent):
         content = Absent(f"machine {name} has not reported")
     return MachineFacts(
