@@ -62,6 +62,10 @@ class Condition:
     message: str
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
+    losses: tuple[float, ...] = ()
+    """Of Ready: when it became False lately, seconds since the epoch (agent.stability)."""
+    good_since: float = 0.0
+    """Of Ready: since when nothing was False; 0 while something is."""
 
 
 def true(kind: ConditionType, reason: str, message: str) -> Condition:

@@ -22,6 +22,7 @@ from agent.observe.udev import DeviceSource
 from agent.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit
 from agent.plan import Plan, plan
 from agent.plan.diff import Difference, diff
+from agent.stability import with_time
 from agent.system.files import System
 
 LOCK_WAIT = 10.0
@@ -40,7 +41,7 @@ class MachineOutcome:
     gpus: tuple[str, ...] = ()
     """PCI addresses of the granted GPUs."""
     pending: bool = False
-    """The latest handoff is not answered by a report yet: look again soon."""
+    """The latest handoff is not answered by a report yet, or Ready has to settle: look again soon."""
     stopped: bool = False
     """It exists and has settings of ours, but does not run."""
     has_run: bool = False
@@ -142,8 +143,10 @@ class Reconciler:
                 outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
             else:
                 outcome = self._judge(machine, goal, facts, difference.refused.get(machine.name, ""))
-            conditions = with_transitions(outcome.conditions, history.get(machine.name, ()), now)
-            machines.append(replace(outcome, conditions=conditions))
+            before = history.get(machine.name, ())
+            conditions = with_transitions(with_time(outcome.conditions, before, now), before, now)
+            settling = conditions[-1].reason == "Settling"
+            machines.append(replace(outcome, conditions=conditions, pending=outcome.pending or settling))
         return tuple(machines)
 
     def _without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:

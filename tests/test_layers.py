@@ -18,6 +18,7 @@ LAYERS = (
         "documents",
         "handoff",
         "judgement",
+        "stability",
         "goal",
         "actions",
         "ownership",
