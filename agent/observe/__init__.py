@@ -1,5 +1,8 @@
 """Look at the host: everything afresh in each pass, but for the loader's cache while its file is the same."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from agent.config import Config
 from agent.facts import Facts, Seen
 from agent.observe.files import observe_files, read_owned
@@ -10,9 +13,13 @@ from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version
 from agent.paths import machine_of, machine_unit
+from agent.system.deadlines import DEVICE_READ, bounded
 from agent.system.files import System
+from agent.system.looking import why_not
 from agent.vendors.host import HOST_VENDORS
 from agent.vendors.protocols import Sources
+
+D = TypeVar("D")
 
 
 def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache) -> Facts:
@@ -26,8 +33,8 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     sources = Sources(
         system=system,
         architecture=system.architecture(),
-        pci=devices.pci_devices(),
-        drm=devices.drm_devices(),
+        pci=_listed("the PCI devices in sysfs", devices.pci_devices),
+        drm=_listed("the DRM devices in sysfs", devices.drm_devices),
         loader_cache=listing.entries if isinstance(listing, Listing) else listing,
         units={service: units[service].state for service in services},
         lost=observe_lost(system),
@@ -49,3 +56,14 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         problems=tuple(problem for problem in (discarded, garbled) if problem),
         files=observe_files(names, owned, system),
     )
+
+
+def _listed(what: str, listing: Callable[[], Seen[D]]) -> Seen[D]:
+    """In bounded time: libudev reads `uevent`, for which some kernels wait until a driver lets go of its device.
+
+    (6.9 and what was backported from it, "driver core: Fix uevent_show() vs driver detach race"; reverted in 6.11.)
+    """
+    try:
+        return bounded(what, listing, DEVICE_READ)
+    except OSError as error:
+        return why_not(what, error)

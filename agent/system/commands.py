@@ -33,7 +33,8 @@ class TimeLimitError(Exception):
 Runner = Callable[[tuple[str, ...], float], Completed]
 """Starts a program (arguments, time limit in seconds) with a null standard input and ENVIRONMENT, in `/`, and waits.
 
-Raises FileNotFoundError or PermissionError when it cannot be started, TimeLimitError when it ran out of time.
+Raises FileNotFoundError or PermissionError when it cannot be started, TimeLimitError when it ran out of time, and
+TimeoutError when it could not even be killed then.
 """
 
 
@@ -43,6 +44,9 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
         completed = runner(argv, timeout)
     except TimeLimitError as error:
         raise CommandError(argv, f"stopped after its time limit of {timeout:.0f} s") from error
+    except TimeoutError as error:
+        hint = "it cannot even be killed: see the kernel's log for the disk or device that it waits for"
+        raise CommandError(argv, error.strerror or "no answer", hint=hint) from error
     except FileNotFoundError as error:
         raise CommandError(argv, "not found", hint=f"install the package that has {argv[0]}") from error
     except OSError as error:

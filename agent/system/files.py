@@ -2,9 +2,9 @@
 
 import contextlib
 import errno
-import fcntl
 import os
 import stat
+from collections.abc import Callable
 
 from agent.identity import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
@@ -15,8 +15,6 @@ LINK_LIMIT = 40
 """Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
 """What connect(2) says of a socket that was left behind, is full or of another type, and of files that are none."""
-FICLONE = 0x40049409
-"""ioctl_ficlone(2), from linux/fs.h: share the extents of another file."""
 
 
 class System:
@@ -231,15 +229,13 @@ class System:
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
         self.sync_directory(os.path.dirname(new))
 
-    def copy(self, source: str, target: str, mode: int) -> None:
-        """A copy with data of its own: shared extents where the file system can (reflink), else copied."""
+    def copy(self, source: str, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
+        """A copy with data of its own, on disk when this returns; `progress` hears of parts of a large one."""
+        # Here, as the machine half copies nothing.
+        from agent.system.copying import copy_content
+
         with open(self._at(source), "rb") as reading, open(self._at(target, follow=False), "xb") as writing:
-            try:
-                fcntl.ioctl(writing.fileno(), FICLONE, reading.fileno())
-            except OSError:
-                # EOPNOTSUPP, EXDEV, EINVAL: no reflinks here.
-                while os.copy_file_range(reading.fileno(), writing.fileno(), 1 << 30):
-                    pass
+            copy_content(reading.fileno(), writing.fileno(), progress)
             os.fchmod(writing.fileno(), mode)
             os.fsync(writing.fileno())
 

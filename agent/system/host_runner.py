@@ -5,10 +5,20 @@ import io
 import sh
 
 from agent.system.commands import ENVIRONMENT, Completed, TimeLimitError
+from agent.system.deadlines import bounded
+
+KILL_MARGIN = 3.0
+"""Seconds after the time limit in which a killed program must be gone."""
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """A Runner. `sh` kills the program's whole session at the time limit."""
+    """A Runner. A program that SIGKILL does not end is left behind, and not started again before it is gone."""
+    # Threads of `sh` are daemon threads as the one that it is called in: none holds up the end of this process.
+    return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
+
+
+def _run(argv: tuple[str, ...], timeout: float) -> Completed:
+    """`sh` kills the program's whole session at the time limit."""
     try:
         command = sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))
     except sh.CommandNotFound as error:

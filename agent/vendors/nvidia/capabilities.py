@@ -7,6 +7,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
+from agent.system.deadlines import read_device_text
 from agent.system.files import System
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
@@ -23,7 +24,7 @@ def observe_capabilities(system: System) -> dict[int, str]:
     table: dict[str, int] | None = None
     for name in _walk(system, "", DEPTH):
         try:
-            match = MINOR.search(system.read_text(f"{CAPABILITIES}/{name}"))
+            match = MINOR.search(read_device_text(system, f"{CAPABILITIES}/{name}"))
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
@@ -55,7 +56,7 @@ def _tables(system: System) -> dict[str, int]:
     minors = {}
     for table in MINOR_TABLES:
         with contextlib.suppress(FileNotFoundError):
-            for line in system.read_text(table).splitlines():
+            for line in read_device_text(system, table).splitlines():
                 name, _, minor = line.rpartition(" ")
                 if minor.isdecimal():
                     minors[name] = int(minor)

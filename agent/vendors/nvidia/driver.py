@@ -4,6 +4,7 @@ import re
 
 from agent.facts import Absent, Broken, DeviceNode, Driver, Seen, Unseen
 from agent.identity import DeviceKind
+from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.looking import look
 from agent.vendors.nvidia.gpus import has_nvswitch
@@ -37,13 +38,13 @@ def observe_driver(
 
 def observe_module(system: System) -> Seen[str]:
     """The loaded module's version; Absent when it is not loaded."""
-    text = look(system.read_text, MODULE_VERSION)
+    text = look(lambda path: read_device_text(system, path), MODULE_VERSION)
     if isinstance(text, str):
         version = text.strip()
         return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: {version[:80]!a}")
     if not isinstance(text, Absent):
         return text
-    text = look(system.read_text, PROC_VERSION)
+    text = look(lambda path: read_device_text(system, path), PROC_VERSION)
     if isinstance(text, Absent):
         return Absent("the kernel module nvidia is not loaded")
     if not isinstance(text, str):

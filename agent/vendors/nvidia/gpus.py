@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from agent.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
+from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.looking import look
 
@@ -96,5 +97,5 @@ def _is_gpu(device: PciDevice) -> bool:
 
 
 def _information(system: System, address: str) -> Seen[Information]:
-    text = look(system.read_text, f"{GPUS}/{address}/information")
+    text = look(lambda path: read_device_text(system, path), f"{GPUS}/{address}/information")
     return parse_information(text) if isinstance(text, str) else text

@@ -1,0 +1,79 @@
+"""Calls that may never return (in D state not even SIGKILL helps): left behind at their deadline, and not repeated."""
+
+import errno
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+T = TypeVar("T")
+
+DEVICE_READ = 5.0
+"""Seconds for what a driver answers: the first use of a GPU holds NVIDIA's lock for some."""
+
+
+class _Call(Generic[T]):
+    """One call in a thread of its own. A daemon thread: the process's end does not wait for it."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="bounded", daemon=True)
+        self._thread.start()
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it came to an end."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """What it returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._result  # type: ignore[return-value]
+
+    def _run(self) -> None:
+        try:
+            self._result = self._call()
+        except BaseException as error:
+            self._error = error
+
+
+_left: dict[str, _Call[Any]] = {}
+"""Calls by name that missed their deadline. One for the process: a thread that hangs stays whoever asked for it."""
+
+
+class Reader(Protocol):
+    """The part of agent.system.files.System that is needed here."""
+
+    root: str
+
+    def read_text(self, path: str) -> str: ...
+
+
+def bounded(what: str, call: Callable[[], T], seconds: float) -> T:
+    """What `call` returns or raises; TimeoutError when it takes longer, or an earlier one of that name still hangs."""
+    if what in stuck():
+        raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
+    try:
+        running = _Call(call)
+    except RuntimeError as error:
+        # TasksMax= of the unit, or the host's limit.
+        raise OSError(errno.EAGAIN, str(error), what) from error
+    if not running.wait(seconds):
+        _left[what] = running
+        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
+    return running.result()
+
+
+def stuck() -> tuple[str, ...]:
+    """Names of the calls that missed their deadline and have not come back."""
+    for what in [what for what, each in _left.items() if each.wait(0)]:
+        del _left[what]
+    return tuple(_left)
+
+
+def read_device_text(system: Reader, path: str) -> str:
+    """As System.read_text, of a file that a driver answers for: TimeoutError where it does not."""
+    place = path if system.root == "/" else system.root + path
+    return bounded(place, lambda: system.read_text(path), DEVICE_READ)
