@@ -32,7 +32,10 @@ class Applied:
 
 
 def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
-    """One bad file does not hold up another machine; only a handoff is left out once staging has failed."""
+    """One bad file does not hold up another machine; only a handoff is left out once staging has failed.
+
+    `progress` hears of each step, and gets an empty text while a long one goes on.
+    """
     done: list[Action] = []
     failures: list[str] = []
     staging_failed = False
@@ -43,7 +46,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
             continue
         progress(action.describe())
         try:
-            perform(action, system)
+            perform(action, system, lambda: progress(""))
             done.append(action)
         except (AgentError, OSError) as error:
             staging_failed = staging_failed or isinstance(action, StageDriverRoot)
@@ -53,7 +56,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     return Applied(tuple(done), tuple(failures))
 
 
-def perform(action: Action, system: System) -> None:
+def perform(action: Action, system: System, going_on: Callable[[], None] = lambda: None) -> None:
     """Do one step. Raises OSError or an AgentError."""
     match action:
         case WriteFile(path, content, mode):
@@ -61,7 +64,7 @@ def perform(action: Action, system: System) -> None:
         case RemoveFile(path):
             system.remove(path)
         case StageDriverRoot(root):
-            stage(root, system)
+            stage(root, system, going_on)
         case ChangeDevices():
             change_devices(action, system)
         case RemoveDriverRoot(index):

@@ -103,7 +103,8 @@ def _as_root(config: Config) -> Config:
 
 
 def _progress(sentence: str) -> None:
-    print(f"unbounded-agent: {sentence}", file=sys.stderr, flush=True)
+    if sentence:
+        print(f"unbounded-agent: {sentence}", file=sys.stderr, flush=True)
 
 
 def _tell_failures(failures: Sequence[str]) -> int:

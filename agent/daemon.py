@@ -24,6 +24,7 @@ from agent.reconcile import MachineOutcome, Outcome
 from agent.server import OPENMETRICS as OPENMETRICS_KEY
 from agent.server import Endpoint, Page, Site
 from agent.signals import BrokenOffError, Signals
+from agent.system.deadlines import stuck
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from agent.vendors.host import HOST_VENDORS
@@ -34,6 +35,11 @@ log = logging.getLogger("agent.daemon")
 
 
 Progress = Callable[[str], None]
+
+PROGRESS_INTERVAL = 1.0
+"""Seconds between two signs of life of the same step: a driver has a hundred files."""
+START_STEP = 120
+"""Seconds that systemd waits for the next step of a start, the watchdog's."""
 
 
 class Passes(Protocol):
@@ -94,6 +100,7 @@ class Daemon:
         self._failures: tuple[str, ...] = ()
         self._problems: tuple[str, ...] = ()
         self._failed_in_a_row = 0
+        self._told_progress = 0.0
         self._pending_since: float | None = None
         self._told: dict[str, dict[ConditionType, Condition]] = {}
         self._publish()
@@ -179,20 +186,26 @@ class Daemon:
         else:
             trigger, delay = "timer", timing.interval
         if self._watchdog:
-            delay = min(delay, self._watchdog / 3)
+            delay = min(delay, self._watchdog / 2)
         return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
 
     def _progress(self, sentence: str) -> None:
-        """A step of a pass begins: the only sign of life within one."""
-        log.info("%s", one_line(sentence))
-        self._notifier.status(sentence)
-        self._notifier.send("WATCHDOG=1")
+        """A step of a pass begins, or (no text) goes on: the only sign of life within a pass."""
+        if sentence:
+            log.info("%s", one_line(sentence))
+            self._notifier.status(sentence)
+        elif time.monotonic() - self._told_progress < PROGRESS_INTERVAL:
+            return
+        self._told_progress = time.monotonic()
+        # A first pass that copies a whole driver from a slow disk may take longer than TimeoutStartSec=.
+        self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
 
     def _notes(self) -> tuple[health.Check, ...]:
         """What /readyz?verbose says besides, and what decides nothing."""
         why_not = self._gpu_errors.why_not
         last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
-        return ((not why_not, "kernel-log", why_not or "ok"), *last)
+        hanging = tuple((False, "stuck", what) for what in stuck())
+        return ((not why_not, "kernel-log", why_not or "ok"), *hanging, *last)
 
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Every configured machine, as far as it is known."""
@@ -241,6 +254,7 @@ class Daemon:
             config_good=self._config_good,
             config_loaded=self._config_loaded,
             wakeups=self._wakeups.tallies,
+            stuck=len(stuck()),
         )
         not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
         pages = health.pages(machines, alive, not_seen, self._notes())

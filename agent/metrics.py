@@ -42,6 +42,8 @@ class View:
     config_loaded: float = 0.0
     """When the configuration in force was read, seconds since the epoch."""
     wakeups: tuple[Tally, ...] = ()
+    stuck: int = 0
+    """Reads and commands that missed their deadline and have not come back."""
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
@@ -79,6 +81,11 @@ def families(view: View) -> Iterator[Metric]:
         yield _value(
             "observation_last_success_timestamp_seconds", "When the host was last observed in full.", view.observed
         )
+    yield _value(
+        "stuck_operations",
+        "Reads of drivers' files and commands that missed their deadline and still hang.",
+        view.stuck,
+    )
     yield _value(
         "config_last_reload_successful", "Whether the last attempt to read the configuration worked.", view.config_good
     )

@@ -74,11 +74,13 @@ class Reconciler:
     system: System
     devices: DeviceSource
     progress: Callable[[str], None] = lambda _: None
+    """Hears each step's sentence when it begins, and an empty text when a part of one is done."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
 
     def look(self) -> tuple[Facts, Plan, Difference]:
         """Facts, goal and what is between them; changes nothing."""
         facts = observe(self.config, self.system, self.devices, self.loader_cache)
+        self.progress("")
         if facts.systemd_version < SYSTEMD_MINIMUM:
             raise UnsupportedError(
                 f"systemd {facts.systemd_version} is too old, {SYSTEMD_MINIMUM} or newer is needed",

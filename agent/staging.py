@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from collections.abc import Callable
 
 from agent.errors import ApplyError
 from agent.facts import Library, StagedRoot
@@ -17,8 +18,11 @@ REMOVAL_LIMIT = 60
 """Seconds for one removal: root in a machine can have put any number of files into a driver root."""
 
 
-def stage(root: StagedRoot, system: System) -> None:
-    """Copy (reflink where the file system can), record, then publish by one rename. Raises ApplyError, OSError."""
+def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
+    """Copy (reflink where the file system can), record, then publish by one rename. Raises ApplyError, OSError.
+
+    `progress` hears of each file that is on disk, and of parts of large ones.
+    """
     system.make_directory(HOST_NVIDIA)
     system.make_directory(STAGING)
     _clear(system)
@@ -37,15 +41,16 @@ def stage(root: StagedRoot, system: System) -> None:
         if file.link:
             system.link(path, file.link)
         else:
-            identities[file.target] = _copy(file, path, system)
+            identities[file.target] = _copy(file, path, system, progress)
+            progress()
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
     system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root, identities))
     system.rename(partial, f"{HOST_NVIDIA}/{root.index}")
 
 
-def _copy(file: Library, path: str, system: System) -> FileIdentity:
-    system.copy(file.source, path, 0o755 if file.executable else 0o644)
+def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> FileIdentity:
+    system.copy(file.source, path, 0o755 if file.executable else 0o644, progress)
     source, copied = system.identity(file.source), system.identity(path)
     if (source.size, source.mtime_ns) != (file.size, file.mtime_ns) or copied.size != file.size:
         raise ApplyError(f"{file.source}: changed while it was staged", "the next pass looks again")

@@ -6,6 +6,7 @@ Its root directory holds etc/unbounded-agent/config.toml and behaviour.json.
 import json
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from agent.errors import AgentError, ApplyError, ConfigError
 from agent.facts import DeviceNode, Driver, Facts, Gpu, Unseen, VendorFacts
 from agent.identity import DeviceKind, DeviceNumber
 from agent.reconcile import MachineOutcome, Outcome
+from agent.system.deadlines import bounded
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 
@@ -62,11 +64,12 @@ class SimulatedReconciler:
     """Does what behaviour.json says.
 
     `hold`: a pass goes on until it no longer says so; `steps`, `error`,
-    `failures`, `pending`, `condition`, `unseen`.
+    `failures`, `pending`, `condition`, `unseen`; `stuck`: a read (a thread that waits) or a command does not end.
     """
 
     def __init__(self, config: Config, progress: Callable[[str], None], root: Path) -> None:
         self.config, self.progress, self.root = config, progress, root
+        self.system = System(host_runner)
 
     def _behaviour(self) -> dict[str, Any]:
         content: dict[str, Any] = json.loads((self.root / "behaviour.json").read_text())
@@ -80,6 +83,10 @@ class SimulatedReconciler:
             self.progress(step)
         while self._behaviour().get("hold"):
             time.sleep(0.01)
+        if behaviour.get("stuck") == "read":
+            bounded("/proc/driver/simulated", threading.Event().wait, behaviour["seconds"])
+        if behaviour.get("stuck") == "command":
+            self.system.run("sleep", "1000", timeout=behaviour["seconds"])
         if behaviour.get("error"):
             raise ApplyError(behaviour["error"])
         different = []

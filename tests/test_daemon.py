@@ -198,6 +198,59 @@ def test_sigterm_lets_a_pass_end_in_its_grace(service: Service) -> None:
     assert "in the middle" not in service.log()
 
 
+@pytest.mark.parametrize("stuck", ["read", "command"])
+def test_sigterm_does_not_wait_for_what_is_stuck(service: Service, stuck: str) -> None:
+    service.behave(stuck=stuck, seconds=500)
+    service.start(SLOW | {"grace": 0.2})
+    wait_for(lambda: service.passes())
+    time.sleep(0.3)
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert time.monotonic() - started < 60, "not its 500 s"
+    assert "stopped in the middle of a pass" in service.log()
+
+
+def test_a_stuck_read_is_counted_named_and_does_not_stop_the_service(service: Service) -> None:
+    service.behave(stuck="read", seconds=0.1)
+    service.start(FAST)
+    wait_for(lambda: service.passes())
+    wait_for(lambda: service.metric("stuck_operations") == 1)
+    wait_for(lambda: len(service.passes()) >= 5)
+    assert service.metric("stuck_operations") == 1, "never piled up"
+    assert "[-]stuck /proc/driver/simulated\n" in service.get("/readyz?verbose")[1]
+    assert "an earlier attempt still hangs" in service.log()
+    service.behave()
+    wait_for(lambda: ready(service))
+
+
+def test_errors_of_gpus_are_followed(service: Service) -> None:
+    """A simulated /dev/kmsg: a plain file, of which each read takes what was appended."""
+    log = service.root / "dev/kmsg"
+    log.parent.mkdir()
+    log.write_bytes(b"3,1,1,-;NVRM: Xid (PCI:0000:01:00): 48, before the start\n")
+    (service.root / "sys/bus/pci/devices/0000:01:00.0").mkdir(parents=True)
+    service.start(FAST)
+    wait_for(lambda: ready(service))
+    with log.open("ab") as file:
+        file.write(b"3,2,2,-;NVRM: Xid (PCI:0000:01:00): 31, pid=1, name=x\n")
+    wait_for(lambda: service.metric('gpu_xid_errors_total{gpu="0000:01:00.0",xid="31"}') == 1)
+    assert service.get("/metrics")[1].count("gpu_xid_errors_total{") == 1
+    status, body = service.get("/readyz?verbose")
+    assert status == 200
+    assert "[+]kernel-log ok\n[+]gpu 0000:01:00.0 Xid 31: " in body
+
+
+def test_parts_of_a_step_are_signs_of_life_but_no_lines(service: Service) -> None:
+    service.behave(steps=["stage driver", *[""] * 50])
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    told = [each for each in service.notified if "WATCHDOG=1" in each]
+    assert told[1] == "WATCHDOG=1\nEXTEND_TIMEOUT_USEC=120000000"
+    assert 3 <= len(told) < 10, "begin, the step, end; its parts at most once a second"
+    assert service.log().count("<6>\n") == 0
+
+
 def test_sighup_reads_the_configuration_again(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))

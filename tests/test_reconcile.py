@@ -84,9 +84,9 @@ class CrashingHost(Host):
         self._effect()
         super().link(path, target)
 
-    def copy(self, source: str, target: str, mode: int) -> None:
+    def copy(self, source: str, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
         self._effect()
-        super().copy(source, target, mode)
+        super().copy(source, target, mode, progress)
 
     def rename(self, old: str, new: str) -> None:
         self._effect()

@@ -10,6 +10,7 @@ import pytest
 
 from agent import paths
 from agent.config import MachineSettings
+from agent.daemon import START_STEP, Timing
 from agent.inside import node_condition
 from agent.prepare import LOCK_WAIT
 
@@ -105,7 +106,7 @@ def test_the_service_is_supervised_and_ends_soon() -> None:
     service = settings(SERVICE, "Service")
     assert (service["Type"], service["KillMode"], service["Restart"]) == ("notify", "mixed", "always")
     assert int(service["TimeoutStopSec"]) <= 10
-    assert int(service["WatchdogSec"]) > 0
+    assert int(service["WatchdogSec"]) == START_STEP >= 2 * Timing().interval
     assert service["RestartPreventExitStatus"] == "2", "bad input, by the command's exit codes"
 
 
