@@ -86,7 +86,7 @@ class SimulatedReconciler:
         if behaviour.get("stuck") == "read":
             bounded("/proc/driver/simulated", threading.Event().wait, behaviour["seconds"])
         if behaviour.get("stuck") == "command":
-            self.system.run("sleep", "1000", timeout=behaviour["seconds"])
+            self.system.run("sleep", "120", timeout=behaviour["seconds"])
         if behaviour.get("error"):
             raise ApplyError(behaviour["error"])
         different = []
