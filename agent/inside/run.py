@@ -17,6 +17,7 @@ from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import check_advertised
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
+from agent.inside.outdated_pods import name_outdated
 from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
 from agent.inside.spec import Published, publish_spec
 from agent.paths import CONDITIONS_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
@@ -102,11 +103,11 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
         for request in handoff.requests
     ]
     on_node = _reported_of_node(system, notes)
+    conditions = _worst(condition for outcome in outcomes for condition in outcome.conditions)
+    if any(request.gpus for request in handoff.requests):
+        conditions = name_outdated(conditions, system, notes, handoff)
     return Outcome(
-        (
-            *_worst(condition for outcome in outcomes for condition in outcome.conditions),
-            *((on_node,) if on_node else ()),
-        ),
+        (*conditions, *((on_node,) if on_node else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
     )
 
