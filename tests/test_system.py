@@ -1,6 +1,7 @@
 """The door to files: atomic, within its root, and never blocking."""
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,10 @@ def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
     system.copy("/source", "/copy", 0o644)
     (tmp_path / "copy").write_bytes(b"spoiled")
     assert system.read("/source") == b"driver" * 1000
+
+
+def test_a_directory_that_several_make_at_once(system: System) -> None:
+    """The machine half writes its notes from threads, before their directory is there."""
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(50):
+            list(pool.map(system.make_directory, [f"/{number}/a/b/c"] * 8))

@@ -179,8 +179,10 @@ class System:
             missing.append(place)
             place = os.path.dirname(place)
         for directory in reversed(missing):
-            os.mkdir(directory)
-            os.chmod(directory, 0o755)
+            # Another thread, or the other service of a machine, may make it meanwhile.
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)
+                os.chmod(directory, 0o755)
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: never half-written, whatever happens."""
