@@ -81,14 +81,15 @@ class Daemon:
         make: Callable[[Config, Progress], Passes],
         notifier: Notifier,
         timing: Timing,
-        system: System,
+        gpu_errors: GpuErrors,
         wakeups: Wakeups,
     ) -> None:
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
-        self._gpu_errors = GpuErrors(system, self._metrics.gpu_error)
+        self._gpu_errors = gpu_errors
+        gpu_errors.counted = self._metrics.gpu_error
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
         self._reconciler = self._make(self._config, self._progress)
@@ -280,7 +281,9 @@ def run(
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
     busy = "another unbounded-agent serves this host"
     with locked(system, INSTANCE_LOCK, 0, busy):
-        daemon = Daemon(load, make, notifier, timing, system, Wakeups(host_sources(system, HOST_VENDORS)))
+        gpu_errors = GpuErrors(system)
+        wakeups = Wakeups((*host_sources(system, HOST_VENDORS), gpu_errors))
+        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

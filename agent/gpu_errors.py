@@ -1,9 +1,11 @@
 """GPU errors in the kernel's log, as the daemon follows them: counted, told, and kept where a GPU is lost."""
 
 import logging
+import select
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 from agent.facts import GpuError
 from agent.handoff import one_line
@@ -16,27 +18,53 @@ from agent.vendors.host import HOST_VENDORS
 log = logging.getLogger("agent.gpu_errors")
 
 
+Counted: TypeAlias = Callable[[str, int, int], None]
+"""Hears PCI address, number of the error, and how often it came."""
+
+
 class GpuErrors:
-    """A source of wake-ups: `fileno` for poll(2), `read` takes what is there and says whether a pass is wanted."""
+    """Also a source of wake-ups (agent.wakeups.Source): a lost GPU asks for a pass."""
+
+    name = "kernel-log"
 
     def __init__(
         self,
         system: System,
-        counted: Callable[[str, int, int], None] = lambda address, number, times: None,
+        counted: Counted = lambda address, number, times: None,
         open_log: Callable[[str], KernelLog] = open_kernel_log,
     ) -> None:
-        """`counted` hears PCI address, number of the error, and how often it came; `open_log` gets the log's path."""
+        """`open_log` gets the log's path."""
+        self.counted = counted
         self.why_not = ""
         """What keeps the log from being read; empty while it is."""
         self.last: dict[str, str] = {}
         """The latest error of each GPU with its time, by PCI address."""
-        self._system, self._counted, self._open = system, counted, open_log
+        self._system, self._open = system, open_log
         self._log: KernelLog | None = None
         self._listen()
 
-    def fileno(self) -> int:
-        """-1 while the log cannot be read; `read` tries again."""
-        return self._log.fileno() if self._log else -1
+    def open(self) -> None:
+        """Follow the log from now on, if it is not followed yet. Raises OSError."""
+        if self._log is None:
+            self._listen()
+        if self._log is None:
+            raise OSError(self.why_not)
+
+    def close(self) -> None:
+        """The next `open` or `read` opens it again."""
+        if self._log:
+            self._log.close()
+            self._log = None
+
+    def polled(self) -> Mapping[int, int]:
+        return {self._log.fileno(): select.POLLIN} if self._log else {}
+
+    def asks(self) -> bool:
+        """As `read`, but raises OSError once the log cannot be read any more."""
+        lost = self.read()
+        if self._log is None:
+            raise OSError(self.why_not)
+        return lost
 
     @property
     def overruns(self) -> int:
@@ -63,7 +91,7 @@ class GpuErrors:
         return any(lost)
 
     def _take(self, error: GpuError, count: int) -> bool:
-        self._counted(error.pci_address, error.number, count)
+        self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
         level = logging.INFO if error.of_application else logging.WARNING
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
@@ -88,9 +116,7 @@ class GpuErrors:
             self.why_not = ""
 
     def _lose(self, why: str) -> None:
-        if self._log:
-            self._log.close()
-            self._log = None
+        self.close()
         if why != self.why_not:
             log.warning("errors of GPUs go unseen, which each pass tries again: %s", why)
         self.why_not = why

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ def test_a_log_that_fails_is_told_once_and_opened_again(
     found = follow()
     kernel_log.failing = [errno.EIO]
     assert found.read() is False
-    assert (found.why_not, found.fileno()) == ("/dev/kmsg: simulated", -1)
+    assert (found.why_not, found.polled()) == ("/dev/kmsg: simulated", {})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     kernel_log.write(PAGE_FAULT)
     found.read()
@@ -272,6 +273,21 @@ def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_bound_anew(
     assert devices_present(passes.run_pass()).status is Status.FALSE, "another GPU's driver"
     bind(gpu_host, FIRST)
     assert devices_present(passes.run_pass()).status is Status.TRUE
+
+
+def test_a_lost_gpu_asks_for_a_pass_and_others_do_not(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+    """As a source of wake-ups, whose loss is the wait's to mend."""
+    found = follow()
+    assert list(found.polled().values()) == [select.POLLIN]
+    kernel_log.write(PAGE_FAULT)
+    assert not found.asks()
+    kernel_log.write(OFF_THE_BUS)
+    assert found.asks()
+    kernel_log.failing = [errno.EIO]
+    with pytest.raises(OSError, match="/dev/kmsg: simulated"):
+        found.asks()
+    found.open()
+    assert found.polled()
 
 
 def test_only_machines_that_have_the_gpu_lose_it() -> None:
