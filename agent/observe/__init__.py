@@ -61,7 +61,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
 def _listed(what: str, listing: Callable[[], Seen[D]]) -> Seen[D]:
     """In bounded time: libudev reads `uevent`, for which some kernels wait until a driver lets go of its device.
 
-    (6.9 and what was backported from it, "driver core: Fix uevent_show() vs driver detach race"; reverted in 6.11.)
+    (Those of 2024 with "driver core: Fix uevent_show() vs driver detach race", which was reverted since.)
     """
     try:
         return bounded(what, listing, DEVICE_READ)
