@@ -1,11 +1,9 @@
 """Steps from what is to what should be. Data only: `agent.apply` does them, `plan` prints them."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from agent.facts import StagedRoot
-from agent.identity import DeviceNumber
 from agent.live import LiveSettings
 
 
@@ -81,20 +79,17 @@ class ChangeDevices:
 
     machine: str
     before: LiveSettings
-    allow: tuple[str, ...]
-    """The unit's DeviceAllow= list, but for `others`."""
+    after: LiveSettings
     others: tuple[str, ...]
-    """Entries of the list that are not ours: they stay."""
-    nodes: Mapping[str, DeviceNumber]
-    """All nodes that it is to have."""
+    """Entries of the unit's DeviceAllow= list that are not ours: they stay."""
 
     def describe(self) -> str:
-        bound = [path for path, number in self.nodes.items() if self.before.nodes.get(path) != number]
+        before, after = self.before, self.after
         parts = [
-            ("permit", [entry for entry in self.allow if entry not in self.before.allow]),
-            ("forbid", [entry for entry in self.before.allow if entry not in self.allow]),
-            ("bind", bound),
-            ("forget", [path for path in self.before.nodes if path not in self.nodes]),
+            ("permit", [entry for entry in after.allow if entry not in before.allow]),
+            ("forbid", [entry for entry in before.allow if entry not in after.allow]),
+            ("bind", [path for path, number in after.nodes.items() if before.nodes.get(path) != number]),
+            ("forget", [path for path in before.nodes if path not in after.nodes]),
         ]
         told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
         return f"change the devices of machine {self.machine}: {told}"

@@ -66,7 +66,7 @@ def perform(action: Action, system: System, going_on: Callable[[], None] = lambd
         case StageDriverRoot(root):
             stage(root, system, going_on)
         case ChangeDevices():
-            change_devices(action, system)
+            change_devices(action, system, going_on)
         case RemoveDriverRoot(index):
             remove_root(index, system)
         case ClearRemains(paths):

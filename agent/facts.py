@@ -6,6 +6,7 @@ Absent, Broken and Unseen are three different facts: only the first may ever rem
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from agent.granted import Granted
 from agent.identity import DeviceKind, DeviceNumber
 from agent.live import LiveSettings
 
@@ -192,6 +193,10 @@ class MachineFacts:
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[str, ...] = ()
     """DeviceAllow= of that unit as systemd has it, also from files of others."""
+    granted: Seen[Granted] = Absent("nothing was granted to it yet")
+    """By its present handoff."""
+    granted_age: float = 0.0
+    """Seconds since that was published."""
     live: LiveSettings | None = None
     """What the running machine has of its settings; None when unknown."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
@@ -219,6 +224,8 @@ class Facts:
     """Indices of driver roots that cannot be used: changed, half made, or without a manifest."""
     staging_remains: tuple[str, ...] = ()
     """Paths that an interrupted staging or removal left."""
+    staged_unseen: str = ""
+    """Why it cannot be told which driver roots are there; empty when it can be."""
     staged_problems: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from agent.facts import DeviceNode, StagedRoot
+from agent.granted import Granted
 from agent.handoff import Handoff
 from agent.live import LiveSettings
 
@@ -61,6 +62,8 @@ class MachineGoal:
     drop_in: OwnedFile
     handoff: Handoff
     handoff_file: OwnedFile
+    granted: Granted
+    """By that handoff."""
     live: LiveSettings
     """What the machine has of these settings once it runs with them."""
 

@@ -5,11 +5,10 @@ Kept in /run by the host half. A start of the machine makes it anew; without it 
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from agent.documents import accept_version, as_object, get, parse_object, strings
+from agent.documents import accept_version, get, parse_object, strings
 from agent.errors import DocumentError
-from agent.identity import DeviceNumber
 from agent.paths import LIVE_NAME
 
 VERSION = 1
@@ -23,34 +22,28 @@ class LiveSettings:
     """Digest of the settings that only a restart of the machine changes."""
     allow: tuple[str, ...]
     """The whole DeviceAllow= list of its unit, in its order."""
-    nodes: Mapping[str, DeviceNumber]
-    """What is bound, by path."""
+    nodes: Mapping[str, str]
+    """What is bound: `major:minor` by path. Mode and owner are the very inode's, and change with the host's node."""
+    rebound: str = ""
+    """The generation of the handoff for which all nodes were bound anew, as the machine said that it lacked some."""
 
 
 def render_live(live: LiveSettings) -> bytes:
     """The document."""
-    nodes = {
-        path: [number.major, number.minor, number.mode, number.uid, number.gid] for path, number in live.nodes.items()
-    }
-    document = {"version": VERSION, "fixed": live.fixed, "allow": list(live.allow), "nodes": nodes}
-    return json.dumps(document, indent=1).encode() + b"\n"
+    return json.dumps({"version": VERSION, **asdict(live)}, indent=1).encode() + b"\n"
 
 
 def parse_live(data: bytes) -> LiveSettings:
     """Raises DocumentError, which names the key."""
     document = parse_object(LIVE_NAME, data)
     accept_version(LIVE_NAME, document, (VERSION,))
-    nodes = as_object(f"{LIVE_NAME}: nodes", get(LIVE_NAME, document, "nodes", dict))
+    nodes = get(LIVE_NAME, document, "nodes", dict)
+    for path, number in nodes.items():
+        if not isinstance(number, str):
+            raise DocumentError(f"{LIVE_NAME}: key nodes[{path[:100]!a}] must be str")
     return LiveSettings(
         fixed=get(LIVE_NAME, document, "fixed", str),
         allow=strings(LIVE_NAME, document, "allow"),
-        nodes={path: _number(path, numbers) for path, numbers in nodes.items()},
+        nodes={**nodes},
+        rebound=get(LIVE_NAME, document, "rebound", str),
     )
-
-
-def _number(path: str, numbers: object) -> DeviceNumber:
-    match numbers:
-        case [int(major), int(minor), int(mode), int(uid), int(gid)]:
-            return DeviceNumber(major, minor, mode, uid, gid)
-        case _:
-            raise DocumentError(f"{LIVE_NAME}: key nodes[{path[:100]!a}] must be five whole numbers")

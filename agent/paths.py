@@ -38,6 +38,7 @@ HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
 LIVE_NAME = "live.json"
+GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """In the machine, on disk: the name of the Node object that has a condition of ours."""
 
@@ -75,6 +76,11 @@ def handoff_file(machine: str) -> str:
 def handed_roots_file(machine: str) -> str:
     """Names the driver roots that the machine was handed since it was started."""
     return f"{MACHINES_STATE}/{machine}/driver-roots.json"
+
+
+def granted_file(machine: str) -> str:
+    """What the machine was granted last; beside the directory that the machine sees, see agent.granted."""
+    return f"{MACHINES_STATE}/{machine}/{GRANTED_NAME}"
 
 
 def conditions_file(machine: str) -> str:

@@ -3,10 +3,11 @@
 import time
 
 from agent.errors import CommandError, ConfigError
-from agent.facts import Facts
-from agent.live import render_live
+from agent.facts import Absent, Facts, Unseen
+from agent.live import LiveSettings, render_live
+from agent.locks import locked
 from agent.manifest import render_handed
-from agent.paths import handed_roots_file, live_file, report_directory
+from agent.paths import PASS_LOCK, handed_roots_file, live_file, report_directory
 from agent.plan import Plan
 from agent.reconcile import Outcome, Reconciler
 from agent.system.files import System
@@ -15,6 +16,12 @@ POLL = 1.0
 """Seconds between two looks for a late driver."""
 LOCK_WAIT = 60.0
 """Seconds: the pass that staged a driver root may still be copying."""
+LOOKS = 10
+"""At a unit whose state cannot be seen."""
+PASSES = 3
+STOPPED = ("inactive", "failed", "activating")
+"""ActiveState of the machine's unit while this runs before its start."""
+BUSY = "another pass of unbounded-agent is still running"
 REPORT_MOUNT = ("-t", "tmpfs", "-o", "size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec", "unbounded-agent-report")
 """Small, so that a machine that fills it harms nobody."""
 
@@ -27,27 +34,49 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
     if _runs(name, reconciler):
         # `systemctl start` of a machine that runs pulls this in too: what it was started with stays what it was.
         return reconciler.reconcile(LOCK_WAIT)
-    reconciler.system.remove(live_file(name))
-    # No container of the last boot of the machine runs any more: its driver roots may go.
-    reconciler.system.write(handed_roots_file(name), render_handed(()))
+    system = reconciler.system
+    with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
+        system.remove(live_file(name))
+        # No container of the last boot of the machine runs any more: its driver roots may go.
+        system.write(handed_roots_file(name), render_handed(()))
     try:
-        _mount_report_directory(name, reconciler.system)
+        _mount_report_directory(name, system)
     except (CommandError, OSError) as error:
         reconciler.progress(f"the machine will not be able to report: {error}")
     _wait_for_driver(name, settings.driver_wait, reconciler)
+    return _settle(name, reconciler)
+
+
+def _settle(name: str, reconciler: Reconciler) -> Outcome:
+    """Passes until the machine's files are the goal, then note that it starts with them.
+
+    Nodes may come while a pass goes on: what is noted and not in the files would never be given to the machine.
+    """
     outcome = reconciler.reconcile(LOCK_WAIT)
-    for machine in outcome.machines:
-        if machine.name == name and machine.starts_with and not outcome.failures:
-            reconciler.system.write(live_file(name), render_live(machine.starts_with))
+    for _ in range(PASSES - 1):
+        if _starts_with(name, outcome):
+            break
+        outcome = reconciler.reconcile(LOCK_WAIT)
+    live = _starts_with(name, outcome)
+    if live:
+        with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            reconciler.system.write(live_file(name), render_live(live))
     return outcome
 
 
+def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
+    return next((machine.starts_with for machine in outcome.machines if machine.name == name), None)
+
+
 def _runs(name: str, reconciler: Reconciler) -> bool:
-    facts = reconciler.look()[0]
-    return any(
-        machine.name == name and machine.unit_state in ("active", "reloading", "deactivating")
-        for machine in facts.machines
-    )
+    """Also when that cannot be seen for long: what belongs to a machine that runs must not be made anew."""
+    for _ in range(LOOKS):
+        machines = reconciler.look()[0].machines
+        state = next((machine.unit_state for machine in machines if machine.name == name), Absent("not observed"))
+        if not isinstance(state, Unseen):
+            return isinstance(state, str) and state not in STOPPED
+        time.sleep(POLL)
+    return True
 
 
 def _mount_report_directory(name: str, system: System) -> None:

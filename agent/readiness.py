@@ -17,6 +17,7 @@ from agent.conditions import (
 from agent.config import MachineSettings
 from agent.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
 from agent.goal import Grant, MachineGoal
+from agent.granted import Granted
 from agent.observe.report import Report
 from agent.vendors.host import host_vendor
 
@@ -94,10 +95,20 @@ def pending(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> boo
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Whether what is not granted any more may be forbidden: its own half has taken it out of use, or is silent."""
-    if not isinstance(report, Report) or machine.report_age > STALE_AFTER:
-        return not isinstance(report, Unseen)
-    return report.generation == goal.handoff.generation
+    """Whether what is not granted any more may be forbidden: its own half took it out of use, or had its time."""
+    if isinstance(report, Report) and report.generation == goal.handoff.generation:
+        return True
+    # Nor is a machine waited for that only says that it goes on: what was taken back may be another machine's now.
+    asked = isinstance(machine.granted, Granted) and machine.granted == goal.granted
+    silent = not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER
+    return silent or (asked and machine.granted_age > STALE_AFTER)
+
+
+def lacks_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+    """Whether the machine says of this very handoff that a node is missing, or another one."""
+    if not isinstance(report, Report) or report.generation != goal.handoff.generation:
+        return False
+    return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, "WrongNode") for each in report.conditions)
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:

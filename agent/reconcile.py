@@ -21,7 +21,7 @@ from agent.observe.report import Report, parse_report
 from agent.observe.udev import DeviceSource
 from agent.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit
 from agent.plan import Plan, plan
-from agent.plan.diff import Difference, diff
+from agent.plan.diff import Difference, Said, diff, settings_pending
 from agent.stability import with_time
 from agent.system.files import System
 
@@ -47,7 +47,7 @@ class MachineOutcome:
     has_run: bool = False
     """It ran in this boot."""
     starts_with: LiveSettings | None = None
-    """What a start of the machine uses now; None without a goal, and when the settings are not ours."""
+    """What a start of the machine uses now; None without a goal, and while its files are not that, or not ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +87,14 @@ class Reconciler:
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
         planned = plan(self.config, facts)
-        return facts, planned, diff(planned, facts, self._released(facts, planned))
+        return facts, planned, diff(planned, facts, self._said(facts, planned))
 
-    def _released(self, facts: Facts, planned: Plan) -> frozenset[str]:
-        """Machines in which nobody is about to stop using what they are not granted any more."""
+    def _said(self, facts: Facts, planned: Plan) -> Said:
         goals = {goal.name: goal for goal in planned.goal.machines}
-        return frozenset(
-            machine.name
-            for machine in facts.machines
-            if machine.name in goals and readiness.released(machine, goals[machine.name], read_report(machine))
-        )
+        machines = [(each, goals[each.name], read_report(each)) for each in facts.machines if each.name in goals]
+        released = [each.name for each, goal, report in machines if readiness.released(each, goal, report)]
+        lacking = [each.name for each, goal, report in machines if readiness.lacks_nodes(goal, report)]
+        return Said(frozenset(released), frozenset(lacking))
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """One pass, then a start of what is stopped, never a restart. Raises AgentError when no pass is possible.
@@ -144,7 +142,7 @@ class Reconciler:
             if goal is None:
                 outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
             else:
-                outcome = self._judge(machine, goal, facts, difference.refused.get(machine.name, ""))
+                outcome = self._judge(machine, goal, facts, difference)
             before = history.get(machine.name, ())
             conditions = with_transitions(with_time(outcome.conditions, before, now), before, now)
             settling = conditions[-1].reason == "Settling"
@@ -156,8 +154,8 @@ class Reconciler:
             return readiness.held(machine, planned.held[machine.name])
         return readiness.without_gpus(self.config.machines[machine.name], facts)
 
-    def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, refused: str) -> MachineOutcome:
-        report = read_report(machine)
+    def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference) -> MachineOutcome:
+        report, refused = read_report(machine), difference.refused.get(machine.name, "")
         return MachineOutcome(
             name=machine.name,
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
@@ -165,7 +163,7 @@ class Reconciler:
             pending=not refused and readiness.pending(goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
-            starts_with=None if refused else goal.live,
+            starts_with=None if refused or settings_pending(goal, difference) else goal.live,
         )
 
     def _start(self, name: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ import pytest
 from agent.actions import ClearRemains, RemoveDriverRoot, StageDriverRoot, WriteFile
 from agent.conditions import Condition, ConditionType
 from agent.config import Config, MachineSettings
-from agent.facts import Absent, Broken, Facts, FileState, Seen, StagedRoot, Unseen
+from agent.facts import Absent, Broken, Facts, Seen, StagedRoot, Unseen
 from agent.goal import Goal
 from agent.handoff import parse_handoff
 from agent.manifest import parse_handed, render_handed
@@ -215,8 +215,7 @@ def with_handoff(found: Facts, root: StagedRoot) -> Facts:
     assert vendor.driver is not None
     fitting = replace(vendor.driver, library_version=root.version, module_version=root.version, files=root.files)
     handoff = plan(CONFIG, replace(facts(replace(vendor, driver=fitting)), staged=(root,))).goal.machines[0]
-    state = FileState(handoff.handoff_file.content, owned=False)
-    return replace(found, files={**found.files, handoff_file(MACHINE): state})
+    return replace(found, machines=(replace(found.machines[0], granted=handoff.granted),))
 
 
 def removed(found: Facts) -> list[int]:
@@ -284,10 +283,10 @@ def test_nothing_goes_where_what_a_machine_uses_is_not_known(blind: dict[str, ob
     assert removed(replace(found, spoiled_roots=(7,))) == []
 
 
-@pytest.mark.parametrize("content", [Unseen("permission denied"), Broken("a directory"), b"garbled"])
-def test_nothing_goes_while_a_handoff_cannot_be_read(content: Seen[bytes]) -> None:
+@pytest.mark.parametrize("granted", [Unseen("Input/output error"), Broken("not JSON")])
+def test_nothing_goes_while_it_cannot_be_told_what_was_granted(granted: Broken | Unseen) -> None:
     found = seen(OLD, NEW, module=NEWER)
-    assert removed(replace(found, files={**found.files, handoff_file(MACHINE): FileState(content, owned=False)})) == []
+    assert removed(replace(found, machines=(replace(found.machines[0], granted=granted),))) == []
 
 
 def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:

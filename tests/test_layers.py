@@ -12,6 +12,7 @@ LAYERS = (
     ("errors", "paths", "versions"),
     (
         "identity",
+        "granted",
         "live",
         "facts",
         "conditions",

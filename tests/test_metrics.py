@@ -204,7 +204,7 @@ def test_every_action_has_a_kind() -> None:
         RemoveDriverRoot(0, "").describe(),
         ClearRemains(()).describe(),
         ReloadUnits().describe(),
-        ChangeDevices("gpu-node", LiveSettings("", (), {}), (), (), {}).describe(),
+        ChangeDevices("gpu-node", LiveSettings("", (), {}), LiveSettings("", (), {}), ()).describe(),
     )
     assert len(sentences) == len(get_args(Action))
     assert {sentence.split()[0] for sentence in sentences} == set(ACTIONS) - {"other"}

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, FileState, Library, StagedRoot
-from agent.identity import DeviceNumber
 from agent.live import LiveSettings, render_live
 from agent.manifest import render_manifest
 from agent.observe.files import observe_files, read_owned
@@ -164,7 +163,7 @@ def test_machine_without_anything(host: Host) -> None:
 
 def test_machine_that_reports(host: Host) -> None:
     host.make_directory("/var/lib/machines/node")
-    live = LiveSettings(DIGEST, ("char-pts rw",), {"/dev/nvidia0": DeviceNumber(195, 0)})
+    live = LiveSettings(DIGEST, ("char-pts rw",), {"/dev/nvidia0": "195:0"})
     host.file(live_file("node"), render_live(live))
     host.file(REPORT, "{}")
     facts = observe_machine("node", Unit("active", needs_reload=True), host)

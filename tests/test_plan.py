@@ -127,10 +127,12 @@ def test_gpus_that_are_gone_are_taken_back() -> None:
 
 
 def test_steps_come_in_an_order_that_is_safe() -> None:
-    """Driver roots before the handoff that names them, settings before the reload that reads them."""
+    """Driver roots before the handoff that names them; the reload last where it is for no start."""
     seen = facts()
     kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
-    assert kinds == [WriteFile, WriteFile, StageDriverRoot, WriteFile, ReloadUnits]
+    assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile, WriteFile]
+    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    assert type(diff(plan(CONFIG, running), running).actions[-1]) is ReloadUnits
 
 
 def test_nothing_to_do_is_nothing() -> None:
@@ -138,6 +140,7 @@ def test_nothing_to_do_is_nothing() -> None:
     goal = plan(CONFIG, seen).goal
     files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
     after = staged(goal.driver_roots[0], replace(seen, files=files))
+    after = replace(after, machines=(replace(after.machines[0], granted=goal.machines[0].granted),))
     assert diff(plan(CONFIG, after), after).actions == ()
 
 

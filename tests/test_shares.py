@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.config import Config, MachineSettings
-from agent.facts import Absent, Facts, FileState, MachineFacts
+from agent.facts import Absent, Facts, FileState, MachineFacts, Unseen
 from agent.paths import machine_files
 from agent.plan import plan
 from tests.example import address, facts, nvidia
@@ -44,9 +44,9 @@ def given_to(settings: Config, seen: Facts) -> dict[str, list[int]]:
 
 
 def after(settings: Config, seen: Facts, then: Facts) -> Facts:
-    """The host later, with the handoffs that were published for what was seen before."""
-    files = {file.path: FileState(file.content, True) for file in plan(settings, seen).goal.files()}
-    return replace(then, files=files)
+    """The host later, with what was granted for what was seen before."""
+    granted = {each.name: each.granted for each in plan(settings, seen).goal.machines}
+    return replace(then, machines=tuple(replace(each, granted=granted[each.name]) for each in then.machines))
 
 
 def test_numbers_of_gpus_do_not_overlap() -> None:
@@ -87,3 +87,19 @@ def test_no_gpu_is_given_twice_by_number(wanted: dict[str, int]) -> None:
     found = given_to(settings, host(*wanted))
     assert sum(map(len, found.values())) == len({gpu for gpus in found.values() for gpu in gpus})
     assert given_to(settings, after(settings, host(*wanted), host(*wanted))) == found
+
+
+def test_a_gpu_that_is_named_waits_for_its_machine() -> None:
+    """Its root directory may not be mounted yet: nobody else gets what would be taken back in a moment."""
+    seen = host("a", "b")
+    seen = replace(seen, machines=(replace(seen.machines[0], root=Absent("not mounted")), seen.machines[1]))
+    assert given_to(config(a=[address(0)], b="count=1"), seen) == {"b": [1]}
+
+
+def test_what_cannot_be_seen_is_not_given_away() -> None:
+    """Fail static: the machine whose grant cannot be read may have any of them."""
+    seen = host("a", "b")
+    unseen = Unseen("granted.json: Input/output error")
+    seen = replace(seen, machines=(replace(seen.machines[0], granted=unseen), seen.machines[1]))
+    found = plan(config(a="count=1", b="count=1"), seen)
+    assert found.held == {"a": unseen.why, "b": unseen.why}

@@ -2,12 +2,12 @@
 
 import errno
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import agent.inside.open_nodes
 from agent.conditions import Condition, ConditionType, false, not_applicable, true
-from agent.errors import AgentError
+from agent.errors import AgentError, ApplyError
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceNumber
 from agent.inside.notes import Notes
@@ -70,13 +70,16 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
     return _condition(known)
 
 
-def withdraw_nodes(system: System, notes: Notes, request: Request) -> Condition | None:
+def withdraw_nodes(
+    system: System, notes: Notes, request: Request, again: Set[str]
+) -> tuple[tuple[str, ...], Condition | None]:
     """Remove nodes that were granted since the machine's start and are no more; a condition only where that failed.
 
-    From the host none of it can be done: machinectl(1) binds into a running machine, and has no opposite.
+    `again`: what a newer handoff grants, whose nodes the host has bound already. From the host nothing can be removed:
+    machinectl(1) binds into a running machine, and has no opposite.
     """
     name = f"granted-{request.vendor}"
-    granted = {device.path for device in request.devices}
+    granted = {device.path for device in request.devices} | again
     stale = [path for path in notes.load(name).get("paths", []) if isinstance(path, str) and path not in granted]
     failures = []
     for path in stale:
@@ -86,9 +89,11 @@ def withdraw_nodes(system: System, notes: Notes, request: Request) -> Condition 
             granted.add(path)
             failures.append(str(error))
     notes.save(name, {"paths": sorted(granted)})
+    removed = tuple(path for path in stale if path not in granted)
     if not failures:
-        return None
-    return false(ConditionType.DEVICES_ALLOWED, "NotWithdrawn", f"not granted any more: {'; '.join(failures)}")
+        return removed, None
+    why = f"not granted any more: {'; '.join(failures)}"
+    return removed, false(ConditionType.DEVICES_ALLOWED, "NotWithdrawn", why)
 
 
 def _withdraw(system: System, path: str) -> None:
@@ -97,6 +102,8 @@ def _withdraw(system: System, path: str) -> None:
             break
         # --lazy: a program of the machine's own may still have it open, which lasts until that closes it.
         system.run("umount", "--lazy", path)
+    else:
+        raise ApplyError(f"{path}: {STACKED} mounts upon each other were removed, and there are more")
     # The mount point, an empty file. What is no such file was put there by somebody else.
     if system.is_file(path) and not system.identity(path).size:
         system.remove(path)

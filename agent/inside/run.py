@@ -163,10 +163,22 @@ def _settle_request(
     described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     advertised = ConditionType.GPUS_ADVERTISED
     # The spec first: from then on no pod is given a node that goes.
-    withdrawn = withdraw_nodes(system, notes, request)
+    removed, withdrawn = withdraw_nodes(system, notes, request, _granted_by_now(system))
+    if removed and described.status is not Status.TRUE:
+        # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
+        described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     on_node = _attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
+
+
+def _granted_by_now(system: System) -> frozenset[str]:
+    """Paths of the nodes of the handoff as it is now: the host may have published another one meanwhile."""
+    try:
+        handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+    except (AgentError, OSError):
+        return frozenset()
+    return frozenset(device.path for request in handoff.requests for device in request.devices)
 
 
 def _configured(

@@ -52,6 +52,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         next_driver_root_index=staged.next_index,
         spoiled_roots=staged.spoiled,
         staging_remains=staged.remains,
+        staged_unseen=staged.unseen,
         staged_problems=staged.problems,
         problems=tuple(problem for problem in (discarded, garbled) if problem),
         files=observe_files(names, owned, system),

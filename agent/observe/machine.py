@@ -4,11 +4,12 @@ import time
 
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, MachineFacts, Seen, Unseen
+from agent.granted import Granted, parse_granted
 from agent.handoff import SIZE_LIMIT
 from agent.live import LiveSettings, parse_live
 from agent.manifest import parse_handed
 from agent.observe.units import Unit
-from agent.paths import MACHINE_ROOTS, REPORT_NAME, handed_roots_file, live_file, report_directory
+from agent.paths import MACHINE_ROOTS, REPORT_NAME, granted_file, handed_roots_file, live_file, report_directory
 from agent.system.files import System
 from agent.system.looking import look
 
@@ -20,6 +21,7 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
     content, age = (report[0], abs(time.time() - report[1])) if isinstance(report, tuple) else (report, 0.0)
     if isinstance(content, Absent):
         content = Absent(f"machine {name} has not reported")
+    granted, granted_age = _granted(name, system)
     return MachineFacts(
         name=name,
         root=_root(name, system),
@@ -27,6 +29,8 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         has_run=unit.has_run,
         unit_needs_reload=unit.needs_reload,
         device_allow=unit.device_allow,
+        granted=granted,
+        granted_age=granted_age,
         live=_live(name, system),
         handed_roots=_handed_roots(name, system),
         report=content,
@@ -45,6 +49,19 @@ def _root(name: str, system: System) -> Seen[str]:
     if not system.is_directory(path):
         return Absent(f"{path} is not there; unpack the machine's image into that directory")
     return path
+
+
+def _granted(name: str, system: System) -> tuple[Seen[Granted], float]:
+    """And its age in seconds."""
+    path = granted_file(name)
+    # Its change time: no machine can set it, and no clock setting of the past matters for long.
+    found = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
+    if not isinstance(found, tuple):
+        return found, 0.0
+    try:
+        return parse_granted(found[0]), max(0.0, time.time() - found[1])
+    except DocumentError as error:
+        return Broken(str(error)), 0.0
 
 
 def _live(name: str, system: System) -> LiveSettings | None:

@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 from agent.errors import DocumentError
-from agent.facts import Absent, StagedRoot
+from agent.facts import Absent, Broken, StagedRoot, Unseen
 from agent.manifest import StagedIdentity, parse_manifest, staged_identity
 from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING
 from agent.system.files import System
+from agent.system.looking import why_not
 
 INDEX = re.compile(r"(0|[1-9][0-9]{0,8})\.json")
 TRIES = 1000
@@ -25,11 +26,13 @@ class Staged:
     """Changed, half made, or without a manifest."""
     remains: tuple[str, ...] = ()
     """Paths below STAGING and REMOVED."""
+    unseen: str = ""
+    """Why not all could be looked at; empty when all could."""
 
 
 def observe_staged(system: System) -> Staged:
     """Every manifest, checked against the copies. A broken root is a problem, never an exception."""
-    roots, problems, spoiled = [], [], []
+    roots, problems, spoiled, unseen = [], [], [], []
     manifests, trouble = _names(system, MANIFESTS)
     manifests = tuple(name for name in manifests if INDEX.fullmatch(name))
     for name in manifests:
@@ -39,7 +42,13 @@ def observe_staged(system: System) -> Staged:
             problems.append(str(error))
             spoiled.append(_index(name))
         except OSError as error:
-            problems.append(f"{MANIFESTS}/{name}: {error.strerror}: {error.filename}")
+            match why_not(f"{MANIFESTS}/{name}: {error.filename}", error):
+                case Unseen(why):
+                    unseen.append(why)
+                case Absent(why) | Broken(why):
+                    # Such as a link in a circle, which a machine may have planted.
+                    problems.append(why)
+                    spoiled.append(_index(name))
     next_index = _next_index(manifests, system)
     if not trouble:
         known = {_index(name) for name in manifests}
@@ -47,7 +56,8 @@ def observe_staged(system: System) -> Staged:
             index for index in range(next_index) if index not in known and system.exists(f"{HOST_NVIDIA}/{index}")
         ]
     remains = tuple(f"{place}/{name}" for place in (STAGING, REMOVED) for name in _names(system, place)[0])
-    return Staged(tuple(sorted(roots)), next_index, (*trouble, *problems), tuple(sorted(spoiled)), remains)
+    why = "; ".join((*trouble, *unseen))
+    return Staged(tuple(sorted(roots)), next_index, tuple(problems), tuple(sorted(spoiled)), remains, why)
 
 
 def _index(manifest: str) -> int:

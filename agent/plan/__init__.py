@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 from agent.config import Config, MachineSettings
 from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
 from agent.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
+from agent.granted import Granted
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.live import LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
-from agent.plan.shares import Shares, in_turn
+from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
 
 
@@ -35,8 +36,9 @@ def plan(config: Config, facts: Facts) -> Plan:
     roots = _Roots(facts.next_driver_root_index)
     gone = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
     shares = Shares(config, facts)
+    unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
+    unseen += [why for why in (unknown_grants(config, facts), facts.staged_unseen) if why]
     for name, settings in in_turn(config):
-        unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
         if name in gone:
             # Perhaps its file system is not mounted yet: what is ours for it stays.
             held[name] = gone[name]
@@ -114,10 +116,15 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
         drop_in=OwnedFile(unit_drop_in(name), drop_in),
         handoff=handoff,
         handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
+        granted=Granted(
+            handoff.generation,
+            tuple(gpu for grant in grants for gpu in grant.gpus),
+            {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
+        ),
         live=LiveSettings(
             fixed=_fixed(name, settings, facts.template_device_allow),
             allow=allow,
-            nodes={node.path: node.number for node in nodes},
+            nodes={node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
         ),
     )
 

@@ -6,10 +6,21 @@ from dataclasses import dataclass
 from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.goal import MachineGoal, OwnedFile
-from agent.paths import STATE, UNITS, machine_files
+from agent.granted import render_granted
+from agent.paths import STATE, UNITS, granted_file, machine_files
 from agent.plan import Plan
 from agent.plan.driver_roots import collect, record_handed
 from agent.plan.running import change_running
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What is made of the machines' reports."""
+
+    released: Set[str] = frozenset()
+    """Machines that do not use any more what was taken back from them."""
+    lacking: Set[str] = frozenset()
+    """Machines in which nodes of their present handoff are missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +32,10 @@ class Difference:
     """By machine: why its files cannot be written."""
 
 
-def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Difference:
+def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     """Settings first (a machine may be about to start), then driver roots, then the handoffs that name them.
 
     What no machine waits for comes last; but driver roots that nothing uses make place for one that is to be staged.
-    The reload, which takes longer than all else in front of it, is for the next start of a machine.
-
-    `released`: the machines that do not use any more what was taken back from them.
     """
     refused = {machine.name: why for machine in plan.goal.machines if (why := _refusal(machine, facts)) is not None}
     machines = [machine for machine in plan.goal.machines if machine.name not in refused]
@@ -42,18 +50,42 @@ def diff(plan: Plan, facts: Facts, released: Set[str] = frozenset()) -> Differen
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
     stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
     running = [
-        change for machine in machines for change in change_running(machine, facts, released=machine.name in released)
+        change
+        for machine in machines
+        for change in change_running(
+            machine, facts, released=machine.name in said.released, lacking=machine.name in said.lacking
+        )
     ]
     handoffs = [
         action
         for machine in machines
-        for action in (*record_handed(machine, facts), *_write(machine.handoff_file, facts))
+        for action in (*record_handed(machine, facts), *_note(machine, facts), *_write(machine.handoff_file, facts))
     ]
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
     unused = collect(plan.goal, facts)
     first, last = (unused, []) if stage else ([], unused)
-    actions = (*removals, *settings, *running, *first, *stage, *handoffs, *reload, *last, *later)
-    return Difference(actions, refused)
+    # A machine that runs does not need the reload, which takes longer than all that it waits for; one that is about to
+    # start does, and its start does not wait for ever.
+    at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
+    changes = (*removals, *settings, *running, *at_start, *first, *stage, *handoffs, *at_end)
+    return Difference((*changes, *last, *later), refused)
+
+
+def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
+    """Whether a start of the machine would use other settings than the goal's."""
+    paths = (goal.nspawn.path, goal.drop_in.path)
+    return any(
+        isinstance(action, ReloadUnits) or (isinstance(action, WriteFile) and action.path in paths)
+        for action in difference.actions
+    )
+
+
+def _note(goal: MachineGoal, facts: Facts) -> list[WriteFile]:
+    """What is granted, before it is: a crash in between is found by the handoff that is still the old one."""
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    if machine.granted == goal.granted:
+        return []
+    return [WriteFile(granted_file(goal.name), render_granted(goal.granted))]
 
 
 def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:

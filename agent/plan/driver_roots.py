@@ -1,29 +1,21 @@
 """Which driver roots machines were handed, and which of those on disk nothing uses any more. Pure."""
 
 from agent.actions import Action, ClearRemains, RemoveDriverRoot, WriteFile
-from agent.errors import DocumentError
 from agent.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
 from agent.goal import Goal, MachineGoal
-from agent.handoff import Request, parse_handoff
 from agent.manifest import render_handed
-from agent.paths import MACHINE_HOST_NVIDIA, handed_roots_file, handoff_file
+from agent.paths import handed_roots_file
 
 ENDED = ("inactive", "failed")
 """ActiveState of a machine in which no process runs."""
 
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
-    """By vendor: the index that the machine's handoff on disk names. None when that cannot be told."""
-    state = facts.files.get(handoff_file(machine))
-    if state is None or isinstance(state.content, Absent):
+    """By vendor: the index that the machine's present handoff names. None when that cannot be told."""
+    granted = next((each.granted for each in facts.machines if each.name == machine), Absent("no such machine"))
+    if isinstance(granted, Absent):
         return {}
-    if isinstance(state.content, Broken | Unseen):
-        return None
-    try:
-        requests = parse_handoff(state.content).requests
-    except DocumentError:
-        return None
-    return {request.vendor: index for request in requests if (index := _index(request)) is not None}
+    return None if isinstance(granted, Broken | Unseen) else {**granted.driver_roots}
 
 
 def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
@@ -98,8 +90,3 @@ def _of_the_host(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) ->
     return {
         max(root.index for root in ours if root.version == each.version) for each in ours if each.version in versions
     }
-
-
-def _index(request: Request) -> int | None:
-    parent, _, name = request.driver_root.rpartition("/")
-    return int(name) if parent == MACHINE_HOST_NVIDIA and name.isdecimal() else None

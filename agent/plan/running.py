@@ -1,5 +1,7 @@
 """What of a machine's devices is to change while it runs. Pure."""
 
+from dataclasses import replace
+
 from agent.actions import ChangeDevices
 from agent.facts import DeviceNode, Facts, VendorFacts
 from agent.goal import MachineGoal
@@ -7,16 +9,23 @@ from agent.live import LiveSettings
 from agent.plan.drop_in import device_entry
 
 
-def change_running(goal: MachineGoal, facts: Facts, *, released: bool) -> list[ChangeDevices]:
-    """Nothing where nothing is known of it. `released`: it does not use any more what was taken back from it."""
+def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: bool) -> list[ChangeDevices]:
+    """Nothing where nothing is known of it. `released`: it does not use any more what was taken back from it.
+
+    `lacking`: it says of its present handoff that nodes are missing. They are bound once more, not at every look.
+    """
     machine = next(each for each in facts.machines if each.name == goal.name)
-    if machine.unit_state != "active" or machine.live is None:
+    before = machine.live
+    if machine.unit_state != "active" or before is None:
         return []
-    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, machine.live, facts) if not released))
-    if set(allow) == set(machine.live.allow) and goal.live.nodes == machine.live.nodes:
+    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, before, facts) if not released))
+    rebind = lacking and before.rebound != goal.handoff.generation
+    if set(allow) == set(before.allow) and goal.live.nodes == before.nodes and not rebind:
         return []
-    others = tuple(entry for entry in machine.device_allow if entry not in (*machine.live.allow, *allow))
-    return [ChangeDevices(goal.name, machine.live, allow, others, goal.live.nodes)]
+    others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
+    rebound = goal.handoff.generation if rebind else before.rebound
+    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound)
+    return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
 
 
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[str]:

@@ -7,11 +7,9 @@ whoever else has some of them.
 from collections.abc import Iterable, Iterator
 
 from agent.config import Config, MachineSettings
-from agent.errors import DocumentError
-from agent.facts import Facts
+from agent.facts import Facts, Unseen
 from agent.goal import Grant, Share
-from agent.handoff import parse_handoff
-from agent.paths import handoff_file
+from agent.granted import Granted
 
 
 def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
@@ -23,9 +21,18 @@ class Shares:
     """What is left for the next machine."""
 
     def __init__(self, config: Config, facts: Facts) -> None:
-        counting = [name for name, settings in config.machines.items() if _counts(settings)]
-        self._has = {name: _handed(facts, name) for name in counting}
-        self._given: set[str] = set()
+        lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
+        named = {gpu for each in lists for gpu in each}
+        present = [gpu for vendor in facts.vendors for gpu in vendor.gpus]
+        self._given = named | {gpu.pci_address for gpu in present if gpu.uuid in named}
+        """With the names themselves, as some are addresses: also of GPUs whose machine is not there yet."""
+        has = {each.name: each.granted for each in facts.machines if each.name in config.machines}
+        self._has = {
+            name: frozenset(granted.gpus)
+            for name, granted in has.items()
+            # Of one that names its GPUs by UUID, which are unknown until the driver has initialised them.
+            if isinstance(granted, Granted) and config.machines[name].gpus != "all"
+        }
 
     def of(self, machine: str) -> Share:
         """For a machine whose turn it is."""
@@ -39,16 +46,8 @@ class Shares:
             self._given |= {gpu for grant in grants for gpu in grant.gpus}
 
 
-def _counts(settings: MachineSettings) -> bool:
-    return isinstance(settings.gpus, str) and settings.gpus != "all"
-
-
-def _handed(facts: Facts, machine: str) -> frozenset[str]:
-    """GPUs of the machine's present handoff."""
-    state = facts.files.get(handoff_file(machine))
-    if state is None or not isinstance(state.content, bytes):
-        return frozenset()
-    try:
-        return frozenset(gpu for request in parse_handoff(state.content).requests for gpu in request.gpus)
-    except DocumentError:
-        return frozenset()
+def unknown_grants(config: Config, facts: Facts) -> str:
+    """Why it cannot be told which GPUs are taken; empty when it can be, or need not be."""
+    if not any(isinstance(each.gpus, str) and each.gpus != "all" for each in config.machines.values()):
+        return ""
+    return "; ".join(each.granted.why for each in facts.machines if isinstance(each.granted, Unseen))

@@ -1,0 +1,41 @@
+"""What a machine was granted last, noted where no machine can write.
+
+Root in a machine can rewrite its handoff: it is published, and never read to decide something.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from agent.documents import accept_version, get, parse_object, strings
+from agent.errors import DocumentError
+from agent.paths import GRANTED_NAME
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """By one generation of the handoff."""
+
+    generation: str
+    gpus: tuple[str, ...]
+    """PCI addresses."""
+    driver_roots: Mapping[str, int]
+    """Indices by vendor."""
+
+
+def render_granted(granted: Granted) -> bytes:
+    """The document."""
+    return json.dumps({"version": VERSION, **asdict(granted)}, indent=1).encode() + b"\n"
+
+
+def parse_granted(data: bytes) -> Granted:
+    """Raises DocumentError, which names the key."""
+    document = parse_object(GRANTED_NAME, data)
+    accept_version(GRANTED_NAME, document, (VERSION,))
+    roots = get(GRANTED_NAME, document, "driver_roots", dict)
+    for vendor, index in roots.items():
+        if type(index) is not int:
+            raise DocumentError(f"{GRANTED_NAME}: key driver_roots[{vendor[:100]!a}] must be int")
+    return Granted(get(GRANTED_NAME, document, "generation", str), strings(GRANTED_NAME, document, "gpus"), {**roots})
