@@ -192,7 +192,6 @@ def test_a_source_that_breaks_is_counted_opened_again_and_asks(
 def test_a_descriptor_that_went_is_a_loss(end: int, pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
     wakeups = opened(*pipes)
     os.close(pipes[0].pipe[end])
-    # Its number must not be given to what is opened next, also not by another test's thread.
     assert wakeups.wait(60, interrupt) == "first"
     assert tally(wakeups, "first") == (True, 1, 1)
     pipes[0].event()
