@@ -116,7 +116,8 @@ def _wrong_numbers(
     for device in devices:
         number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
         if number is None:
-            found = "another kind of file" if system.exists(device.path) else "nothing"
+            exists = system.exists(device.path)
+            found = "another kind of file, or a node that the host has removed since" if exists else "nothing"
         elif (number.major, number.minor) != (device.major, device.minor):
             found = f"{number.major}:{number.minor}"
         else:

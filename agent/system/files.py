@@ -121,9 +121,11 @@ class System:
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)
 
     def device(self, path: str) -> DeviceNumber | None:
-        """Numbers of a character device; None for any other file. Links are not followed."""
+        """Numbers of a character device; None for any other file, and for a removed one. Links are not followed."""
         status = os.lstat(self._at(path, follow=False))
-        if not stat.S_ISCHR(status.st_mode):
+        # No link left: bound into a machine, and removed on the host since (a reload of nvidia-drm makes all DRI nodes
+        # anew). It still opens by its number, but the kernel refuses to bind it into a container (ENOENT).
+        if not stat.S_ISCHR(status.st_mode) or not status.st_nlink:
             return None
         return DeviceNumber(
             os.major(status.st_rdev),
