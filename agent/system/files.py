@@ -8,20 +8,19 @@ from collections.abc import Callable
 
 from agent.identity import DeviceNumber, FileIdentity
 from agent.system.commands import Runner, run_checked
+from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
 """Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
-LINK_LIMIT = 40
-"""Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
 """What connect(2) says of a socket that was left behind, is full or of another type, and of files that are none."""
 
 
-class System:
+class System(Rooted):
     """Files below `root` and programs by `runner`. Methods raise OSError as the system calls do."""
 
     def __init__(self, runner: Runner, root: str = "/") -> None:
-        self.root = root.rstrip("/") or "/"
+        super().__init__(root)
         self._runner = runner
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
@@ -255,8 +254,6 @@ class System:
         finally:
             os.close(descriptor)
 
-    # ---- paths
-
     def _replacing(self, path: str) -> tuple[str, str]:
         """The place of a file to be replaced, and that of its successor, where a killed writer left nothing.
 
@@ -267,35 +264,3 @@ class System:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         return f"{directory}/{name}", temporary
-
-    def _below_root(self, path: str) -> str:
-        return path if self.root == "/" else self.root + path
-
-    def _at(self, path: str, *, follow: bool = True) -> str:
-        """The real place of a path: its links resolved below the root, the last component's only with `follow`."""
-        if self.root == "/":
-            return path
-        if follow:
-            return self._below_root(self._resolve(path))
-        return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
-
-    def _resolve(self, path: str) -> str:
-        """Like realpath(3), with the root prefix as `/`: a recorded tree's absolute links stay inside it."""
-        done, ahead, links = "/", [part for part in path.split("/") if part], 0
-        while ahead:
-            part = ahead.pop(0)
-            if part in (".", ".."):
-                done = os.path.dirname(done) if part == ".." else done
-                continue
-            here = os.path.join(done, part)
-            try:
-                target = os.readlink(self._below_root(here))
-            except OSError:
-                done = here
-                continue
-            links += 1
-            if links > LINK_LIMIT:
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            ahead = [each for each in target.split("/") if each] + ahead
-            done = "/" if target.startswith("/") else done
-        return done

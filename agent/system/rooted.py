@@ -1,0 +1,46 @@
+"""Paths below one root prefix, so that recorded hosts can be observed."""
+
+import errno
+import os
+
+LINK_LIMIT = 40
+"""Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
+
+
+class Rooted:
+    """Absolute paths mean places below `root`; links are resolved below it too."""
+
+    def __init__(self, root: str = "/") -> None:
+        self.root = root.rstrip("/") or "/"
+
+    def _below_root(self, path: str) -> str:
+        return path if self.root == "/" else self.root + path
+
+    def _at(self, path: str, *, follow: bool = True) -> str:
+        """The real place of a path: its links resolved below the root, the last component's only with `follow`."""
+        if self.root == "/":
+            return path
+        if follow:
+            return self._below_root(self._resolve(path))
+        return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
+
+    def _resolve(self, path: str) -> str:
+        """Like realpath(3), with the root prefix as `/`: a recorded tree's absolute links stay inside it."""
+        done, ahead, links = "/", [part for part in path.split("/") if part], 0
+        while ahead:
+            part = ahead.pop(0)
+            if part in (".", ".."):
+                done = os.path.dirname(done) if part == ".." else done
+                continue
+            here = os.path.join(done, part)
+            try:
+                target = os.readlink(self._below_root(here))
+            except OSError:
+                done = here
+                continue
+            links += 1
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            ahead = [each for each in target.split("/") if each] + ahead
+            done = "/" if target.startswith("/") else done
+        return done
