@@ -184,3 +184,5 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     assert change.before.nodes == {}
     assert change.after == replace(goal.live, rebound=goal.handoff.generation)
     assert changes(running(seen, change.after), LACKING) == []
+    (change,) = changes(running(seen, change.after), RELEASED)
+    assert change.after == goal.live

@@ -20,10 +20,11 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
         return []
     allow = (*goal.live.allow, *(entry for entry in _leftover(goal, before, facts) if not released))
     rebind = lacking and before.rebound != goal.handoff.generation
-    if set(allow) == set(before.allow) and goal.live.nodes == before.nodes and not rebind:
+    # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
+    rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
+    if set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
-    rebound = goal.handoff.generation if rebind else before.rebound
     after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound)
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
 
