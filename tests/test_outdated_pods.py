@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from agent.conditions import ConditionType, false
+from agent.handoff import MESSAGE_LIMIT
 from agent.inside.notes import Notes
-from agent.inside.outdated_pods import BUNDLES, outdated_pods
+from agent.inside.outdated_pods import BUNDLES, name_outdated, outdated_pods
 from agent.inside.run import run
 from tests.machine_root import DEVICES, EMPTY, REQUEST, ROOT, Machine, gpu_machine
 
@@ -108,3 +110,14 @@ def test_many_pods_are_counted(machine: Machine) -> None:
     message = machine.message("CDISpecCurrent")
     assert "work/cuda-09 (driver root 7) and 20 more" in message
     assert "work/cuda-10" not in message
+
+
+def test_a_long_message_gives_way(machine: Machine) -> None:
+    """Just when all nodes have other numbers, the refusal of the new spec names each of them."""
+    bundle(machine, "a", specification("work/cuda", uvm=243))
+    notes, handoff = Notes(machine), machine.hand(REQUEST)
+    long = false(ConditionType.CDI_SPEC_CURRENT, "SpecRefused", "refused: " + "a node is not in this machine; " * 200)
+    (named,) = name_outdated((long,), machine, notes, handoff)
+    assert len(named.message) == MESSAGE_LIMIT
+    assert named.message.startswith("refused: ")
+    assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")

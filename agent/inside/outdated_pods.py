@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.conditions import Condition, ConditionType
-from agent.handoff import GrantedDevice, Handoff
+from agent.handoff import MESSAGE_LIMIT, GrantedDevice, Handoff
 from agent.inside.notes import Notes
 from agent.paths import MACHINE_HOST_NVIDIA
 from agent.system.files import System
@@ -28,15 +28,20 @@ SHOWN = 10
 def name_outdated(
     conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
 ) -> tuple[Condition, ...]:
-    """The conditions, with the pods' names added to CDISpecCurrent's message: neither status nor reason changes."""
+    """The conditions, with the pods' names added to CDISpecCurrent's message: neither status nor reason changes.
+
+    A long message gives way: what keeps a spec from being published names each node of each GPU.
+    """
     pods = outdated_pods(system, notes, handoff)
     if not pods:
         return conditions
     shown = [f"{pod} ({', '.join(sorted(why))})" for pod, why in sorted(pods.items())[:SHOWN]]
     more = f" and {len(pods) - SHOWN} more" if len(pods) > SHOWN else ""
-    remark = f"PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
+    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
     return tuple(
-        replace(each, message=f"{each.message}; {remark}") if each.type is ConditionType.CDI_SPEC_CURRENT else each
+        replace(each, message=each.message[: MESSAGE_LIMIT - len(remark)] + remark)
+        if each.type is ConditionType.CDI_SPEC_CURRENT
+        else each
         for each in conditions
     )
 
