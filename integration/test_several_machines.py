@@ -32,7 +32,8 @@ def roots(bed: Bed) -> None:
     """Both machines from the one image, each with its changes in a file system of its own."""
     image = "/run/image"
     bed.run("mkdir", image)
-    bed.run("mount", "--bind", f"/var/lib/machines/{MACHINE}", image)
+    # Private: else what is mounted upon the root directory would be mounted upon this as well (shared subtrees).
+    bed.run("mount", "--bind", "--make-private", f"/var/lib/machines/{MACHINE}", image)
     for machine in (MACHINE, SECOND):
         root, changes = f"/var/lib/machines/{machine}", f"/run/changes-{machine}"
         bed.run("mkdir", "-p", root, changes)
