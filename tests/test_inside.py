@@ -440,3 +440,16 @@ def test_published_text_is_what_was_verified(machine: Machine) -> None:
     run(machine)
     assert b"evil" not in machine.read(SPEC)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_the_toolkits_version_is_asked_for_once(machine: Machine) -> None:
+    """A new driver's spec waits for no such question; a new toolkit is asked."""
+    asked = ("/usr/bin/nvidia-ctk", "--version")
+    run(machine)
+    assert machine.calls.count(asked) == 1
+    machine.hand(replace(REQUEST, driver_version="550.163.02"))
+    run(machine)
+    assert machine.calls.count(asked) == 1
+    machine.put("/usr/bin/nvidia-ctk", "another one")
+    run(machine)
+    assert machine.calls.count(asked) == 2

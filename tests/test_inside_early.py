@@ -13,7 +13,7 @@ from agent.inside.early import start_generators
 from agent.inside.run import run
 from agent.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
 from agent.system.machine_runner import MachineRunner
-from agent.vendors.nvidia.generate_command import VERSION_COMMAND, generate_command
+from agent.vendors.nvidia.generate_command import generate_command
 from tests.machine_root import gpu_machine
 
 
@@ -29,7 +29,7 @@ class Recorder(MachineRunner):
 
 
 REQUEST = {"vendor": "nvidia", "gpus": ["0000:01:00.0"], "driver_root": "/run/host-nvidia/0"}
-COMMANDS = [generate_command("/run/host-nvidia/0", spec_directory("nvidia")), VERSION_COMMAND]
+COMMANDS = [generate_command("/run/host-nvidia/0", spec_directory("nvidia"))]
 
 
 def started(root: Path, handoff: object) -> list[tuple[str, ...]]:

@@ -34,8 +34,7 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
                 case {"vendor": str(vendor), "gpus": [_, *_], "driver_root": str(driver_root)} if driver_root:
                     if vendor in GENERATORS:
                         os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
-                        for command in GENERATORS[vendor](driver_root, spec_directory(vendor)):
-                            runner.start(command)
+                        runner.start(GENERATORS[vendor](driver_root, spec_directory(vendor)))
 
 
 def _is_new(generation: str, root: str) -> bool:

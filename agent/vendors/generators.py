@@ -1,8 +1,8 @@
-"""The commands that make CDI specs, by vendor: the machine half starts them before it loads anything else."""
+"""The command that makes a CDI spec, by vendor: the machine half starts it before it loads anything else."""
 
 from collections.abc import Callable, Mapping
 
-from agent.vendors.nvidia.generate_command import generator_commands
+from agent.vendors.nvidia.generate_command import generate_command
 
-GENERATORS: Mapping[str, Callable[[str, str], tuple[tuple[str, ...], ...]]] = {"nvidia": generator_commands}
+GENERATORS: Mapping[str, Callable[[str, str], tuple[str, ...]]] = {"nvidia": generate_command}
 """Arguments of each, from a driver root and an output directory."""

@@ -2,17 +2,11 @@
 
 NVIDIA_CTK = "/usr/bin/nvidia-ctk"
 HOOK = "/usr/bin/nvidia-cdi-hook"
-VERSION_COMMAND = (NVIDIA_CTK, "--version")
 
 
 def output_file(directory: str) -> str:
     """Where the spec is written; nvidia-ctk may put further files beside it (`.coherent.json`)."""
     return f"{directory}/nvidia.json"
-
-
-def generator_commands(driver_root: str, directory: str) -> tuple[tuple[str, ...], ...]:
-    """Everything that is run to generate."""
-    return generate_command(driver_root, directory), VERSION_COMMAND
 
 
 def generate_command(driver_root: str, directory: str) -> tuple[str, ...]:

@@ -3,12 +3,14 @@
 import json
 import re
 import tomllib
+from dataclasses import astuple
 from typing import Any
 
 from agent.errors import AgentError, DocumentError, UnsupportedError
+from agent.paths import MACHINE_STATE
 from agent.system.files import System
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
-from agent.vendors.nvidia.generate_command import NVIDIA_CTK, VERSION_COMMAND, generate_command, output_file
+from agent.vendors.nvidia.generate_command import NVIDIA_CTK, generate_command, output_file
 
 OLDEST = (1, 18, 0)
 """--disable-hook and --enable-hook appeared in 1.18.0; older ones end with "flag provided but not defined"."""
@@ -16,6 +18,8 @@ RECOMMENDED = (1, 19, 1)
 """Its hooks open a container's paths beneath the container's root, closing a race that 1.19.0 still has."""
 GENERATE_LIMIT = 40.0
 """Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
+
+VERSION_NOTE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
 REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
@@ -36,7 +40,7 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 
 def generate(system: System, driver_root: str, directory: str) -> tuple[object, str]:
     """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU, and a remark on an old toolkit."""
-    version = parse_version(system.run(*VERSION_COMMAND, timeout=10))
+    version = _version(system)
     if version < OLDEST:
         raise UnsupportedError(
             f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
@@ -51,6 +55,21 @@ def generate(system: System, driver_root: str, directory: str) -> tuple[object, 
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
     return with_no_gpu(spec), remark
+
+
+def _version(system: System) -> tuple[int, ...]:
+    """Asked for once for each program file in a boot: a new driver does not change it, and waits for its spec."""
+    identity = list(astuple(system.identity(NVIDIA_CTK))) if system.exists(NVIDIA_CTK) else []
+    try:
+        noted = json.loads(system.read(VERSION_NOTE))
+        if identity and noted["program"] == identity:
+            return tuple(map(int, noted["version"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        # Only a note: the program itself knows.
+        pass
+    version = parse_version(system.run(NVIDIA_CTK, "--version", timeout=10))
+    system.write(VERSION_NOTE, json.dumps({"program": identity, "version": version}).encode(), 0o600)
+    return version
 
 
 def list_devices(system: System, directory: str) -> tuple[str, ...]:
