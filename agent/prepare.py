@@ -9,7 +9,7 @@ from agent.locks import locked
 from agent.manifest import render_handed
 from agent.paths import PASS_LOCK, handed_roots_file, live_file, report_directory
 from agent.plan import Plan
-from agent.reconcile import Outcome, Reconciler
+from agent.reconcile import BUSY, Outcome, Reconciler
 from agent.system.files import System
 
 POLL = 1.0
@@ -21,7 +21,6 @@ LOOKS = 10
 PASSES = 3
 STOPPED = ("inactive", "failed", "activating")
 """ActiveState of the machine's unit while this runs before its start."""
-BUSY = "another pass of unbounded-agent is still running"
 REPORT_MOUNT = ("-t", "tmpfs", "-o", "size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec", "unbounded-agent-report")
 """Small, so that a machine that fills it harms nobody."""
 

@@ -27,6 +27,7 @@ from agent.system.files import System
 
 LOCK_WAIT = 10.0
 """Seconds to wait for a pass of another process."""
+BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's: the oldest that this was tested with."""
 
@@ -112,7 +113,7 @@ class Reconciler:
     def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
         """Bring files to the goal and judge the result. Raises AgentError when that is not possible at all."""
         started = time.monotonic()
-        with locked(self.system, PASS_LOCK, lock_wait, "another pass of unbounded-agent is still running"):
+        with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             facts, planned, difference = self.look()
             applied = self._apply(planned, difference)
             if applied.done:
