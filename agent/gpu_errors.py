@@ -66,11 +66,6 @@ class GpuErrors:
             raise OSError(self.why_not)
         return lost
 
-    @property
-    def overruns(self) -> int:
-        """How often records of the present log were overwritten before they were read."""
-        return self._log.overruns if self._log else 0
-
     def read(self) -> bool:
         """Take what the kernel wrote since; whether a GPU was lost by it. Never raises for a log that fails."""
         if self._log is None:
