@@ -6,6 +6,7 @@ cannot be noted.
 """
 
 import json
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -61,6 +62,7 @@ class Outcome:
 
 
 def main() -> int:
+    os.chdir("/")
     system = System(MachineRunner())
     try:
         run(system, time.time())

@@ -1,9 +1,11 @@
-"""The machine half's backend of `agent.system.commands`: the standard library alone, which starts fastest."""
+"""The machine half's backend of `agent.system.commands`: by the kernel's own means, as they load fastest.
 
-import contextlib
+subprocess, with what it imports, takes as long as the rest of what is loaded before a machine's generator is started.
+"""
+
 import os
+import select
 import signal
-import subprocess
 
 from agent.system.commands import ENVIRONMENT, Completed, TimeLimitError
 
@@ -15,45 +17,86 @@ class MachineRunner:
     """A Runner. Standard output and error are taken whole; the program's session is killed at the time limit."""
 
     def __init__(self) -> None:
-        self._early: dict[tuple[str, ...], subprocess.Popen[bytes]] = {}
+        self._early: dict[tuple[str, ...], _Process] = {}
 
     def start(self, argv: tuple[str, ...]) -> None:
         """Let a program run before its result is asked for, by a call with the very same arguments."""
-        self._early[argv] = _start(argv)
+        self._early[argv] = _Process(argv)
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        process = self._early.pop(argv, None) or _start(argv)
+        process = self._early.pop(argv, None) or _Process(argv)
         try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            _kill(process)
-            raise TimeLimitError from error
-        return Completed(process.returncode, stdout, stderr)
+            completed = process.wait(timeout)
+        finally:
+            process.close()
+        if completed is None:
+            raise TimeLimitError
+        return completed
 
     def close(self) -> None:
         """Kill what was started and never asked for."""
         while self._early:
-            _kill(self._early.popitem()[1])
+            self._early.popitem()[1].close()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    # Not subprocess.run: it waits for the killed program without a limit.
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(KILL_LIMIT)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
+class _Process:
+    """A program that was started, in a session of its own; what it prints goes to memory, which needs no reader."""
+
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        """Raises OSError."""
+        self._stdout, self._stderr = os.memfd_create("stdout"), os.memfd_create("stderr")
+        self._descriptors = [self._stdout, self._stderr]
+        self._runs = True
+        try:
+            self._pid = _spawn(argv, self._stdout, self._stderr)
+        except OSError:
+            self._close_descriptors()
+            raise
+        # A pidfd (Linux 5.3) can be waited for with a time limit.
+        self._ended = os.pidfd_open(self._pid)
+        self._descriptors.append(self._ended)
+
+    def wait(self, timeout: float) -> Completed | None:
+        """None if it did not end within so many seconds."""
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            return None
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._runs = False
+        return Completed(status, _content(self._stdout), _content(self._stderr))
+
+    def close(self) -> None:
+        """With all that it started, if it still runs."""
+        if self._runs:
+            # Not reaped yet, so that the number is no other process's.
+            os.killpg(self._pid, signal.SIGKILL)
+            self.wait(KILL_LIMIT)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
 
 
-def _start(argv: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
+    """The process id. Looked for in our own PATH, not in the caller's, as posix_spawnp would."""
+    files = [argv[0]] if "/" in argv[0] else [f"{each}/{argv[0]}" for each in ENVIRONMENT["PATH"].split(":")]
+    found = next((file for file in files if os.access(file, os.X_OK)), files[-1])
+    return os.posix_spawn(
+        found,
         argv,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=dict(ENVIRONMENT),
-        cwd="/",
-        start_new_session=True,
+        ENVIRONMENT,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, stdout, 1),
+            (os.POSIX_SPAWN_DUP2, stderr, 2),
+        ],
+        setsid=True,
+        # Python ignores these two for itself.
+        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
     )
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
