@@ -4,13 +4,13 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
 
 from integration.bed.cache import step
 from integration.bed.control_plane import ControlPlane, free_ports, node_user
+from integration.bed.lifetime import Lifetime
 from integration.bed.node import MACHINE, Node
 from integration.bed.pod_images import CUDA_TEST, device_plugin_image
 from integration.bed.process import Argument, CommandError, run
@@ -32,8 +32,8 @@ class ClusterError(Exception):
     """Something that was waited for did not come about; the text holds what the cluster says of it."""
 
 
-class Cluster:
-    """A context manager; the host's machine runs already, and so does containerd in it."""
+class Cluster(Lifetime):
+    """The host's machine runs already, and so does containerd in it."""
 
     def __init__(self, host: SimulatedHost) -> None:
         self.host = host
@@ -41,29 +41,20 @@ class Cluster:
         self.control_plane = ControlPlane([MACHINE])
         (self._kubelet_port,) = free_ports(1)
 
-    def __enter__(self) -> "Cluster":
-        self.control_plane.__enter__()
-        try:
-            self.host.qemu.forward_port(self._kubelet_port)
-            with step("make the machine a node of the cluster"):
-                self._provision()
-                self.wait("node Ready", self._node_is_ready)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def start(self) -> None:
+        """Until the node is Ready."""
+        self.control_plane.start()
+        self.host.qemu.forward_port(self._kubelet_port)
+        with step("make the machine a node of the cluster"):
+            self._provision()
+            self.wait("node Ready", self._node_is_ready)
 
     def close(self) -> None:
         """Ends the control plane. The machine keeps its kubelet: restore a snapshot, or end the virtual machine."""
         self.control_plane.close()
         self.host.qemu.stop_forwarding(self._kubelet_port)
 
-    def kubectl(self, *arguments: Argument, stdin: str | None = None) -> str:
+    def kubectl(self, *arguments: Argument, stdin: str = "") -> str:
         """Standard output of a kubectl command, as the cluster's administrator."""
         return self.control_plane.kubectl(*arguments, stdin=stdin)
 

@@ -14,11 +14,11 @@ import subprocess
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 
 from integration.bed.cache import step
 from integration.bed.certificates import Certificates
 from integration.bed.kubernetes import kubernetes
+from integration.bed.lifetime import Lifetime
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.run_directory import run_directory
 from integration.bed.transfer import HOST_FROM_GUEST
@@ -29,6 +29,8 @@ SECONDS = 120.0
 ADMIN = "admin"
 CONTROLLER_MANAGER = "system:kube-controller-manager"
 SCHEDULER = "system:kube-scheduler"
+KUBECTL_LIMIT = 240.0
+"""Seconds; `kubectl wait` and its like are told shorter ones."""
 
 
 class ControlPlaneError(Exception):
@@ -40,8 +42,8 @@ def node_user(node: str) -> str:
     return f"system:node:{node}"
 
 
-class ControlPlane:
-    """A context manager; `nodes` are the names under which kubelets may register.
+class ControlPlane(Lifetime):
+    """`nodes` are the names under which kubelets may register.
 
     Without controllers (and without a scheduler) a Node changes only by who writes it.
     """
@@ -57,24 +59,14 @@ class ControlPlane:
         self._tokens = {user: secrets.token_hex(16) for user in self._groups}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> "ControlPlane":
-        try:
-            self._write_files()
-            with step("start the Kubernetes control plane"):
-                self._start("etcd", *self._etcd_arguments())
-                self._start("kube-apiserver", *self._api_server_arguments(), wrapper=self._with_node_names())
-                self._wait_ready()
-                if self._controllers:
-                    self._start_controllers()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def start(self) -> None:
+        self._write_files()
+        with step("start the Kubernetes control plane"):
+            self._run("etcd", *self._etcd_arguments())
+            self._run("kube-apiserver", *self._api_server_arguments(), wrapper=self._with_node_names())
+            self._wait_ready()
+            if self._controllers:
+                self._start_controllers()
 
     def close(self) -> None:
         """Ends every part and removes all that they wrote."""
@@ -90,7 +82,7 @@ class ControlPlane:
             ("kube-scheduler", SCHEDULER, []),
         ):
             kubeconfig = self.write_kubeconfig(user, self.directory / f"{name}.kubeconfig")
-            self._start(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
+            self._run(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
 
     @property
     def certificate_authority(self) -> str:
@@ -118,13 +110,13 @@ class ControlPlane:
         _write_private(path, self.kubeconfig(user))
         return path
 
-    def kubectl(self, *arguments: Argument, stdin: str | None = None, user: str = ADMIN) -> str:
+    def kubectl(self, *arguments: Argument, stdin: str = "", user: str = ADMIN) -> str:
         """Standard output of one kubectl command. Raises CommandError with what it printed."""
         path = self.directory / f"{user.replace(':', '-')}.kubeconfig"
         if not path.exists():
             self.write_kubeconfig(user, path)
         options = [f"--kubeconfig={path}", f"--cache-dir={self.directory / 'kubectl'}"]
-        return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin)
+        return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=KUBECTL_LIMIT)
 
     def check(self) -> None:
         """Raises ControlPlaneError when a part has ended."""
@@ -199,7 +191,7 @@ class ControlPlane:
             "--use-service-account-credentials=true",
         ]
 
-    def _start(self, name: str, *arguments: Argument, wrapper: Iterable[Argument] = ()) -> None:
+    def _run(self, name: str, *arguments: Argument, wrapper: Iterable[Argument] = ()) -> None:
         # setpriv: should this process be killed, the kernel ends the control plane too.
         argv = ["setpriv", "--pdeathsig", "KILL", *wrapper, self.binaries / name, *arguments]
         with (self.directory / f"{name}.log").open("wb") as log:

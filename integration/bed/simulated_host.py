@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from integration.bed.cache import step
 from integration.bed.guest import Guest, GuestError
 from integration.bed.host_image import host_image
 from integration.bed.kernel_modules import boot_files
+from integration.bed.lifetime import Lifetime
 from integration.bed.process import run
 from integration.bed.qemu import Qemu
 from integration.bed.run_directory import run_directory
@@ -22,8 +22,8 @@ _running: list["SimulatedHost"] = []
 """Of this process."""
 
 
-class SimulatedHost:
-    """A context manager; `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
+class SimulatedHost(Lifetime):
+    """`host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
 
     Neither is written to: both lie under overlays of this host's own, which go with it.
     """
@@ -48,19 +48,10 @@ class SimulatedHost:
         self.guest = Guest(self.qemu)
         _running.append(self)
 
-    def __enter__(self) -> "SimulatedHost":
-        try:
-            with step("boot the simulated GPU host (its processor is emulated)"):
-                self.wait()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def start(self) -> None:
+        """Until it answers; the virtual machine runs since this object was made."""
+        with step("boot the simulated GPU host (its processor is emulated)"):
+            self.wait()
 
     def close(self) -> None:
         """Ends the virtual machine and removes its overlays."""
