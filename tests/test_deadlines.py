@@ -13,7 +13,7 @@ from agent.conditions import Status
 from agent.errors import CommandError
 from agent.system.commands import Completed, run_checked
 from agent.system.copying import STEP
-from agent.system.deadlines import bounded, stuck
+from agent.system.deadlines import ask_device, bounded, stuck
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.gpu_host import reconciler
@@ -73,6 +73,17 @@ def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: 
     hanging.released.set()
     wait_for(lambda: name not in stuck())
     assert bounded(name, hanging, 60) == "late", "it is tried again"
+
+
+def test_many_that_hang_take_no_longer_than_two(name: str, hanging: Hanging) -> None:
+    """A hundred files of one broken driver: the pass ends long before the watchdog."""
+    started = time.monotonic()
+    for number in range(100):
+        with pytest.raises(TimeoutError):
+            ask_device(f"{name} {number}", hanging, 4)
+    # Less than three of them alone; a hundred times the least wait is 2 of these seconds.
+    assert time.monotonic() - started < 12
+    assert ask_device(name, lambda: "others go on", 4) == "others go on"
 
 
 class HangingHost(Host):

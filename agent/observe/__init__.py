@@ -13,7 +13,7 @@ from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version
 from agent.paths import machine_of, machine_unit
-from agent.system.deadlines import DEVICE_READ, bounded
+from agent.system.deadlines import ask_device
 from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.host import HOST_VENDORS
@@ -65,6 +65,6 @@ def _listed(what: str, listing: Callable[[], Seen[D]]) -> Seen[D]:
     (Those of 2024 with "driver core: Fix uevent_show() vs driver detach race", which was reverted since.)
     """
     try:
-        return bounded(what, listing, DEVICE_READ)
+        return ask_device(what, listing)
     except OSError as error:
         return why_not(what, error)
