@@ -20,6 +20,7 @@ from agent.prepare import prepare
 from agent.reconcile import MachineOutcome, Reconciler
 from agent.system.files import System
 from agent.system.host_runner import host_runner
+from agent.system.system_bus import SystemBus
 
 ANSWER_LIMIT = 180.0
 """Seconds that `apply` waits for a machine to boot and report, beside those that it may wait for its driver."""
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _command(options: argparse.Namespace) -> int:
-    system = System(host_runner)
+    system = System(host_runner, bus=SystemBus())
 
     def load() -> Config:
         return load_config(system, options.config)

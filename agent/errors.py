@@ -6,6 +6,8 @@ AgentError
 ├── ObservationError    something could not be looked at; never means that it is absent
 ├── CommandError        a program failed, was not found, or ran out of time
 │   └── ExitCodeError   a program ended by itself and says that it failed
+├── BusError            a service on the system bus could not be asked, or did not answer
+│   └── BusAnswerError  it answered, and says that it failed, or what nobody expects
 ├── DocumentError       a handoff, report or tool output does not have its form
 └── ApplyError          a step towards the goal failed
 """
@@ -47,6 +49,14 @@ class CommandError(AgentError):
 
 class ExitCodeError(CommandError):
     """A program that came to its end with an exit code: its answer, which the same input would give again."""
+
+
+class BusError(AgentError):
+    """A question to a service on the system bus that got no answer."""
+
+
+class BusAnswerError(BusError):
+    """An answer that is none: an error of the service's, or another type than its interface says."""
 
 
 class DocumentError(AgentError):

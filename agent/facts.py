@@ -212,7 +212,7 @@ class Facts:
 
     architecture: str
     """As `uname -m` prints it: x86_64 or aarch64."""
-    systemd_version: int
+    systemd_version: Seen[int]
     template_device_allow: tuple[str, ...]
     """DeviceAllow= entries of the installed systemd-nspawn@.service, in their order."""
     vendors: tuple[VendorFacts, ...]

@@ -82,7 +82,7 @@ class Reconciler:
         """Facts, goal and what is between them; changes nothing."""
         facts = observe(self.config, self.system, self.devices, self.loader_cache)
         self.progress("")
-        if facts.systemd_version < SYSTEMD_MINIMUM:
+        if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
             raise UnsupportedError(
                 f"systemd {facts.systemd_version} is too old, {SYSTEMD_MINIMUM} or newer is needed",
                 "use Debian 12, Ubuntu 24.04 or newer as the host",

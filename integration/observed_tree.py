@@ -7,7 +7,6 @@ from agent.config import Config
 from agent.facts import Facts
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
-from agent.observe.units import SHOW
 from agent.paths import machine_unit
 from agent.system.commands import Completed
 from agent.system.host_runner import host_runner
@@ -46,9 +45,9 @@ class Tree(Host):
         run(self.ldconfig)
         # systemd does not run here; what it would say is no subject of these tests.
         units = [machine_unit(MACHINE), *(service for vendor in HOST_VENDORS for service in vendor.services)]
-        blocks = ["LoadState=loaded\nActiveState=inactive\nNeedDaemonReload=no\n" for _ in units]
-        self.command(*SHOW, *units, stdout="\n".join(blocks))
-        self.command("systemctl", "--version", stdout="systemd 257 (257)\n")
+        for unit in units:
+            self.bus.unit(unit, "inactive")
+        self.bus.version("257")
         self.make_directory(f"/var/lib/machines/{MACHINE}")
 
     def look(self, module: str) -> Facts:

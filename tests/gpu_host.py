@@ -9,7 +9,6 @@ import os
 from pathlib import Path
 
 from agent.config import Config
-from agent.observe.units import SHOW
 from agent.reconcile import Reconciler
 from tests.recorded import Host
 
@@ -24,11 +23,8 @@ def reconciler(host: Host, **settings: object) -> Reconciler:
 
 
 def units(host: Host, machine: str, stopped_at: int = 0) -> None:
-    blocks = [
-        f"LoadState=loaded\nActiveState={state}\nNeedDaemonReload=no\nInactiveEnterTimestampMonotonic={stopped_at}\n"
-        for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True)
-    ]
-    host.command(*SHOW, *UNITS, stdout="\n".join(blocks))
+    for name, state in zip(UNITS, (machine, "active", "inactive"), strict=True):
+        host.bus.unit(name, state, stopped_at=stopped_at)
 
 
 def set_up(host: Host) -> Host:
@@ -41,7 +37,7 @@ def set_up(host: Host) -> Host:
     host.driver(VERSION, gpus=2)
     host.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=char-pts rw\n")
     host.make_directory(f"/var/lib/machines/{MACHINE}")
-    host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
+    host.bus.version("257.13-1~deb13u1")
     host.command("systemctl", "daemon-reload")
     host.command("systemctl", "start", "--no-block", UNITS[0])
     units(host, "inactive")

@@ -8,9 +8,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+from agent.errors import BusError
 from agent.facts import DrmDevice, PciDevice, Seen
 from agent.identity import DeviceNumber
 from agent.observe.loader_cache import CACHE
+from agent.observe.units import GET, MANAGER, SYSTEMD
 from agent.system.commands import Completed
 from agent.system.files import System
 
@@ -30,12 +32,59 @@ class ScriptedRunner:
         return self.answers[argv]
 
 
+class ScriptedBus:
+    """PID 1 on the system bus, with the units that a test lists; a question that nobody expected fails the test."""
+
+    def __init__(self) -> None:
+        self.properties: dict[tuple[str, str, str], tuple[str, object]] = {}
+        """Signature and value by object path, interface and name."""
+        self.units: dict[str, str] = {}
+        """Object paths by name: an alias has that of another."""
+        self.failing: BusError | None = None
+
+    def __call__(self, service: str, path: str, method: str, arguments: tuple[str, ...]) -> tuple[object, ...]:
+        if self.failing:
+            raise self.failing
+        assert service == SYSTEMD
+        if method == GET:
+            interface, name = arguments
+            return (self.properties[path, interface, name],)
+        assert (path, method) == (MANAGER, f"{SYSTEMD}.Manager.LoadUnit"), f"nobody expected {method} of {path}"
+        (unit,) = arguments
+        assert unit in self.units, f"nobody expected {unit}"
+        return (self.units[unit],)
+
+    def unit(
+        self,
+        name: str,
+        active: str = "active",
+        load: str = "loaded",
+        reload: bool = False,
+        stopped_at: int = 0,
+        device_allow: list[tuple[str, str]] | None = None,
+    ) -> None:
+        """One unit, with the types that systemd's introspection data gives."""
+        path = self.units.setdefault(name, f"{MANAGER}/unit/_{len(self.units)}")
+        unit, service = f"{SYSTEMD}.Unit", f"{SYSTEMD}.Service"
+        self.properties |= {
+            (path, unit, "LoadState"): ("s", load),
+            (path, unit, "ActiveState"): ("s", active),
+            (path, unit, "NeedDaemonReload"): ("b", reload),
+            (path, unit, "InactiveEnterTimestampMonotonic"): ("t", stopped_at),
+            (path, service, "DeviceAllow"): ("a(ss)", device_allow or []),
+        }
+
+    def version(self, text: str) -> None:
+        self.properties[MANAGER, f"{SYSTEMD}.Manager", "Version"] = ("s", text)
+
+
 class Host(System):
     """A System below `tree` that is also a DeviceSource; the methods below `----` set it up."""
 
     def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:
         self.runner = runner or ScriptedRunner()
-        super().__init__(self.runner, str(tree))
+        self.bus = ScriptedBus()
+        super().__init__(self.runner, str(tree), self.bus)
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()
         self.failing: dict[str, OSError] = {}

@@ -42,7 +42,7 @@ PURE = {*LAYERS[0], *LAYERS[1], "plan"}
 IMPURE = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "glob", "fcntl", "ctypes"),
     *("subprocess", "signal", "socket", "select", "threading", "time", "random", "secrets"),
-    *("sh", "pyudev", "inotify_simple", "pyroute2", "prometheus_client"),
+    *("sh", "pyudev", "inotify_simple", "jeepney", "pyroute2", "prometheus_client"),
 }
 IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
 """Names of what is called. logging's levels are plain numbers."""

@@ -12,7 +12,6 @@ from agent.facts import Absent, DrmDevice, PciDevice
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
 from agent.observe.udev import Udev
-from agent.observe.units import SHOW
 from agent.paths import OWNED, machine_unit
 from agent.vendors.host import HOST_VENDORS
 from tests.recorded import HOSTS, Host
@@ -28,10 +27,9 @@ def debian(host: Host) -> Host:
     template = (HOSTS / "units" / "systemd-nspawn-257.service").read_text()
     host.file("/usr/lib/systemd/system/systemd-nspawn@.service", template)
     host.make_directory("/var/lib/machines/node")
-    units = [machine_unit("node"), *SERVICES]
-    blocks = [f"Id={name}\nLoadState=loaded\nActiveState=active\nNeedDaemonReload=no\n" for name in units]
-    host.command(*SHOW, *units, stdout="\n".join(blocks))
-    host.command("systemctl", "--version", stdout="systemd 257 (257.13-1~deb13u1)\n")
+    for name in (machine_unit("node"), *SERVICES):
+        host.bus.unit(name)
+    host.bus.version("257.13-1~deb13u1")
     return host
 
 
@@ -59,7 +57,7 @@ def test_a_second_pass_sees_the_same_and_reuses_only_the_loader_s_listing(debian
     first = observe(CONFIG, debian, debian, cache)
     debian.runner.calls.clear()
     assert observe(CONFIG, debian, debian, cache) == first
-    assert [" ".join(call[:2]) for call in debian.runner.calls] == ["systemctl show", "systemctl --version"]
+    assert debian.runner.calls == []
 
 
 def test_state_that_cannot_be_used_is_said(debian: Host) -> None:
@@ -72,6 +70,7 @@ def test_state_that_cannot_be_used_is_said(debian: Host) -> None:
 def test_a_host_without_any_gpu_or_driver(debian: Host, tmp_path: Path) -> None:
     bare = Host(tmp_path / "bare")
     bare.runner.answers = debian.runner.answers
+    bare.bus.units, bare.bus.properties = debian.bus.units, debian.bus.properties
     bare.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
     bare.file("/dev/null")
     bare.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\n")

@@ -2,64 +2,58 @@
 
 import pytest
 
-from agent.errors import ObservationError
+from agent.errors import BusError, ObservationError
 from agent.facts import Absent, Broken, Unseen
-from agent.observe.units import SHOW, Unit, observe_template, observe_units, observe_version, parse_device_allow
+from agent.observe.units import SYSTEMD, Unit, observe_template, observe_units, observe_version, parse_device_allow
 from tests.recorded import HOSTS, Host
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
 
 
-def block(name: str, load: str, active: str, reload: str = "no") -> str:
-    return f"Id={name}\nLoadState={load}\nActiveState={active}\nNeedDaemonReload={reload}\n"
-
-
 def test_states(host: Host) -> None:
-    names = ("a.service", "b.service", "c.service", "d.service", "e.service")
-    blocks = [
-        block("a.service", "loaded", "active", "yes"),
-        block("b.service", "not-found", "inactive"),
-        block("c.service", "masked", "inactive"),
-        block("d.service", "not-found", "active"),
-        block("alias-of-e.service", "loaded", "failed"),
-    ]
-    host.command(*SHOW, *names, stdout="\n".join(blocks))
-    units = observe_units(names, host)
+    host.bus.unit("a.service", reload=True)
+    host.bus.unit("b.service", "inactive", "not-found")
+    host.bus.unit("c.service", "inactive", "masked")
+    host.bus.unit("d.service", "active", "not-found")
+    host.bus.unit("alias-of-e.service", "failed", stopped_at=4711)
+    host.bus.units["e.service"] = host.bus.units["alias-of-e.service"]
+    units = observe_units(("a.service", "b.service", "c.service", "d.service", "e.service"), host)
     assert units["a.service"] == Unit("active", needs_reload=True)
     assert units["b.service"] == Unit(Absent("b.service is not installed"))
     assert units["c.service"] == Unit(Broken("c.service cannot be started: LoadState is masked"))
     assert units["d.service"] == Unit("active")
-    assert units["e.service"] == Unit("failed")
-    assert len(host.runner.calls) == 1
+    assert units["e.service"] == Unit("failed", has_run=True)
+    assert host.runner.calls == []
 
 
-@pytest.mark.parametrize(
-    ("stdout", "status"),
-    [("", 1), (block("a.service", "loaded", "active"), 0), ("Id=a.service\n\nId=b.service\n", 0)],
-)
-def test_an_answer_that_is_not_whole_is_unseen(host: Host, stdout: str, status: int) -> None:
-    host.command(*SHOW, "a.service", "b.service", stdout=stdout, status=status)
+def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
+    host.bus.unit("a.service")
+    host.bus.unit("b.service")
+    path = host.bus.units["a.service"]
+    host.bus.properties[path, f"{SYSTEMD}.Unit", "ActiveState"] = ("u", 1)
     units = observe_units(("a.service", "b.service"), host)
-    assert [type(unit.state) for unit in units.values()] == [Unseen, Unseen]
+    assert isinstance(units["a.service"].state, Unseen)
+    assert "ActiveState" in units["a.service"].state.why
+    assert units["b.service"] == Unit("active")
 
 
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        ("systemd 252 (252.39-1~deb12u2)\n+PAM +AUDIT\n", 252),
-        ("systemd 257 (257.13-1~deb13u1)\n", 257),
-        ("systemd 258~rc2 (258~rc2-1)\n", 258),
-    ],
-)
+def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:
+    host.bus.failing = BusError("the bus is away")
+    units = observe_units(("a.service", "b.service"), host)
+    assert units == dict.fromkeys(units, Unit(Unseen("the bus is away")))
+    assert list(units) == ["a.service", "b.service"]
+    assert isinstance(observe_version(host), Unseen)
+
+
+@pytest.mark.parametrize(("text", "version"), [("252.39-1~deb12u2", 252), ("v257.13", 257), ("258~rc2", 258)])
 def test_version(host: Host, text: str, version: int) -> None:
-    host.command("systemctl", "--version", stdout=text)
+    host.bus.version(text)
     assert observe_version(host) == version
 
 
-def test_no_version_is_an_error(host: Host) -> None:
-    host.command("systemctl", "--version", stdout="sysvinit\n")
-    with pytest.raises(ObservationError, match="sysvinit"):
-        observe_version(host)
+def test_no_version_is_no_number(host: Host) -> None:
+    host.bus.version("unknown")
+    assert observe_version(host) == Broken("the version of systemd: no number in 'unknown'")
 
 
 @pytest.mark.parametrize(("version", "fuse"), [(252, ()), (257, ("/dev/fuse rwm",))], ids=["Debian 12", "Debian 13"])
@@ -117,7 +111,5 @@ DeviceAllow=/dev/never rw
 
 
 def test_every_entry_of_a_list_is_taken(host: Host) -> None:
-    """systemctl show prints a line for each."""
-    block = "LoadState=loaded\nActiveState=active\nDeviceAllow=/dev/char/195:1 rw\nDeviceAllow=char-pts rw\n"
-    host.command(*SHOW, "a.service", stdout=block)
+    host.bus.unit("a.service", device_allow=[("/dev/char/195:1", "rw"), ("char-pts", "rw")])
     assert observe_units(["a.service"], host)["a.service"].device_allow == ("/dev/char/195:1 rw", "char-pts rw")

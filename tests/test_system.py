@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.errors import BusError
 from agent.system.commands import Completed
 from agent.system.files import System
 
@@ -99,3 +100,9 @@ def test_a_directory_that_several_make_at_once(system: System) -> None:
     with ThreadPoolExecutor(8) as pool:
         for number in range(50):
             list(pool.map(system.make_directory, [f"/{number}/a/b/c"] * 8))
+
+
+def test_a_system_without_a_bus_says_so(system: System) -> None:
+    """The machine half's."""
+    with pytest.raises(BusError, match=r"org\.example\.I\.M of org\.example: .*no connection"):
+        system.call("org.example", "/", "org.example.I.M")

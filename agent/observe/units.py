@@ -3,13 +3,18 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from agent.errors import CommandError, ObservationError
+from agent.errors import BusAnswerError, BusError, ObservationError
 from agent.facts import Absent, Broken, Seen, Unseen
 from agent.system.files import System
 
-PROPERTIES = ("LoadState", "ActiveState", "NeedDaemonReload", "InactiveEnterTimestampMonotonic", "DeviceAllow")
-SHOW = ("systemctl", "show", f"--property={','.join(PROPERTIES)}")
+T = TypeVar("T", str, bool, int, list[object])
+
+SYSTEMD = "org.freedesktop.systemd1"
+"""Its service on the bus, and the prefix of its interfaces (org.freedesktop.systemd1(5))."""
+MANAGER = "/org/freedesktop/systemd1"
+GET = "org.freedesktop.DBus.Properties.Get"
 TEMPLATE = "systemd-nspawn@.service"
 UNIT_DIRECTORIES = (
     "/etc/systemd/system",
@@ -36,48 +41,73 @@ class Unit:
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
-    """Every unit by name, with one process for all of them."""
-    if not names:
-        return {}
-    try:
-        blocks = system.run(*SHOW, *names).strip("\n").split("\n\n")
-    except CommandError as error:
-        return {name: Unit(Unseen(str(error))) for name in names}
-    if len(blocks) != len(names):
-        why = f"systemctl show: {len(blocks)} units in its output, {len(names)} were asked for"
-        return {name: Unit(Unseen(why)) for name in names}
-    # By place: an alias has the properties of the unit that it stands for.
-    return {name: _unit(name, block) for name, block in zip(names, blocks, strict=True)}
+    """Every unit by name, asked of PID 1 over D-Bus: no process is started for it."""
+    units: dict[str, Unit] = {}
+    for name in names:
+        try:
+            units[name] = _unit(name, system)
+        except BusAnswerError as error:
+            units[name] = Unit(Unseen(str(error)))
+        except BusError as error:
+            # Not asked for the others too: each question may take its whole time limit.
+            return units | {each: Unit(Unseen(str(error))) for each in names if each not in units}
+    return units
 
 
-def _unit(name: str, block: str) -> Unit:
-    lines = [line.split("=", 1) for line in block.split("\n") if "=" in line]
-    values = dict(lines)
-    # One line for each entry; systemd's own order is the reverse of that in the files.
-    device_allow = tuple(value for key, value in lines if key == "DeviceAllow")
-    load, active = values.get("LoadState", ""), values.get("ActiveState", "")
-    needs_reload = values.get("NeedDaemonReload") == "yes"
-    has_run = values.get("InactiveEnterTimestampMonotonic", "0") not in ("", "0")
-    if not load or not active:
-        return Unit(Unseen(f"systemctl show: LoadState or ActiveState of {name} is missing"))
+def _unit(name: str, system: System) -> Unit:
+    # LoadUnit, as GetUnit fails for one that is not loaded. An alias leads to the unit that it stands for.
+    loaded = system.call(SYSTEMD, MANAGER, f"{SYSTEMD}.Manager.LoadUnit", name)
+    path = _expected("LoadUnit", loaded[0] if loaded else None, str)
+    load = _property(system, path, "Unit", "LoadState", str)
+    active = _property(system, path, "Unit", "ActiveState", str)
+    # After ActiveState: where that is inactive since just now, this tells.
+    has_run = _property(system, path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0
+    needs_reload = _property(system, path, "Unit", "NeedDaemonReload", bool)
     # A unit whose file was removed or masked may still run: its state is what counts.
     if active != "inactive" or load == "loaded":
-        return Unit(active, needs_reload, has_run, device_allow)
+        return Unit(active, needs_reload, has_run, _device_allow(system, path))
     if load == "not-found":
         return Unit(Absent(f"{name} is not installed"))
     return Unit(Broken(f"{name} cannot be started: LoadState is {load}"), needs_reload)
 
 
-def observe_version(system: System) -> int:
-    """systemd's version. Raises ObservationError."""
+def _device_allow(system: System, path: str) -> tuple[str, ...]:
+    """systemd's own order is the reverse of that in the files."""
+    entries = _property(system, path, "Service", "DeviceAllow", list)
+    allowed = []
+    for entry in entries:
+        match entry:
+            case (str(node), str(permissions)):
+                allowed.append(f"{node} {permissions}")
+            case _:
+                raise BusAnswerError(f"DeviceAllow of {path}: an entry is {entry!r}")
+    return tuple(allowed)
+
+
+def _property(system: System, path: str, interface: str, name: str, kind: type[T]) -> T:
+    """Raises BusError; its type is part of systemd's interface, which is stable."""
+    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
+        case ((str(), value),):
+            return _expected(f"{name} of {path}", value, kind)
+        case answer:
+            raise BusAnswerError(f"{name} of {path}: the answer is {answer!r}")
+
+
+def _expected(what: str, value: object, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise BusAnswerError(f"{what}: {value!r} is no {kind.__name__}")
+    return value
+
+
+def observe_version(system: System) -> Seen[int]:
+    """Of the systemd that runs."""
     try:
-        output = system.run("systemctl", "--version")
-    except CommandError as error:
-        raise ObservationError(f"the version of systemd: {error.message}", error.hint) from error
-    match = re.match(r"systemd v?([0-9]+)", output)
-    if match is None:
-        raise ObservationError(f"systemctl --version: no version in {output[:80]!r}")
-    return int(match[1])
+        text = _property(system, MANAGER, "Manager", "Version", str)
+    except BusError as error:
+        return Unseen(f"the version of systemd: {error}")
+    # Free text by its documentation; every release has had its number in front, as Debian and Ubuntu have it.
+    match = re.match(r"v?([0-9]+)", text)
+    return int(match[1]) if match else Broken(f"the version of systemd: no number in {text[:80]!r}")
 
 
 def observe_template(system: System) -> tuple[str, ...]:

@@ -38,6 +38,13 @@ TimeoutError when it could not even be killed then.
 """
 
 
+Bus = Callable[[str, str, str, tuple[str, ...]], tuple[object, ...]]
+"""Calls a method on the system bus: service, object path, interface and member with a dot between, text arguments.
+
+What the method returns, a variant as a pair of signature and value. Raises BusError.
+"""
+
+
 def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     """Standard output of a program that succeeded, undecodable bytes kept by surrogateescape; else CommandError."""
     try:

@@ -1,4 +1,7 @@
-"""The only door to files and processes. Every path is below one root prefix, so that recorded hosts can be observed."""
+"""The only door to files, processes and the system bus.
+
+Every path is below one root prefix, so that recorded hosts can be observed.
+"""
 
 import contextlib
 import errno
@@ -6,8 +9,9 @@ import os
 import stat
 from collections.abc import Callable
 
+from agent.errors import BusError
 from agent.identity import DeviceNumber, FileIdentity
-from agent.system.commands import Runner, run_checked
+from agent.system.commands import Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
@@ -17,15 +21,21 @@ NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP
 
 
 class System(Rooted):
-    """Files below `root` and programs by `runner`. Methods raise OSError as the system calls do."""
+    """Files below `root`, programs by `runner`, services by `bus`. Methods raise OSError as the system calls do."""
 
-    def __init__(self, runner: Runner, root: str = "/") -> None:
+    def __init__(self, runner: Runner, root: str = "/", bus: Bus | None = None) -> None:
         super().__init__(root)
-        self._runner = runner
+        self._runner, self._bus = runner, bus
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
         """Standard output of a program that succeeded; raises CommandError."""
         return run_checked(self._runner, argv, timeout)
+
+    def call(self, service: str, path: str, method: str, *arguments: str) -> tuple[object, ...]:
+        """What a method on the system bus returns; raises BusError."""
+        if self._bus is None:
+            raise BusError(f"{method} of {service}: there is no connection to the system bus here")
+        return self._bus(service, path, method, arguments)
 
     # ---- reading
 
