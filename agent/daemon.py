@@ -88,6 +88,7 @@ class Daemon:
         self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
+        self._metrics.convergence.sources(tally.name for tally in wakeups.tallies)
         self._gpu_errors = gpu_errors
         gpu_errors.counted = self._metrics.gpu_error
         self._config = load()
@@ -124,7 +125,9 @@ class Daemon:
                 self._notifier.send("READY=1")
             if not signals.stop:
                 trigger, delay = self.next()
-                trigger = self._wakeups.wait(delay, signals) or trigger
+                if source := self._wakeups.wait(delay, signals):
+                    trigger = source
+                    self._metrics.convergence.begin(source, self._wakeups.first)
 
     def reload(self) -> None:
         """Read the configuration again; one that is wrong, or whose address cannot be had, changes nothing."""
@@ -165,6 +168,8 @@ class Daemon:
             self._tell_problems(outcome.facts.all_problems())
             self._tell_changes(outcome)
         self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
+        if not self._failures and not self._pending:
+            self._metrics.convergence.end()
         self._publish()
         status = self._why_not or health.status_line(self._machines())
         why_not = self._endpoint.why_not
@@ -174,8 +179,7 @@ class Daemon:
     def next(self) -> tuple[str, float]:
         """What starts the next pass if no event or signal does, and in how many seconds."""
         timing, now = self._timing, time.monotonic()
-        pending = any(machine.pending for machine in self._machines())
-        if not pending:
+        if not self._pending:
             self._pending_since = None
         elif self._pending_since is None:
             self._pending_since = now
@@ -189,6 +193,10 @@ class Daemon:
         if self._watchdog:
             delay = min(delay, self._watchdog / 2)
         return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
+
+    @property
+    def _pending(self) -> bool:
+        return any(machine.pending for machine in self._machines())
 
     def _progress(self, sentence: str) -> None:
         """A step of a pass begins, or (no text) goes on: the only sign of life within a pass."""

@@ -12,6 +12,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from agent.conditions import Condition, ConditionType, Status, unknown
+from agent.convergence import Convergence
 from agent.facts import Broken, DeviceNode, Driver, Facts, Gpu, Unseen, VendorFacts
 from agent.identity import DeviceKind
 from agent.reconcile import MachineOutcome, Outcome
@@ -256,6 +257,7 @@ class Metrics:
             registry=self._registry,
             buckets=BUCKETS,
         )
+        self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
         """With every value of its label at 0 from the start, so that the first increase is seen."""

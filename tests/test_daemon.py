@@ -381,6 +381,25 @@ def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) 
     assert len(service.passes()) == 2, "the pass itself is no event"
 
 
+def test_the_way_from_an_event_to_the_machine_s_answer_is_one_measure(service: Service) -> None:
+    """Of the source that began it; neither a pass that awaits a report nor one that failed is its end."""
+    converged = 'event_to_converged_seconds_count{source="loader-cache"}'
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.metric(converged) == 0, "the start is no event"
+    service.behave(pending=True)
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: len(service.passes()) >= 3)
+    service.behave(error="simulated")
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 0)
+    assert service.metric(converged) == 0
+    service.behave()
+    wait_for(lambda: service.metric(converged) == 1)
+    taken = service.metric('event_to_converged_seconds_sum{source="loader-cache"}')
+    assert taken is not None
+    assert taken >= service.passes()[-1] - service.passes()[1]
+
+
 def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
     service.behave(hold=True)
     service.start(SLOW)

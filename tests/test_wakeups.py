@@ -257,3 +257,14 @@ def test_a_storm_gives_a_pass_each_half_second_and_the_last_one_sees_the_end(
     assert seen[-1] == {"last"}
     assert len(seen) <= int((took[0] - 0.05) / 0.5) + 2, f"in {took[0]:.2f} s"
     assert tally(wakeups, "nodes") == (True, len(seen), 0)
+
+
+def test_the_time_of_the_first_event_is_kept(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    """Not that of the pass, which waits for what belongs to it."""
+    wakeups = opened(*pipes)
+    timer = threading.Timer(0.2, pipes[0].event)
+    before = time.monotonic()
+    timer.start()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert before + 0.19 <= wakeups.first <= time.monotonic() - wakeups.settling.quiet
+    timer.join()

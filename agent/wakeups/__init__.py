@@ -97,6 +97,8 @@ class Wakeups:
     _kept: list[_Kept] = field(init=False)
     _last: float = field(init=False, default=-math.inf)
     """When an event last led to a pass."""
+    first: float = field(init=False, default=-math.inf)
+    """When the first event of the last wait was noticed, time.monotonic(): what came during a pass, at its end."""
 
     def __post_init__(self) -> None:
         self._kept = [_Kept(source, Tally(source.name)) for source in self.sources]
@@ -120,16 +122,16 @@ class Wakeups:
         deadline = time.monotonic() + seconds
         # What came during the pass, too. dict: in the order of coming.
         asked = dict.fromkeys(self._ask(self._kept))
-        first = last = time.monotonic()
+        self.first = last = time.monotonic()
         while not interrupt.pending:
             now = time.monotonic()
-            until = self._start(first, last) if asked else deadline
+            until = self._start(self.first, last) if asked else deadline
             if now >= until:
                 break
             new = self._ask(self._ready(until - now, interrupt))
             if new:
                 last = time.monotonic()
-                first = first if asked else last
+                self.first = self.first if asked else last
                 asked |= dict.fromkeys(new)
         if not asked or interrupt.pending:
             return ""
