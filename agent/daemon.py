@@ -6,27 +6,30 @@ import os
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent import __version__, health
-from agent.conditions import Condition, ConditionType
+from agent import __version__, health, statusz
 from agent.config import Config
 from agent.errors import AgentError
 from agent.gpu_errors import GpuErrors
 from agent.handoff import one_line
+from agent.judgement import rfc3339
 from agent.locks import locked
 from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
 from agent.notify import Notifier, log_to, watchdog_interval
-from agent.paths import INSTANCE_LOCK
+from agent.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.reconcile import MachineOutcome, Outcome
 from agent.server import OPENMETRICS as OPENMETRICS_KEY
-from agent.server import Endpoint, Page, Site
+from agent.server import Endpoint, LocalServer, Page, Site
 from agent.signals import BrokenOffError, Signals
+from agent.statusz import PASSES, Knowledge, Pass
 from agent.system.deadlines import stuck
 from agent.system.files import System
 from agent.system.host_runner import host_runner
+from agent.telling import Telling
 from agent.vendors.host import HOST_VENDORS
 from agent.wakeups import Wakeups
 from agent.wakeups.host import REPORTS, host_sources
@@ -83,6 +86,7 @@ class Daemon:
         timing: Timing,
         gpu_errors: GpuErrors,
         wakeups: Wakeups,
+        local: LocalServer,
     ) -> None:
         self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
         self._wakeups = wakeups
@@ -94,17 +98,16 @@ class Daemon:
         self._config = load()
         self._config_loaded, self._config_good = time.time(), True
         self._reconciler = self._make(self._config, self._progress)
-        self._endpoint = Endpoint(self._config.metrics.address)
+        self._endpoint, self._local = Endpoint(self._config.metrics.address), local
         self._outcome: Outcome | None = None
         self._observed = 0.0
         self._why_not = "the first observation is not done"
         """Why nothing fresh is known; empty after a pass that came to an end."""
-        self._failures: tuple[str, ...] = ()
-        self._problems: tuple[str, ...] = ()
+        self._telling = Telling()
+        self._passes: deque[Pass] = deque(maxlen=PASSES)
         self._failed_in_a_row = 0
         self._told_progress = 0.0
         self._pending_since: float | None = None
-        self._told: dict[str, dict[ConditionType, Condition]] = {}
         self._publish()
 
     def loop(self, signals: Signals) -> None:
@@ -158,17 +161,19 @@ class Daemon:
         except (AgentError, OSError) as error:
             self._metrics.failed(trigger, time.monotonic() - started)
             self._why_not = f"the last pass failed: {error}"
-            self._tell_failures((self._why_not,))
+            self._telling.failures((self._why_not,))
+            actions: tuple[str, ...] = ()
         else:
             self._metrics.passed(trigger, outcome)
             self._outcome, self._why_not = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
-            self._tell_failures(outcome.failures)
-            self._tell_problems(outcome.facts.all_problems())
-            self._tell_changes(outcome)
-        self._failed_in_a_row = self._failed_in_a_row + 1 if self._failures else 0
-        if not self._failures and not self._pending:
+            self._telling.outcome(outcome)
+            actions = outcome.actions
+        failures, seconds = self._telling.failed, round(time.monotonic() - started, 3)
+        self._passes.append(Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
+        if not failures and not self._pending:
             self._metrics.convergence.end()
         self._publish()
         status = self._why_not or health.status_line(self._machines())
@@ -221,35 +226,19 @@ class Daemon:
         known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
         return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self._config.machines))
 
-    def _tell_failures(self, failures: tuple[str, ...]) -> None:
-        for sentence in failures:
-            if sentence not in self._failures:
-                log.error("%s", one_line(sentence))
-        if self._failures and not failures:
-            log.info("the failure is over")
-        self._failures = failures
-
-    def _tell_problems(self, problems: tuple[str, ...]) -> None:
-        for sentence in problems:
-            if sentence not in self._problems:
-                log.warning("%s", one_line(sentence))
-        self._problems = problems
-
-    def _tell_changes(self, outcome: Outcome) -> None:
-        for machine in outcome.machines:
-            for level, sentence in health.changes(machine, self._told.get(machine.name, {})):
-                log.log(level, "%s", sentence)
-        self._told = {machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines}
-
     def _publish(self) -> None:
-        """Give the server both editions: as it is now, and for when no pass ends in time."""
-        self._endpoint.publish(
-            Site(
-                fresh=self._edition(alive=True, why_not=self._why_not),
-                stale=self._edition(alive=False, why_not=f"no pass has ended for {self._timing.evidence:.0f} s"),
-                fresh_until=time.monotonic() + self._timing.evidence,
-            )
+        """Give the servers both editions: as it is now, and for when no pass ends in time."""
+        too_long = f"no pass has ended for {self._timing.evidence:.0f} s"
+        fresh, stale = self._edition(alive=True, why_not=self._why_not), self._edition(alive=False, why_not=too_long)
+        until = time.monotonic() + self._timing.evidence
+        self._endpoint.publish(Site(fresh, stale, until))
+        self._local.site = Site(
+            fresh | {"/statusz": self._statusz(self._why_not)}, stale | {"/statusz": self._statusz(too_long)}, until
         )
+
+    def _statusz(self, why_not: str) -> Page:
+        found = Knowledge(__version__, time.time(), why_not, self._passes, self._wakeups.tallies, stuck())
+        return statusz.page(found, self._machines(), self._outcome.facts if self._outcome else None)
 
     def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
         machines = self._machines()
@@ -291,7 +280,8 @@ def run(
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS), gpu_errors))
-        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups)
+        local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET)
+        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)

@@ -17,6 +17,8 @@ MACHINES_STATE = f"{STATE}/machines"
 
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
+STATUSZ_SOCKET = "statusz.sock"
+"""In RUNTIME: what only root may ask the service."""
 PASS_LOCK = f"{RUNTIME}/pass.lock"
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 CONDITIONS = f"{RUNTIME}/conditions.json"

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import socket
 import threading
 import time
@@ -143,20 +144,24 @@ class Server(ThreadingMixIn, TCPServer):
         Raises AgentError when the address cannot be had now.
         """
         host, _, port = address.rpartition(":")
-        self.site = Site()
-        self.limits = limits
-        self._places = threading.BoundedSemaphore(CONNECTIONS)
         try:
             family, _, _, _, where = socket.getaddrinfo(
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            self.address_family = family
-            super().__init__(where, Handler)  # type: ignore[arg-type]
+            self._serve(family, where, limits)
         except OSError as error:
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}",
                 "configure another address or port, or stop what has it",
             ) from error
+
+    def _serve(self, family: socket.AddressFamily, where: object, limits: Limits) -> None:
+        """From now on. Raises OSError."""
+        self.site = Site()
+        self.limits = limits
+        self._places = threading.BoundedSemaphore(CONNECTIONS)
+        self.address_family = family
+        super().__init__(where, Handler)  # type: ignore[arg-type]
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
         self._thread.start()
 
@@ -192,6 +197,33 @@ class Server(ThreadingMixIn, TCPServer):
         self.shutdown()
         self.server_close()
         self._thread.join(self.limits.whole)
+
+
+class LocalServer(Server):
+    """On a Unix socket that only root may connect to; one that a former service left is replaced."""
+
+    def __init__(self, directory: str, name: str, limits: Limits = Limits()) -> None:
+        """Raises AgentError when the socket cannot be made."""
+        try:
+            descriptor = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                # By descriptor: sun_path ends after 107 bytes.
+                place = f"/proc/self/fd/{descriptor}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(place)
+                self._serve(socket.AF_UNIX, place, limits)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise AgentError(
+                f"{directory}/{name}: cannot listen: {error.strerror}",
+                "see what is there; it must be a directory of ours",
+            ) from error
+
+    def server_bind(self) -> None:
+        """Linux gives the file the socket's own mode, less the umask: it is never open to others (unix_bind)."""
+        os.fchmod(self.socket.fileno(), 0o600)
+        super().server_bind()
 
 
 class Endpoint:

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import pytest
@@ -107,6 +108,19 @@ class Service:
     def metric(self, name: str) -> float | None:
         found = re.search(rf"^unbounded_agent_{re.escape(name)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
         return float(found[1]) if found else None
+
+    def statusz(self) -> dict[str, Any]:
+        """The page on the Unix socket."""
+        directory = os.open(self.root / "run/unbounded-agent", os.O_PATH)
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(f"/proc/self/fd/{directory}/statusz.sock")
+                client.sendall(b"GET /statusz HTTP/1.0\r\n\r\n")
+                with client.makefile("rb") as answer:
+                    found: dict[str, Any] = json.loads(answer.read().partition(b"\r\n\r\n")[2])
+                    return found
+        finally:
+            os.close(directory)
 
     def close(self) -> None:
         if self.child:
@@ -398,6 +412,19 @@ def test_the_way_from_an_event_to_the_machine_s_answer_is_one_measure(service: S
     taken = service.metric('event_to_converged_seconds_sum{source="loader-cache"}')
     assert taken is not None
     assert taken >= service.passes()[-1] - service.passes()[1]
+
+
+def test_statusz_is_on_the_unix_socket_alone_and_tells_of_the_last_passes(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    wait_for(lambda: [each["trigger"] for each in service.statusz()["passes"]] == ["start"])
+    service.behave(failures=["cannot write /a: simulated"])
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
+    service.behave(error="simulated")
+    wait_for(lambda: service.statusz()["notObserved"] == "the last pass failed: simulated")
+    assert service.statusz()["machines"]["gpu-node"]["gpus"]
+    assert service.get("/statusz")[0] == 404
 
 
 def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:

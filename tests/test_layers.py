@@ -31,7 +31,7 @@ LAYERS = (
     ("observe", "plan", "staging", "running", "apply", "inside"),
     ("readiness", "locks", "history", "node_condition", "gpu_errors"),
     ("reconcile",),
-    ("prepare", "metrics", "convergence", "notify", "server", "health", "signals", "wakeups"),
+    ("prepare", "metrics", "convergence", "statusz", "telling", "notify", "server", "health", "signals", "wakeups"),
     ("daemon",),
     ("cli",),
 )

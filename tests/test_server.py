@@ -2,18 +2,21 @@
 
 import contextlib
 import http.client
+import os
 import select
 import socket
+import stat
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from http import HTTPStatus
+from pathlib import Path
 
 import pytest
 
 from agent.errors import AgentError
-from agent.server import CONNECTIONS, OPENMETRICS, VERBOSE, Limits, Page, Server, Site
+from agent.server import CONNECTIONS, OPENMETRICS, VERBOSE, Limits, LocalServer, Page, Server, Site
 
 LONG = 10**9
 
@@ -207,3 +210,41 @@ def test_a_stopped_server_frees_its_port(server: Server) -> None:
     assert time.monotonic() - started < 1
     third = Server(f"127.0.0.1:{second.port}")
     third.stop()
+
+
+def ask_locally(directory: Path, name: str, path: str) -> bytes:
+    """The whole answer."""
+    descriptor = os.open(directory, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30)
+            client.connect(f"/proc/self/fd/{descriptor}/{name}")
+            client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            with client.makefile("rb") as answer:
+                return answer.read()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_local_server_is_its_owner_s_alone_and_replaces_what_a_former_one_left(tmp_path: Path) -> None:
+    """In a directory whose path is longer than the address of a socket may be."""
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    before = os.umask(0)
+    try:
+        for body in (b"first\n", b"second\n"):
+            server = LocalServer(str(directory), "statusz.sock")
+            try:
+                assert stat.S_IMODE((directory / "statusz.sock").stat().st_mode) == 0o600
+                server.site = Site({"/statusz": Page(HTTPStatus.OK, body)}, {}, time.monotonic() + LONG)
+                assert ask_locally(directory, "statusz.sock", "/statusz").endswith(b"\r\n\r\n" + body)
+                assert b" 404 " in ask_locally(directory, "statusz.sock", "/other")
+            finally:
+                server.stop()
+    finally:
+        os.umask(before)
+
+
+def test_a_local_server_without_its_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match="nowhere/statusz"):
+        LocalServer(str(tmp_path / "nowhere"), "statusz.sock")
