@@ -1,7 +1,4 @@
-"""GPUsAdvertised on a simulated machine: checkpoints in the kubelet's forms, and real Unix sockets without servers.
-
-A socket here only listens: what is simulated are the kubelet and the device plug-in behind it.
-"""
+"""GPUsAdvertised on a simulated machine, see kubelet_directory.py for what is simulated."""
 
 import json
 import os
@@ -15,52 +12,12 @@ import pytest
 
 from agent.errors import DocumentError
 from agent.inside.kubelet import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
-from agent.inside.run import run
 from agent.paths import OWNED
 from agent.vendors.nvidia.device_plugin import gpu_of
-from tests.machine_root import EMPTY, Machine, gpu_machine, recorded_spec
+from tests.kubelet_directory import BACKLOG, PLUGIN_SOCKET, UUIDS, Kubelet
+from tests.machine_root import EMPTY, gpu_machine
 
-UUIDS = tuple(each["name"] for each in recorded_spec()["devices"] if each["name"].startswith("GPU-"))
-PLUGIN_SOCKET = f"{PLUGINS}/nvidia-gpu.sock"
-BACKLOG = 16
 OTHER = "GPU-99999999-0000-0000-0000-000000000000"
-
-
-class Kubelet:
-    """The directory of a kubelet with one device plug-in."""
-
-    def __init__(self, machine: Machine, stack: ExitStack) -> None:
-        self.machine, self._stack = machine, stack
-        self._sockets: dict[str, socket.socket] = {}
-        machine.make_directory(PLUGINS)
-
-    def listen(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
-        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-        # By a descriptor of the directory: temporary paths are longer than sun_path.
-        directory = os.open(self.machine.tree / PLUGINS[1:], os.O_PATH)
-        listener.bind(f"/proc/self/fd/{directory}/{path.rsplit('/', 1)[1]}")
-        os.close(directory)
-        if kind == socket.SOCK_STREAM:
-            listener.listen(BACKLOG)
-        self._sockets[path] = listener
-
-    def kill(self, path: str) -> None:
-        """The process is gone, its socket stays."""
-        self._sockets.pop(path).close()
-
-    def checkpoint(self, text: str | bytes) -> None:
-        self.machine.put(CHECKPOINT, text)
-
-    def advertise(self, **resources: list[str]) -> None:
-        names = {f"nvidia.com/{name.replace('_', '.')}": ids for name, ids in resources.items()}
-        self.checkpoint(json.dumps({"Data": {"PodDeviceEntries": None, "RegisteredDevices": names}, "Checksum": 1}))
-
-    def condition(self) -> tuple[str, str]:
-        run(self.machine)
-        return self.machine.conditions()["GPUsAdvertised"]
-
-    def message(self) -> str:
-        return self.machine.message("GPUsAdvertised")
 
 
 @pytest.fixture
@@ -72,10 +29,7 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
 @pytest.fixture
 def serving(kubelet: Kubelet) -> Kubelet:
     """Kubelet and plug-in run, since the CDI spec was published, and both GPUs are advertised."""
-    run(kubelet.machine)
-    kubelet.listen(KUBELET_SOCKET)
-    kubelet.listen(PLUGIN_SOCKET)
-    kubelet.advertise(gpu=list(UUIDS))
+    kubelet.serve()
     return kubelet
 
 
@@ -91,13 +45,26 @@ def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
 def test_a_gpu_that_came_after_the_plug_in_needs_its_restart(serving: Kubelet) -> None:
     """It looks for GPUs only when it starts, and then makes its socket anew."""
     serving.advertise(gpu=list(UUIDS[:1]))
-    spec, plug_in = (serving.machine.tree / path[1:] for path in ("/etc/cdi/nvidia.yaml", PLUGIN_SOCKET))
-    now = time.time()
-    os.utime(plug_in, (now - 20, now - 20))
-    os.utime(spec, (now - 10, now - 10))
+    serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
     assert UUIDS[1] in serving.message()
-    os.utime(spec, (now - 30, now - 30))
+    serving.begin_later()
+    assert serving.condition() == ("False", "GPUsMissing")
+
+
+def test_a_gpu_that_went_needs_its_restart(serving: Kubelet) -> None:
+    """It goes on offering what is gone, health checks apart."""
+    serving.advertise(gpu=[*UUIDS, OTHER])
+    serving.publish_later()
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
+    assert OTHER in serving.message()
+
+
+def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
+    """The plug-in knew it; only a restart would make it forget that the GPU is unhealthy."""
+    serving.publish_later()
+    assert serving.condition() == ("True", "Advertised")
+    serving.advertise(gpu=list(UUIDS[:1]))
     assert serving.condition() == ("False", "GPUsMissing")
 
 

@@ -8,12 +8,13 @@ minutes) nor when the kubelet starts. So the sockets are tried, and a list older
 import fnmatch
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.errors import DocumentError
 from agent.handoff import Request
+from agent.inside.notes import Notes
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
@@ -24,7 +25,7 @@ CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
 CHECKPOINT_LIMIT = 8 << 20
 """Bytes: it holds what each container with devices was given."""
 NAMES_SHOWN = 16
-MISSING = "GPUsMissing"
+RESTART_NEEDED = "DevicePluginRestartNeeded"
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -33,8 +34,8 @@ KIND = ConditionType.GPUS_ADVERTISED
 class Plugin:
     """A vendor's device plug-in as the kubelet's directory shows it."""
 
-    serving: tuple[str, ...] = ()
-    """Sockets that accept connections."""
+    serving: Mapping[str, int] = field(default_factory=dict)
+    """Sockets that accept connections, with the process that listens (0: of another PID namespace)."""
     dead: tuple[str, ...] = ()
     """Sockets that somebody left behind."""
     registered: Mapping[str, tuple[str, ...]] | None = None
@@ -45,7 +46,9 @@ class Plugin:
     """Whether the checkpoint was written after that."""
 
 
-def check_advertised(system: System, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
+def check_advertised(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
     """The GPUsAdvertised condition; `published` are the device names of the CDI spec. Raises OSError."""
     if not system.is_directory(PLUGINS):
         if not request.gpus:
@@ -56,27 +59,38 @@ def check_advertised(system: System, vendor: MachineVendor, request: Request, pu
     except DocumentError as error:
         return unknown(KIND, "BadCheckpoint", str(error))
     granted = {gpu for name in published if (gpu := vendor.gpu_of(name))}
-    if not system.accepts_connections(KUBELET_SOCKET):
+    if system.listening_process(KUBELET_SOCKET) is None:
         return unknown(KIND, "KubeletDown", f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`")
     if not request.gpus and not any((plugin.registered or {}).values()):
         return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
-    compared = _without_plugin(vendor, plugin) or _compare(vendor, request, granted, plugin.registered or {})
-    if compared.reason == MISSING and _published_since(system, vendor.spec_path, plugin.begun):
-        why = "it began to serve before the CDI spec was last changed, and looks for GPUs only when it starts"
-        return false(KIND, "DevicePluginRestartNeeded", f"{compared.message}: {why}")
-    return compared
+    without = _without_plugin(vendor, plugin)
+    if without is not None:
+        return without
+    known = _known(notes, vendor, plugin)
+    outdated = system.exists(vendor.spec_path) and system.identity(vendor.spec_path).mtime_ns > plugin.begun
+    return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
 
 
-def _published_since(system: System, spec: str, begun: int) -> bool:
-    return system.exists(spec) and system.identity(spec).mtime_ns > begun
+def _known(notes: Notes, vendor: MachineVendor, plugin: Plugin) -> Set[str]:
+    """The GPUs that were advertised at this run or an earlier one, since the plug-in began to serve."""
+    name = f"device-plugin-{vendor.name}"
+    noted = notes.load(name)
+    before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
+    known = {*before, *_gpus(vendor, plugin.registered or {})}
+    notes.save(name, {"begun": plugin.begun, "known": sorted(known)})
+    return known
+
+
+def _gpus(vendor: MachineVendor, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each))}
 
 
 def look(system: System, vendor: MachineVendor) -> Plugin:
     """Raises DocumentError, which names the checkpoint's key, or OSError."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
-    sockets = {path: system.accepts_connections(path) for path in (f"{PLUGINS}/{name}" for name in names)}
-    serving = tuple(path for path, accepts in sockets.items() if accepts)
-    dead = tuple(path for path, accepts in sockets.items() if not accepts)
+    sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+    serving = {path: process for path, process in sockets.items() if process is not None}
+    dead = tuple(path for path, process in sockets.items() if process is None)
     try:
         written = system.identity(CHECKPOINT).mtime_ns
         # Pods of device plug-ins have this directory, and may put a link there.
@@ -139,10 +153,17 @@ def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
 
 
 def _compare(
-    vendor: MachineVendor, request: Request, granted: set[str], registered: Mapping[str, tuple[str, ...]]
+    vendor: MachineVendor,
+    request: Request,
+    granted: set[str],
+    registered: Mapping[str, tuple[str, ...]],
+    known: Set[str] | None,
 ) -> Condition:
-    """By identity: time-slicing and MIG make counts say nothing."""
-    gpus = {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each))}
+    """By identity: time-slicing and MIG make counts say nothing.
+
+    `known` are the GPUs that the plug-in has advertised since it began, if the CDI spec was changed since then.
+    """
+    gpus = _gpus(vendor, registered)
     foreign = {f"{resource} {each}" for resource, ids in registered.items() for each in ids if not vendor.gpu_of(each)}
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
     if request.gpus and not granted:
@@ -154,8 +175,12 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any more)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plug-in, and restart its pod"
+    # A GPU that it knows and does not advertise is one that it holds to be unhealthy, which a restart would forget.
+    if known is not None and (missing - known or stale):
+        why = "it began to serve before the CDI spec was last changed, and looks for GPUs only when it starts"
+        return false(KIND, RESTART_NEEDED, f"{message}: {why}")
     if missing:
-        return false(KIND, MISSING, message)
+        return false(KIND, "GPUsMissing", message)
     if stale:
         return false(KIND, "StaleGPUs", message)
     return true(KIND, "Advertised", f"every granted GPU is advertised ({counts})")

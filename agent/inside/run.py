@@ -167,7 +167,7 @@ def _settle_request(
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
         described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    on_node = _attempt(advertised, lambda: check_advertised(system, vendor, request, published.devices))
+    on_node = _attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
 

@@ -16,8 +16,6 @@ from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
 """Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
-NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
-"""What connect(2) says of a socket that was left behind, is full or of another type, and of files that are none."""
 
 
 class System(Rooted):
@@ -144,28 +142,12 @@ class System(Rooted):
             status.st_gid,
         )
 
-    def accepts_connections(self, path: str) -> bool:
-        """Whether a program listens on a Unix socket: connected and closed at once, nothing is sent; no link."""
+    def listening_process(self, path: str) -> int | None:
+        """Who listens on a Unix socket, see agent.system.sockets."""
         # Here, as few runs need it, and it costs the machine half a twentieth of its start.
-        import socket
+        from agent.system.sockets import listening_process
 
-        try:
-            probe = os.open(self._at(path, follow=False), os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return False
-        try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-                # Then connect(2) gives EAGAIN where nobody takes connections any more, instead of waiting.
-                client.setblocking(False)
-                # By descriptor: sun_path ends after 107 bytes, and what was opened is what is connected to.
-                client.connect(f"/proc/self/fd/{probe}")
-        except OSError as error:
-            if error.errno in NOT_LISTENING:
-                return False
-            raise
-        finally:
-            os.close(probe)
-        return True
+        return listening_process(self._at(path, follow=False))
 
     def architecture(self) -> str:
         """The kernel's machine name, uname(2): x86_64, aarch64."""
