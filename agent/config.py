@@ -81,6 +81,8 @@ class MachineSettings(Model):
     """Grant the IMEX channels, which reach the memory of other nodes' GPUs."""
     default_runtime: bool = False
     """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
+    restart_device_plugin: bool = False
+    """Restart the container of the vendor's device plug-in when it cannot know of a GPU that came or went."""
     node_condition: bool = False
     """Set the condition GPUReady on the machine's Node object, with its kubelet's identity."""
     nspawn: NspawnSettings = NspawnSettings()

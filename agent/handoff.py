@@ -64,11 +64,16 @@ class Handoff:
     requests: tuple[Request, ...]
     default_runtime: bool = False
     """Whether containerd's default runtime is to be the vendor's."""
+    restart_device_plugin: bool = False
+    """Whether the vendor's device plug-in may be restarted."""
 
     @property
     def generation(self) -> str:
         """A digest of the content, so that equal content is never a new generation."""
-        return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        content = asdict(self)
+        # A half that does not know this key makes its digest without it, and must come to the same one.
+        del content["restart_device_plugin"]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def render_handoff(handoff: Handoff) -> bytes:
@@ -87,6 +92,8 @@ def parse_handoff(data: bytes) -> Handoff:
         architecture=get(where, document, "architecture", str),
         requests=objects(where, document, "requests", _request),
         default_runtime=get(where, document, "default_runtime", bool),
+        # Not there in what an older host half writes.
+        restart_device_plugin=get(where, {"restart_device_plugin": False} | document, "restart_device_plugin", bool),
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")

@@ -110,9 +110,9 @@ class Machine(System):
             answer if callable(answer) else lambda _: Completed(status, str(text).encode(), stderr.encode())
         )
 
-    def hand(self, *requests: Request, default_runtime: bool = False) -> Handoff:
+    def hand(self, *requests: Request, default_runtime: bool = False, restart_device_plugin: bool = False) -> Handoff:
         """Publish a handoff."""
-        handoff = Handoff("kube1", "x86_64", requests, default_runtime)
+        handoff = Handoff("kube1", "x86_64", requests, default_runtime, restart_device_plugin)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

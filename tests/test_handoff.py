@@ -1,6 +1,8 @@
 """The contract between the halves survives its own round trip and refuses anything else by key."""
 
+import hashlib
 import json
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -35,7 +37,17 @@ def changed(**keys: Any) -> bytes:  # noqa: ANN401
 
 
 def test_round_trip() -> None:
-    assert parse_handoff(render_handoff(HANDOFF)) == HANDOFF
+    for handoff in (HANDOFF, replace(HANDOFF, default_runtime=True, restart_device_plugin=True)):
+        assert parse_handoff(render_handoff(handoff)) == handoff
+
+
+def test_halves_that_do_not_know_of_the_restart() -> None:
+    """An older host half leaves the key out; an older machine half makes its digest without it."""
+    assert parse_handoff(changed(restart_device_plugin=None)) == HANDOFF
+    assert replace(HANDOFF, restart_device_plugin=True).generation == HANDOFF.generation
+    known = {key: value for key, value in asdict(HANDOFF).items() if key != "restart_device_plugin"}
+    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+    assert json.loads(render_handoff(HANDOFF))["generation"] == digest
 
 
 @pytest.mark.parametrize(
@@ -50,6 +62,7 @@ def test_round_trip() -> None:
         (changed(requests=[3]), r"requests\[0\]: an object is needed"),
         (changed(requests=[{"vendor": "nvidia"}]), r"requests\[0\]: key gpus is missing"),
         (changed(machine="other"), "key generation does not fit"),
+        (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
     ],
 )
 def test_what_is_wrong_is_named(data: bytes, named: str) -> None:

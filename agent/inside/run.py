@@ -14,7 +14,7 @@ from agent.errors import AgentError, ApplyError
 from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
 from agent.inside.devices import check_devices, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
-from agent.inside.kubelet import check_advertised
+from agent.inside.kubelet import RESTART_NEEDED, check_advertised
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
 from agent.inside.outdated_pods import name_outdated
@@ -168,6 +168,12 @@ def _settle_request(
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
         described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     on_node = _attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
+    if handoff.restart_device_plugin and on_node.reason == RESTART_NEEDED:
+        # Only where it is asked for and due, as with the condition on the Node.
+        from agent.inside.plugin_restart import restart_plugin
+
+        needed = on_node
+        on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
 

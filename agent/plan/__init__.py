@@ -108,7 +108,13 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
     nspawn = render_nspawn(name, settings.nspawn, nodes)
     allow = device_allow(settings, facts.template_device_allow, nodes)
     drop_in = render_drop_in(name, settings, allow)
-    handoff = Handoff(name, facts.architecture, tuple(_request(grant) for grant in grants), settings.default_runtime)
+    handoff = Handoff(
+        name,
+        facts.architecture,
+        tuple(_request(grant) for grant in grants),
+        default_runtime=settings.default_runtime,
+        restart_device_plugin=settings.restart_device_plugin,
+    )
     return MachineGoal(
         name=name,
         grants=grants,
