@@ -13,6 +13,7 @@ from integration.bed.node import MACHINE
 from integration.bed.process import CommandError
 from integration.bed.versions import host_versions, machine_versions
 from integration.conftest import Bed
+from integration.test_hotplug import PORT, plug, started, uuid_of, wait_for_gpus
 from integration.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
 
 pytestmark = pytest.mark.scenario("002")
@@ -81,6 +82,42 @@ def test_the_node_offers_every_gpu(cluster: Cluster, bed: Bed) -> None:
     assert cluster.get("runtimeclass", "nvidia")["handler"] == "nvidia"
     advertised = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
     assert str(NUMBER) in advertised["message"]
+
+
+def configure(bed: Bed, text: str) -> None:
+    bed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    bed.run("systemctl", "reload", "unbounded-agent.service")
+
+
+def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
+    """Plugged into the running host; by a restart of the device plugin alone, and only where that is configured."""
+    cluster.apply(pod("holder", "sleep", "infinity", gpus=1))
+    cluster.wait("a pod holds a GPU", lambda: cluster.phase("holder") == "Running")
+    holder = cluster.get("pod", "holder")["status"]["containerStatuses"]
+    at_start = started(bed)
+    plug(bed)
+    try:
+        wait_for_gpus(bed, NUMBER + 1)
+        needed = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+        assert (needed["status"], needed["reason"]) == ("False", "DevicePluginRestartNeeded")
+        ninth = uuid_of(bed, PORT)
+        assert ninth in needed["message"]
+        assert cluster.allocatable() == NUMBER
+        configure(bed, CONFIGURATION + "restart_device_plugin = true\n")
+        cluster.wait("nine GPUs allocatable", lambda: cluster.allocatable() == NUMBER + 1)
+        wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+        # All that the first pod has left: the ninth is among them.
+        seen = uuids(cluster.run(pod("others", "nvidia-smi", "-L", gpus=NUMBER)))
+        assert (len(set(seen)), ninth in seen) == (NUMBER, True)
+        assert cluster.get("pod", "holder")["status"]["containerStatuses"] == holder
+        assert started(bed) == at_start
+    finally:
+        configure(bed, CONFIGURATION)
+        # It has the GPU open, and the driver lets none go that is in use.
+        cluster.delete_plugin()
+        bed.host.qemu.unplug(PORT)
+    wait_for_gpus(bed, NUMBER)
+    cluster.deploy_plugin(NUMBER)
 
 
 def unscheduled(cluster: Cluster, name: str) -> str:
@@ -247,11 +284,7 @@ def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
 
         return reached
 
-    def configure(text: str) -> None:
-        bed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
-        bed.run("systemctl", "reload", "unbounded-agent.service")
-
-    configure(CONFIGURATION + "node_condition = true\n")
+    configure(bed, CONFIGURATION + "node_condition = true\n")
     cluster.wait("GPUReady on the Node", is_on_node("True"))
     bed.node.shell("mount --bind /bin/false /usr/bin/nvidia-ctk && rm /etc/cdi/nvidia.yaml")
     cluster.wait("GPUReady is False on the Node", is_on_node("False"))
@@ -259,5 +292,5 @@ def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
     assert "nvidia-ctk" in described.partition("GPUReady")[2].partition("\n")[0]
     bed.node.run("umount", "/usr/bin/nvidia-ctk")
     cluster.wait("GPUReady is True again", is_on_node("True"))
-    configure(CONFIGURATION)
+    configure(bed, CONFIGURATION)
     cluster.wait("GPUReady is taken back", lambda: not on_node())
