@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 from agent.errors import DocumentError
 
 V = TypeVar("V")
+NAME_SHOWN = 100
+"""Characters of a name that somebody else may have chosen."""
 
 
 def parse_object(where: str, data: bytes) -> dict[str, Any]:
@@ -53,6 +55,16 @@ def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str
         parse(f"{where}: {key}[{index}]", as_object(f"{where}: {key}[{index}]", item))
         for index, item in enumerate(items)
     )
+
+
+def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> dict[str, V]:
+    """An object whose values are all of that type."""
+    found = get(where, document, key, dict)
+    for name, value in found.items():
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            shown = f"{key}[{name[:NAME_SHOWN]!a}]"
+            raise DocumentError(f"{where}: key {shown} must be {kind.__name__}, not {type(value).__name__}")
+    return found
 
 
 def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:

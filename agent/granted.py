@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from agent.documents import accept_version, get, parse_object, strings
-from agent.errors import DocumentError
+from agent.documents import accept_version, get, mapping, parse_object, strings
 from agent.paths import GRANTED_NAME
 
 VERSION = 1
@@ -34,8 +33,8 @@ def parse_granted(data: bytes) -> Granted:
     """Raises DocumentError, which names the key."""
     document = parse_object(GRANTED_NAME, data)
     accept_version(GRANTED_NAME, document, (VERSION,))
-    roots = get(GRANTED_NAME, document, "driver_roots", dict)
-    for vendor, index in roots.items():
-        if type(index) is not int:
-            raise DocumentError(f"{GRANTED_NAME}: key driver_roots[{vendor[:100]!a}] must be int")
-    return Granted(get(GRANTED_NAME, document, "generation", str), strings(GRANTED_NAME, document, "gpus"), {**roots})
+    return Granted(
+        generation=get(GRANTED_NAME, document, "generation", str),
+        gpus=strings(GRANTED_NAME, document, "gpus"),
+        driver_roots=mapping(GRANTED_NAME, document, "driver_roots", int),
+    )

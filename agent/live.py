@@ -7,8 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from agent.documents import accept_version, get, parse_object, strings
-from agent.errors import DocumentError
+from agent.documents import accept_version, get, mapping, parse_object, strings
 from agent.paths import LIVE_NAME
 
 VERSION = 1
@@ -37,13 +36,9 @@ def parse_live(data: bytes) -> LiveSettings:
     """Raises DocumentError, which names the key."""
     document = parse_object(LIVE_NAME, data)
     accept_version(LIVE_NAME, document, (VERSION,))
-    nodes = get(LIVE_NAME, document, "nodes", dict)
-    for path, number in nodes.items():
-        if not isinstance(number, str):
-            raise DocumentError(f"{LIVE_NAME}: key nodes[{path[:100]!a}] must be str")
     return LiveSettings(
         fixed=get(LIVE_NAME, document, "fixed", str),
         allow=strings(LIVE_NAME, document, "allow"),
-        nodes={**nodes},
+        nodes=mapping(LIVE_NAME, document, "nodes", str),
         rebound=get(LIVE_NAME, document, "rebound", str),
     )
