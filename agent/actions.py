@@ -95,6 +95,6 @@ class ChangeDevices:
         return f"change the devices of machine {self.machine}: {told or 'none is missing any more'}"
 
 
-Action: TypeAlias = (
-    WriteFile | RemoveFile | StageDriverRoot | RemoveDriverRoot | ClearRemains | ReloadUnits | ChangeDevices
-)
+Clearing: TypeAlias = RemoveDriverRoot | ClearRemains
+"""What no machine waits for."""
+Action: TypeAlias = WriteFile | RemoveFile | StageDriverRoot | Clearing | ReloadUnits | ChangeDevices

@@ -8,6 +8,7 @@ from typing import assert_never
 from agent.actions import (
     Action,
     ChangeDevices,
+    Clearing,
     ClearRemains,
     ReloadUnits,
     RemoveDriverRoot,
@@ -29,6 +30,8 @@ class Applied:
 
     done: tuple[Action, ...]
     failures: tuple[str, ...]
+    uncleared: dict[Clearing, str]
+    """What stays on disk though nothing uses it, and why: no machine waits for that, so that it is no failure."""
 
 
 def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
@@ -38,6 +41,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     """
     done: list[Action] = []
     failures: list[str] = []
+    uncleared: dict[Clearing, str] = {}
     staging_failed = False
     if actions:
         _record(actions, system, finished=False)
@@ -50,10 +54,13 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
             done.append(action)
         except (AgentError, OSError) as error:
             staging_failed = staging_failed or isinstance(action, StageDriverRoot)
-            failures.append(str(_failed(action, error)))
+            if isinstance(action, Clearing):
+                uncleared[action] = str(_failed(action, error))
+            else:
+                failures.append(str(_failed(action, error)))
     if any(isinstance(action, RemoveFile) for action in done):
         _record(done, system, finished=True)
-    return Applied(tuple(done), tuple(failures))
+    return Applied(tuple(done), tuple(failures), uncleared)
 
 
 def perform(action: Action, system: System, going_on: Callable[[], None] = lambda: None) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agent import readiness
+from agent.actions import Clearing
 from agent.apply import Applied, apply
 from agent.conditions import Condition, with_transitions
 from agent.config import Config
@@ -27,6 +28,8 @@ from agent.system.files import System
 
 LOCK_WAIT = 10.0
 """Seconds to wait for a pass of another process."""
+CLEAR_AGAIN = 600.0
+"""Seconds until what could not be cleared away is tried again: an attempt may take a minute."""
 BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's: the oldest that this was tested with."""
@@ -67,9 +70,21 @@ class Outcome:
     """Seconds since the epoch."""
 
 
+@dataclass(frozen=True, slots=True)
+class Uncleared:
+    """A removal that failed."""
+
+    tried: float
+    """By CLOCK_MONOTONIC."""
+    why: str
+
+
 @dataclass(slots=True)
 class Reconciler:
-    """Brings a host to its goal. Only the parsed loader cache is kept from one pass to the next."""
+    """Brings a host to its goal.
+
+    Only the parsed loader cache, and what could not be cleared away, are kept from one pass to the next.
+    """
 
     config: Config
     system: System
@@ -77,6 +92,7 @@ class Reconciler:
     progress: Callable[[str], None] = lambda _: None
     """Hears each step's sentence when it begins, and an empty text when a part of one is done."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
+    uncleared: dict[Clearing, Uncleared] = field(default_factory=dict)
 
     def look(self) -> tuple[Facts, Plan, Difference]:
         """Facts, goal and what is between them; changes nothing."""
@@ -122,8 +138,9 @@ class Reconciler:
             write_history(self.system, {machine.name: machine.conditions for machine in machines})
             wanted = {machine.name: machine.conditions[-1] for machine in machines if self._on_node(machine.name)}
             unpublished = publish_judgements(self.system, wanted, time.time())
+        problems = tuple(each.why for each in self.uncleared.values())
         return Outcome(
-            facts=facts,
+            facts=replace(facts, problems=(*facts.problems, *problems)),
             machines=machines,
             actions=tuple(action.describe() for action in applied.done),
             failures=applied.failures + unpublished,
@@ -184,7 +201,13 @@ class Reconciler:
             self.system.make_directory(HOST_NVIDIA)
         for machine in planned.goal.machines:
             self.system.make_directory(handoff_directory(machine.name))
-        return apply(difference.actions, self.system, self.progress)
+        now = time.monotonic()
+        wanted = [(action, each) for action, each in self.uncleared.items() if action in difference.actions]
+        waiting = {action: each for action, each in wanted if now - each.tried < CLEAR_AGAIN}
+        due = [action for action in difference.actions if action not in tuple(waiting)]
+        applied = apply(due, self.system, self.progress)
+        self.uncleared = waiting | {action: Uncleared(now, why) for action, why in applied.uncleared.items()}
+        return applied
 
 
 def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:

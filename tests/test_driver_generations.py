@@ -23,7 +23,7 @@ from agent.plan import plan
 from agent.plan.diff import diff
 from agent.plan.driver_roots import collect
 from agent.prepare import prepare
-from agent.reconcile import Outcome
+from agent.reconcile import CLEAR_AGAIN, Outcome
 from agent.system.commands import Completed
 from tests.example import FILES, VERSION, facts, nvidia
 from tests.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
@@ -42,10 +42,15 @@ class RunnerWithRm(ScriptedRunner):
     def __init__(self, tree: Path) -> None:
         super().__init__()
         self.tree = tree
+        self.rm_calls = 0
+        self.rm_fails = False
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] != "rm":
             return super().__call__(argv, timeout)
+        self.rm_calls += 1
+        if self.rm_fails:
+            return Completed(1, b"", b"rm: cannot remove 'libcuda.so.1': Input/output error")
         below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
         done = subprocess.run(below, capture_output=True, timeout=timeout)
         return Completed(done.returncode, done.stdout, done.stderr)
@@ -300,6 +305,32 @@ def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:
     ):
         assert removed(replace(found, vendors=(replace(vendor, driver=driver),))) == []
     assert removed(replace(found, vendors=(replace(vendor, devices=Unseen("time limit")),))) == []
+
+
+def test_a_removal_that_fails_is_a_problem_and_no_failure(host: Host) -> None:
+    """It would make each pass a failed one, and be tried by the next at once: each attempt may take a minute."""
+    assert isinstance(host.runner, RunnerWithRm)
+    agent = reconciler(host)
+    agent.reconcile()
+    host.write(f"{HOST_NVIDIA}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}", b"spoiled")
+    host.runner.rm_fails = True
+    first = agent.reconcile()
+    assert parse_handoff(host.read(handoff_file(MACHINE))).requests[0].driver_root == "/run/host-nvidia/1"
+    second = agent.reconcile()
+    assert second.failures == first.failures == ()
+    assert [each for each in second.facts.all_problems() if "Input/output error" in each]
+    calls = host.runner.rm_calls
+    third = agent.reconcile()
+    assert third.facts.all_problems() == second.facts.all_problems(), "told once"
+    assert host.runner.rm_calls == calls, "not tried again at once"
+    # Another process's pass does not know of it, as this one does not when the time is over.
+    host.runner.rm_fails = False
+    agent.uncleared = {
+        action: replace(each, tried=each.tried - CLEAR_AGAIN) for action, each in agent.uncleared.items()
+    }
+    assert agent.reconcile().facts.all_problems() == ()
+    assert not host.exists(f"{HOST_NVIDIA}/0")
+    assert host.entries(REMOVED) == ()
 
 
 def test_remains_are_left_to_a_staging_that_is_due() -> None:
