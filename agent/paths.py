@@ -29,6 +29,8 @@ LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
 MACHINE_ROOTS = "/var/lib/machines"
 NSPAWN = "/etc/systemd/nspawn"
 UNITS = "/etc/systemd/system"
+RUNTIME_PROPERTIES = "/run/systemd/system.control"
+"""Where systemd keeps what `systemctl set-property --runtime` has set, until the host's reboot."""
 
 MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
@@ -63,6 +65,11 @@ def machine_unit(machine: str) -> str:
 def unit_drop_in(machine: str) -> str:
     """Sorts behind systemd's own 50-DeviceAllow.conf (systemctl set-property), so that ours wins."""
     return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
+
+
+def set_device_allow(machine: str) -> str:
+    """What set-property makes of DeviceAllow=; it outlives the machine, and applies to its next start."""
+    return f"{RUNTIME_PROPERTIES}/{machine_unit(machine)}.d/50-DeviceAllow.conf"
 
 
 def handoff_directory(machine: str) -> str:

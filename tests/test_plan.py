@@ -11,7 +11,8 @@ from agent.actions import ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.config import Config, MachineSettings
 from agent.facts import Absent, Facts, FileState, Unseen, VendorFacts
 from agent.identity import DeviceKind
-from agent.paths import nspawn_file, unit_drop_in
+from agent.live import LiveSettings
+from agent.paths import nspawn_file, set_device_allow, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import diff
 from agent.plan.drop_in import quote
@@ -177,6 +178,56 @@ def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> 
     planned = plan(config, replace(seen, vendors=(VendorFacts("nvidia"),)))
     assert "old" in planned.held
     assert diff(planned, seen).actions == ()
+
+
+SET_PROPERTY = """\
+# This is a drop-in unit file extension, created via "systemctl set-property"
+# or an equivalent operation. Do not edit.
+[Service]
+DeviceAllow=
+DeviceAllow=char-pts rw
+DeviceAllow={device} rw
+"""
+
+
+def left(unit_state: str, device: str) -> Facts:
+    """A host with a machine that was given /dev/char/195:0 while it ran, and has left the configuration since."""
+    seen = facts(machine="old")
+    live = LiveSettings("", ("char-pts rw", "/dev/char/195:0 rw"), {})
+    files = {
+        unit_drop_in("old"): FileState(b"ours", owned=True),
+        set_device_allow("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
+    }
+    return replace(seen, machines=(replace(seen.machines[0], unit_state=unit_state, live=live),), files=files)
+
+
+@pytest.mark.parametrize(
+    ("unit_state", "device", "removed"),
+    [
+        ("inactive", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
+        ("failed", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
+        # Somebody else's.
+        ("inactive", "/dev/char/10:229", [unit_drop_in("old")]),
+        ("active", "/dev/char/195:0", []),
+    ],
+)
+def test_a_machine_that_has_left_starts_without_our_permissions(
+    unit_state: str, device: str, removed: list[str]
+) -> None:
+    """systemd keeps what set-property has set until the host's reboot, and applies it to the machine's next start."""
+    seen = left(unit_state, device)
+    planned = plan(Config(machines={"other": MachineSettings()}), replace(seen, vendors=(VendorFacts("nvidia"),)))
+    actions = diff(planned, seen).actions
+    assert [action.path for action in actions if isinstance(action, RemoveFile)] == removed
+    assert (ReloadUnits() in actions) is bool(removed)
+
+
+def test_a_configured_machine_keeps_what_was_set() -> None:
+    """Its drop-in outranks that."""
+    seen = left("inactive", "/dev/char/195:0")
+    seen = replace(seen, files={**facts(machine="old").files, **seen.files})
+    actions = diff(plan(Config(machines={"old": MachineSettings()}), seen), seen).actions
+    assert not [action for action in actions if isinstance(action, RemoveFile)]
 
 
 def test_the_driver_root_follows_the_loaded_module() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, FileState, Seen, Unseen
 from agent.ownership import is_ours, parse_owned
-from agent.paths import OWNED, machine_files
+from agent.paths import OWNED, machine_files, set_device_allow
 from agent.system.files import System
 from agent.system.looking import look
 
@@ -25,7 +25,7 @@ def read_owned(system: System) -> tuple[dict[str, str], str]:
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str], system: System) -> dict[str, FileState]:
     """Every file of the configured machines' goals and every file in the record."""
-    wanted = {path for name in machines for path in machine_files(name)}
+    wanted = {path for name in machines for path in (*machine_files(name), set_device_allow(name))}
     return {path: _state(path, owned.get(path), system) for path in sorted(wanted | set(owned))}
 
 

@@ -7,7 +7,7 @@ from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, Writ
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.goal import MachineGoal, OwnedFile
 from agent.granted import render_granted
-from agent.paths import STATE, UNITS, granted_file, machine_files
+from agent.paths import RUNTIME_PROPERTIES, STATE, UNITS, granted_file, machine_files, set_device_allow
 from agent.plan import Plan
 from agent.plan.driver_roots import collect, record_handed
 from agent.plan.running import change_running
@@ -42,9 +42,9 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     settings = [
         write for machine in machines for file in (machine.nspawn, machine.drop_in) for write in _write(file, facts)
     ]
-    removals = _removals(plan, facts)
+    removals = [*_permissions(plan, facts), *_removals(plan, facts)]
     changed = [write.path for write in settings] + [removal.path for removal in removals]
-    reload_needed = any(path.startswith(f"{UNITS}/") for path in changed) or any(
+    reload_needed = any(path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")) for path in changed) or any(
         machine.unit_needs_reload for machine in facts.machines
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
@@ -120,6 +120,25 @@ def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
         for path, state in sorted(facts.files.items())
         if state.owned and path not in wanted and not isinstance(state.content, Absent)
     ]
+
+
+def _permissions(plan: Plan, facts: Facts) -> list[RemoveFile]:
+    """What was permitted to machines while they ran, and our drop-in does not outrank once it is removed too.
+
+    Before the settings, whose record is what keeps such a machine in mind.
+    """
+    configured = {machine.name for machine in plan.goal.machines} | plan.held.keys() | plan.skipped.keys()
+    removals = []
+    for machine in facts.machines:
+        if machine.name in configured or machine.live is None:
+            continue
+        ours = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in facts.template_device_allow}
+        path = set_device_allow(machine.name)
+        content = facts.files[path].content
+        # A property that somebody else has set, and none of ours beside it, stays.
+        if isinstance(content, bytes) and ours & set(content.decode(errors="replace").splitlines()):
+            removals.append(RemoveFile(path))
+    return removals
 
 
 def _private(path: str) -> bool:
