@@ -1,13 +1,15 @@
 """The contract between the two halves: versioned JSON, read and written with the standard library alone.
 
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
-`generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`) and
-`cdi_devices` (names).
+`generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
+`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot).
 """
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
 from agent.conditions import Condition
@@ -21,6 +23,16 @@ SIZE_LIMIT = 1 << 20
 
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
+
+
+class Repair(StrEnum):
+    """What of the machine half's work somebody else may change, and each run compares."""
+
+    LINKS = "links"
+    SPEC = "spec"
+    CONTAINERD = "containerd"
+    RUNTIME = "runtime"
+    """The configuration of the handler's program."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -101,7 +113,12 @@ def parse_handoff(data: bytes) -> Handoff:
 
 
 def render_report(
-    generation: str, conditions: tuple[Condition, ...], cdi_devices: tuple[str, ...], boot_id: str, agent_version: str
+    generation: str,
+    conditions: tuple[Condition, ...],
+    cdi_devices: tuple[str, ...],
+    boot_id: str,
+    agent_version: str,
+    repairs: Mapping[str, int],
 ) -> bytes:
     """The machine half's answer to the handoff of that generation."""
     document = {
@@ -114,6 +131,7 @@ def render_report(
             for each in conditions
         ],
         "cdi_devices": list(cdi_devices),
+        "repairs": dict(repairs),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 

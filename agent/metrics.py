@@ -76,7 +76,7 @@ def families(view: View) -> Iterator[Metric]:
     yield build
     yield from _machine_families(view.machines)
     if view.outcome is not None:
-        yield _grants(view.outcome.machines)
+        yield from _counts(view.outcome.machines)
         yield from _host_families(view.outcome.facts)
     if view.observed:
         yield _value(
@@ -104,9 +104,7 @@ def condition(machine: MachineOutcome, kind: ConditionType) -> Condition:
 
 def _machine_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     ready = _gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
-    states = _gauge(
-        "machine_condition", "State set: 1 for the status that the condition has.", "machine", "condition", "status"
-    )
+    states = _gauge("machine_condition", "State set: 1 for the condition's status.", "machine", "condition", "status")
     changed = _gauge(
         "machine_condition_last_transition_timestamp_seconds",
         "When the condition's status last changed.",
@@ -124,11 +122,15 @@ def _machine_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     yield from (ready, states, changed)
 
 
-def _grants(machines: Iterable[MachineOutcome]) -> Metric:
+def _counts(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     gpus = _gauge("machine_gpus", "GPUs granted to the machine.", "machine")
+    text = "What somebody changed in the machine and was put right, since its boot."
+    repairs = CounterMetricFamily(f"{PREFIX}_machine_repairs", text, labels=["machine", "what"])
     for machine in machines:
         gpus.add_metric([machine.name], len(machine.gpus))
-    return gpus
+        for what, count in machine.repairs.items():
+            repairs.add_metric([machine.name, what], count)
+    yield from (gpus, repairs)
 
 
 def _host_families(facts: Facts) -> Iterator[Metric]:

@@ -1,7 +1,7 @@
 """One pass: observe facts, plan the goal, apply the difference, prove it, say so."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent import readiness
@@ -12,6 +12,7 @@ from agent.config import Config
 from agent.errors import CommandError, DocumentError, UnsupportedError
 from agent.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.goal import MachineGoal
+from agent.handoff import Repair
 from agent.history import read_history, write_history
 from agent.live import LiveSettings
 from agent.locks import locked
@@ -50,6 +51,8 @@ class MachineOutcome:
     """It exists and has settings of ours, but does not run."""
     has_run: bool = False
     """It ran in this boot."""
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """What its own half put right since its boot, as it reports; empty without a report."""
     starts_with: LiveSettings | None = None
     """What a start of the machine uses now; None without a goal, and while its files are not that, or not ours."""
 
@@ -181,6 +184,7 @@ class Reconciler:
             pending=not refused and readiness.pending(goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
+            repairs=report.repairs if isinstance(report, Report) else {},
             starts_with=None if refused or settings_pending(goal, difference) else goal.live,
         )
 

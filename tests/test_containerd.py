@@ -287,6 +287,25 @@ def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, s
     assert machine.conditions()["RuntimeActive"] == said
 
 
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        (" --config /srv/other.toml", ("False", "OtherConfiguration")),
+        (" -c=/srv/other.toml --log-level debug", ("False", "OtherConfiguration")),
+        (f" --config {MAIN}", ("True", "Running")),
+        ("", ("True", "Running")),
+    ],
+)
+def test_containerd_that_was_started_with_another_file(machine: Machine, argument: str, said: tuple[str, str]) -> None:
+    """It has nothing of what we write, whenever it was started."""
+    run(machine)
+    start = f"{{ path=/usr/bin/containerd ; argv[]=/usr/bin/containerd{argument} ; ignore_errors=no ; pid=1 }}"
+    answer = systemctl("active", time.monotonic_ns() // 1000)(("systemctl", "show")).stdout
+    machine.program("systemctl", lambda _: Completed(0, answer + f"ExecStart={start}\n".encode(), b""))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == said
+
+
 def test_refused_configuration_is_put_back(machine: Machine) -> None:
     """containerd's own words are reported, nothing is restarted, and the next run does not try the same again."""
     machine.put(MAIN, MAIN_2)
@@ -446,6 +465,27 @@ def test_edited_drop_in_is_mended(machine: Machine) -> None:
     machine.put(DROP_IN, "not toml =")
     run(machine)
     assert machine.read(DROP_IN) == good
+
+
+def test_mended_file_that_no_containerd_missed_restarts_none(machine: Machine) -> None:
+    """The process that runs was started with the same configuration; one that was started meanwhile was not."""
+    machine.put(MAIN, MAIN_2)
+    for _ in range(2):
+        run(machine)
+        started = time.monotonic_ns() // 1000
+        machine.program("systemctl", systemctl("active", started))
+    run(machine)
+    before = restarts(machine)
+    machine.drop(DROP_IN)
+    run(machine)
+    assert machine.exists(DROP_IN)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert restarts(machine) == before
+    machine.drop(DROP_IN)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    assert restarts(machine) == before + 1
 
 
 @pytest.mark.parametrize("missing", ["containerd", "nvidia-container-runtime"])

@@ -26,6 +26,7 @@ from agent.actions import (
 )
 from agent.conditions import Condition, ConditionType, Status, false
 from agent.facts import Absent, Broken, DeviceNode, Driver, Gpu, Seen, StagedRoot, Unseen, VendorFacts
+from agent.handoff import Repair
 from agent.identity import DeviceKind, DeviceNumber
 from agent.live import LiveSettings
 from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
@@ -90,6 +91,15 @@ def test_conditions_are_state_sets(kind: ConditionType, status: Status) -> None:
     assert value(samples, "machine_condition", machine="gpu-node", condition=kind, status=status) == 1
     is_ready = value(samples, "machine_condition", machine="gpu-node", condition="Ready", status="True")
     assert value(samples, "machine_ready", machine="gpu-node") == is_ready
+
+
+def test_repairs_of_a_machine_are_what_it_reports() -> None:
+    counted = MachineOutcome("gpu-node", conditions(), repairs={Repair.LINKS: 0, Repair.SPEC: 2})
+    samples = scrape(view_of(counted))
+    assert value(samples, "machine_repairs_total", machine="gpu-node", what="spec") == 2
+    assert value(samples, "machine_repairs_total", machine="gpu-node", what="links") == 0
+    silent = scrape(view_of(without_evidence(counted, "no pass")))
+    assert not [labels for name, labels in silent if name == "machine_repairs_total"]
 
 
 def test_transitions_are_dated() -> None:

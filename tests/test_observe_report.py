@@ -16,7 +16,7 @@ LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 li
 
 
 def document(**changes: Any) -> bytes:  # noqa: ANN401
-    whole = json.loads(render_report("0123456789abcdef", (LINKED,), ("0", "GPU-x"), "b-1", "0.1.0"))
+    whole = json.loads(render_report("0123456789abcdef", (LINKED,), ("0", "GPU-x"), "b-1", "0.1.0", {"spec": 2}))
     return json.dumps({**whole, **changes}).encode()
 
 
@@ -29,11 +29,18 @@ def test_what_the_machine_half_writes_is_read_back() -> None:
     assert report.generation == "0123456789abcdef"
     assert report.conditions == (LINKED,)
     assert report.cdi_devices == ("0", "GPU-x")
+    assert report.repairs == {"spec": 2}
+
+
+def test_an_older_machine_half_counts_no_repairs() -> None:
+    whole = json.loads(document())
+    del whole["repairs"]
+    assert parse_report(json.dumps(whole).encode()).repairs == {}
 
 
 def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> None:
     message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
-    report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", ""))
+    report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
     assert report.conditions[0].message.startswith("nvidia-ctk:  [31mfailed at  x")
 
 
@@ -62,6 +69,11 @@ def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> No
         (document(cdi_devices=["0", "0"]), "cdi_devices"),
         (document(cdi_devices=["0"] * 5000), "cdi_devices"),
         (document(agent_version=1), "agent_version"),
+        (document(repairs=[]), "repairs"),
+        (document(repairs={"spec": -1}), "repairs.spec"),
+        (document(repairs={"spec": 2**31}), "repairs.spec"),
+        (document(repairs={"spec": True}), "repairs.spec"),
+        (document(repairs={"another": 1}), "repairs.another"),
         (b" " * (SIZE_LIMIT + 1), "larger than"),
     ],
 )

@@ -1,12 +1,25 @@
 """Makes the driver's libraries and programs usable in this machine: links into the driver root, and ldconfig."""
 
+import hashlib
 import posixpath
+from collections.abc import Mapping
 from dataclasses import astuple
 
 from agent.conditions import Condition, ConditionType, false, not_applicable, true
-from agent.handoff import Request
-from agent.inside.links import FOREIGN, TRIPLET_32, TRIPLETS, Places, needed_sonames, places, plan_links, wanted_links
+from agent.handoff import Repair, Request
+from agent.inside.links import (
+    FOREIGN,
+    TRIPLET_32,
+    TRIPLETS,
+    LinkPlan,
+    Places,
+    needed_sonames,
+    places,
+    plan_links,
+    wanted_links,
+)
 from agent.inside.notes import Notes
+from agent.inside.repairs import repaired
 from agent.system.files import System
 
 LOADER_CACHE = "/etc/ld.so.cache"
@@ -24,12 +37,14 @@ def link_libraries(system: System, notes: Notes, request: Request, architecture:
             f"{request.driver_root} is not a directory in this machine: the host stages it, see DriverRootStaged and "
             f"the bind of its parent directory in the machine's .nspawn file",
         )
-    plan = plan_links(wanted_links(request, where), _listing(system, where))
+    wanted = wanted_links(request, where)
+    plan = plan_links(wanted, _listing(system, where))
     for path in plan.remove:
         system.remove(path)
     for path, text in plan.make.items():
         system.link(path, text)
     changed = bool(plan.remove or plan.make)
+    _tell_repair(notes, request, wanted, plan)
     if not request.driver_root and not changed:
         return not_applicable(KIND, "no driver files are granted to this machine")
     missing = _refresh_loader_cache(system, notes, request, where, changed=changed, conflicts=plan.conflicts)
@@ -48,8 +63,19 @@ def link_libraries(system: System, notes: Notes, request: Request, architecture:
             "NotInLoaderCache",
             f"ldconfig does not list {', '.join(sorted(missing))}: name {', '.join(directories)} in /etc/ld.so.conf.d",
         )
-    links = len(wanted_links(request, where))
-    return true(KIND, "Linked", f"{links} links into {request.driver_root or 'no driver root'}")
+    return true(KIND, "Linked", f"{len(wanted)} links into {request.driver_root or 'no driver root'}")
+
+
+def _tell_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
+    """Links that were all there after a run before, in which the same ones were wanted."""
+    name = f"links-{request.vendor}"
+    links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
+    made = {"digest": hashlib.sha256(repr(links).encode()).hexdigest()}
+    changed = (*plan.remove, *plan.make)
+    if changed and notes.load(name) == made:
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        repaired(notes, Repair.LINKS, f"somebody changed {changed[0]}{more}")
+    notes.save(name, made)
 
 
 def _places(system: System, architecture: str) -> Places:

@@ -18,7 +18,9 @@ from agent.inside.kubelet import RESTART_NEEDED, check_advertised
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
 from agent.inside.outdated_pods import name_outdated
-from agent.inside.runtime import RESTART_PENDING, check_active, configure_runtime, restart
+from agent.inside.repairs import repairs
+from agent.inside.runtime import configure_runtime
+from agent.inside.runtime_active import RESTART_PENDING, check_active, restart
 from agent.inside.spec import Published, publish_spec
 from agent.paths import CONDITIONS_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
 from agent.system.commands import Runner
@@ -130,7 +132,8 @@ def report(system: System, generation: str, outcome: Outcome) -> None:
         )
     # A limit of its own: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__)
+    counts = repairs(Notes(system))
+    document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
     system.write(REPORT, document)
 
 

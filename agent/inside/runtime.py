@@ -1,27 +1,25 @@
-"""Configures containerd, reads back what it makes of it, and restarts it only when its configuration really changed."""
+"""Configures containerd, and reads back what it makes of it."""
 
 import hashlib
 import json
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from agent.conditions import Condition, ConditionType, false, true, unknown
+from agent.conditions import Condition, ConditionType, false, true
 from agent.errors import AgentError, DocumentError, ExitCodeError
+from agent.handoff import Repair
 from agent.inside import containerd, runtime_files
 from agent.inside.containerd import MAIN, Configuration, Table
 from agent.inside.notes import Notes, Owned
+from agent.inside.repairs import repaired
+from agent.inside.runtime_active import CHANGED, note_change
 from agent.paths import MACHINE_STATE
 from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
-ACTIVE = ConditionType.RUNTIME_ACTIVE
-UNIT = "containerd.service"
-RESTART_PENDING = "RestartPending"
-CHANGED = "containerd-changed"
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 
 
@@ -47,7 +45,7 @@ def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: Machin
         return false(CONFIGURED, "NoHandler", f"{handler.binary} is not installed: install it in the image")
     if not owned.may_write(drop_in):
         return false(CONFIGURED, "ForeignFile", f"{drop_in} is not ours and is not overwritten: move it away")
-    _edit_runtime_config(system, vendor)
+    _edit_runtime_config(system, notes, vendor)
     name = f"containerd-{vendor.name}"
     noted = notes.load(name)
     # One look for everything that the result depends on: a run that finds it as noted spawns nothing.
@@ -57,40 +55,12 @@ def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: Machin
     before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in)}
     wanted = _wanted(system, version, vendor, before, default=default)
     faults = _write_and_read_back(system, notes, owned, vendor, wanted, before, default=default)
-    notes.save(name, {"state": _state(system, program, vendor, default=default), "problem": faults})
+    left = _digest(runtime_files.read_optional(system, drop_in))
+    if not faults and (found := _changed_by_others(noted, _digest(before[drop_in]), wanted, drop_in)):
+        repaired(notes, Repair.CONTAINERD, found)
+    state = _state(system, program, vendor, default=default)
+    notes.save(name, {"state": state, "problem": faults, "drop_in": left})
     return _configured(faults, drop_in)
-
-
-def check_active(system: System, notes: Notes) -> Condition:
-    """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration.
-
-    Its reason is RESTART_PENDING when the caller is to call `restart`.
-    """
-    changed = notes.load(CHANGED).get("microseconds", 0)
-    properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic"
-    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
-    unit = {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
-    state = unit.get("ActiveState", "unknown")
-    # Both are CLOCK_MONOTONIC, which a machine shares with its host and no clock setting moves.
-    started = int(unit.get("ExecMainStartTimestampMonotonic") or 0)
-    if unit.get("LoadState") == "not-found":
-        return false(ACTIVE, "NoContainerd", f"there is no {UNIT}: install containerd in the image")
-    # Our drop-in of containerd.service starts this service by ExecStartPost=, once containerd has said READY=1.
-    running = state == "active" or unit.get("SubState") == "start-post"
-    if running and started >= changed:
-        return true(ACTIVE, "Running", f"{UNIT} runs with this configuration")
-    if running:
-        return unknown(ACTIVE, RESTART_PENDING, f"{UNIT} is being restarted, since its configuration changed")
-    if state == "failed":
-        return false(ACTIVE, "Failed", f"{UNIT} failed: see `journalctl -u containerd` in the machine")
-    return unknown(ACTIVE, "NotStarted", f"{UNIT} is {state}: proven at the next run")
-
-
-def restart(system: System) -> None:
-    """Start containerd anew; the last act of a run. Raises CommandError."""
-    # --no-block: containerd's start waits for the end of this run, which is ordered before it, and so would we. Its
-    # stop does not wait (job_compare in systemd's job.c lets stops go first): from here on there is no CRI.
-    system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)
 
 
 def _configured(problem: str, drop_in: str) -> Condition:
@@ -104,13 +74,31 @@ def _program(system: System) -> str | None:
     return next((path for path in candidates if system.exists(path)), None)
 
 
-def _edit_runtime_config(system: System, vendor: MachineVendor) -> None:
+def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
+    """What somebody did to our part since it was noted, in words; empty if only what it follows changed."""
+    if not noted.get("drop_in"):
+        return ""
+    if wanted.drop_in is not None and found != noted["drop_in"]:
+        return f"somebody {'changed' if found else 'removed'} {drop_in}"
+    return f"somebody took the import of {drop_in} out of {MAIN}" if wanted.main is not None else ""
+
+
+def _digest(content: bytes | None) -> str:
+    """Empty where there is no file."""
+    return "" if content is None else hashlib.sha256(content).hexdigest()
+
+
+def _edit_runtime_config(system: System, notes: Notes, vendor: MachineVendor) -> None:
     """The file belongs to the handler's package: only our keys are set. It is read at each container's start."""
+    name = f"runtime-{vendor.name}"
     present = runtime_files.read_optional(system, vendor.runtime_config)
     text = (present or b"").decode(errors="surrogateescape")
     edited = vendor.edit_runtime_config(text)
     if present is None or edited != text:
         system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
+        if notes.load(name):
+            repaired(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+    notes.save(name, {"path": vendor.runtime_config})
 
 
 def _wanted(
@@ -176,15 +164,16 @@ def _write_and_read_back(
     """
     drop_in = containerd.drop_in_path(vendor.handler)
     changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
-    noted = notes.load(CHANGED)
+    noted, effective = notes.load(CHANGED), ""
     try:
         if changes:
             owned.claim(drop_in)
             # Before the first write: a run that is killed in between must not leave files that nobody loads.
-            _note_change(notes)
+            note_change(notes)
         for path, text in changes.items():
             runtime_files.write(system, path, text)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
+        effective = _digest(json.dumps(with_ours, sort_keys=True, default=str).encode())
         faults = "; ".join(containerd.problems(wanted.baseline, with_ours, vendor.handler, default=default))
         if faults and wanted.behind:
             faults += f"; loaded after {drop_in}, and stronger: {', '.join(wanted.behind)}"
@@ -198,7 +187,7 @@ def _write_and_read_back(
         return f"not taken over: {faults}" + (f"; {', '.join(changes)} put back as before" if changes else "")
     if changes:
         # Again: a containerd that started since may have read the first file without the second.
-        _note_change(notes)
+        note_change(notes, effective)
     return ""
 
 
@@ -207,11 +196,6 @@ def _put_back(
 ) -> None:
     runtime_files.restore(system, {path: before[path] for path in changes})
     notes.save(CHANGED, noted)
-
-
-def _note_change(notes: Notes) -> None:
-    """What containerd must have been started after."""
-    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000})
 
 
 def _dump(system: System, main: str) -> bytes:

@@ -7,12 +7,13 @@ from dataclasses import asdict, astuple, dataclass
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.errors import AgentError
-from agent.handoff import Request
+from agent.handoff import Repair, Request
 from agent.identity import DeviceNumber
 from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
 from agent.inside.foreign_specs import Foreign
 from agent.inside.notes import Notes, Owned
+from agent.inside.repairs import repaired
 from agent.paths import spec_directory
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
@@ -87,6 +88,9 @@ def _publish(
         owned.claim(vendor.spec_path)
         # The temporary file beside it has no suffix .yaml or .json: two specs naming one device make it unusable.
         system.write(vendor.spec_path, new.text)
+        was_ours = current is not None and noted.get("digest") == _digest(current.text)
+        if noted.get("inputs") == inputs and "digest" in noted and not was_ours:
+            repaired(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
     condition = _condition(vendor, new.verdict, remark)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}

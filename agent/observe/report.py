@@ -1,14 +1,14 @@
 """The machine's report. Its writer is not trusted: everything is bounded, and nothing in it reaches a terminal raw."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from agent.conditions import Condition, ConditionType, Status
 from agent.errors import DocumentError
-from agent.handoff import SIZE_LIMIT
+from agent.handoff import SIZE_LIMIT, Repair
 from agent.paths import REPORT_NAME
 
 H = TypeVar("H", bound=Hashable)
@@ -24,6 +24,8 @@ class Report:
     conditions: tuple[Condition, ...]
     """Each type at most once."""
     cdi_devices: tuple[str, ...]
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """Since the machine's boot; empty from a machine half that does not count."""
 
 
 def _printable(text: str) -> str:
@@ -42,6 +44,7 @@ def _distinct(items: list[H]) -> list[H]:
 Printable = AfterValidator(_printable)
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
 Name = Annotated[str, StringConstraints(max_length=255), Printable]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
 class _Model(BaseModel):
@@ -62,6 +65,7 @@ class _Document(_Model):
     agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
     conditions: Annotated[list[_Condition], Field(max_length=len(ConditionType))]
     cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
+    repairs: dict[Repair, Count] = Field(default_factory=dict)
 
 
 def parse_report(data: bytes) -> Report:
@@ -76,7 +80,12 @@ def parse_report(data: bytes) -> Report:
     if len({each.type for each in conditions}) != len(conditions):
         raise DocumentError(f"{REPORT_NAME}: conditions: a type is there twice", "the machine's agent writes it anew")
     return Report(
-        document.generation, document.boot_id, document.agent_version, conditions, tuple(document.cdi_devices)
+        document.generation,
+        document.boot_id,
+        document.agent_version,
+        conditions,
+        tuple(document.cdi_devices),
+        document.repairs,
     )
 
 
