@@ -41,6 +41,8 @@ Progress = Callable[[str], None]
 
 PROGRESS_INTERVAL = 1.0
 """Seconds between two signs of life of the same step: a driver has a hundred files."""
+WATCHDOG_SHARE = 5 / 12
+"""Of the watchdog's time, between two passes. With the jitter, a minute in which the service is stopped fits in too."""
 START_STEP = 120
 """Seconds that systemd waits for the next step of a start, the watchdog's."""
 
@@ -196,7 +198,7 @@ class Daemon:
         else:
             trigger, delay = "timer", timing.interval
         if self._watchdog:
-            delay = min(delay, self._watchdog / 2)
+            delay = min(delay, self._watchdog * WATCHDOG_SHARE)
         return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
 
     @property

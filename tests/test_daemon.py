@@ -19,6 +19,14 @@ from uuid import uuid4
 
 import pytest
 
+from agent.config import load_config
+from agent.daemon import Daemon, Timing
+from agent.gpu_errors import GpuErrors
+from agent.notify import Notifier
+from agent.server import LocalServer
+from agent.system.files import System
+from agent.system.host_runner import host_runner
+from agent.wakeups import Wakeups
 from tests import simulated_reconciler
 
 CHILDREN = multiprocessing.get_context("forkserver")
@@ -499,6 +507,25 @@ def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
     service.start(SLOW, WATCHDOG_USEC="900000")
     # The interval alone would be 60 s.
     wait_for(lambda: len(service.passes()) >= 3)
+
+
+def test_a_minute_stopped_at_the_worst_moment_is_within_the_watchdogs_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "120000000")
+    system = System(host_runner, str(service.root))
+    local = LocalServer(str(service.root), "statusz.sock")
+    daemon = Daemon(
+        lambda: load_config(system),
+        lambda config, progress: simulated_reconciler.SimulatedReconciler(config, progress, service.root),
+        Notifier(""),
+        Timing(),
+        GpuErrors(system),
+        Wakeups(),
+        local,
+    )
+    assert max(daemon.next()[1] for _ in range(1000)) + 60 < 120
+    local.stop()
 
 
 def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
