@@ -14,11 +14,12 @@ from typing import Protocol
 from agent import __version__, health, statusz
 from agent.config import Config
 from agent.errors import AgentError
+from agent.gauges import View
 from agent.gpu_errors import GpuErrors
 from agent.handoff import one_line
 from agent.judgement import rfc3339
 from agent.locks import locked
-from agent.metrics import OPENMETRICS, TEXT, Metrics, View, unseen, without_evidence
+from agent.metrics import OPENMETRICS, TEXT, Metrics, unseen, without_evidence
 from agent.notify import Notifier, log_to, watchdog_interval
 from agent.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.reconcile import MachineOutcome, Outcome

@@ -26,10 +26,11 @@ from agent.actions import (
 )
 from agent.conditions import Condition, ConditionType, Status, false
 from agent.facts import Absent, Broken, DeviceNode, Driver, Gpu, Seen, StagedRoot, Unseen, VendorFacts
+from agent.gauges import PREFIX, View
 from agent.handoff import Repair
 from agent.identity import DeviceKind, DeviceNumber
 from agent.live import LiveSettings
-from agent.metrics import ACTIONS, OPENMETRICS, PREFIX, TEXT, Metrics, View, result, without_evidence
+from agent.metrics import ACTIONS, OPENMETRICS, TEXT, Metrics, result, without_evidence
 from agent.reconcile import MachineOutcome
 from agent.wakeups import Tally
 from tests.simulated_reconciler import GPUS, VENDOR, conditions, outcome
