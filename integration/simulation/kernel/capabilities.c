@@ -13,16 +13,13 @@
 #define CAP_MINORS 8192
 #define CONFIG_MINOR 1
 #define MONITOR_MINOR 2
-#define FIRST_GPU_MINOR 3
-#define MAX_GPUS 32
-#define MAX_GI 15
-#define MAX_CI 8
 /* The numbering runs on through every possible GPU, GPU instance and compute instance: 4323 on real machines too. */
-#define FABRIC_IMEX_MINOR (FIRST_GPU_MINOR + MAX_GPUS * MAX_GI * (1 + MAX_CI))
+#define FABRIC_IMEX_MINOR (3 + NVIDIA_MIG_GPUS * NVIDIA_MIG_GIS * (1 + NVIDIA_MIG_CIS))
 
-static unsigned int imex_channels;
+/* Older branches have no IMEX channels. */
+static unsigned int imex_channels = NVIDIA_BRANCH >= 550 ? 2048 : 0;
 module_param_named(NVreg_ImexChannelCount, imex_channels, uint, 0444);
-MODULE_PARM_DESC(NVreg_ImexChannelCount, "IMEX channels (real default 2048); 0: no major nvidia-caps-imex-channels");
+MODULE_PARM_DESC(NVreg_ImexChannelCount, "IMEX channels; 0: no major nvidia-caps-imex-channels");
 
 unsigned int nvidia_imex_channels(void)
 {
@@ -33,18 +30,13 @@ static struct proc_dir_entry *capabilities, *minors;
 static dev_t caps_first, imex_first;
 static struct cdev caps_cdev, imex_cdev;
 
-struct capability {
-	unsigned int minor;
-	unsigned int mode;
-};
-
-static const struct capability config = { CONFIG_MINOR, 0400 };
-static const struct capability monitor = { MONITOR_MINOR, 0444 };
-static const struct capability fabric_imex = { FABRIC_IMEX_MINOR, 0400 };
+static const struct nvidia_capability config = { CONFIG_MINOR, 0400 };
+static const struct nvidia_capability monitor = { MONITOR_MINOR, 0444 };
+static const struct nvidia_capability fabric_imex = { FABRIC_IMEX_MINOR, 0400 };
 
 static int show_capability(struct seq_file *file, void *data)
 {
-	const struct capability *capability = file->private;
+	const struct nvidia_capability *capability = file->private;
 
 	seq_printf(file, "DeviceFileMinor: %u\nDeviceFileMode: %u\nDeviceFileModify: 1\n", capability->minor,
 		   capability->mode);
@@ -53,14 +45,15 @@ static int show_capability(struct seq_file *file, void *data)
 
 static int show_mig_minors(struct seq_file *file, void *data)
 {
-	unsigned int gpu, gi, ci, minor = FIRST_GPU_MINOR;
+	int gpu, gi, ci;
 
 	seq_printf(file, "config %u\nmonitor %u\n", CONFIG_MINOR, MONITOR_MINOR);
-	for (gpu = 0; gpu < MAX_GPUS; gpu++)
-		for (gi = 0; gi < MAX_GI; gi++) {
-			seq_printf(file, "gpu%u/gi%u/access %u\n", gpu, gi, minor++);
-			for (ci = 0; ci < MAX_CI; ci++)
-				seq_printf(file, "gpu%u/gi%u/ci%u/access %u\n", gpu, gi, ci, minor++);
+	for (gpu = 0; gpu < NVIDIA_MIG_GPUS; gpu++)
+		for (gi = 0; gi < NVIDIA_MIG_GIS; gi++) {
+			seq_printf(file, "gpu%d/gi%d/access %u\n", gpu, gi, nvidia_gi_minor(gpu, gi));
+			for (ci = 0; ci < NVIDIA_MIG_CIS; ci++)
+				seq_printf(file, "gpu%d/gi%d/ci%d/access %u\n", gpu, gi, ci,
+					   nvidia_ci_minor(gpu, gi, ci));
 		}
 	return 0;
 }
@@ -71,30 +64,21 @@ static int show_sys_minors(struct seq_file *file, void *data)
 	return 0;
 }
 
-/* No MIG instance exists, so only the three capabilities that need none can be opened. */
-static int open_capability(struct inode *inode, struct file *file)
-{
-	unsigned int minor = iminor(inode);
-
-	return minor == CONFIG_MINOR || minor == MONITOR_MINOR || minor == FABRIC_IMEX_MINOR ? 0 : -ENODEV;
-}
-
-static int open_channel(struct inode *inode, struct file *file)
+/* As in the real driver every minor opens, also one without an instance (nv_cap_drv_open): the node is the right. */
+static int open(struct inode *inode, struct file *file)
 {
 	return 0;
 }
 
-static const struct file_operations capability_operations = { .owner = THIS_MODULE, .open = open_capability };
-static const struct file_operations channel_operations = { .owner = THIS_MODULE, .open = open_channel };
+static const struct file_operations operations = { .owner = THIS_MODULE, .open = open };
 
-static int add_region(dev_t *first, struct cdev *cdev, unsigned int count, const char *name,
-		      const struct file_operations *operations)
+static int add_region(dev_t *first, struct cdev *cdev, unsigned int count, const char *name)
 {
 	int error = alloc_chrdev_region(first, 0, count, name);
 
 	if (error)
 		return error;
-	cdev_init(cdev, operations);
+	cdev_init(cdev, &operations);
 	error = cdev_add(cdev, *first, count);
 	if (error)
 		unregister_chrdev_region(*first, count);
@@ -107,9 +91,15 @@ static void remove_region(dev_t first, struct cdev *cdev, unsigned int count)
 	unregister_chrdev_region(first, count);
 }
 
-static void *single(const char *name, struct proc_dir_entry *parent, const struct capability *capability)
+struct proc_dir_entry *nvidia_capability_file(const char *name, struct proc_dir_entry *parent,
+					      const struct nvidia_capability *capability)
 {
 	return proc_create_single_data(name, 0444, parent, show_capability, (void *)capability);
+}
+
+struct proc_dir_entry *nvidia_capabilities_directory(void)
+{
+	return capabilities;
 }
 
 static int add_files(void)
@@ -121,8 +111,9 @@ static int add_files(void)
 	if (!capabilities || !minors)
 		return -ENOMEM;
 	mig = proc_mkdir("mig", capabilities);
-	if (!mig || !single("config", mig, &config) || !single("monitor", mig, &monitor) ||
-	    !single("fabric-imex-mgmt", capabilities, &fabric_imex) ||
+	if (!mig || !nvidia_capability_file("config", mig, &config) ||
+	    !nvidia_capability_file("monitor", mig, &monitor) ||
+	    !nvidia_capability_file("fabric-imex-mgmt", capabilities, &fabric_imex) ||
 	    !proc_create_single("mig-minors", 0444, minors, show_mig_minors) ||
 	    !proc_create_single("sys-minors", 0444, minors, show_sys_minors))
 		return -ENOMEM;
@@ -135,12 +126,12 @@ int nvidia_capabilities_register(void)
 
 	if (error)
 		goto files;
-	error = add_region(&caps_first, &caps_cdev, CAP_MINORS, "nvidia-caps", &capability_operations);
+	error = add_region(&caps_first, &caps_cdev, CAP_MINORS, "nvidia-caps");
 	if (error)
 		goto files;
 	if (!imex_channels)
 		return 0;
-	error = add_region(&imex_first, &imex_cdev, imex_channels, "nvidia-caps-imex-channels", &channel_operations);
+	error = add_region(&imex_first, &imex_cdev, imex_channels, "nvidia-caps-imex-channels");
 	if (!error)
 		return 0;
 	remove_region(caps_first, &caps_cdev, CAP_MINORS);

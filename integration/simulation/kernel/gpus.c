@@ -126,6 +126,7 @@ static int probe(struct pci_dev *pdev, const struct pci_device_id *id)
 	list_add_tail(&gpu->list, &gpus);
 	pci_set_drvdata(pdev, gpu);
 	nvidia_procfs_add_gpu(gpu);
+	nvidia_mig_add_gpu(gpu->minor);
 	blocking_notifier_call_chain(&listeners, NVIDIA_GPU_ADDED, pdev);
 	mutex_unlock(&gpus_lock);
 	return 0;
@@ -152,6 +153,7 @@ static void remove(struct pci_dev *pdev)
 	wait_until_closed(gpu);
 	mutex_lock(&gpus_lock);
 	blocking_notifier_call_chain(&listeners, NVIDIA_GPU_REMOVED, pdev);
+	nvidia_mig_remove_gpu(gpu->minor);
 	nvidia_procfs_remove_gpu(gpu);
 	list_del(&gpu->list);
 	clear_bit(gpu->minor, minors);

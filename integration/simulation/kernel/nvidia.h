@@ -47,8 +47,36 @@ void nvidia_procfs_unregister(void);
 void nvidia_procfs_add_gpu(struct nvidia_gpu *gpu);
 void nvidia_procfs_remove_gpu(struct nvidia_gpu *gpu);
 
+struct nvidia_capability {
+	unsigned int minor;
+	unsigned int mode;
+};
+
 int nvidia_capabilities_register(void);
 void nvidia_capabilities_unregister(void);
 unsigned int nvidia_imex_channels(void);
+struct proc_dir_entry *nvidia_capabilities_directory(void);
+struct proc_dir_entry *nvidia_capability_file(const char *name, struct proc_dir_entry *parent,
+					      const struct nvidia_capability *capability);
+
+/* The tables of nv-caps.c number every possible instance, each GPU instance before its compute instances. */
+#define NVIDIA_MIG_GPUS 32
+#define NVIDIA_MIG_GIS 15
+#define NVIDIA_MIG_CIS 8
+
+static inline unsigned int nvidia_gi_minor(int gpu, int gi)
+{
+	return 3 + (gpu * NVIDIA_MIG_GIS + gi) * (1 + NVIDIA_MIG_CIS);
+}
+
+static inline unsigned int nvidia_ci_minor(int gpu, int gi, int ci)
+{
+	return nvidia_gi_minor(gpu, gi) + 1 + ci;
+}
+
+/* Of a bound GPU; its instances go with it. */
+void nvidia_mig_add_gpu(unsigned int minor);
+void nvidia_mig_remove_gpu(unsigned int minor);
+struct proc_dir_entry *nvidia_mig_file(struct proc_dir_entry *parent);
 
 #endif

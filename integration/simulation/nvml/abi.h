@@ -48,6 +48,43 @@ typedef struct {
 } nvmlUtilization_t;
 
 typedef struct {
+	unsigned int multiprocessorCount, sharedCopyEngineCount, sharedDecoderCount, sharedEncoderCount;
+	unsigned int sharedJpegCount, sharedOfaCount, gpuInstanceSliceCount, computeInstanceSliceCount;
+	unsigned long long memorySizeMB;
+} nvmlDeviceAttributes_t;
+
+typedef struct gpu_instance *nvmlGpuInstance_t;
+typedef struct gpu *nvmlComputeInstance_t;
+
+typedef struct {
+	unsigned int start, size;
+} nvmlInstancePlacement_t;
+
+typedef struct {
+	unsigned int id, isP2pSupported, sliceCount, instanceCount, multiprocessorCount, copyEngineCount;
+	unsigned int decoderCount, encoderCount, jpegCount, ofaCount;
+	unsigned long long memorySizeMB;
+} nvmlGpuInstanceProfileInfo_t;
+
+typedef struct {
+	nvmlDevice_t device;
+	unsigned int id, profileId;
+	nvmlInstancePlacement_t placement;
+} nvmlGpuInstanceInfo_t;
+
+typedef struct {
+	unsigned int id, sliceCount, instanceCount, multiprocessorCount, sharedCopyEngineCount, sharedDecoderCount;
+	unsigned int sharedEncoderCount, sharedJpegCount, sharedOfaCount;
+} nvmlComputeInstanceProfileInfo_t;
+
+typedef struct {
+	nvmlDevice_t device;
+	nvmlGpuInstance_t gpuInstance;
+	unsigned int id, profileId;
+	nvmlInstancePlacement_t placement;
+} nvmlComputeInstanceInfo_t;
+
+typedef struct {
 	nvmlDevice_t device;
 	unsigned long long eventType, eventData;
 	unsigned int gpuInstanceId, computeInstanceId;

@@ -10,14 +10,11 @@
 
 #include "gpus.h"
 
-#define PROC "/proc/driver/nvidia"
-
 static struct gpu list[MAX_GPUS];
 static unsigned int count;
 static int control = -1;
 
-/* "Key: \t value" of nv-procfs.c; an absent key leaves `value` empty. */
-static void field(const char *path, const char *key, char *value, size_t size)
+void gpus_field(const char *path, const char *key, char *value, size_t size)
 {
 	char line[256];
 	FILE *file = fopen(path, "re");
@@ -66,7 +63,7 @@ static void add(const char *slot)
 	if (count == MAX_GPUS || sscanf(slot, "%x:%x:%x.%x", &gpu->domain, &gpu->bus, &gpu->device, &function) != 4)
 		return;
 	snprintf(path, sizeof(path), PROC "/gpus/%s/information", slot);
-	field(path, "Device Minor", minor, sizeof(minor));
+	gpus_field(path, "Device Minor", minor, sizeof(minor));
 	if (!minor[0])
 		return;
 	gpu->minor = (unsigned int)atoi(minor);
@@ -74,8 +71,8 @@ static void add(const char *slot)
 	gpu->descriptor = open(node, O_RDWR | O_CLOEXEC);
 	if (gpu->descriptor < 0)
 		return;
-	field(path, "Model", gpu->name, sizeof(gpu->name));
-	field(path, "GPU UUID", gpu->uuid, sizeof(gpu->uuid));
+	gpus_field(path, "Model", gpu->name, sizeof(gpu->name));
+	gpus_field(path, "GPU UUID", gpu->uuid, sizeof(gpu->uuid));
 	count++;
 }
 
@@ -121,5 +118,12 @@ struct gpu *gpus_at(unsigned int index)
 
 unsigned int gpus_index(const struct gpu *gpu)
 {
+	if (mig_is_device(gpu))
+		gpu = gpu->parent;
 	return gpu >= list && gpu < list + count ? (unsigned int)(gpu - list) : MAX_GPUS;
+}
+
+int gpus_is_whole(const struct gpu *device)
+{
+	return gpus_index(device) != MAX_GPUS && !mig_is_device(device);
 }

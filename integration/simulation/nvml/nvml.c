@@ -132,9 +132,18 @@ NVML_API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *
 	unsigned int index;
 
 	CHECK(uuid && device);
-	for (index = 0; index < gpus_count(); index++)
-		if (!strcasecmp(gpus_at(index)->uuid, uuid))
+	for (index = 0; index < gpus_count(); index++) {
+		struct gpu *gpu = gpus_at(index), *mig;
+		unsigned int of_gpu;
+
+		if (!strcasecmp(gpu->uuid, uuid))
 			return nvmlDeviceGetHandleByIndex_v2(index, device);
+		for (of_gpu = 0; (mig = mig_at(gpu, of_gpu)); of_gpu++)
+			if (!strcasecmp(mig->uuid, uuid)) {
+				*device = mig;
+				return NVML_SUCCESS;
+			}
+	}
 	return NVML_ERROR_NOT_FOUND;
 }
 
@@ -179,8 +188,14 @@ NVML_API nvmlReturn_t nvmlDeviceGetMinorNumber(nvmlDevice_t device, unsigned int
 NVML_API nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned int *index)
 {
 	CHECK_DEVICE(device, index);
-	*index = gpus_index(device);
-	return NVML_SUCCESS;
+	if (!mig_is_device(device)) {
+		*index = gpus_index(device);
+		return NVML_SUCCESS;
+	}
+	for (*index = 0; mig_at(device->parent, *index); ++*index)
+		if (mig_at(device->parent, *index) == device)
+			return NVML_SUCCESS;
+	return NVML_ERROR_NOT_FOUND;
 }
 
 NVML_API nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *pci)

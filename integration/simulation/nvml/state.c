@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: MIT */
-/* Simulation: the state that the stand-in NVML reports: an idle H100 80GB with MIG and persistence mode off. */
+/* Simulation: the state that the stand-in NVML reports: an idle H100 80GB with persistence mode off. */
 #include <string.h>
 
 #include "gpus.h"
 
+#define MIB (1ULL << 20)
 #define GIB (1ULL << 30)
 #define MEMORY (80 * GIB)
 #define DRIVER_MEMORY (1 * GIB)
@@ -30,20 +31,16 @@ CONSTANT(nvmlDeviceGetPowerUsage, unsigned int, 70000) /* mW */
 CONSTANT(nvmlDeviceGetEnforcedPowerLimit, unsigned int, 700000)
 CONSTANT(nvmlDeviceGetPowerManagementLimit, unsigned int, 700000)
 CONSTANT(nvmlDeviceGetMaxMigDeviceCount, unsigned int, 7)
-CONSTANT(nvmlDeviceIsMigDeviceHandle, unsigned int, 0)
 
-NVML_API nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t device, unsigned int *current, unsigned int *pending)
+/* Bytes; a MIG device has its share, of which the driver takes nothing. */
+static unsigned long long total(const struct gpu *device)
 {
-	if (gpus_index(device) == MAX_GPUS || !current || !pending)
-		return NVML_ERROR_INVALID_ARGUMENT;
-	*current = *pending = 0;
-	return NVML_SUCCESS;
+	return mig_is_device(device) ? mig_memory_mib(device) * MIB : MEMORY;
 }
 
-NVML_API nvmlReturn_t nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned int index, nvmlDevice_t *mig)
+static unsigned long long reserved(const struct gpu *device)
 {
-	(void)device, (void)index, (void)mig;
-	return NVML_ERROR_NOT_FOUND;
+	return mig_is_device(device) ? 0 : DRIVER_MEMORY;
 }
 
 NVML_API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor)
@@ -59,7 +56,7 @@ NVML_API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t 
 {
 	if (gpus_index(device) == MAX_GPUS || !memory)
 		return NVML_ERROR_INVALID_ARGUMENT;
-	*memory = (nvmlMemory_t){ MEMORY, MEMORY - DRIVER_MEMORY, DRIVER_MEMORY };
+	*memory = (nvmlMemory_t){ total(device), total(device) - reserved(device), reserved(device) };
 	return NVML_SUCCESS;
 }
 
@@ -67,9 +64,9 @@ NVML_API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory
 {
 	if (gpus_index(device) == MAX_GPUS || !memory)
 		return NVML_ERROR_INVALID_ARGUMENT;
-	memory->total = MEMORY;
-	memory->reserved = DRIVER_MEMORY;
-	memory->free = MEMORY - DRIVER_MEMORY;
+	memory->total = total(device);
+	memory->reserved = reserved(device);
+	memory->free = total(device) - reserved(device);
 	memory->used = 0;
 	return NVML_SUCCESS;
 }
