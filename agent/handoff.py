@@ -16,7 +16,7 @@ from agent.conditions import Condition
 from agent.documents import accept_version, get, objects, parse_object, strings
 from agent.errors import DocumentError
 from agent.paths import HANDOFF_NAME
-from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION
+from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, REPORT_VERSION
 
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
@@ -44,6 +44,8 @@ class GrantedDevice:
     major: int
     minor: int
     pci_address: str = ""
+    capability: str = ""
+    """What the driver calls the right that the node is, where it is one. Since version 2."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -82,16 +84,28 @@ class Handoff:
     @property
     def generation(self) -> str:
         """A digest of the content, so that equal content is never a new generation."""
-        content = asdict(self)
+        content = _content(self)
         # A half that does not know this key makes its digest without it, and must come to the same one.
         del content["restart_device_plugin"]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def render_handoff(handoff: Handoff) -> bytes:
-    """The document; the same handoff gives the same bytes."""
-    document = {"version": HANDOFF_VERSION, "generation": handoff.generation, **asdict(handoff)}
+    """The document; the same handoff gives the same bytes.
+
+    It has the oldest version that says all of it, so that an older image goes on as long as nothing newer is granted.
+    """
+    newer = any(device.capability for request in handoff.requests for device in request.devices)
+    version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
+    document = {"version": version, "generation": handoff.generation, **_content(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _content(handoff: Handoff) -> dict[str, Any]:
+    """Without what version 1 does not know, where there is nothing of it."""
+    return asdict(
+        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key != "capability"}
+    )
 
 
 def parse_handoff(data: bytes) -> Handoff:
@@ -122,7 +136,7 @@ def render_report(
 ) -> bytes:
     """The machine half's answer to the handoff of that generation."""
     document = {
-        "version": HANDOFF_VERSION,
+        "version": REPORT_VERSION,
         "generation": generation,
         "boot_id": boot_id,
         "agent_version": agent_version,
@@ -159,6 +173,7 @@ def _device(where: str, document: dict[str, Any]) -> GrantedDevice:
         major=get(where, document, "major", int),
         minor=get(where, document, "minor", int),
         pci_address=get(where, document, "pci_address", str),
+        capability=get(where, document, "capability", str) if "capability" in document else "",
     )
 
 

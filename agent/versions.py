@@ -1,5 +1,7 @@
-"""Versions of the handoff's form. Pure, and apart from all else: read before anything heavier is imported."""
+"""Versions of the handoff's form, and of the report's. Pure, and apart from all else: read before anything heavier."""
 
-HANDOFF_VERSION = 1
-ACCEPTED_HANDOFFS = (1,)
-"""N and N-1, once there is an N-1."""
+OLDEST_HANDOFF = 1
+HANDOFF_VERSION = 2
+ACCEPTED_HANDOFFS = (OLDEST_HANDOFF, HANDOFF_VERSION)
+"""N-1 and N."""
+REPORT_VERSION = 1

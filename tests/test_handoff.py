@@ -55,7 +55,7 @@ def test_halves_that_do_not_know_of_the_restart() -> None:
     [
         (b"", "not JSON"),
         (b"[]", "an object is needed"),
-        (changed(version=2), "version 2 is not understood"),
+        (changed(version=3), "version 3 is not understood"),
         (changed(version=True), "key version must be int"),
         (changed(machine=None), "key machine is missing"),
         (changed(requests={}), "key requests must be list"),
@@ -68,3 +68,30 @@ def test_halves_that_do_not_know_of_the_restart() -> None:
 def test_what_is_wrong_is_named(data: bytes, named: str) -> None:
     with pytest.raises(DocumentError, match=named):
         parse_handoff(data)
+
+
+CAPABILITY = GrantedDevice(
+    "/dev/nvidia-caps/nvidia-cap12", "capability", 510, 12, "0000:01:00.0", "gpu0/mig/gi1/access"
+)
+
+
+def test_a_document_has_the_oldest_version_that_says_it() -> None:
+    """An image of the release before goes on with its GPUs until something is granted that it does not know."""
+    document = json.loads(render_handoff(HANDOFF))
+    assert document["version"] == 1
+    assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
+    request = replace(HANDOFF.requests[0], devices=(*HANDOFF.requests[0].devices, CAPABILITY))
+    newer = replace(HANDOFF, requests=(request,))
+    assert json.loads(render_handoff(newer))["version"] == 2
+    assert parse_handoff(render_handoff(newer)) == newer
+    assert newer.generation != HANDOFF.generation
+
+
+def test_what_version_1_had_written_is_understood() -> None:
+    """By its own generation too: a host of the release before made it."""
+    content = asdict(HANDOFF)
+    for device in content["requests"][0]["devices"]:
+        del device["capability"]
+    generation = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+    written = json.dumps({"version": 1, "generation": generation, **content}).encode()
+    assert parse_handoff(written) == HANDOFF

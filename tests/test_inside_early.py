@@ -61,7 +61,7 @@ def test_what_cannot_be_noted_is_not_started(tmp_path: Path) -> None:
     assert started(tmp_path, handoff()) == []
 
 
-@pytest.mark.parametrize("version", [0, 2, 1.0, "1", None, [1]])
+@pytest.mark.parametrize("version", [0, 3, 1.0, "1", None, [1]])
 def test_a_version_that_the_run_refuses(tmp_path: Path, version: object) -> None:
     assert started(tmp_path, handoff(version=version)) == []
 

@@ -163,4 +163,5 @@ def _request(grant: Grant) -> Request:
 
 
 def _device(node: DeviceNode) -> GrantedDevice:
-    return GrantedDevice(node.path, node.kind, node.number.major, node.number.minor, node.pci_address)
+    number = node.number
+    return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, node.capability)
