@@ -44,9 +44,18 @@ class DeviceNode:
     kind: DeviceKind
     number: DeviceNumber
     pci_address: str = ""
-    """Of the GPU that it belongs to; empty for nodes that all GPUs share."""
+    """Of the GPU that it belongs to, also of a partition of it; empty for nodes that all GPUs share."""
     capability: str = ""
     """For DeviceKind.CAPABILITY: its path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class HalfMade:
+    """A partition of a GPU that exists and cannot be used: it is being made, or was left so. None of it is granted."""
+
+    pci_address: str
+    why: str
+    """A sentence that begins with the partition's name."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -154,6 +163,7 @@ class VendorFacts:
     driver: Driver | None = None
     problems: tuple[str, ...] = ()
     """Nodes and entries that were refused or are broken, one sentence each."""
+    half_made: tuple[HalfMade, ...] = ()
 
 
 UNSTAGED = -1

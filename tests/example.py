@@ -60,7 +60,7 @@ def nodes(gpus: int) -> tuple[DeviceNode, ...]:
         node("/dev/nvidia-uvm-tools", DeviceKind.UVM_TOOLS, 511, 1),
         node("/dev/nvidia-caps/nvidia-cap1", DeviceKind.CAPABILITY, 510, 1, capability="mig/config"),
         node("/dev/nvidia-caps/nvidia-cap2", DeviceKind.CAPABILITY, 510, 2, capability="mig/monitor"),
-        node("/dev/nvidia-caps/nvidia-cap30", DeviceKind.CAPABILITY, 510, 30, capability="gpu1/mig/gi1/access"),
+        node("/dev/nvidia-caps/nvidia-cap30", DeviceKind.CAPABILITY, 510, 30, address(1), "gpu1/mig/gi1/access"),
         node("/dev/nvidia-caps-imex-channels/channel0", DeviceKind.IMEX_CHANNEL, 509, 0),
         node("/dev/nvidia-nvswitchctl", DeviceKind.NVSWITCH, 508, 255),
     )

@@ -82,7 +82,8 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if not any(node.kind is needed for node in grant.nodes):
             return false(kind, "NodesMissing", f"{path} is missing; run `{command}`")
-    return true(kind, "Present", f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs")
+    half_made = "".join(f"; {each.why}" for each in facts.half_made if each.pci_address in grant.gpus)
+    return true(kind, "Present", f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{half_made}")
 
 
 def _libraries_present(driver: Driver, grant: Grant) -> Condition:

@@ -4,14 +4,16 @@ Nodes stay when the driver goes: one counts only if the driver's major is regist
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agent.facts import DeviceNode, DrmDevice, Gpu, Seen, Unseen
+from agent.facts import DeviceNode, DrmDevice, Gpu, HalfMade, Seen, Unseen
 from agent.identity import DeviceKind, DeviceNumber
 from agent.system.files import System
 from agent.system.looking import why_not
-from agent.vendors.nvidia.capabilities import observe_capabilities
+from agent.vendors.nvidia.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList
+from agent.vendors.nvidia.mig import complete, half_made, parse_instance
 from agent.vendors.protocols import Sources
 
 PROC_DEVICES = "/proc/devices"
@@ -66,23 +68,37 @@ def parse_majors(text: str) -> dict[str, int]:
     return majors
 
 
-def observe_devices(sources: Sources, listed: GpuList) -> tuple[Seen[tuple[DeviceNode, ...]], tuple[str, ...]]:
-    """Every usable node, and a sentence for each that must not be granted. Unseen as a whole when any look failed."""
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What observe_devices saw."""
+
+    nodes: Seen[tuple[DeviceNode, ...]]
+    """Unseen as a whole when any look failed."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each node that must not be granted."""
+    half_made: tuple[HalfMade, ...] = ()
+    """MIG instances; none of their nodes is among `nodes`."""
+
+
+def observe_devices(sources: Sources, listed: GpuList) -> Observed:
+    """Every usable node."""
     drm = sources.drm
     if listed.unseen:
-        return Unseen(listed.unseen), ()
+        return Observed(Unseen(listed.unseen))
     if not isinstance(drm, tuple):
-        return Unseen(drm.why), ()
+        return Observed(Unseen(drm.why))
     try:
         text = sources.system.read_text(PROC_DEVICES)
         looker = _Looker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
         nodes = [node for directory in RULES for node in looker.directory(directory)]
         nodes += [node for device in drm if (node := looker.drm(device))]
     except OSError as error:
-        return Unseen(why_not(error.filename or PROC_DEVICES, error).why), ()
+        return Observed(Unseen(why_not(error.filename or PROC_DEVICES, error).why))
+    whole = complete(instance for node in nodes if (instance := parse_instance(node.capability)))
+    nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
     kinds = list(DeviceKind)
     ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
-    return tuple(ordered), tuple(looker.problems)
+    return Observed(tuple(ordered), tuple(looker.problems), tuple(looker.half_made()))
 
 
 class _Looker:
@@ -97,6 +113,8 @@ class _Looker:
         self._capabilities = capabilities
         self._by_minor = {each.minor: each for each in gpus if each.minor is not None}
         self._by_address = {each.pci_address: each for each in gpus if each.driver == KERNEL_DRIVER}
+        self._with_node: set[str] = set()
+        """Capabilities."""
 
     def directory(self, directory: str) -> list[DeviceNode]:
         """The nodes of one directory; none when there is no such directory."""
@@ -131,9 +149,7 @@ class _Looker:
         if number is None:
             return None
         if rule.kind is DeviceKind.CAPABILITY:
-            name = self._capabilities.get(wanted)
-            # Without an entry it is a destroyed MIG instance's node: normal, and nobody's right any more.
-            return DeviceNode(path, rule.kind, number, capability=name) if name else None
+            return self._capability(path, number)
         if rule.kind is not DeviceKind.GPU:
             return DeviceNode(path, rule.kind, number)
         gpu = self._by_minor.get(wanted)
@@ -141,6 +157,37 @@ class _Looker:
             self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; the node was left behind")
             return None
         return DeviceNode(path, rule.kind, number, gpu.pci_address)
+
+    def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
+        name = self._capabilities.get(number.minor)
+        if not name:
+            # A destroyed MIG instance's node: normal, and nobody's right any more.
+            return None
+        self._with_node.add(name)
+        instance = parse_instance(name)
+        if not instance:
+            return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
+        # The entry's number is the GPU's minor of now: a GPU that came under another one takes its instances along.
+        gpu = self._by_minor.get(instance.gpu)
+        return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
+
+    def half_made(self) -> Iterator[HalfMade]:
+        """MIG instances that exist and cannot be used yet."""
+        minors = {instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))}
+        usable = {instance for name in self._with_node if (instance := parse_instance(name))}
+        for instance, lacking in half_made(minors.keys(), usable):
+            gpu = self._by_minor.get(instance.gpu)
+            if gpu is None:
+                continue
+            why = f"MIG instance {instance} of {gpu.pci_address} "
+            if not lacking:
+                why += "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+            for each in lacking:
+                path = f"{CAPABILITIES}/gpu{each.gpu}/mig/{each}/access"
+                node = f"/dev/nvidia-caps/nvidia-cap{minors[each]}" if each in minors else path
+                why += f"lacks {node} (`nvidia-modprobe -f {path}` makes it)"
+                why += ", " if each != lacking[-1] else ""
+            yield HalfMade(gpu.pci_address, why)
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
         """The node's numbers if they are those of the driver that is loaded now; else None and a problem."""

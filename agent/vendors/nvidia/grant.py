@@ -8,7 +8,8 @@ from agent.identity import DeviceKind
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Nodes that every user of any GPU needs; they give access to no GPU by themselves."""
-PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
+PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
+"""Capabilities of MIG instances, which come with their GPU; those of no GPU are asked for apart."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
 
@@ -62,10 +63,10 @@ def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> 
 
 def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole_host: bool) -> bool:
     match node.kind:
+        case DeviceKind.CAPABILITY if not node.pci_address:
+            return _capability_granted(node.capability, settings)
         case kind if kind in PER_GPU:
             return any(gpu.pci_address == node.pci_address for gpu in gpus)
-        case DeviceKind.CAPABILITY:
-            return _capability_granted(node.capability, gpus, settings)
         case DeviceKind.IMEX_CHANNEL:
             return settings.imex_channels
         case kind if kind in FABRIC:
@@ -74,15 +75,14 @@ def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole
             return kind in SHARED
 
 
-def _capability_granted(capability: str, gpus: list[Gpu], settings: MachineSettings) -> bool:
-    """By its path below /proc/driver/nvidia/capabilities, where gpuN counts device minors."""
-    if capability == "mig/config":
-        return settings.mig_config
-    if capability == "mig/monitor":
-        return settings.mig_monitor
-    if capability == "fabric-imex-mgmt":
-        return settings.imex_channels
-    return any(gpu.minor is not None and capability.startswith(f"gpu{gpu.minor}/mig/") for gpu in gpus)
+def _capability_granted(capability: str, settings: MachineSettings) -> bool:
+    """By its path below /proc/driver/nvidia/capabilities."""
+    wanted = {
+        "mig/config": settings.mig_config,
+        "mig/monitor": settings.mig_monitor,
+        "fabric-imex-mgmt": settings.imex_channels,
+    }
+    return wanted.get(capability, False)
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:

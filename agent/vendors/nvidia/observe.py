@@ -12,12 +12,13 @@ def observe_nvidia(sources: Sources) -> VendorFacts:
     """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
     module = observe_module(sources.system)
     listed = observe_gpus(sources.system, sources.pci, sources.lost)
-    devices, of_devices = observe_devices(sources, listed)
+    devices = observe_devices(sources, listed)
     user_space = observe_user_space(sources, module if isinstance(module, str) else "")
     return VendorFacts(
         vendor="nvidia",
         gpus=listed.gpus,
-        devices=devices,
-        driver=observe_driver(sources, module, user_space, devices),
-        problems=(*listed.problems, *of_devices, *user_space.problems),
+        devices=devices.nodes,
+        driver=observe_driver(sources, module, user_space, devices.nodes),
+        problems=(*listed.problems, *devices.problems, *user_space.problems),
+        half_made=devices.half_made,
     )

@@ -1,0 +1,52 @@
+"""MIG instances by their capabilities. Pure.
+
+A MIG device is a compute instance of a GPU instance. Who uses it needs the node of each one's capability besides the
+node of the GPU (MIG User Guide, device nodes and capabilities); both capabilities are entries in procfs that the driver
+makes one after the other, and their nodes are made by user space, later.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Set
+from typing import NamedTuple
+
+CAPABILITY = re.compile(r"gpu([0-9]+)/mig/gi([0-9]+)(?:/ci([0-9]+))?/access")
+
+
+class Instance(NamedTuple):
+    """A compute instance, or the GPU instance that it belongs to."""
+
+    gpu: int
+    """The GPU's device minor."""
+    gi: int
+    ci: int | None = None
+
+    @property
+    def gpu_instance(self) -> "Instance":
+        return self._replace(ci=None)
+
+    def __str__(self) -> str:
+        return f"gi{self.gi}" if self.ci is None else f"gi{self.gi}/ci{self.ci}"
+
+
+def parse_instance(capability: str) -> Instance | None:
+    """From a path below /proc/driver/nvidia/capabilities; None for one of no instance, such as `mig/config`."""
+    match = CAPABILITY.fullmatch(capability)
+    return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
+
+
+def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
+    """Of the instances that have a node: compute instances whose GPU instance has one too, and those GPU instances."""
+    known = frozenset(usable)
+    whole = frozenset(each for each in known if each.ci is not None and each.gpu_instance in known)
+    return whole | {each.gpu_instance for each in whole}
+
+
+def half_made(existing: Set[Instance], usable: Set[Instance]) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
+    """Instances that cannot be used yet, each with those that lack a node; with none where a compute instance lacks."""
+    for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
+        if each.ci is not None:
+            lacking = tuple(part for part in (each.gpu_instance, each) if part not in usable)
+            if lacking:
+                yield each, lacking
+        elif not any(other.ci is not None and other.gpu_instance == each for other in existing):
+            yield each, ()
