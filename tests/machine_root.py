@@ -159,6 +159,7 @@ def gpu_machine(tree: Path) -> Machine:
     machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
     machine.program("containerd", lambda argv: containerd(machine, argv))
     machine.program("systemctl", systemctl("active", 10))
+    machine.program("nvidia-smi", "".join(f"0000{gpu}, Disabled\n" for gpu in GPUS))
     machine.program("umount", lambda argv: umount(machine, argv))
     machine.hand(REQUEST)
     return machine

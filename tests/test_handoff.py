@@ -41,13 +41,24 @@ def test_round_trip() -> None:
         assert parse_handoff(render_handoff(handoff)) == handoff
 
 
+def version_1() -> dict[str, Any]:
+    """The content that the release before knows."""
+    content = asdict(HANDOFF)
+    del content["restart_device_plugin"]
+    for device in content["requests"][0]["devices"]:
+        del device["capability"]
+    return content
+
+
+def digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def test_halves_that_do_not_know_of_the_restart() -> None:
     """An older host half leaves the key out; an older machine half makes its digest without it."""
     assert parse_handoff(changed(restart_device_plugin=None)) == HANDOFF
     assert replace(HANDOFF, restart_device_plugin=True).generation == HANDOFF.generation
-    known = {key: value for key, value in asdict(HANDOFF).items() if key != "restart_device_plugin"}
-    digest = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
-    assert json.loads(render_handoff(HANDOFF))["generation"] == digest
+    assert json.loads(render_handoff(HANDOFF))["generation"] == digest(version_1())
 
 
 @pytest.mark.parametrize(
@@ -89,9 +100,5 @@ def test_a_document_has_the_oldest_version_that_says_it() -> None:
 
 def test_what_version_1_had_written_is_understood() -> None:
     """By its own generation too: a host of the release before made it."""
-    content = asdict(HANDOFF)
-    for device in content["requests"][0]["devices"]:
-        del device["capability"]
-    generation = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
-    written = json.dumps({"version": 1, "generation": generation, **content}).encode()
+    written = json.dumps({"version": 1, "generation": digest(version_1()), **version_1()}).encode()
     assert parse_handoff(written) == HANDOFF

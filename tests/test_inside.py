@@ -66,9 +66,11 @@ def test_import_closure_is_the_standard_library() -> None:
         "inside.containerd",
         "inside.links",
         "vendors.nvidia.cdi",
+        "vendors.nvidia.cdi_devices",
         "vendors.nvidia.cdi_document",
         "vendors.nvidia.cdi_edits",
         "vendors.nvidia.device_plugin",
+        "vendors.nvidia.mig",
     ],
 )
 def test_what_decides_touches_nothing(module: str) -> None:

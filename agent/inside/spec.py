@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.errors import AgentError
@@ -69,17 +69,17 @@ def _publish(
         return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
     inputs = _inputs(system, vendor, live, generation)
     noted = notes.load(f"spec-{vendor.name}")
-    good = current is not None and not current.verdict.problems and not current.verdict.missing_gpus
+    good = current is not None and not current.verdict.problems and not current.verdict.missing
     if current and good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, "Verified", str(noted.get("message"))), current.verdict.devices)
     if noted.get("inputs") == inputs and (refused := _collision(system, vendor, noted.get("colliding", ()), foreign)):
         return Published(refused)
     try:
-        new, remark = _generate(system, vendor, request, live)
+        new, remarks = _generate(system, vendor, request, live)
     except (AgentError, OSError) as error:
         return _kept(current, "GenerationFailed", f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked")
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
-        faults = "; ".join(new.verdict.problems) or f"GPU {', '.join(new.verdict.missing_gpus)} is not in it"
+        faults = "; ".join((*new.verdict.problems, *remarks)) or f"{', '.join(new.verdict.missing)} is not in it"
         return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {faults}")
     if refused := _collision(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
@@ -91,7 +91,7 @@ def _publish(
         was_ours = current is not None and noted.get("digest") == _digest(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not was_ours:
             repaired(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
-    condition = _condition(vendor, new.verdict, remark)
+    condition = _condition(vendor, new.verdict, remarks)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
         notes.save(f"spec-{vendor.name}", noted)
@@ -107,7 +107,7 @@ def _collision(system: System, vendor: MachineVendor, devices: Iterable[str], fo
     return foreign_specs.collision("NamesCollide", shared, paths, vendor)
 
 
-def _condition(vendor: MachineVendor, verdict: Verdict, remark: str) -> Condition:
+def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]) -> Condition:
     if verdict.missing_gpus:
         return false(
             KIND,
@@ -115,10 +115,13 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remark: str) -> Conditio
             f"{vendor.tools[0]} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
             f"see `dmesg` on the host for NVRM and Xid lines, and DevicesAllowed",
         )
+    if verdict.missing_partitions:
+        message = f"{vendor.tools[0]} does not list {', '.join(verdict.missing_partitions)}, the others are served"
+        return false(KIND, "PartitionMissing", "; ".join((message, *remarks)))
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
         parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")
-    return true(KIND, "Verified", "; ".join([*parts, *([remark] if remark else [])]))
+    return true(KIND, "Verified", "; ".join([*parts, *remarks]))
 
 
 def _kept(current: Candidate | None, reason: str, message: str) -> Published:
@@ -132,21 +135,23 @@ def _kept(current: Candidate | None, reason: str, message: str) -> Published:
 
 
 def _better(new: Verdict, current: Verdict) -> bool:
-    """Whether every GPU that is served now will still be."""
-    return bool(current.problems) or set(new.missing_gpus) <= set(current.missing_gpus)
+    """Whether every GPU and partition that is served now will still be."""
+    return bool(current.problems) or new.missing <= current.missing
 
 
 def _generate(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
-) -> tuple[Candidate, str]:
+) -> tuple[Candidate, tuple[str, ...]]:
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
-    spec, remark = vendor.generate(system, request, directory)
+    generated = vendor.generate(system, request, directory)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
-    clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
-    return Candidate(clean, _verdict(system, vendor, spec, request, live)), remark
+    clean = json.dumps(generated.spec, indent=1, sort_keys=True).encode() + b"\n"
+    verdict = _verdict(system, vendor, generated.spec, request, live)
+    missing = tuple(gpu for gpu in verdict.missing_gpus if gpu not in generated.unpartitioned)
+    return Candidate(clean, replace(verdict, missing_gpus=missing)), generated.remarks
 
 
 def _current(

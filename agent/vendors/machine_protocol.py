@@ -29,6 +29,24 @@ class Verdict:
     """Files of the driver root that no pod gets through it."""
     devices: tuple[str, ...] = ()
     """Its device names."""
+    missing_partitions: tuple[str, ...] = ()
+    """Granted partitions of GPUs (MIG devices) that it does not serve."""
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """All that is granted and not served."""
+        return frozenset((*self.missing_gpus, *self.missing_partitions))
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What a generator made of a request."""
+
+    spec: object
+    """Parsed."""
+    remarks: tuple[str, ...] = ()
+    unpartitioned: tuple[str, ...] = ()
+    """Granted GPUs (PCI addresses) that can be used by partitions only and have none: no spec can serve them."""
 
 
 class MachineVendor(Protocol):
@@ -53,8 +71,8 @@ class MachineVendor(Protocol):
     plugin_sockets: str
     """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
 
-    def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
-        """A new spec, parsed, made in an empty directory, and a remark or ""; raises AgentError or OSError."""
+    def generate(self, system: System, request: Request, directory: str) -> Generated:
+        """A new spec, made in an empty directory; raises AgentError or OSError."""
         ...
 
     def verify(

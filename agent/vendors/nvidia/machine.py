@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from agent.handoff import Request
 from agent.identity import DeviceNumber
 from agent.system.files import System
-from agent.vendors.machine_protocol import RuntimeHandler, Verdict
+from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
 from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
 
@@ -24,8 +24,8 @@ class NvidiaMachine:
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
 
-    def generate(self, system: System, request: Request, directory: str) -> tuple[object, str]:
-        return nvidia_ctk.generate(system, request.driver_root, directory)
+    def generate(self, system: System, request: Request, directory: str) -> Generated:
+        return nvidia_ctk.generate(system, request, directory)
 
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]

@@ -6,10 +6,14 @@ import tomllib
 from dataclasses import astuple
 from typing import Any
 
-from agent.errors import AgentError, DocumentError, UnsupportedError
+from agent.errors import AgentError, CommandError, DocumentError, UnsupportedError
+from agent.handoff import Request
 from agent.paths import MACHINE_STATE
 from agent.system.files import System
+from agent.vendors.machine_protocol import Generated
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
+from agent.vendors.nvidia.cdi_devices import missing_gpus, without_half_made
+from agent.vendors.nvidia.cdi_document import devices, object_of
 from agent.vendors.nvidia.generate_command import NVIDIA_CTK, generate_command, output_file
 
 OLDEST = (1, 18, 0)
@@ -18,6 +22,10 @@ RECOMMENDED = (1, 19, 1)
 """Its hooks open a container's paths beneath the container's root, closing a race that 1.19.0 still has."""
 GENERATE_LIMIT = 40.0
 """Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
+
+MIG_MODE = ("nvidia-smi", "--query-gpu=pci.bus_id,mig.mode.current", "--format=csv,noheader")
+MIG_MODE_LIMIT = 20.0
+"""Seconds. Asked only for GPUs that the spec lacks."""
 
 VERSION_NOTE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
@@ -38,23 +46,68 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 """By table: keys of api/config/v1/runtime.go in the toolkit's source."""
 
 
-def generate(system: System, driver_root: str, directory: str) -> tuple[object, str]:
-    """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU, and a remark on an old toolkit."""
+def generate(system: System, request: Request, directory: str) -> Generated:
+    """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU and without half-made MIG devices."""
     version = _version(system)
     if version < OLDEST:
         raise UnsupportedError(
             f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
             f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
         )
-    system.run(*generate_command(driver_root, directory), timeout=GENERATE_LIMIT)
-    remark = ""
-    if version < RECOMMENDED:
-        remark = f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} mends a race in its hooks, bring it up to date"
+    try:
+        system.run(*generate_command(request.driver_root, directory), timeout=GENERATE_LIMIT)
+    except CommandError as error:
+        # How it ends without any device, over the `all` that it makes of them.
+        unpartitioned = in_mig_mode(system, request.gpus) if "empty device edits" in error.stderr else ()
+        if unpartitioned:
+            raise AgentError(_without_instance(unpartitioned)) from error
+        raise
     try:
         spec = json.loads(system.read(output_file(directory)))
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
-    return with_no_gpu(spec), remark
+    spec, half_made = without_half_made(spec, request)
+    unpartitioned = in_mig_mode(system, _not_listed(spec, request))
+    remarks = []
+    if version < RECOMMENDED:
+        remarks.append(f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} mends a race in its hooks, renew it")
+    if half_made:
+        remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(half_made)}")
+    if unpartitioned:
+        remarks.append(_without_instance(unpartitioned))
+    return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned)
+
+
+def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of these GPUs (PCI addresses) that are in MIG mode, which only NVML knows; none if it does not answer."""
+    if not gpus:
+        return ()
+    try:
+        lines = system.run(*MIG_MODE, timeout=MIG_MODE_LIMIT).splitlines()
+    except (AgentError, OSError):
+        return ()
+    on = set()
+    for line in lines:
+        address, _, mode = line.partition(",")
+        if mode.strip() == "Enabled":
+            # The domain has eight digits here, and four or more in the kernel.
+            on.add(address.strip().lower().lstrip("0"))
+    return tuple(gpu for gpu in gpus if gpu.lstrip("0") in on)
+
+
+def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
+    """GPUs that no device of the spec has; none of a malformed one, which is left to the verdict."""
+    try:
+        return missing_gpus(devices(object_of(spec, "the spec")), request)
+    except DocumentError:
+        return ()
+
+
+def _without_instance(gpus: tuple[str, ...]) -> str:
+    return (
+        f"no pod can use GPU {', '.join(gpus)}: MIG mode is on and there is no complete instance "
+        "(`nvidia-smi mig -cgi PROFILE -C` on the host makes one)"
+    )
 
 
 def _version(system: System) -> tuple[int, ...]:
