@@ -116,8 +116,8 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
             f"see `dmesg` on the host for NVRM and Xid lines, and DevicesAllowed",
         )
     if verdict.missing_partitions:
-        message = f"{vendor.tools[0]} does not list {', '.join(verdict.missing_partitions)}, the others are served"
-        return false(KIND, "PartitionMissing", "; ".join((message, *remarks)))
+        message = f"{vendor.tools[0]} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
+        return false(KIND, "PartitionMissing", "; ".join((message, "the others are served", *remarks)))
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
         parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")

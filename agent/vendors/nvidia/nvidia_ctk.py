@@ -24,7 +24,7 @@ GENERATE_LIMIT = 40.0
 """Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
 
 MIG_MODE = ("nvidia-smi", "--query-gpu=pci.bus_id,mig.mode.current", "--format=csv,noheader")
-MIG_MODE_LIMIT = 20.0
+MIG_MODE_LIMIT = 10.0
 """Seconds. Asked only for GPUs that the spec lacks."""
 
 VERSION_NOTE = f"{MACHINE_STATE}/nvidia-ctk.json"
