@@ -105,6 +105,11 @@ class Host(System):
         # mknod(2) needs root: a listed node is an empty file in the tree.
         return self._nodes.get(path) or super().device(path)
 
+    def device_behind(self, link: str) -> tuple[int, int] | None:
+        self._fail(link)
+        node = self._nodes.get(self.real_path(link))
+        return (node.major, node.minor) if node else super().device_behind(link)
+
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
         self._fail(path)
         return super().read(path, limit)

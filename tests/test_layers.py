@@ -28,11 +28,12 @@ LAYERS = (
     ("system",),
     ("config",),
     ("vendors",),
-    ("observe", "plan", "staging", "running", "apply", "inside"),
+    ("observe", "plan", "staging", "running", "apply", "holders", "inside"),
     ("readiness", "locks", "history", "node_condition", "gpu_errors"),
     ("reconcile",),
     (
         "prepare",
+        "detach",
         "gauges",
         "metrics",
         "convergence",

@@ -142,6 +142,14 @@ class System(Rooted):
             status.st_gid,
         )
 
+    def device_behind(self, link: str) -> tuple[int, int] | None:
+        """Major and minor of a character device, links followed; None for any other file.
+
+        From /proc/PID/fd the kernel goes to what is open itself, wherever that is and whether or not it has a path.
+        """
+        status = os.stat(self._at(link))
+        return (os.major(status.st_rdev), os.minor(status.st_rdev)) if stat.S_ISCHR(status.st_mode) else None
+
     def listening_process(self, path: str) -> int | None:
         """Who listens on a Unix socket, see agent.system.sockets."""
         # Here, as few runs need it, and it costs the machine half a twentieth of its start.

@@ -51,6 +51,10 @@ class HostVendor(Protocol):
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
         ...
 
+    def letting_go(self, command: str, pci_address: str) -> str:
+        """How a program of the vendor's own, named as in /proc/PID/comm, lets go of a GPU; else empty. Pure."""
+        ...
+
     def kernel_message(self, text: str) -> GpuError | None:
         """The GPU's error that a line of the kernel's log tells of; None for any other line. Pure."""
         ...

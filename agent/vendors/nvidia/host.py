@@ -5,6 +5,7 @@ from agent.config import MachineSettings
 from agent.facts import GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant, Share
 from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.daemons import letting_go
 from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
@@ -30,6 +31,9 @@ class Nvidia:
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
+
+    def letting_go(self, command: str, pci_address: str) -> str:
+        return letting_go(command, pci_address)
 
     def kernel_message(self, text: str) -> GpuError | None:
         return parse_xid(text)

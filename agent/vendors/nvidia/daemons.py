@@ -1,0 +1,23 @@
+"""NVIDIA's own programs that keep GPUs open, and how each lets go of one. Pure."""
+
+COMMAND_LENGTH = 15
+"""Characters that the kernel keeps of a program's name: TASK_COMM_LEN without its end (proc_pid_comm(5))."""
+
+# "drain" refuses while persistence mode is on; with it the driver takes no new clients for that GPU.
+ADVICE = {
+    "nvidia-persistenced": "`nvidia-smi -i {address} -pm 0`, then `nvidia-smi drain -p {address} -m 1`",
+    "nv-hostengine": "`systemctl stop nvidia-dcgm`",
+    "dcgm-exporter": "stop the exporter, which watches all GPUs that it finds at its start",
+    "nv-fabricmanager": "`systemctl stop nvidia-fabricmanager`: no CUDA program on this host works without it",
+    "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that share GPUs by it",
+    "nvidia-smi": "it ends by itself, unless it was told to loop",
+}
+"""By program."""
+
+
+def letting_go(command: str, pci_address: str) -> str:
+    """What to run on the host; empty for any other program."""
+    for name, advice in ADVICE.items():
+        if command == name[:COMMAND_LENGTH]:
+            return advice.format(address=pci_address)
+    return ""
