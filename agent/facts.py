@@ -107,6 +107,8 @@ class Gpu:
     minor: int | None = None
     lost: str = ""
     """What the kernel's log said when the GPU stopped answering, as long as that binding to its driver lasts."""
+    detached: bool = False
+    """An administrator takes it out of use: it is granted to no machine, until it has been removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,6 +239,8 @@ class Facts:
     staged_unseen: str = ""
     """Why it cannot be told which driver roots are there; empty when it can be."""
     staged_problems: tuple[str, ...] = ()
+    draining: frozenset[str] = frozenset()
+    """PCI addresses of detached GPUs that processes may go on to open until the last one has ended."""
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
     files: dict[str, FileState] = field(default_factory=dict)

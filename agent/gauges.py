@@ -136,7 +136,8 @@ def _versions(driver: Driver) -> tuple[str, str]:
 
 def _device_counts(vendors: Iterable[VendorFacts]) -> dict[tuple[str, str], int]:
     """By kind and status. GPUs add up to host_pci_gpus; nodes of other kinds are only known when they are usable."""
-    counts = {(str(DeviceKind.GPU), status): 0 for status in ("ok", "missing", "unbound", "lost", "unknown")}
+    of_gpus = ("ok", "missing", "unbound", "lost", "detached", "unknown")
+    counts = {(str(DeviceKind.GPU), status): 0 for status in of_gpus}
     counts |= {(str(kind), "ok"): 0 for kind in DeviceKind if kind is not DeviceKind.GPU}
     for vendor in vendors:
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
@@ -151,8 +152,10 @@ def _device_counts(vendors: Iterable[VendorFacts]) -> dict[tuple[str, str], int]
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
     """`unbound` without a kernel driver, `missing` without a usable node, `unknown` where nodes cannot be listed.
 
-    `lost`: it has all that, but the kernel's log said that it does not answer any more.
+    `lost`: it has all that, but the kernel's log said that it does not answer any more. `detached` outranks all.
     """
+    if gpu.detached:
+        return "detached"
     if not gpu.driver:
         return "unbound"
     if gpu.lost:

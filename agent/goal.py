@@ -39,6 +39,8 @@ class Grant:
     """None when the vendor needs no user-space files, or has none that may be used now."""
     waiting_root: StagedRoot | None = None
     """Of the files that the host has by now, while `driver_root` serves, until the kernel module is reloaded."""
+    detached: tuple[str, ...] = ()
+    """PCI addresses of GPUs that it would be granted, if no administrator took them out of use."""
     problems: tuple[str, ...] = ()
     """What was asked for and cannot be granted, one sentence each."""
 

@@ -25,6 +25,8 @@ CONDITIONS = f"{RUNTIME}/conditions.json"
 """Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
 LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
 """GPUs that the kernel's log said to be lost, until their driver is bound anew."""
+DETACHED_GPUS = f"{RUNTIME}/detached-gpus.json"
+"""GPUs that an administrator takes out of use, until they have gone from PCI."""
 
 MACHINE_ROOTS = "/var/lib/machines"
 NSPAWN = "/etc/systemd/nspawn"

@@ -38,7 +38,9 @@ FROM_VENDORS = (
 def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
     """A machine that gets no GPU, since there is none, or none for it."""
     reason, message = "NoGPU", "this host has no GPU"
-    if drivers := sorted({gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}):
+    if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
+        reason, message = "GPUDetached", f"an administrator detached {', '.join(detached)}, and no other GPU is for it"
+    elif drivers := sorted({gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}):
         reason, message = "NoGPUGranted", f"the GPUs of this host have another driver ({', '.join(drivers)})"
     conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
     if settings.require_gpus:

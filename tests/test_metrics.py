@@ -132,6 +132,7 @@ def test_series_go_with_their_machine() -> None:
     [
         (Gpu(GPUS[0], "nvidia"), (), "unbound"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, lost="Xid 79"), (), "lost"),
+        (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0, lost="Xid 79", detached=True), (), "detached"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), (), "missing"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), VENDOR.devices, "ok"),
         (Gpu(GPUS[0], "nvidia", driver="nvidia", minor=0), Unseen("/dev: time limit"), "unknown"),
@@ -153,9 +154,9 @@ def test_each_gpu_has_one_status(gpu: Gpu, devices: Seen[tuple[DeviceNode, ...]]
     samples = scrape(view_of(READY, vendor=vendor))
     counted = {
         each: value(samples, "host_devices", kind="gpu", status=each)
-        for each in ("ok", "missing", "unbound", "lost", "unknown")
+        for each in ("ok", "missing", "unbound", "lost", "detached", "unknown")
     }
-    assert counted == {"ok": 0, "missing": 0, "unbound": 0, "lost": 0, "unknown": 0} | {status: 1}
+    assert counted == {"ok": 0, "missing": 0, "unbound": 0, "lost": 0, "detached": 0, "unknown": 0} | {status: 1}
     assert value(samples, "host_pci_gpus") == 1
 
 

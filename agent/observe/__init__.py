@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from agent.config import Config
 from agent.facts import Facts, Seen
+from agent.observe.detached import observe_detached
 from agent.observe.files import observe_files, read_owned
 from agent.observe.loader_cache import Listing, LoaderCache
 from agent.observe.lost_gpus import observe_lost
@@ -27,6 +28,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     owned, discarded = read_owned(system)
     # With those that are not configured any more, whose settings are still there.
     names = sorted({*config.machines, *(name for path in owned if (name := machine_of(path)) is not None)})
+    detached = observe_detached(system)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     units = observe_units([*map(machine_unit, names), *services], system)
     listing: Seen[Listing] = loader_cache.read(system)
@@ -38,6 +40,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         loader_cache=listing.entries if isinstance(listing, Listing) else listing,
         units={service: units[service].state for service in services},
         lost=observe_lost(system),
+        detached=detached.gpus,
     )
     staged = observe_staged(system)
     skipped = listing.skipped if isinstance(listing, Listing) else 0
@@ -54,7 +57,8 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         staging_remains=staged.remains,
         staged_unseen=staged.unseen,
         staged_problems=staged.problems,
-        problems=tuple(problem for problem in (discarded, garbled) if problem),
+        draining=detached.draining,
+        problems=tuple(problem for problem in (discarded, garbled, detached.problem) if problem),
         files=observe_files(names, owned, system),
     )
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from agent.actions import ChangeDevices
-from agent.facts import DeviceNode, Facts, VendorFacts
+from agent.facts import DeviceNode, Facts
 from agent.goal import MachineGoal
 from agent.live import LiveSettings
 from agent.plan.drop_in import device_entry
@@ -18,7 +18,9 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     before = machine.live
     if machine.unit_state != "active" or before is None:
         return []
-    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, before, facts) if not released))
+    draining = {device_entry(node.number) for node in _draining(facts)}
+    leftover = [each for each in _leftover(goal, before, facts) if not released or each.split()[0] in draining]
+    allow = (*goal.live.allow, *leftover)
     rebind = lacking and before.rebound != goal.handoff.generation
     # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
     rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
@@ -34,10 +36,15 @@ def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[str]:
 
     One for a device that is gone goes at once: its number may be another device's soon.
     """
-    present = {device_entry(node.number) for each in facts.vendors for node in _nodes(each)}
+    present = {device_entry(node.number) for node in _all_nodes(facts)}
     wanted = {entry.split()[0] for entry in goal.live.allow}
     return [entry for entry in live.allow if (device := entry.split()[0]) in present and device not in wanted]
 
 
-def _nodes(vendor: VendorFacts) -> tuple[DeviceNode, ...]:
-    return vendor.devices if isinstance(vendor.devices, tuple) else ()
+def _draining(facts: Facts) -> list[DeviceNode]:
+    """What the last users of GPUs may go on to open: with those, the nodes that belong to no GPU alone."""
+    return [node for node in _all_nodes(facts) if facts.draining and node.pci_address in ("", *facts.draining)]
+
+
+def _all_nodes(facts: Facts) -> list[DeviceNode]:
+    return [node for vendor in facts.vendors if isinstance(vendor.devices, tuple) for node in vendor.devices]

@@ -24,6 +24,8 @@ class Sources:
     """ActiveState by unit name, of the units that vendors named in `services`; Absent when there is no such unit."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """What the kernel's log said, by PCI address, of GPUs that do not answer any more."""
+    detached: frozenset[str] = frozenset()
+    """PCI addresses of GPUs that an administrator takes out of use."""
 
 
 class HostVendor(Protocol):

@@ -83,7 +83,10 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
         if not any(node.kind is needed for node in grant.nodes):
             return false(kind, "NodesMissing", f"{path} is missing; run `{command}`")
     half_made = "".join(f"; {each.why}" for each in facts.half_made if each.pci_address in grant.gpus)
-    return true(kind, "Present", f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{half_made}")
+    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{half_made}"
+    if grant.detached:
+        return true(kind, "GPUDetached", f"{present}; detached by an administrator: {', '.join(grant.detached)}")
+    return true(kind, "Present", present)
 
 
 def _libraries_present(driver: Driver, grant: Grant) -> Condition:

@@ -1,7 +1,7 @@
 """GPUs: the PCI bus says which there are, /proc/driver/nvidia/gpus what the driver knows of each."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -56,7 +56,10 @@ class GpuList:
 
 
 def observe_gpus(
-    system: System, pci: Seen[tuple[PciDevice, ...]], lost: Mapping[str, str] = MappingProxyType({})
+    system: System,
+    pci: Seen[tuple[PciDevice, ...]],
+    lost: Mapping[str, str] = MappingProxyType({}),
+    detached: Set[str] = frozenset(),
 ) -> GpuList:
     """Where the bus could not be listed, the driver's own list serves: a failed look must not make a GPU disappear."""
     known: dict[str, Information] = {}
@@ -81,7 +84,8 @@ def observe_gpus(
     gpus = []
     for address, driver in sorted(bound.items()):
         each = known.get(address, Information())
-        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, lost.get(address, "")))
+        why_lost, is_detached = lost.get(address, ""), address in detached
+        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached))
     return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
 
 

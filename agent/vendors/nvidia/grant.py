@@ -16,13 +16,14 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
     """GPUs by the machine's settings, their nodes by what the driver made, and the driver root that fits the module."""
-    gpus, problems = _select(facts.gpus, settings.gpus, share)
+    wanted, problems = _select(facts.gpus, settings.gpus, share)
+    gpus = [gpu for gpu in wanted if not gpu.detached]
     problems += tuple(
         f"{gpu.pci_address} has kernel driver {gpu.driver}, not {KERNEL_DRIVER}" for gpu in wrong_driver(facts.gpus)
     )
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
-        whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in gpus}
+        whole_host = {gpu.pci_address for gpu in facts.gpus if not gpu.detached} == {gpu.pci_address for gpu in gpus}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
     return Grant(
@@ -31,6 +32,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         nodes=nodes,
         driver_root=serving,
         waiting_root=waiting,
+        detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         problems=problems,
     )
 
@@ -41,6 +43,7 @@ def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
 
 
 def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> tuple[list[Gpu], tuple[str, ...]]:
+    """With detached ones; where a number is asked for, only as long as no other GPU can take their place."""
     usable = sorted(gpu for gpu in present if gpu.driver in ("", KERNEL_DRIVER))
     if wanted == "all":
         return usable, ()
@@ -48,7 +51,8 @@ def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> 
         count = int(wanted.removeprefix("count="))
         free = [gpu for gpu in usable if gpu.pci_address not in share.taken]
         # A GPU that is plugged in at a lower address must not push out one that pods use.
-        chosen = sorted(free, key=lambda gpu: (gpu.pci_address not in share.has, gpu.pci_address))[:count]
+        ordered = sorted(free, key=lambda gpu: (gpu.detached, gpu.pci_address not in share.has, gpu.pci_address))
+        chosen = ordered[:count]
         others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
         short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
         return chosen, () if len(chosen) == count else (short,)

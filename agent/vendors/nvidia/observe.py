@@ -11,7 +11,7 @@ from agent.vendors.protocols import Sources
 def observe_nvidia(sources: Sources) -> VendorFacts:
     """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
     module = observe_module(sources.system)
-    listed = observe_gpus(sources.system, sources.pci, sources.lost)
+    listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
     devices = observe_devices(sources, listed)
     user_space = observe_user_space(sources, module if isinstance(module, str) else "")
     return VendorFacts(
