@@ -7,12 +7,12 @@ The host half publishes a Handoff, the machine half answers with a report: a JSO
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from agent.conditions import Condition
+from agent.conditions import Condition, ConditionType
 from agent.documents import accept_version, get, objects, parse_object, strings
 from agent.errors import DocumentError
 from agent.paths import HANDOFF_NAME
@@ -153,6 +153,14 @@ def render_report(
 def one_line(text: str) -> str:
     """What a condition's message may hold: the words of a tool's output without line breaks and control characters."""
     return "".join(each if each.isprintable() else " " for each in " ".join(text.split()))[:MESSAGE_LIMIT]
+
+
+def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
+    """The conditions, with a remark added to the message of one, which gives way if it is long: no other change."""
+    return tuple(
+        replace(each, message=each.message[: MESSAGE_LIMIT - len(remark)] + remark) if each.type is kind else each
+        for each in conditions
+    )
 
 
 def _request(where: str, document: dict[str, Any]) -> Request:

@@ -83,6 +83,10 @@ class Machine(System):
         # mknod(2) needs root: a listed node is an empty file in the tree.
         return self.nodes.get(path) or super().device(path)
 
+    def device_behind(self, link: str) -> tuple[int, int] | None:
+        node = self.nodes.get(self.real_path(link))
+        return (node.major, node.minor) if node else super().device_behind(link)
+
     def is_mount(self, path: str) -> bool:
         # mount(2) needs root too.
         return path in self.mounts or super().is_mount(path)

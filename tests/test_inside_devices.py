@@ -1,5 +1,6 @@
 """Device nodes in the machine that are not granted any more."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 from agent.inside.run import run
 from agent.system.commands import Completed
 from tests.machine_root import DEVICES, GPUS, REQUEST, Machine, gpu_machine
+from tests.processes import CONTAINER, POD_GROUP, process
+from tests.test_outdated_pods import bundle, specification
 
 LESS = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
 UMOUNT = ("umount", "--lazy", "/dev/nvidia1")
@@ -61,3 +64,54 @@ def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
     run(machine)
     assert not machine.exists("/dev/nvidia1")
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+LEFT_OPEN = "; LeftOpen (not granted any more, and still open by this machine's PIDs): "
+
+
+def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payload")[2]) -> Path:
+    """A process that has the node open by a path of its own: the machine's is withdrawn."""
+    number = next(each for each in DEVICES if each.path == "/dev/nvidia1")
+    machine.node("/run/pod/dev/nvidia1", number.major, number.minor)
+    return process(machine.tree, pid, opened=("/run/pod/dev/nvidia1",), group=group, inner=(1,))
+
+
+def test_who_has_a_withdrawn_node_open_is_named_until_it_ends(machine: Machine) -> None:
+    """In the message alone: the GPUs that are granted can be used."""
+    bundle(machine, CONTAINER, specification("work/cuda"))
+    run(machine)
+    directory = hold(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed"), "what is granted may be open"
+    machine.hand(LESS)
+    for _ in range(2):
+        run(machine)
+        assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+        assert machine.message("DevicesAllowed").endswith(f"{LEFT_OPEN}PID 77 (python3), pod work/cuda: /dev/nvidia1")
+    shutil.rmtree(directory)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed")
+    hold(machine, pid=78)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed"), "forgotten: no process is looked at any more"
+
+
+def test_a_number_that_is_granted_again_is_anothers(machine: Machine) -> None:
+    number = machine.nodes["/dev/nvidia1"]
+    hold(machine)
+    machine.hand(LESS)
+    run(machine)
+    assert LEFT_OPEN in machine.message("DevicesAllowed")
+    machine.node("/dev/nvidia1", number.major, number.minor)
+    machine.hand(REQUEST)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed")
+
+
+def test_many_processes_are_counted(machine: Machine) -> None:
+    for pid in range(30, 50):
+        hold(machine, pid, group="/system.slice/x.service")
+    machine.hand(LESS)
+    run(machine)
+    message = machine.message("DevicesAllowed")
+    assert "PID 39 (python3): /dev/nvidia1 and 10 more" in message
+    assert "PID 40" not in message

@@ -2,7 +2,7 @@
 
 import errno
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import agent.inside.open_nodes
@@ -18,6 +18,9 @@ OPEN_LIMIT = 30
 
 STACKED = 16
 """Mounts at one node: systemd before 255 puts a new one upon the old one when a node is bound again."""
+
+WITHDRAWN = "withdrawn"
+"""The note of what was withdrawn since the machine's boot and may still be open: numbers by path."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """The driver tried and failed: trying again each minute would only do harm."""
@@ -71,7 +74,7 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
 
 
 def withdraw_nodes(
-    system: System, notes: Notes, request: Request, again: Set[str]
+    system: System, notes: Notes, request: Request, again: Iterable[GrantedDevice]
 ) -> tuple[tuple[str, ...], Condition | None]:
     """Remove nodes that were granted since the machine's start and are no more; a condition only where that failed.
 
@@ -79,17 +82,19 @@ def withdraw_nodes(
     machinectl(1) binds into a running machine, and has no opposite.
     """
     name = f"granted-{request.vendor}"
-    granted = {device.path for device in request.devices} | again
-    stale = [path for path in notes.load(name).get("paths", []) if isinstance(path, str) and path not in granted]
+    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *again)}
+    stale = {path: number for path, number in notes.load(name).items() if path not in granted}
     failures = []
-    for path in stale:
+    for path, number in stale.items():
         try:
             _withdraw(system, path)
         except (AgentError, OSError) as error:
-            granted.add(path)
+            granted[path] = number
             failures.append(str(error))
-    notes.save(name, {"paths": sorted(granted)})
     removed = tuple(path for path in stale if path not in granted)
+    # Noted first: who is killed in between withdraws again, and nothing that may be open is forgotten.
+    notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
+    notes.save(name, granted)
     if not failures:
         return removed, None
     why = f"not granted any more: {'; '.join(failures)}"

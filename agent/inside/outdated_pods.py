@@ -5,11 +5,10 @@ They keep what they were made with, and only who made them can make them anew: a
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from agent.conditions import Condition, ConditionType
-from agent.handoff import MESSAGE_LIMIT, GrantedDevice, Handoff
+from agent.handoff import GrantedDevice, Handoff, with_remark
 from agent.inside.notes import Notes
 from agent.paths import MACHINE_HOST_NVIDIA
 from agent.system.files import System
@@ -38,12 +37,7 @@ def name_outdated(
     shown = [f"{pod} ({', '.join(sorted(why))})" for pod, why in sorted(pods.items())[:SHOWN]]
     more = f" and {len(pods) - SHOWN} more" if len(pods) > SHOWN else ""
     remark = f"; PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
-    return tuple(
-        replace(each, message=each.message[: MESSAGE_LIMIT - len(remark)] + remark)
-        if each.type is ConditionType.CDI_SPEC_CURRENT
-        else each
-        for each in conditions
-    )
+    return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
 
 def outdated_pods(system: System, notes: Notes, handoff: Handoff) -> dict[str, set[str]]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from agent import __version__
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
 from agent.errors import AgentError, ApplyError
-from agent.handoff import SIZE_LIMIT, Handoff, Request, parse_handoff, render_report
-from agent.inside.devices import check_devices, withdraw_nodes
+from agent.handoff import SIZE_LIMIT, GrantedDevice, Handoff, Request, parse_handoff, render_report
+from agent.inside.devices import WITHDRAWN, check_devices, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import RESTART_NEEDED, check_advertised
 from agent.inside.libraries import link_libraries
@@ -108,6 +108,7 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     conditions = _worst(condition for outcome in outcomes for condition in outcome.conditions)
     if any(request.gpus for request in handoff.requests):
         conditions = name_outdated(conditions, system, notes, handoff)
+    conditions = _name_left_open(conditions, system, notes, handoff)
     return Outcome(
         (*conditions, *((on_node,) if on_node else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
@@ -121,6 +122,18 @@ def _reported_of_node(system: System, notes: Notes) -> Condition | None:
     from agent.inside.node_condition import reported
 
     return reported(system, notes, time.time())
+
+
+def _name_left_open(
+    conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
+) -> tuple[Condition, ...]:
+    if not notes.load(WITHDRAWN):
+        return conditions
+    # Only after a GPU has gone, as it is rarely needed and looks at every process.
+    from agent.inside.left_open import name_left_open
+
+    granted = [device for request in handoff.requests for device in request.devices]
+    return name_left_open(conditions, system, notes, granted)
 
 
 def report(system: System, generation: str, outcome: Outcome) -> None:
@@ -181,13 +194,13 @@ def _settle_request(
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
 
 
-def _granted_by_now(system: System) -> frozenset[str]:
-    """Paths of the nodes of the handoff as it is now: the host may have published another one meanwhile."""
+def _granted_by_now(system: System) -> tuple[GrantedDevice, ...]:
+    """The nodes of the handoff as it is now: the host may have published another one meanwhile."""
     try:
         handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
     except (AgentError, OSError):
-        return frozenset()
-    return frozenset(device.path for request in handoff.requests for device in request.devices)
+        return ()
+    return tuple(device for request in handoff.requests for device in request.devices)
 
 
 def _configured(
