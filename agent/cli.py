@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from agent import __version__, daemon
 from agent.conditions import Condition, Status
 from agent.config import Config, load_config
+from agent.detach import attach, detach, holders
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
 from agent.history import as_json
@@ -66,9 +67,21 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="as JSON, in the form of Kubernetes' conditions")
     commands.add_parser("run", help="stay, keep the machines ready, serve metrics (the systemd service)")
     commands.add_parser("version", help="print the version")
+    _add_gpus(commands.add_parser("gpus", help="take a GPU out of use before it is removed, and what belongs to that"))
     before_start = commands.add_parser("prepare", help="before a machine's start (unbounded-agent-prepare@.service)")
     before_start.add_argument("machine", metavar="MACHINE")
     return parser
+
+
+def _add_gpus(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="gpus_command", required=True, metavar="COMMAND")
+    for name, text in (
+        ("detach", "take a GPU from the machines that have it; ends with 0 when it may be removed"),
+        ("attach", "give a detached GPU back"),
+        ("holders", "list the processes that have a GPU open"),
+    ):
+        command = commands.add_parser(name, help=text, description=text)
+        command.add_argument("address", metavar="PCI-ADDRESS", nargs="?" if name == "holders" else None, default="")
 
 
 def _command(options: argparse.Namespace) -> int:
@@ -90,6 +103,8 @@ def _command(options: argparse.Namespace) -> int:
         case "prepare":
             outcome = prepare(options.machine, make(_as_root(load())))
             return _tell_failures(outcome.failures)
+        case "gpus":
+            return _gpus(options.gpus_command, options.address, make(_as_root(load())))
         case "run":
             _as_root(load())
             return daemon.run(load, make)
@@ -155,6 +170,15 @@ def _apply(reconciler: Reconciler) -> int:
     _tell_problems(outcome.facts)
     ready = all(machine.conditions[-1].status is Status.TRUE for machine in outcome.machines)
     return _tell_failures(failures) or (0 if ready else 1)
+
+
+def _gpus(command: str, address: str, reconciler: Reconciler) -> int:
+    if command == "holders":
+        print("\n".join(holders(address, reconciler)))
+        return 0
+    ending = (detach if command == "detach" else attach)(address, reconciler)
+    print("\n".join(ending.sentences))
+    return 0 if ending.done else 1
 
 
 def _tell_problems(facts: Facts) -> None:

@@ -71,6 +71,10 @@ class MachineSettings(Model):
     """Whether a host without GPUs makes this machine not ready."""
     driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
     """Seconds that a start of the machine waits for the driver of its GPUs, which may load late in the host's boot."""
+    on_detach: Literal["refuse", "drain-wait", "force"] = "refuse"
+    """What `gpus detach` does with a GPU of this machine that processes have open."""
+    drain_wait: Annotated[int, Field(ge=0, le=86400)] = 600
+    """Seconds that `drain-wait` waits for them to end."""
     device_mode: Literal["rw", "rwm"] = "rw"
     """`m` allows mknod in the machine; runc does not need it, it binds the node instead."""
     mig_config: bool = False

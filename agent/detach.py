@@ -1,0 +1,253 @@
+"""Takes a GPU out of use, so that it can be removed, and gives it back: `unbounded-agent gpus detach` and `attach`.
+
+By passes of its own, whether or not the service runs; and outside of the service's sandbox, which forbids to look at
+what other processes have open.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from agent.config import MachineSettings
+from agent.errors import AgentError, ConfigError, ObservationError
+from agent.facts import Absent, DeviceNode, Facts, Gpu, MachineFacts
+from agent.granted import Granted
+from agent.holders import Held, Holder, Number, find_holders
+from agent.locks import locked
+from agent.observe.detached import forget_detached, note_detached
+from agent.observe.report import Report
+from agent.paths import PASS_LOCK
+from agent.plan import Plan
+from agent.plan.drop_in import device_entry
+from agent.readiness import STALE_AFTER
+from agent.reconcile import BUSY, Outcome, Reconciler, read_report
+from agent.vendors.host import host_vendor
+
+LOCK_WAIT = 60.0
+"""Seconds: a pass of the service may be staging a driver root."""
+STOPPED = ("inactive", "failed")
+POLICIES = ("refuse", "drain-wait", "force")
+"""Of agent.config.MachineSettings.on_detach, the most careful one first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    poll: float = 1.0
+    answer: float = STALE_AFTER + 60.0
+    """By then also a machine that does not answer is forbidden what was taken back from it."""
+    tell: float = 15.0
+    """Between two words of what is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How it came out, in sentences."""
+
+    done: bool
+    sentences: tuple[str, ...]
+
+
+def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
+    """Done when nothing has the GPU open, and no machine may open it. Raises ConfigError for an unknown address."""
+    facts, planned, _ = reconciler.look()
+    gpu = find_gpu(address, facts)
+    machines, nodes = _granted_to(gpu.pci_address, facts, planned), tuple(_nodes(facts, gpu.pci_address))
+    return _Removal(gpu, machines, nodes, reconciler, timing).run()
+
+
+def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
+    """Undo a detachment, and wait until the machines have the GPU. Raises ConfigError for an unknown address."""
+    facts, planned, _ = reconciler.look()
+    gpu = find_gpu(address, facts)
+    if not gpu.detached:
+        return Ending(True, (f"{gpu.pci_address} is not detached: nothing to do",))
+    removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
+    removal.give_back()
+    machines = ", ".join(removal.machines) or "no machine"
+    return Ending(not removal.remarks, (f"{gpu.pci_address} is granted as before, to {machines}", *removal.remarks))
+
+
+def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
+    """Who has the GPU open, a line each. Without an address: any GPU."""
+    facts = reconciler.look()[0]
+    gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
+    lines: list[str] = []
+    for gpu in gpus:
+        held = find_holders(reconciler.system, _wanted(_nodes(facts, gpu.pci_address)))
+        found = describe(held, gpu) or ("nothing has it open",)
+        lines += [f"{gpu.pci_address}: {line}" for line in found]
+    return tuple(lines)
+
+
+def find_gpu(address: str, facts: Facts) -> Gpu:
+    """Raises ConfigError where there is no such GPU, ObservationError where that cannot be told."""
+    for vendor in facts.vendors:
+        if not isinstance(vendor.devices, tuple):
+            raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
+    known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    found = known.get(address.lower())
+    if found is None:
+        raise ConfigError(f"{address!a}: there is no GPU of this PCI address", f"there are: {', '.join(sorted(known))}")
+    return found
+
+
+def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
+    """A line for each process."""
+    return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen)
+
+
+def _with_advice(holder: Holder, gpu: Gpu) -> str:
+    advice = "" if holder.machine else host_vendor(gpu.vendor).letting_go(holder.command, gpu.pci_address)
+    return f"{holder.describe()}{f'; it lets go by {advice}' if advice else ''}"
+
+
+def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
+    """Machines that have it, or would. Raises ObservationError where one has it that no pass changes now."""
+    for machine in facts.machines:
+        held = machine.name in planned.held and machine.unit_state not in STOPPED
+        nothing = isinstance(machine.granted, Absent)
+        others = isinstance(machine.granted, Granted) and address not in machine.granted.gpus
+        if held and not nothing and not others:
+            raise ObservationError(f"machine {machine.name} is left as it is: {planned.held[machine.name]}")
+    return tuple(
+        machine.name
+        for machine in planned.goal.machines
+        if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
+    )
+
+
+def _nodes(facts: Facts, address: str) -> Iterable[DeviceNode]:
+    """The GPU's own. MIG instances need no look of their own: their users have the whole GPU's node open too."""
+    for vendor in facts.vendors:
+        if isinstance(vendor.devices, tuple):
+            yield from (node for node in vendor.devices if node.pci_address == address)
+
+
+def _wanted(nodes: Iterable[DeviceNode]) -> dict[Number, str]:
+    return {(node.number.major, node.number.minor): node.path for node in nodes}
+
+
+@dataclass(slots=True)
+class _Removal:
+    """One GPU on its way out."""
+
+    gpu: Gpu
+    machines: tuple[str, ...]
+    """That have it, or would."""
+    nodes: tuple[DeviceNode, ...]
+    reconciler: Reconciler
+    timing: Timing
+    remarks: list[str] = field(default_factory=list)
+    """What did not go as it should, a sentence each."""
+
+    def run(self) -> Ending:
+        """The CDI spec first, so that no new pod gets it; then its users, then the permission."""
+        policy, seconds = self._policy()
+        address, held = self.gpu.pci_address, self._look()
+        if policy == "refuse" and held:
+            return self._in_use("is in use, and nothing was changed (on_detach is refuse)", held)
+        if policy != "force":
+            self._note(draining=True)
+            self._passes("leave it out of its CDI specification", self._unanswered)
+            held = self._drain(seconds if policy == "drain-wait" else 0)
+            if held and policy == "refuse":
+                self.give_back()
+                return self._in_use("was opened meanwhile, and is granted as before (on_detach is refuse)", held)
+            if held:
+                what = f"is given to no new pod, but after {seconds} s it is still in use"
+                return self._in_use(f"{what}; detach it again to go on waiting, or `gpus attach {address}`", held)
+        self._note(draining=False)
+        outcome = self._passes("let go of it", self._permitted)
+        permitted = (*self._permitted(outcome), *self._unknown(outcome))
+        if held := self._look():
+            return self._in_use("is granted to no machine any more, but still in use: do not remove it yet", held)
+        if permitted:
+            return Ending(False, (f"{address} may still be opened in {', '.join(permitted)}", *self.remarks))
+        until = f"until it has been removed, or `unbounded-agent gpus attach {address}`"
+        what = f"{address} may be removed: nothing has it open; no machine gets it {until}"
+        return Ending(True, (what, *self.remarks))
+
+    def give_back(self) -> None:
+        """Forget that it is detached, and bring the machines to have it."""
+        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            forget_detached(self.reconciler.system, self.gpu.pci_address)
+        self._passes("have it again", self._unanswered)
+
+    def _policy(self) -> tuple[str, int]:
+        """The most careful one of the machines that have it, and the seconds that users get to end."""
+        configured = self.reconciler.config.machines
+        settings = [configured[name] for name in self.machines] or [MachineSettings()]
+        policy = min((each.on_detach for each in settings), key=POLICIES.index)
+        return policy, max(each.drain_wait for each in settings)
+
+    def _look(self) -> Held:
+        self.reconciler.progress("look who has it open")
+        return find_holders(self.reconciler.system, _wanted(self.nodes))
+
+    def _drain(self, seconds: int) -> Held:
+        """Who still has it open when the time is over."""
+        deadline, told = time.monotonic() + seconds, 0.0
+        while (held := find_holders(self.reconciler.system, _wanted(self.nodes))) and time.monotonic() < deadline:
+            if time.monotonic() >= told:
+                left = deadline - time.monotonic()
+                for line in describe(held, self.gpu):
+                    self.reconciler.progress(f"wait {left:.0f} s at most for {line}")
+                told = time.monotonic() + self.timing.tell
+            time.sleep(self.timing.poll)
+        return held
+
+    def _note(self, *, draining: bool) -> None:
+        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            if not note_detached(self.reconciler.system, self.gpu.pci_address, draining=draining):
+                raise AgentError(f"{self.gpu.pci_address} has gone from the PCI bus meanwhile")
+
+    def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
+        """Until no machine is waited for. What failed last, and who did not come to it, goes to the remarks."""
+        started, told = time.monotonic(), 0.0
+        while True:
+            outcome = self.reconciler.reconcile(LOCK_WAIT)
+            names, waited = waiting(outcome), time.monotonic() - started
+            if not names or waited > self.timing.answer:
+                break
+            if waited >= told:
+                self.reconciler.progress(f"wait for {', '.join(names)} to {what}")
+                told = waited + self.timing.tell
+            time.sleep(self.timing.poll)
+        self.remarks += outcome.failures
+        self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
+        self.remarks += [
+            f"machine {name} was started without this agent's settings: only `machinectl reboot {name}` takes it away"
+            for name in self._unknown(outcome)
+        ]
+        return outcome
+
+    def _running(self, outcome: Outcome) -> list[MachineFacts]:
+        found = (each for each in outcome.facts.machines if each.name in self.machines)
+        return [machine for machine in found if machine.unit_state not in STOPPED]
+
+    def _unanswered(self, outcome: Outcome) -> list[str]:
+        return [machine.name for machine in self._running(outcome) if not _answered(machine)]
+
+    def _permitted(self, outcome: Outcome) -> list[str]:
+        """Machines that may still open it."""
+        entries = {device_entry(node.number) for node in self.nodes}
+        return [
+            machine.name
+            for machine in self._running(outcome)
+            if machine.live is not None and entries & {entry.split()[0] for entry in machine.live.allow}
+        ]
+
+    def _unknown(self, outcome: Outcome) -> list[str]:
+        """Machines that nothing can be taken from while they run: nobody knows what they were started with."""
+        return [machine.name for machine in self._running(outcome) if machine.live is None]
+
+    def _in_use(self, what: str, held: Held) -> Ending:
+        return Ending(False, (f"{self.gpu.pci_address} {what}", *describe(held, self.gpu), *self.remarks))
+
+
+def _answered(machine: MachineFacts) -> bool:
+    report = read_report(machine)
+    granted = machine.granted
+    return isinstance(report, Report) and isinstance(granted, Granted) and report.generation == granted.generation

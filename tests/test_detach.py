@@ -1,0 +1,339 @@
+"""Taking a GPU out of use: whole passes over a simulated host, whose machine answers when it is waited for.
+
+The processes are synthetic, and end when a test says so.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent import __version__
+from agent.conditions import IN_MACHINE, ConditionType, Status, true
+from agent.config import Config
+from agent.detach import Ending, Timing, attach, detach, holders
+from agent.errors import ConfigError, ObservationError
+from agent.facts import Unseen
+from agent.handoff import parse_handoff, render_report
+from agent.live import parse_live, render_live
+from agent.observe.detached import forget_detached, note_detached, observe_detached
+from agent.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
+from agent.reconcile import Reconciler
+from agent.system.commands import Completed
+from tests.gpu_host import MACHINE, set_up, units
+from tests.processes import POD_GROUP, process
+from tests.recorded import Host, ScriptedRunner
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+PERMISSION = "/dev/char/195:1 rw"
+HOLDER = 4242
+BOOT_ID = "11111111-2222-3333-4444-555555555555"
+FAST = Timing(poll=0, answer=20, tell=0)
+
+
+class Runner(ScriptedRunner):
+    """Also answers what sets a unit's devices and binds nodes, whichever they are."""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[1:2] == ("set-property",) or argv[0] == "machinectl":
+            self.calls.append(argv)
+            return Completed(0, b"", b"")
+        return super().__call__(argv, timeout)
+
+
+class Site:
+    """A host, its running machine, and what happens while somebody waits."""
+
+    def __init__(self, tree: Path) -> None:
+        self.host = set_up(Host(tree, runner=Runner()))
+        self.host.make_directory("/proc")
+        self.heard: list[str] = []
+        self.meanwhile: list[Callable[[], object]] = []
+        """Done one by one, whenever a machine or a process is waited for."""
+        self.answers = True
+        for bus in ("01", "02"):
+            self.plug(f"0000:{bus}:00.0")
+        self.agent = self.configure()
+
+    def plug(self, address: str) -> None:
+        link = self.host.root + f"/sys/bus/pci/devices/{address}"
+        Path(link).unlink(missing_ok=True)
+        # The file system may give the new link the old one's number at once, which kernfs does not.
+        self.host.symlink(f"/sys/bus/pci/devices/filler-{len(self.heard)}-{address}", "nothing")
+        self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+
+    def configure(self, **settings: object) -> Reconciler:
+        config = Config.model_validate({"machines": {MACHINE: settings}})
+        self.agent = Reconciler(config, self.host, self.host, self.hear)
+        return self.agent
+
+    def start(self) -> None:
+        """The machine, with what it was prepared for."""
+        (machine,) = self.agent.reconcile().machines
+        assert machine.starts_with
+        self.host.write(live_file(MACHINE), render_live(machine.starts_with))
+        units(self.host, "active")
+        self.answer()
+
+    def hear(self, sentence: str) -> None:
+        self.heard.append(sentence)
+        if not sentence.startswith("wait"):
+            return
+        if self.answers:
+            self.answer()
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+
+    def answer(self) -> None:
+        handoff = parse_handoff(self.host.read(handoff_file(MACHINE)))
+        conditions = tuple(true(kind, "Fine", "simulated") for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE))
+        report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
+        self.host.write(f"{report_directory(MACHINE)}/report.json", report)
+
+    def hold(self, **how: object) -> Path:
+        directory = process(Path(self.host.root), HOLDER, opened=("/dev/nvidia1",), **how)  # type: ignore[arg-type]
+        self.meanwhile = []
+        return directory
+
+    def granted(self) -> tuple[str, ...]:
+        return parse_handoff(self.host.read(handoff_file(MACHINE))).requests[0].gpus
+
+    def permitted(self) -> bool:
+        return PERMISSION in parse_live(self.host.read(live_file(MACHINE))).allow
+
+    def conditions(self) -> dict[ConditionType, tuple[Status, str]]:
+        (machine,) = self.agent.reconcile().machines
+        return {each.type: (each.status, each.reason) for each in machine.conditions}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    site = Site(tmp_path / "host")
+    site.start()
+    return site
+
+
+def said(ending: Ending) -> str:
+    return "\n".join(ending.sentences)
+
+
+def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
+    assert site.permitted()
+    ending = detach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert f"{SECOND} may be removed" in said(ending)
+    assert site.granted() == (FIRST,)
+    assert not site.permitted()
+    assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
+    conditions = site.conditions()
+    assert conditions[ConditionType.DEVICES_PRESENT] == (Status.TRUE, "GPUDetached")
+    assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+
+
+def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:
+    """Else a new pod would be given a node that does not open."""
+    order: list[tuple[tuple[str, ...], bool]] = []
+    site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
+    assert detach(SECOND, site.agent, FAST).done
+    assert order == [((FIRST,), True)]
+
+
+def test_refuse_changes_nothing(site: Site) -> None:
+    site.hold(group=POD_GROUP, inner=(77, 1), command=b"train")
+    before = site.host.read(handoff_file(MACHINE))
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert "is in use, and nothing was changed" in ending.sentences[0]
+    assert f"PID {HOLDER} (train), machine gpu-node (there PID 77), pod" in ending.sentences[1]
+    assert site.host.read(handoff_file(MACHINE)) == before
+    assert not site.host.exists(DETACHED_GPUS)
+    assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
+
+
+def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
+    """Between the look and the withdrawal of the spec a pod may start."""
+    site.meanwhile = [site.hold]
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert site.granted() == (FIRST, SECOND)
+    assert site.permitted()
+
+
+def test_drain_wait_waits_for_the_users_to_end(site: Site) -> None:
+    agent = site.configure(on_detach="drain-wait")
+    directory = site.hold()
+    during: list[tuple[tuple[str, ...], bool]] = []
+    site.meanwhile = [
+        lambda: None,
+        lambda: during.append((site.granted(), site.permitted())),
+        lambda: shutil.rmtree(directory),
+    ]
+    ending = detach(SECOND, agent, FAST)
+    assert ending.done, said(ending)
+    assert during == [((FIRST,), True)], "no new pod gets it, and its users may open it again"
+    assert not site.permitted()
+
+
+def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
+    """As with a node that could not be drained: it gets no new work, and who asks again goes on waiting."""
+    agent = site.configure(on_detach="drain-wait", drain_wait=0)
+    directory = site.hold()
+    ending = detach(SECOND, agent, FAST)
+    assert not ending.done
+    assert "is given to no new pod, but after 0 s it is still in use" in ending.sentences[0]
+    assert (site.granted(), site.permitted()) == ((FIRST,), True)
+    site.agent.reconcile()
+    assert site.permitted(), "every pass leaves it to its users"
+    shutil.rmtree(directory)
+    assert detach(SECOND, agent, FAST).done
+    assert not site.permitted()
+
+
+def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:
+    """CUDA opens /dev/nvidiactl and /dev/nvidia-uvm too, again and again."""
+    agent = site.configure(on_detach="drain-wait", drain_wait=0)
+    assert detach(FIRST, agent, FAST).done
+    site.hold()
+    assert not detach(SECOND, agent, FAST).done
+    allow = parse_live(site.host.read(live_file(MACHINE))).allow
+    assert {"/dev/char/195:1 rw", "/dev/char/195:255 rw", "/dev/char/511:0 rw"} <= set(allow)
+    assert "/dev/char/195:0 rw" not in allow
+    assert site.conditions()[ConditionType.READY] == (Status.TRUE, "GPUDetached")
+
+
+def test_force_takes_it_and_says_who_still_has_it(site: Site) -> None:
+    agent = site.configure(on_detach="force")
+    site.hold(command=b"nvidia-persiste")
+    ending = detach(SECOND, agent, FAST)
+    assert not ending.done
+    assert "still in use: do not remove it yet" in ending.sentences[0]
+    assert f"nvidia-smi -i {SECOND} -pm 0" in ending.sentences[1]
+    assert (site.granted(), site.permitted()) == ((FIRST,), False)
+
+
+def test_a_machine_that_never_answers_is_forbidden_it_all_the_same(site: Site) -> None:
+    site.answers = False
+    site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, tell=0))
+    assert ending.done, said(ending)
+    assert f"machine {MACHINE} did not leave it out of its CDI specification" in said(ending)
+    assert not site.permitted()
+
+
+def test_a_machine_of_other_settings_may_still_open_it(site: Site) -> None:
+    """Nothing can be taken from a machine of which nobody knows what it was started with."""
+    site.host.remove_file(live_file(MACHINE))
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert f"may still be opened in {MACHINE}" in ending.sentences[0]
+    assert f"machinectl reboot {MACHINE}" in said(ending)
+
+
+def test_a_stopped_machine_is_not_waited_for(site: Site) -> None:
+    units(site.host, "inactive")
+    assert detach(SECOND, site.agent, FAST).done
+    assert not [each for each in site.heard if each.startswith("wait")]
+    assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
+
+
+def test_what_is_detached_comes_back_by_hand(site: Site) -> None:
+    assert detach(SECOND, site.agent, FAST).done
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert site.granted() == (FIRST, SECOND)
+    assert site.permitted()
+    assert "not detached: nothing to do" in said(attach(SECOND, site.agent, FAST))
+
+
+def test_what_is_plugged_anew_is_granted_as_usual(site: Site) -> None:
+    """Also when nobody looked while it was gone."""
+    assert detach(SECOND, site.agent, FAST).done
+    site.agent.reconcile()
+    assert site.granted() == (FIRST,)
+    site.plug(SECOND)
+    site.agent.reconcile()
+    assert site.granted() == (FIRST, SECOND)
+
+
+def test_an_unknown_address_is_bad_input(site: Site) -> None:
+    for address in ("0000:ff:00.0", "all", "", "\x1b[2J"):
+        with pytest.raises(ConfigError, match=f"there is no GPU of this PCI address.*{FIRST}"):
+            detach(address, site.agent, FAST)
+    with pytest.raises(ConfigError):
+        attach("0000:ff:00.0", site.agent, FAST)
+    site.host.drm = Unseen("udev: time limit")
+    with pytest.raises(ObservationError, match="time limit"):
+        detach(SECOND, site.agent, FAST)
+
+
+def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
+    """It is held as it is, by a failed look at something else."""
+    agent = site.configure(gpus="count=2")
+    site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
+    with pytest.raises(ObservationError, match=f"machine {MACHINE} is left as it is"):
+        detach(SECOND, agent, FAST)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "granted", "reason"),
+    [
+        ("count=1", (SECOND,), "Present"),
+        ("count=2", (SECOND,), "GPUDetached"),
+        ("count=3", (SECOND,), "GPUNotFound"),
+        ([FIRST, SECOND], (SECOND,), "GPUDetached"),
+        ([FIRST, "0000:03:00.0"], (), "GPUNotFound"),
+    ],
+)
+def test_what_a_machine_gets_in_its_place(tmp_path: Path, gpus: object, granted: tuple[str, ...], reason: str) -> None:
+    """Another GPU where a number is asked for and one is free, as for a GPU that is gone."""
+    site = Site(tmp_path / "host")
+    site.configure(gpus=gpus)
+    site.start()
+    assert note_detached(site.host, FIRST, draining=False)
+    outcome = site.agent.reconcile()
+    assert site.granted() == granted
+    assert site.conditions()[ConditionType.DEVICES_PRESENT][1] == reason
+    assert outcome.machines[0].gpus == granted
+
+
+@pytest.mark.parametrize(("required", "status"), [(False, Status.TRUE), (True, Status.FALSE)])
+def test_a_machine_without_its_only_gpu(site: Site, required: bool, status: Status) -> None:
+    site.configure(require_gpus=required)
+    for address in (FIRST, SECOND):
+        assert note_detached(site.host, address, draining=False)
+    assert site.conditions()[ConditionType.READY] == (status, "GPUDetached")
+
+
+def test_holders_are_listed_by_gpu(site: Site) -> None:
+    site.hold()
+    assert holders("", site.agent) == (
+        f"{FIRST}: nothing has it open",
+        f"{SECOND}: PID {HOLDER} (python3): /dev/nvidia1",
+    )
+    assert holders(SECOND.upper(), site.agent) == holders("", site.agent)[1:]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {"device": 1}}', b"\xff"])
+def test_a_spoiled_note_is_discarded_and_told(site: Site, content: bytes) -> None:
+    site.host.write(DETACHED_GPUS, content)
+    outcome = site.agent.reconcile()
+    assert any(DETACHED_GPUS in problem for problem in outcome.facts.problems)
+    assert site.granted() == (FIRST, SECOND)
+    assert note_detached(site.host, SECOND, draining=True)
+    assert observe_detached(site.host).draining == {SECOND}
+
+
+def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
+    site.host.failing[DETACHED_GPUS] = OSError(5, "Input/output error")
+    with pytest.raises(ObservationError, match=DETACHED_GPUS):
+        site.agent.reconcile()
+
+
+def test_notes_are_of_one_gpu_each(site: Site) -> None:
+    assert note_detached(site.host, FIRST, draining=False)
+    assert note_detached(site.host, SECOND, draining=True)
+    assert not note_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
+    forget_detached(site.host, FIRST)
+    assert observe_detached(site.host).gpus == {SECOND}
