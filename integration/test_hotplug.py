@@ -57,9 +57,9 @@ def journal(bed: Bed) -> str:
     return bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "40").stdout
 
 
-def plug(bed: Bed) -> None:
-    """A ninth GPU; its node is made as NVIDIA's programs make it."""
-    bed.host.qemu.plug(PORT)
+def plug(bed: Bed, port: int = PORT) -> None:
+    """One more GPU; its node is made as NVIDIA's programs make it."""
+    bed.host.qemu.plug(port)
     deadline = time.monotonic() + 60
     bound = f"test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(bed.host.gpus)}"
     while bed.run("sh", "-c", bound, check=False).status:
