@@ -57,6 +57,7 @@ def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
     assert ready.node.run("cat", f"/proc/{inner}/comm").stdout == "sleep\n"
     assert nodes(ready) == before
     assert permitted(ready)
+    assert ready.agent("gpus", "detach", "0000:ff:00.0", check=False).status == 2
     stop(ready, pod)
     detached = ready.agent("gpus", "detach", pci)
     assert f"{pci} may be removed" in detached.stdout
