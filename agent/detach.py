@@ -111,11 +111,24 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         others = isinstance(machine.granted, Granted) and address not in machine.granted.gpus
         if held and not nothing and not others:
             raise ObservationError(f"machine {machine.name} is left as it is: {planned.held[machine.name]}")
-    return tuple(
+    granted = {
         machine.name
         for machine in planned.goal.machines
         if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
-    )
+    }
+    # One that has another GPU in its place by now, while this one is drained.
+    entries = _entries(_nodes(facts, address))
+    goals = {machine.name for machine in planned.goal.machines}
+    permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, entries)}
+    return tuple(sorted(granted | permitted))
+
+
+def _entries(nodes: Iterable[DeviceNode]) -> set[str]:
+    return {device_entry(node.number) for node in nodes}
+
+
+def _may_open(machine: MachineFacts, entries: set[str]) -> bool:
+    return machine.live is not None and bool(entries & {entry.split()[0] for entry in machine.live.allow})
 
 
 def _nodes(facts: Facts, address: str) -> Iterable[DeviceNode]:
@@ -232,12 +245,8 @@ class _Removal:
 
     def _permitted(self, outcome: Outcome) -> list[str]:
         """Machines that may still open it."""
-        entries = {device_entry(node.number) for node in self.nodes}
-        return [
-            machine.name
-            for machine in self._running(outcome)
-            if machine.live is not None and entries & {entry.split()[0] for entry in machine.live.allow}
-        ]
+        entries = _entries(self.nodes)
+        return [machine.name for machine in self._running(outcome) if _may_open(machine, entries)]
 
     def _unknown(self, outcome: Outcome) -> list[str]:
         """Machines that nothing can be taken from while they run: nobody knows what they were started with."""

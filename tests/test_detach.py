@@ -91,8 +91,8 @@ class Site:
         report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
         self.host.write(f"{report_directory(MACHINE)}/report.json", report)
 
-    def hold(self, **how: object) -> Path:
-        directory = process(Path(self.host.root), HOLDER, opened=("/dev/nvidia1",), **how)  # type: ignore[arg-type]
+    def hold(self, device: str = "/dev/nvidia1", **how: object) -> Path:
+        directory = process(Path(self.host.root), HOLDER, opened=(device,), **how)  # type: ignore[arg-type]
         self.meanwhile = []
         return directory
 
@@ -189,6 +189,21 @@ def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
     shutil.rmtree(directory)
     assert detach(SECOND, agent, FAST).done
     assert not site.permitted()
+
+
+def test_a_machine_with_another_gpu_in_its_place_goes_on_draining(site: Site) -> None:
+    """Its policy still decides, and the permission for the first one still has to go."""
+    agent = site.configure(gpus="count=1", on_detach="drain-wait", drain_wait=0)
+    agent.reconcile()
+    assert site.granted() == (FIRST,)
+    directory = site.hold(device="/dev/nvidia0")
+    assert not detach(FIRST, agent, FAST).done
+    assert site.granted() == (SECOND,)
+    assert "is given to no new pod" in detach(FIRST, agent, FAST).sentences[0]
+    shutil.rmtree(directory)
+    assert "/dev/char/195:0 rw" in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert detach(FIRST, agent, FAST).done
+    assert "/dev/char/195:0 rw" not in parse_live(site.host.read(live_file(MACHINE))).allow
 
 
 def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:
