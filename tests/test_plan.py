@@ -128,12 +128,18 @@ def test_gpus_that_are_gone_are_taken_back() -> None:
 
 
 def test_steps_come_in_an_order_that_is_safe() -> None:
-    """Driver roots before the handoff that names them; the reload last where it is for no start."""
+    """Driver roots before the handoff that names them; the reload once that is answered where it is for no start."""
     seen = facts()
     kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
     assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile, WriteFile]
     running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
-    assert type(diff(plan(CONFIG, running), running).actions[-1]) is ReloadUnits
+    goal = plan(CONFIG, running).goal
+    assert ReloadUnits() not in diff(plan(CONFIG, running), running).actions
+    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
+    answered = staged(goal.driver_roots[0], replace(running, files=files))
+    machine = replace(running.machines[0], granted=goal.machines[0].granted, unit_needs_reload=True)
+    answered = replace(answered, machines=(machine,))
+    assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
 
 
 def test_nothing_to_do_is_nothing() -> None:
@@ -166,6 +172,8 @@ def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
     actions = diff(plan(CONFIG, seen), seen).actions
     assert [action for action in actions if isinstance(action, RemoveFile)] == [RemoveFile(gone)]
     assert ReloadUnits() in actions
+    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    assert ReloadUnits() in diff(plan(CONFIG, running), running).actions, "its unit is not looked at any more"
 
 
 def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> None:

@@ -64,9 +64,12 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
     unused = collect(plan.goal, facts)
     first, last = (unused, []) if stage else ([], unused)
-    # A machine that runs does not need the reload, which takes longer than all that it waits for; one that is about to
-    # start does, and its start does not wait for ever.
     at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
+    if handoffs and not removals:
+        # A machine that runs does not need the reload, in which PID 1 answers nobody and which takes longer than all
+        # that it waits for: the pass in which the machine has answered sees NeedDaemonReload. One that is about to
+        # start does need it; and the unit of a drop-in that was removed may not be looked at any more.
+        at_end = []
     changes = (*removals, *settings, *running, *at_start, *first, *stage, *handoffs, *at_end)
     return Difference((*changes, *last, *later), refused)
 
