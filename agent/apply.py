@@ -18,7 +18,7 @@ from agent.actions import (
 )
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
-from agent.paths import MACHINES_STATE, OWNED, STATE
+from agent.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNITS
 from agent.running import change_devices
 from agent.staging import clear, remove_root, stage
 from agent.system.files import System
@@ -67,8 +67,10 @@ def perform(action: Action, system: System, going_on: Callable[[], None] = lambd
     """Do one step. Raises OSError or an AgentError."""
     match action:
         case WriteFile(path, content, mode):
+            _owe_reload(path, system)
             system.write(path, content, mode)
         case RemoveFile(path):
+            _owe_reload(path, system)
             system.remove(path)
         case StageDriverRoot(root):
             stage(root, system, going_on)
@@ -80,8 +82,15 @@ def perform(action: Action, system: System, going_on: Callable[[], None] = lambd
             clear(paths, system)
         case ReloadUnits():
             system.run("systemctl", "daemon-reload", timeout=60)
+            system.remove(RELOAD_OWED)
         case _:
             assert_never(action)
+
+
+def _owe_reload(path: str, system: System) -> None:
+    """Before the change, so that no crash in between hides it."""
+    if path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")):
+        system.write(RELOAD_OWED, b"")
 
 
 def _failed(action: Action, error: AgentError | OSError) -> AgentError:

@@ -243,6 +243,8 @@ class Facts:
     """PCI addresses of detached GPUs that processes may go on to open until the last one has ended."""
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
+    reload_owed: bool = False
+    """Files of units were changed by us, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)
     """By absolute path: every file that the goal may want or the ownership record names."""
 

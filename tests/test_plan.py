@@ -137,8 +137,8 @@ def test_steps_come_in_an_order_that_is_safe() -> None:
     assert ReloadUnits() not in diff(plan(CONFIG, running), running).actions
     files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
     answered = staged(goal.driver_roots[0], replace(running, files=files))
-    machine = replace(running.machines[0], granted=goal.machines[0].granted, unit_needs_reload=True)
-    answered = replace(answered, machines=(machine,))
+    machine = replace(running.machines[0], granted=goal.machines[0].granted)
+    answered = replace(answered, machines=(machine,), reload_owed=True)
     assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
 
 

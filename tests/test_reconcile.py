@@ -11,7 +11,7 @@ import pytest
 from agent.conditions import ConditionType, Status
 from agent.errors import UnsupportedError
 from agent.handoff import parse_handoff
-from agent.paths import HOST_NVIDIA, OWNED, STAGING, STATE, handoff_file, nspawn_file, unit_drop_in
+from agent.paths import HOST_NVIDIA, OWNED, RELOAD_OWED, STAGING, STATE, handoff_file, nspawn_file, unit_drop_in
 from agent.reconcile import MachineOutcome
 from tests.gpu_host import MACHINE, UNITS, VERSION, reconciler, units
 from tests.recorded import Host
@@ -59,6 +59,21 @@ def test_nothing_to_do_writes_nothing_and_starts_no_process(gpu_host: Host) -> N
     assert outcome.actions == ()
     assert {path: gpu_host.identity(path) for path in before} == before
     assert gpu_host.runner.calls == []
+
+
+def test_a_reload_that_failed_is_owed_until_one_succeeds(gpu_host: Host) -> None:
+    """NeedDaemonReload alone would be hidden by the next set-property."""
+    reload = ("systemctl", "daemon-reload")
+    gpu_host.command(*reload, stderr="simulated", status=1)
+    agent = reconciler(gpu_host)
+    assert any("simulated" in failure for failure in agent.run_pass().failures)
+    assert gpu_host.exists(RELOAD_OWED)
+    gpu_host.command(*reload)
+    assert agent.run_pass().actions == ("reload systemd's units",)
+    assert not gpu_host.exists(RELOAD_OWED)
+    gpu_host.runner.calls.clear()
+    agent.run_pass()
+    assert reload not in gpu_host.runner.calls
 
 
 class Crash(BaseException):

@@ -13,7 +13,7 @@ from agent.observe.machine import observe_machine
 from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version
-from agent.paths import machine_of, machine_unit
+from agent.paths import RELOAD_OWED, machine_of, machine_unit
 from agent.system.deadlines import ask_device
 from agent.system.files import System
 from agent.system.looking import why_not
@@ -59,6 +59,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         staged_problems=staged.problems,
         draining=detached.draining,
         problems=tuple(problem for problem in (discarded, garbled, detached.problem) if problem),
+        reload_owed=system.exists(RELOAD_OWED),
         files=observe_files(names, owned, system),
     )
 

@@ -44,8 +44,10 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     ]
     removals = [*_permissions(plan, facts), *_removals(plan, facts)]
     changed = [write.path for write in settings] + [removal.path for removal in removals]
-    reload_needed = any(path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")) for path in changed) or any(
-        machine.unit_needs_reload for machine in facts.machines
+    reload_needed = (
+        facts.reload_owed
+        or any(path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")) for path in changed)
+        or any(machine.unit_needs_reload for machine in facts.machines)
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
     stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
@@ -67,7 +69,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
     if handoffs and not removals:
         # A machine that runs does not need the reload, in which PID 1 answers nobody and which takes longer than all
-        # that it waits for: the pass in which the machine has answered sees NeedDaemonReload. One that is about to
+        # that it waits for: it is owed until the pass in which the machine has answered. One that is about to
         # start does need it; and the unit of a drop-in that was removed may not be looked at any more.
         at_end = []
     changes = (*removals, *settings, *running, *at_start, *first, *stage, *handoffs, *at_end)
