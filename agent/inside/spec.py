@@ -79,8 +79,9 @@ def _publish(
     except (AgentError, OSError) as error:
         return _kept(current, "GenerationFailed", f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked")
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
-        faults = "; ".join((*new.verdict.problems, *remarks)) or f"{', '.join(new.verdict.missing)} is not in it"
-        return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {faults}")
+        faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
+        why = "; ".join((*faults, *remarks))
+        return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {why}")
     if refused := _collision(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)

@@ -13,7 +13,7 @@ from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.nvidia.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList
-from agent.vendors.nvidia.mig import complete, half_made, parse_instance
+from agent.vendors.nvidia.mig import Instance, complete, half_made, parse_instance
 from agent.vendors.protocols import Sources
 
 PROC_DEVICES = "/proc/devices"
@@ -179,15 +179,10 @@ class _Looker:
             gpu = self._by_minor.get(instance.gpu)
             if gpu is None:
                 continue
-            why = f"MIG instance {instance} of {gpu.pci_address} "
-            if not lacking:
-                why += "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
-            for each in lacking:
-                path = f"{CAPABILITIES}/gpu{each.gpu}/mig/{each}/access"
-                node = f"/dev/nvidia-caps/nvidia-cap{minors[each]}" if each in minors else path
-                why += f"lacks {node} (`nvidia-modprobe -f {path}` makes it)"
-                why += ", " if each != lacking[-1] else ""
-            yield HalfMade(gpu.pci_address, why)
+            why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+            if lacking:
+                why = f"lacks {', '.join(_lacking(each, minors.get(each)) for each in lacking)}"
+            yield HalfMade(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
         """The node's numbers if they are those of the driver that is loaded now; else None and a problem."""
@@ -206,3 +201,9 @@ class _Looker:
         else:
             return number
         return None
+
+
+def _lacking(instance: Instance, minor: int | None) -> str:
+    """What of an instance is not there: its node, or the very entry in procfs (then it is being made or destroyed)."""
+    path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
+    return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"
