@@ -16,7 +16,9 @@ from integration.bed.host_image import host_image
 from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
 from integration.bed.node import MACHINE, Node
+from integration.bed.restarts import restarted, starts
 from integration.bed.simulated_host import SimulatedHost
+from integration.bed.tested_with import MEASURED
 from integration.bed.versions import host_versions
 
 INSTALLED = "installed"
@@ -38,6 +40,14 @@ class Bed:
     @property
     def node(self) -> Node:
         return Node(self.guest)
+
+    def starts(self) -> dict[str, str]:
+        """Of the units that nobody may restart, for `restarted`."""
+        return starts(self.guest)
+
+    def restarted(self, before: dict[str, str]) -> str:
+        """Those units that were restarted since `before`; `nothing` where there are none."""
+        return ", ".join(sorted(restarted(before, starts(self.guest)))) or "nothing"
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
         """A command on the host."""
@@ -105,6 +115,17 @@ def record_host(host_parts: dict[str, str], record_property: Callable[[str, obje
     """Into the test's result, from which docs/tested-with.md is made."""
     for part, version in host_parts.items():
         record_property(part, version)
+
+
+@pytest.fixture
+def measured(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
+    """Puts what a test measured into its result, and prints it."""
+
+    def record(name: str, value: object) -> None:
+        record_property(MEASURED + name, value)
+        print(f"    {name}: {value}", flush=True)
+
+    return record
 
 
 @pytest.fixture

@@ -11,12 +11,14 @@ from agent.paths import handoff_file
 from integration.bed import wheels
 from integration.bed.host_image import host_image
 from integration.bed.host_roots import PYTHON, Layout
+from integration.bed.installation import CONFIGURATION as ALL_GPUS
 from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
 from integration.bed.node import MACHINE
 from integration.bed.simulated_host import SimulatedHost, paused_hosts
 from integration.bed.versions import host_versions
 from integration.conftest import Bed
+from integration.test_hotplug import comes_and_goes, wait_for_gpus
 from integration.test_pods import CONTROL, probe, uuids
 
 GRANTED = (1, 4)
@@ -26,11 +28,14 @@ UNIT = f"systemd-nspawn@{MACHINE}.service"
 OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
-@pytest.fixture(scope="module", params=[("split", "bookworm"), ("flat", "trixie")], ids=["debian-12", "flat"])
+DEBIAN_12: tuple[Layout, str] = ("split", "bookworm")
+FLAT: tuple[Layout, str] = ("flat", "trixie")
+
+
+@pytest.fixture(scope="module", params=[DEBIAN_12, FLAT], ids=["debian-12", "flat"])
 def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
     """A host with its driver and the installed agent, to which two of the eight GPUs' addresses are configured."""
-    layout: Layout = request.param[0]
-    suite: str = request.param[1]
+    layout, suite = request.param
     image, machines = host_image(wheels.dependencies(PYTHON[suite]), layout=layout, suite=suite), machines_disk()
     with paused_hosts(), SimulatedHost(image, machines, memory_mib=3072) as host:
         install(host.guest, CONFIGURATION)
@@ -96,3 +101,14 @@ def test_the_service_adopts_the_running_machine(other: Bed) -> None:
     found = probe(other.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": listing[0]})
     assert {path for path, result in found["open"].items() if result == "OK"} == {*CONTROL, f"/dev/nvidia{GRANTED[0]}"}
     other.wait_ready(60)
+
+
+@pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
+def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None]) -> None:
+    """systemd 252 changes the devices of the running machine as 257 does; first the six others by configuration."""
+    started = other.starts()
+    other.guest.write("/etc/unbounded-agent/config.toml", ALL_GPUS.encode())
+    other.run("systemctl", "reload", "unbounded-agent.service")
+    wait_for_gpus(other, 8)
+    assert other.restarted(started) == "nothing"
+    comes_and_goes(other, measured)

@@ -28,7 +28,7 @@ def test_rows_are_parts_with_their_versions(tmp_path: Path) -> None:
     path = results(
         tmp_path,
         case("test_pods", "a", ("runc", "1.1"), ("containerd", "1.7")),
-        case("test_pods", "b", ("containerd", "1.7")),
+        case("test_pods", "b", ("containerd", "1.7"), ("measured: restarted", "nothing")),
         case("test_runtimes", "c", ("containerd", "2.1")),
     )
     rows = table(path).splitlines()[-3:]

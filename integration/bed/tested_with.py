@@ -8,6 +8,8 @@ import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from pathlib import Path
 
+MEASURED = "measured: "
+"""Begins the names of those properties that are no parts with their versions."""
 HEADER = """# Tested with
 
 Made from the results of tests (`integration/tested-with`); not to be edited. A row says: these tests
@@ -30,7 +32,9 @@ def table(results: Path) -> str:
             raise ValueError(f"{results}: {name} was skipped: the table is of a run in which all ran")
         module = case.get("classname", "").rpartition(".")[2]
         for each in case.iter("property"):
-            rows[each.get("name", ""), each.get("value", "")][module] += 1
+            part = each.get("name", "")
+            if not part.startswith(MEASURED):
+                rows[part, each.get("value", "")][module] += 1
     if not rows:
         raise ValueError(f"{results}: no test says what it ran with; run integration/test first, in whole")
     return HEADER + "".join(
