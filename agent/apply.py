@@ -18,7 +18,7 @@ from agent.actions import (
 )
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
-from agent.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNITS
+from agent.paths import MACHINES_STATE, OWNED, RELOAD_OWED, STATE, UNIT_SETTINGS
 from agent.running import change_devices
 from agent.staging import clear, remove_root, stage
 from agent.system.files import System
@@ -89,7 +89,7 @@ def perform(action: Action, system: System, going_on: Callable[[], None] = lambd
 
 def _owe_reload(path: str, system: System) -> None:
     """Before the change, so that no crash in between hides it."""
-    if path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")):
+    if path.startswith(UNIT_SETTINGS):
         system.write(RELOAD_OWED, b"")
 
 

@@ -35,6 +35,8 @@ NSPAWN = "/etc/systemd/nspawn"
 UNITS = "/etc/systemd/system"
 RUNTIME_PROPERTIES = "/run/systemd/system.control"
 """Where systemd keeps what `systemctl set-property --runtime` has set, until the host's reboot."""
+UNIT_SETTINGS = (f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")
+"""What systemd reads again at a daemon-reload."""
 
 MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"

@@ -13,7 +13,7 @@ from integration.bed.node import MACHINE
 from integration.bed.process import CommandError
 from integration.bed.versions import host_versions, machine_versions
 from integration.conftest import Bed
-from integration.test_hotplug import PORT, plug, started, uuid_of, wait_for_gpus
+from integration.test_hotplug import PORT, plug, uuid_of, wait_for_gpus
 from integration.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
 
 pytestmark = pytest.mark.scenario("002")
@@ -94,7 +94,7 @@ def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
     cluster.apply(pod("holder", "sleep", "infinity", gpus=1))
     cluster.wait("a pod holds a GPU", lambda: cluster.phase("holder") == "Running")
     holder = cluster.get("pod", "holder")["status"]["containerStatuses"]
-    at_start = started(bed)
+    at_start = bed.starts()
     plug(bed)
     try:
         wait_for_gpus(bed, NUMBER + 1)
@@ -110,7 +110,7 @@ def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
         seen = uuids(cluster.run(pod("others", "nvidia-smi", "-L", gpus=NUMBER)))
         assert (len(set(seen)), ninth in seen) == (NUMBER, True)
         assert cluster.get("pod", "holder")["status"]["containerStatuses"] == holder
-        assert started(bed) == at_start
+        assert bed.restarted(at_start) == "nothing"
     finally:
         configure(bed, CONFIGURATION)
         # It has the GPU open, and the driver lets none go that is in use.

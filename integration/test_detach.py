@@ -7,7 +7,7 @@ import pytest
 
 from integration.bed.node import MACHINE, Pod
 from integration.conftest import Bed
-from integration.test_hotplug import nodes, plug, started, wait_for_gpus
+from integration.test_hotplug import nodes, plug, wait_for_gpus
 
 pytestmark = pytest.mark.scenario("000")
 
@@ -47,7 +47,7 @@ def stop(bed: Bed, container: str) -> None:
 
 def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
     """Refused with all that has to be known as long as a pod has it open; then taken, and nothing is restarted."""
-    before, at_start, pci = nodes(ready), started(ready), address(ready)
+    before, at_start, pci = nodes(ready), ready.starts(), address(ready)
     pod = ready.node.start_pod(Pod(HOLD, cdi=(str(PORT),)))
     refused = ready.agent("gpus", "detach", pci, check=False)
     assert refused.status == 1
@@ -71,7 +71,7 @@ def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
     plug(ready, PORT)
     wait_for_gpus(ready, 8)
     assert nodes(ready) == before
-    assert started(ready) == at_start
+    assert ready.restarted(at_start) == "nothing"
 
 
 def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:

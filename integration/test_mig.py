@@ -12,7 +12,7 @@ import pytest
 
 from integration.bed.node import MACHINE, Pod
 from integration.conftest import Bed
-from integration.test_hotplug import OPEN, journal, started
+from integration.test_hotplug import OPEN, journal
 
 pytestmark = pytest.mark.scenario("000")
 
@@ -59,7 +59,7 @@ def opened(output: str) -> set[str]:
 
 def test_a_mig_device_is_made_and_destroyed_by_hand(ready: Bed) -> None:
     """Not before it is whole; then a pod gets its GPU and its own two capabilities. Nothing is restarted for it."""
-    at_start = started(ready)
+    at_start = ready.starts()
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("1",)))
     mig(ready, "enable", 0)
     mig(ready, "create-gi", 0, 1, 1)
@@ -89,7 +89,7 @@ def test_a_mig_device_is_made_and_destroyed_by_hand(ready: Bed) -> None:
     allowed = ready.run("systemctl", "show", "--property=DeviceAllow", f"systemd-nspawn@{MACHINE}").stdout
     assert f"/dev/char/{major}:12" not in allowed
     assert opened(ready.node.in_container(pod, "gpu-probe", *NODES).stdout) == {"/dev/nvidia1"}
-    assert started(ready) == at_start
+    assert ready.restarted(at_start) == "nothing"
     assert "restart" not in journal(ready)
 
 
@@ -108,7 +108,7 @@ def test_an_instance_without_a_node_is_named_and_comes_with_it(ready: Bed) -> No
 
 def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
     """Where the configuration asks for them: the node appears in the running machine, opens, and is taken back."""
-    at_start = started(ready)
+    at_start = ready.starts()
     ready.guest.write("/etc/unbounded-agent/config.toml", f"[machines.{MACHINE}]\nimex_channels = true\n".encode())
     ready.run("systemctl", "reload", "unbounded-agent.service", timeout=120)
     make = "awk '$2 == \"nvidia-caps-imex-channels\" { print $1 }' /proc/devices"
@@ -117,4 +117,4 @@ def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
     wait_until(ready, "given", lambda: ready.node.run(*opens, check=False).status == 0 and is_ready(ready))
     ready.run("rm", CHANNEL)
     wait_until(ready, "taken back", lambda: ready.node.run("test", "-e", CHANNEL, check=False).status != 0)
-    assert started(ready) == at_start
+    assert ready.restarted(at_start) == "nothing"

@@ -7,7 +7,7 @@ from agent.actions import Action, ReloadUnits, RemoveFile, StageDriverRoot, Writ
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.goal import MachineGoal, OwnedFile
 from agent.granted import render_granted
-from agent.paths import RUNTIME_PROPERTIES, STATE, UNITS, granted_file, machine_files, set_device_allow
+from agent.paths import STATE, UNIT_SETTINGS, granted_file, machine_files, set_device_allow
 from agent.plan import Plan
 from agent.plan.driver_roots import collect, record_handed
 from agent.plan.running import change_running
@@ -46,7 +46,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     changed = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (
         facts.reload_owed
-        or any(path.startswith((f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")) for path in changed)
+        or any(path.startswith(UNIT_SETTINGS) for path in changed)
         or any(machine.unit_needs_reload for machine in facts.machines)
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
