@@ -149,6 +149,10 @@ class Driver:
     library_version: Seen[str]
     files: Seen[tuple[Library, ...]]
     """The user-space files that belong into a driver root, of `library_version` only."""
+    not_installed: tuple[str, ...] = ()
+    """What drivers have beside that and this host lacks, in words; none of it is necessary."""
+    other_version: tuple[str, ...] = ()
+    """Paths of files that were left out, as they are of another version."""
     fabric: Seen[str] = Absent("no NVSwitch")
     """Where NVSwitch exists: ActiveState of the fabric manager's unit (`active`, `failed`, `inactive`)."""
     persistence: Seen[str] = Absent("no persistence daemon")

@@ -120,7 +120,14 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         )
     if isinstance(driver.files, Absent | Broken | Unseen):
         return false(kind, "LibrariesBroken", f"{driver.files.why}; {REINSTALL}")
-    return true(kind, "Present", f"{len(driver.files)} files of driver {library}")
+    parts = [f"{len(driver.files)} files of driver {library}"]
+    if driver.not_installed:
+        parts.append(f"not installed on this host: {', '.join(driver.not_installed)}")
+    if driver.other_version:
+        left_out = ", ".join(driver.other_version)
+        parts.append(f"left out, as they are of another version: {left_out}; {REINSTALL}")
+        return true(kind, "PartlyOtherVersion", "; ".join(parts))
+    return true(kind, "Present", "; ".join(parts))
 
 
 def _fabric_ready(fabric: Seen[str]) -> Condition:

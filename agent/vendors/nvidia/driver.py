@@ -31,6 +31,8 @@ def observe_driver(
         module_version=module,
         library_version=user_space.version,
         files=user_space.files,
+        not_installed=user_space.not_installed,
+        other_version=user_space.other_version,
         fabric=_fabric(sources, nodes),
         persistence=sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for")),
     )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
 from agent.system.looking import why_not
+from agent.vendors.nvidia.companions import library, observe_companions
+from agent.vendors.nvidia.driver_files import GBM_LIBRARY, GBM_LINK
 from agent.vendors.protocols import Sources
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
@@ -29,17 +31,6 @@ DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
 MAIN = ("libcuda", "libnvidia-ml")
 """Without them there is no driver. CUDA's compatibility packages have libcuda, of another version, and no NVML."""
 
-BINARIES = (
-    "nvidia-smi",
-    "nvidia-debugdump",
-    "nvidia-persistenced",
-    "nvidia-cuda-mps-control",
-    "nvidia-cuda-mps-server",
-    "nvidia-imex",
-    "nvidia-imex-ctl",
-)
-BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-
 
 @dataclass(frozen=True, slots=True)
 class UserSpace:
@@ -48,6 +39,9 @@ class UserSpace:
     version: Seen[str]
     files: Seen[tuple[Library, ...]]
     problems: tuple[str, ...] = ()
+    not_installed: tuple[str, ...] = ()
+    other_version: tuple[str, ...] = ()
+    """As Companions has both."""
 
 
 @dataclass(slots=True)
@@ -103,11 +97,19 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         if not isinstance(version, str):
             return UserSpace(version, version, tuple(problems))
         files = [file for each in found for file in _libraries(sources.system, each, version)]
-        files += _binaries(sources.system)
+        directories = _directories(found[0], version)
+        beside = observe_companions(sources.system, version, TRIPLETS[sources.architecture], directories)
     except OSError as error:
-        unseen = Unseen(why_not(error.filename or "the driver's libraries", error).why)
+        unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
         return UserSpace(unseen, unseen, tuple(problems))
-    return UserSpace(version, tuple(files), tuple(problems))
+    return UserSpace(version, (*files, *beside.files), tuple(problems), beside.not_installed, beside.other_version)
+
+
+def _directories(found: _Found, version: str) -> list[str]:
+    """Those of the version's own files, libcuda's first."""
+    chosen = {name: path for name, path in found.of_version(version).items() if _version(name)}
+    ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
+    return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
 
 
 def _choose(found: _Found, module: str) -> Seen[str]:
@@ -188,7 +190,7 @@ def _libraries(system: System, found: _Found, version: str) -> list[Library]:
     chosen = found.of_version(version)
     for name, real in sorted(chosen.items()):
         target = _target(found.architecture, name)
-        by_target[target] = _file(system, target, real)
+        by_target[target] = library(system, target, real)
     # By stem: with two versions side by side the links on the host lead to the other one.
     by_stem = {_stem(name): name for name in sorted(chosen)}
     for link in sorted(found.links):
@@ -196,24 +198,10 @@ def _libraries(system: System, found: _Found, version: str) -> list[Library]:
         if named and not _version(link):
             target = _target(found.architecture, link)
             by_target.setdefault(target, Library(target, "", link=named))
+    if backend := by_stem.get(GBM_LIBRARY):
+        target = _target(found.architecture, GBM_LINK)
+        by_target[target] = Library(target, "", link=f"../{backend}")
     return list(by_target.values())
-
-
-def _binaries(system: System) -> list[Library]:
-    """The first executable file of each name; their names have no version, packages install one at a time."""
-    found = []
-    for name in BINARIES:
-        for directory in BINARY_DIRECTORIES:
-            path = f"{directory}/{name}"
-            if system.is_file(path) and system.identity(path).executable:
-                found.append(_file(system, f"usr/bin/{name}", system.real_path(path)))
-                break
-    return found
-
-
-def _file(system: System, target: str, real: str) -> Library:
-    identity = system.identity(real)
-    return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
 
 
 def _target(architecture: str, name: str) -> str:

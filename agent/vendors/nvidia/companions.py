@@ -1,0 +1,138 @@
+"""Finds what the driver ships beside its libraries, by the names of `driver_files`."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from agent.facts import Library
+from agent.system.files import System
+from agent.system.looking import NOT_THERE, UNUSABLE
+from agent.vendors.nvidia.driver_files import (
+    BINARIES,
+    BINARY_DIRECTORIES,
+    FIRMWARE_DIRECTORIES,
+    FIRMWARE_PATH,
+    GROUPS,
+    RELEASE,
+    Group,
+)
+
+VERSION = "{version}"
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """What belongs to one version of the driver."""
+
+    files: tuple[Library, ...]
+    not_installed: tuple[str, ...]
+    """Groups that each driver has and this host lacks."""
+    other_version: tuple[str, ...]
+    """Paths of another version's files, of groups that are there in no other version."""
+
+
+def observe_companions(system: System, version: str, triplet: str, libraries: Sequence[str]) -> Companions:
+    """`libraries` are the directories of the driver's libraries, libcuda's first. Raises OSError if looking fails."""
+    places = {"libraries": tuple(libraries), "firmware": _firmware_directories(system)}
+    by_target: dict[str, Library] = {}
+    found: set[str] = set()
+    others: dict[str, tuple[str, ...]] = {}
+    for group in GROUPS:
+        if group.needs and group.needs not in found:
+            continue
+        target = group.target.format(version=version, triplet=triplet)
+        files = _find(system, group, version, places)
+        for name, real in files.items():
+            by_target.setdefault(f"{target}/{name}", library(system, f"{target}/{name}", real))
+        if files:
+            found.add(group.name)
+        else:
+            others[group.name] = tuple(_of_other_versions(system, group, version, places))
+    binaries = _binaries(system)
+    lacking = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
+    if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
+        lacking.append(BINARIES[0])
+    other = tuple(path for paths in others.values() for path in paths)
+    return Companions((*by_target.values(), *binaries), tuple(lacking), other)
+
+
+def library(system: System, target: str, real: str) -> Library:
+    """A file of the host as a part of a driver root."""
+    identity = system.identity(real)
+    return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
+
+
+def _find(system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Real paths by name."""
+    found: dict[str, str] = {}
+    patterns = [pattern.replace(VERSION, version) for pattern in group.names]
+    for directory in _directories(group, places):
+        for name in _entries(system, directory.replace(VERSION, version)):
+            path = f"{directory.replace(VERSION, version)}/{name}"
+            if name not in found and any(fnmatchcase(name, pattern) for pattern in patterns) and system.is_file(path):
+                found[name] = system.real_path(path)
+    return found
+
+
+def _of_other_versions(
+    system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """What has another version in its name, or in that of its directory; each path once."""
+    seen: set[str] = set()
+    for directory in _directories(group, places):
+        parent, separator, _ = directory.partition(f"/{VERSION}")
+        names = _entries(system, parent) if separator else ()
+        directories = [f"{parent}/{name}" for name in names if name[:1].isdecimal()] if separator else [directory]
+        for each in directories:
+            for name in _entries(system, each):
+                path = f"{each}/{name}"
+                wanted = any(fnmatchcase(name, pattern.replace(VERSION, "[0-9]*")) for pattern in group.names)
+                if wanted and (separator or any(VERSION in pattern for pattern in group.names)) and path not in seen:
+                    seen.add(path)
+                    yield path
+
+
+def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    for directory in group.directories:
+        key = next((key for key in places if directory.startswith(f"{{{key}}}")), None)
+        if key is None:
+            yield directory
+        else:
+            yield from (each + directory.removeprefix(f"{{{key}}}") for each in places[key])
+
+
+def _entries(system: System, directory: str) -> tuple[str, ...]:
+    """Names that can be written; none where there is no such directory."""
+    try:
+        return tuple(name for name in system.entries(directory) if name.isprintable())
+    except OSError as error:
+        if error.errno in NOT_THERE | UNUSABLE:
+            return ()
+        raise
+
+
+def _firmware_directories(system: System) -> tuple[str, ...]:
+    release, path = _line(system, RELEASE), _line(system, FIRMWARE_PATH)
+    standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
+    return (*([path] if path.startswith("/") else []), *standard)
+
+
+def _line(system: System, path: str) -> str:
+    try:
+        return system.read_text(path).strip()
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return ""
+        raise
+
+
+def _binaries(system: System) -> list[Library]:
+    """The first executable file of each name; their names have no version, packages install one at a time."""
+    found = []
+    for name in BINARIES:
+        for directory in BINARY_DIRECTORIES:
+            path = f"{directory}/{name}"
+            if system.is_file(path) and system.identity(path).executable:
+                found.append(library(system, f"usr/bin/{name}", system.real_path(path)))
+                break
+    return found
