@@ -47,6 +47,26 @@ def test_library_directory_is_the_machines_own() -> None:
     assert "/usr/lib/aarch64-linux-gnu" in places("aarch64", {"/usr/lib/aarch64-linux-gnu"}).directories()
 
 
+def test_configuration_of_loaders_is_linked_in_its_place_and_goes_with_the_driver(machine: Machine) -> None:
+    """The device plugin makes a spec of its own by what it finds in the machine."""
+    run(machine)
+    icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    assert machine.read_link(icd) == f"../../../..{ROOT}{icd}"
+    machine.hand(replace(REQUEST, files=tuple(file for file in REQUEST.files if "vulkan" not in file.target)))
+    run(machine)
+    assert machine.read_link(icd) is None
+    vendor = "/usr/share/glvnd/egl_vendor.d/10_nvidia.json"
+    assert machine.read_link(vendor) == f"../../../..{ROOT}{vendor}"
+
+
+def test_an_image_s_own_configuration_is_left_alone(machine: Machine) -> None:
+    icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    machine.put(icd, "theirs")
+    run(machine)
+    assert machine.read(icd) == b"theirs"
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+
+
 @pytest.mark.parametrize(
     ("present", "remove", "make", "conflicts"),
     [

@@ -26,9 +26,11 @@ LOADER_CACHE = "/etc/ld.so.cache"
 KIND = ConditionType.LIBRARIES_LINKED
 
 
-def link_libraries(system: System, notes: Notes, request: Request, architecture: str) -> Condition:
-    """The LibrariesLinked condition, after making it true where that is possible."""
-    where = _places(system, architecture)
+def link_libraries(
+    system: System, notes: Notes, request: Request, architecture: str, data: tuple[str, ...] = ()
+) -> Condition:
+    """The LibrariesLinked condition, after making it true where that is possible. `data` as Places has it."""
+    where = _places(system, architecture, data)
     if request.driver_root and not _staged(system, request.driver_root):
         # Old links stay: the driver root that they point to may be back in a moment, and removing them helps nobody.
         return false(
@@ -78,9 +80,9 @@ def _tell_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan
     notes.save(name, made)
 
 
-def _places(system: System, architecture: str) -> Places:
+def _places(system: System, architecture: str, data: tuple[str, ...]) -> Places:
     candidates = (f"/usr/lib/{TRIPLETS.get(architecture, architecture)}", f"/usr/lib/{TRIPLET_32}", "/usr/lib64")
-    return places(architecture, {each for each in candidates if system.is_directory(each)})
+    return places(architecture, {each for each in candidates if system.is_directory(each)}, data)
 
 
 def _staged(system: System, driver_root: str) -> bool:

@@ -27,19 +27,25 @@ class Places:
     """Directories of the machine that take links, by the driver root's directory that they stand for."""
 
     by_root_directory: Mapping[str, str]
+    data: tuple[str, ...] = ()
+    """Directories with configuration for loaders, which have the same place in the driver root as in the machine."""
 
     def directories(self) -> tuple[str, ...]:
         """Every directory in which a link of ours may be."""
         libraries = sorted(set(self.by_root_directory.values()) - {BINARIES})
-        return (*(posixpath.join(each, sub).rstrip("/") for each in libraries for sub in SUBDIRECTORIES), BINARIES)
+        return (
+            *(posixpath.join(each, sub).rstrip("/") for each in libraries for sub in SUBDIRECTORIES),
+            BINARIES,
+            *(f"/{each}" for each in self.data),
+        )
 
     def target(self, file: str) -> str | None:
-        """Where a file of the driver root is linked; None for what containers alone need (firmware, JSON files)."""
+        """Where a file of the driver root is linked; None for what containers alone need, such as firmware."""
         for root_directory, directory in self.by_root_directory.items():
             rest = file.removeprefix(f"{root_directory}/")
             if rest != file and posixpath.dirname(rest) in SUBDIRECTORIES:
                 return f"{directory}/{rest}"
-        return None
+        return f"/{file}" if posixpath.dirname(file) in self.data else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +58,7 @@ class LinkPlan:
     conflicts: tuple[str, ...]
 
 
-def places(architecture: str, directories: Set[str]) -> Places:
+def places(architecture: str, directories: Set[str], data: tuple[str, ...] = ()) -> Places:
     """From those of /usr/lib/<triplet> and /usr/lib64 that the machine has."""
     triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
     multiarch = f"/usr/lib/{triplet}"
@@ -60,7 +66,7 @@ def places(architecture: str, directories: Set[str]) -> Places:
     # A machine without a directory for 32-bit libraries has no 32-bit loader that could use them.
     if f"/usr/lib/{TRIPLET_32}" in directories:
         found[f"usr/lib/{TRIPLET_32}"] = f"/usr/lib/{TRIPLET_32}"
-    return Places(found)
+    return Places(found, data)
 
 
 def wanted_links(request: Request, where: Places) -> dict[str, str]:

@@ -164,7 +164,8 @@ def _settle_request(
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
     devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation))
     linked = _attempt(
-        ConditionType.LIBRARIES_LINKED, lambda: link_libraries(system, notes, request, handoff.architecture)
+        ConditionType.LIBRARIES_LINKED,
+        lambda: link_libraries(system, notes, request, handoff.architecture, vendor.data_directories),
     )
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
 

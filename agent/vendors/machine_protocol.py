@@ -62,6 +62,8 @@ class MachineVendor(Protocol):
     """Where the vendor's own packages publish a spec of the same kind, which would outrank ours."""
     rival_units: tuple[str, ...]
     """The units that do so."""
+    data_directories: tuple[str, ...]
+    """Below driver roots: what loaders are configured by. The vendor's device plug-in looks for it in the machine."""
     tools: tuple[str, ...]
     """Programs that the spec depends on: a new one means that it is generated again."""
     runtime_config: str

@@ -9,6 +9,20 @@ from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
 from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
 
+DATA_DIRECTORIES = (
+    # Those of driver_files, which costs a start more than this does.
+    "etc/OpenCL/vendors",
+    "usr/share/X11/xorg.conf.d",
+    "usr/share/egl/egl_external_platform.d",
+    "usr/share/glvnd/egl_vendor.d",
+    "usr/share/nvidia",
+    "usr/share/nvidia/files.d",
+    "usr/share/vulkan/explicit_layer.d",
+    "usr/share/vulkan/icd.d",
+    "usr/share/vulkan/implicit_layer.d",
+    "usr/share/vulkansc/icd.d",
+)
+
 
 class NvidiaMachine:
     """A MachineVendor."""
@@ -19,6 +33,7 @@ class NvidiaMachine:
     spec_kind = cdi.KIND
     rival_spec = nvidia_ctk.REFRESHED_SPEC
     rival_units: tuple[str, ...] = nvidia_ctk.REFRESH_UNITS
+    data_directories: tuple[str, ...] = DATA_DIRECTORIES
     tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
