@@ -15,6 +15,7 @@ import pytest
 from agent.errors import CommandError, DocumentError
 from agent.inside.run import HANDOFF, REPORT, run
 from agent.system.commands import Completed
+from agent.vendors.nvidia.additions import with_additions
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from tests.machine_root import (
     DEVICES,
@@ -85,6 +86,11 @@ def test_what_decides_touches_nothing(module: str) -> None:
     assert not names & {"os", "subprocess", "time", "logging", "socket", "pathlib", "shutil", "sys"}
 
 
+def completed(spec: object) -> object:
+    """What is published of what nvidia-ctk wrote."""
+    return with_no_gpu(with_additions(spec, REQUEST)[0])
+
+
 def test_first_run_settles_everything(machine: Machine) -> None:
     """Links, spec and configuration are made; containerd is asked to restart, and proven when it did."""
     assert run(machine) == 0
@@ -101,11 +107,15 @@ def test_first_run_settles_everything(machine: Machine) -> None:
         "../../../run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.1"
     )
     assert os.readlink(machine.tree / "usr/bin/nvidia-smi") == "../../run/host-nvidia/0/usr/bin/nvidia-smi"
-    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
     assert machine.report()["cdi_devices"] == [*(each["name"] for each in recorded_spec()["devices"]), "none"]
+    added = f"added what /usr/bin/nvidia-ctk leaves out: {LIBRARIES}/libnvidia-api.so.1"
+    assert added in machine.message("CDISpecCurrent")
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    # From the notes now, as nvidia-ctk is not asked again.
+    assert added in machine.message("CDISpecCurrent")
 
 
 def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
@@ -424,14 +434,14 @@ def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
     assert GPUS[1] in machine.message("CDISpecCurrent")
-    assert json.loads(machine.read(SPEC)) == with_no_gpu(fewer)
+    assert json.loads(machine.read(SPEC)) == completed(fewer)
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
     run(machine)
-    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
     machine.put("/usr/bin/nvidia-ctk", "another build")
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
     run(machine)
-    assert json.loads(machine.read(SPEC)) == with_no_gpu(recorded_spec())
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
 
 

@@ -1,12 +1,14 @@
 """NVIDIA in the machine: the toolkit's programs, where they write, and how a CDI spec of theirs is judged."""
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from agent.handoff import Request
 from agent.identity import DeviceNumber
 from agent.system.files import System
 from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
 from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk
+from agent.vendors.nvidia.additions import in_words, with_additions
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
 
 DATA_DIRECTORIES = (
@@ -40,7 +42,10 @@ class NvidiaMachine:
     plugin_sockets = device_plugin.SOCKETS
 
     def generate(self, system: System, request: Request, directory: str) -> Generated:
-        return nvidia_ctk.generate(system, request, directory)
+        generated = nvidia_ctk.generate(system, request, directory)
+        spec, added = with_additions(generated.spec, request)
+        told = (f"added what {NVIDIA_CTK} leaves out: {in_words(added)}",) if added else ()
+        return replace(generated, spec=spec, remarks=(*told, *generated.remarks))
 
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
