@@ -83,6 +83,8 @@ class MachineSettings(Model):
     """Grant the capability to watch all MIG instances of all GPUs."""
     imex_channels: bool = False
     """Grant the IMEX channels, which reach the memory of other nodes' GPUs."""
+    sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
+    """Daemons of the driver whose sockets the machine and all its pods with GPUs get: each speaks to the whole host."""
     default_runtime: bool = False
     """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
     restart_device_plugin: bool = False

@@ -141,6 +141,18 @@ class Library:
     executable: bool = False
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ServiceDirectory:
+    """A directory in /run in which a daemon of the driver has its sockets."""
+
+    service: str
+    """The name that machines' settings have for it."""
+    path: str
+    inode: int
+    """Another one after each start of some daemons."""
+    writable: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Driver:
     """One vendor's kernel driver and its user space, as far as each could be seen."""
@@ -167,6 +179,7 @@ class VendorFacts:
     gpus: tuple[Gpu, ...] = ()
     devices: Seen[tuple[DeviceNode, ...]] = ()
     driver: Driver | None = None
+    services: tuple[ServiceDirectory, ...] = ()
     problems: tuple[str, ...] = ()
     """Nodes and entries that were refused or are broken, one sentence each."""
     half_made: tuple[HalfMade, ...] = ()

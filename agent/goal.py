@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from agent.facts import DeviceNode, StagedRoot
+from agent.facts import DeviceNode, ServiceDirectory, StagedRoot
 from agent.granted import Granted
 from agent.handoff import Handoff
 from agent.live import LiveSettings
@@ -41,6 +41,10 @@ class Grant:
     """Of the files that the host has by now, while `driver_root` serves, until the kernel module is reloaded."""
     detached: tuple[str, ...] = ()
     """PCI addresses of GPUs that it would be granted, if no administrator took them out of use."""
+    services: tuple[str, ...] = ()
+    """Names of daemons whose sockets it may use, whether or not they run."""
+    directories: tuple[ServiceDirectory, ...] = ()
+    """Of those that run."""
     problems: tuple[str, ...] = ()
     """What was asked for and cannot be granted, one sentence each."""
 

@@ -21,6 +21,8 @@ from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, R
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
+SINCE_2 = ("capability", "sockets")
+"""Keys that version 1 does not know."""
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
 
@@ -67,6 +69,8 @@ class Request:
     driver_root: str = ""
     """Absolute path in the machine, such as `/run/host-nvidia/0`; empty without user-space files."""
     files: tuple[GrantedFile, ...] = ()
+    sockets: tuple[str, ...] = ()
+    """Names of daemons on the host whose sockets pods may use. Since version 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,9 @@ def render_handoff(handoff: Handoff) -> bytes:
 
     It has the oldest version that says all of it, so that an older image goes on as long as nothing newer is granted.
     """
-    newer = any(device.capability for request in handoff.requests for device in request.devices)
+    newer = any(
+        request.sockets or any(device.capability for device in request.devices) for request in handoff.requests
+    )
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     document = {"version": version, "generation": handoff.generation, **_content(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
@@ -103,9 +109,7 @@ def render_handoff(handoff: Handoff) -> bytes:
 
 def _content(handoff: Handoff) -> dict[str, Any]:
     """Without what version 1 does not know, where there is nothing of it."""
-    return asdict(
-        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key != "capability"}
-    )
+    return asdict(handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2})
 
 
 def parse_handoff(data: bytes) -> Handoff:
@@ -171,6 +175,7 @@ def _request(where: str, document: dict[str, Any]) -> Request:
         driver_version=get(where, document, "driver_version", str),
         driver_root=get(where, document, "driver_root", str),
         files=objects(where, document, "files", _file),
+        sockets=strings(where, document, "sockets") if "sockets" in document else (),
     )
 
 

@@ -11,6 +11,7 @@ from agent.documents import accept_version, get, mapping, parse_object, strings
 from agent.paths import LIVE_NAME
 
 VERSION = 1
+READ_ONLY, READ_WRITE = "ro:", "rw:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,10 @@ class LiveSettings:
     allow: tuple[str, ...]
     """The whole DeviceAllow= list of its unit, in its order."""
     nodes: Mapping[str, str]
-    """What is bound: `major:minor` by path. Mode and owner are the very inode's, and change with the host's node."""
+    """What is bound, by path: `major:minor`; of a directory READ_ONLY or READ_WRITE, and its inode number.
+
+    Mode and owner are the very inode's, and change with the host's node.
+    """
     rebound: str = ""
     """The generation of the handoff for which all nodes were bound anew, as the machine said that it lacked some."""
 

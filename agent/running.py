@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from agent.actions import ChangeDevices
 from agent.errors import ApplyError, CommandError
-from agent.live import LiveSettings, render_live
+from agent.live import READ_ONLY, LiveSettings, render_live
 from agent.paths import live_file, machine_unit
 from agent.system.commands import TimeLimitError
 from agent.system.files import System
@@ -31,7 +31,8 @@ def change_devices(action: ChangeDevices, system: System, going_on: Callable[[],
             continue
         try:
             # One bad node does not hold up the others.
-            system.run("machinectl", "--mkdir", "bind", action.machine, path)
+            options = ("--mkdir", "--read-only") if number.startswith(READ_ONLY) else ("--mkdir",)
+            system.run("machinectl", *options, "bind", action.machine, path)
             live = replace(live, nodes={**live.nodes, path: number})
         except CommandError as error:
             failures.append(str(error))

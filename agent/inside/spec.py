@@ -67,7 +67,7 @@ def _publish(
     if not request.driver_root:
         # An empty --driver-root= would mean the machine's own root.
         return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
-    inputs = _inputs(system, vendor, live, generation)
+    inputs = _inputs(system, vendor, request, live, generation)
     noted = notes.load(f"spec-{vendor.name}")
     good = current is not None and not current.verdict.problems and not current.verdict.missing
     if current and good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
@@ -174,11 +174,14 @@ def _verdict(
     return vendor.verify(spec, request, live, present)
 
 
-def _inputs(system: System, vendor: MachineVendor, live: dict[str, DeviceNumber], generation: str) -> str:
+def _inputs(
+    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber], generation: str
+) -> str:
     """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
     tools = {tool: astuple(system.identity(tool)) for tool in vendor.tools if system.exists(tool)}
     numbers = {path: asdict(number) for path, number in live.items()}
-    return _digest(json.dumps([generation, tools, numbers], sort_keys=True).encode())
+    there = [path for path in vendor.optional_paths(request) if system.exists(path)]
+    return _digest(json.dumps([generation, tools, numbers, there], sort_keys=True).encode())
 
 
 def _digest(content: bytes) -> str:

@@ -8,7 +8,7 @@ from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
 from agent.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
 from agent.granted import Granted
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
-from agent.live import LiveSettings
+from agent.live import READ_ONLY, READ_WRITE, LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
@@ -105,7 +105,8 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
         for vendor in sorted(facts.vendors, key=lambda each: each.vendor)
     )
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
-    nspawn = render_nspawn(name, settings.nspawn, nodes)
+    directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
+    nspawn = render_nspawn(name, settings.nspawn, nodes, directories)
     allow = device_allow(settings, facts.template_device_allow, nodes)
     drop_in = render_drop_in(name, settings, allow)
     handoff = Handoff(
@@ -130,7 +131,10 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
         live=LiveSettings(
             fixed=_fixed(name, settings, facts.template_device_allow),
             allow=allow,
-            nodes={node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
+            nodes={
+                **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
+                **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
+            },
         ),
     )
 
@@ -159,6 +163,7 @@ def _request(grant: Grant) -> Request:
         driver_version=root.version if root else "",
         driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
         files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
+        sockets=grant.services,
     )
 
 

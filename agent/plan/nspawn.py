@@ -1,7 +1,7 @@
 """The text of a machine's settings file, systemd.nspawn(5)."""
 
 from agent.config import NspawnSettings
-from agent.facts import DeviceNode
+from agent.facts import DeviceNode, ServiceDirectory
 from agent.ownership import MARK
 from agent.paths import (
     CONFIG_FILE,
@@ -26,7 +26,12 @@ def escape(path: str) -> str:
     return path.replace("\\", "\\\\").replace(":", "\\:")
 
 
-def render_nspawn(machine: str, settings: NspawnSettings, nodes: tuple[DeviceNode, ...]) -> bytes:
+def render_nspawn(
+    machine: str,
+    settings: NspawnSettings,
+    nodes: tuple[DeviceNode, ...],
+    directories: tuple[ServiceDirectory, ...] = (),
+) -> bytes:
     """The whole file."""
     sections: dict[str, list[str]] = {
         "Exec": [
@@ -47,6 +52,9 @@ def render_nspawn(machine: str, settings: NspawnSettings, nodes: tuple[DeviceNod
     if settings.kmsg:
         sections["Files"].append("Bind=/dev/kmsg")
     sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
+    sections["Files"] += [
+        f"{'Bind' if directory.writable else 'BindReadOnly'}={escape(directory.path)}" for directory in directories
+    ]
     for section, extra in sorted(settings.extra.items()):
         lines = sections.setdefault(section, [])
         for key, values in sorted(extra.items()):

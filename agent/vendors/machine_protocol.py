@@ -77,6 +77,10 @@ class MachineVendor(Protocol):
         """A new spec, made in an empty directory; raises AgentError or OSError."""
         ...
 
+    def optional_paths(self, request: Request) -> tuple[str, ...]:
+        """Paths in the machine that come and go: whether they are there decides what is in the spec. Pure."""
+        ...
+
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:

@@ -5,12 +5,13 @@ It lists libraries of the native architecture that end in the driver's version, 
 """
 
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from itertools import groupby
 from typing import Any
 
 from agent.errors import DocumentError
 from agent.handoff import GrantedFile, Request
+from agent.vendors.nvidia import sockets
 from agent.vendors.nvidia.cdi import NEEDED_LIBRARIES
 from agent.vendors.nvidia.cdi_document import items, object_of, objects, strings
 from agent.vendors.nvidia.generate_command import HOOK
@@ -25,8 +26,11 @@ FEW = 3
 """Files of one directory that are named one by one."""
 
 
-def with_additions(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """The spec, and what was added: paths of the driver root. A spec without its form is left to the verdict."""
+def with_additions(spec: object, request: Request, present: Set[str] = frozenset()) -> tuple[object, tuple[str, ...]]:
+    """The spec, and what was added: paths of the driver root. A spec without its form is left to the verdict.
+
+    `present` has the paths of daemons' sockets that are in the machine.
+    """
     try:
         document = object_of(spec, "the spec")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
@@ -42,6 +46,7 @@ def with_additions(spec: object, request: Request) -> tuple[object, tuple[str, .
     files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
     mounts = [*objects(common, "mounts"), *(_mount(request, file) for file in files)]
+    mounts += [each for each in sockets.mounts(request.sockets, present) if each["hostPath"] not in mounted]
     arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
     hooks = _extended(hooks, "create-symlinks", arguments, first=True)
     folders = {f"/{posixpath.dirname(file.target)}" for file in files if _is_library(file)}

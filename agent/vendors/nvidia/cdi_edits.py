@@ -11,6 +11,7 @@ from typing import Any
 
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
+from agent.vendors.nvidia import sockets
 from agent.vendors.nvidia.cdi_document import items, objects, strings
 from agent.vendors.nvidia.generate_command import HOOK
 
@@ -50,6 +51,8 @@ class Ground:
         targets = [file.target for file in request.files]
         self.files = {f"{self.driver_root}/{target}": target for target in targets} if self.driver_root else {}
         """Path below the driver root by path in the machine."""
+        self.sockets = sockets.mount_points(request.sockets)
+        """Of daemons on the host: path in pods by path in the machine."""
         self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
         """Of the driver's files as containers see them."""
         self.libraries = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
@@ -105,6 +108,13 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
 
 def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
     source, options = mount.get("hostPath"), items(mount, "options")
+    if isinstance(source, str) and source in ground.sockets:
+        wanted = {"hostPath": source, "containerPath": ground.sockets[source], "options": [*sockets.MOUNT_OPTIONS]}
+        if mount != wanted:
+            yield f"{where}: mount of {source} is {mount!r}, not {wanted!r}"
+        elif source not in ground.present:
+            yield f"{where}: mount of {source}, which does not exist"
+        return
     file = ground.files.get(source) if isinstance(source, str) else None
     if file is None:
         root = ground.driver_root or "(none)"

@@ -14,6 +14,7 @@ from agent.system.looking import why_not
 from agent.vendors.nvidia.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList
 from agent.vendors.nvidia.mig import Instance, complete, half_made, parse_instance
+from agent.vendors.nvidia.sockets import DIRECTORIES
 from agent.vendors.protocols import Sources
 
 PROC_DEVICES = "/proc/devices"
@@ -53,7 +54,12 @@ RULES = {
 DRI = "/dev/dri"
 NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
 """In /dev, of all nodes of RULES, of their directories, and of DRI."""
-NODE_DIRECTORIES: tuple[str, ...] = (*(directory for directory in RULES if directory != "/dev"), DRI)
+NODE_DIRECTORIES: tuple[str, ...] = (
+    *(directory for directory in RULES if directory != "/dev"),
+    DRI,
+    # A daemon that starts anew makes a new one.
+    *DIRECTORIES.values(),
+)
 
 
 def parse_majors(text: str) -> dict[str, int]:

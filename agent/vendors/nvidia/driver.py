@@ -2,13 +2,14 @@
 
 import re
 
-from agent.facts import Absent, Broken, DeviceNode, Driver, Seen, Unseen
-from agent.identity import DeviceKind
+from agent.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen
+from agent.identity import DeviceKind, FileIdentity
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.looking import look
 from agent.vendors.nvidia.gpus import has_nvswitch
 from agent.vendors.nvidia.libraries import UserSpace
+from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 from agent.vendors.protocols import Sources
 
 MODULE_VERSION = "/sys/module/nvidia/version"
@@ -36,6 +37,17 @@ def observe_driver(
         fabric=_fabric(sources, nodes),
         persistence=sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for")),
     )
+
+
+def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
+    """Directories of daemons' sockets that are there; a link is none. One that cannot be looked at is left out."""
+    found = []
+    for name, path in DIRECTORIES.items():
+        identity = look(system.identity, path)
+        real = isinstance(identity, FileIdentity) and system.is_directory(path) and system.read_link(path) is None
+        if isinstance(identity, FileIdentity) and real:
+            found.append(ServiceDirectory(name, path, identity.inode, writable=name in WRITABLE))
+    return tuple(found)
 
 
 def observe_module(system: System) -> Seen[str]:

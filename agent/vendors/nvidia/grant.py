@@ -4,6 +4,7 @@ from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant, Share
 from agent.identity import DeviceKind
+from agent.vendors.nvidia.sockets import DIRECTORIES
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
@@ -33,6 +34,8 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         driver_root=serving,
         waiting_root=waiting,
         detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
+        services=tuple(name for name in DIRECTORIES if gpus and name in settings.sockets),
+        directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
         problems=problems,
     )
 

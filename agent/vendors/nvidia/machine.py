@@ -7,7 +7,7 @@ from agent.handoff import Request
 from agent.identity import DeviceNumber
 from agent.system.files import System
 from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
-from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk
+from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk, sockets
 from agent.vendors.nvidia.additions import in_words, with_additions
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
 
@@ -43,9 +43,17 @@ class NvidiaMachine:
 
     def generate(self, system: System, request: Request, directory: str) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)
-        spec, added = with_additions(generated.spec, request)
-        told = (f"added what {NVIDIA_CTK} leaves out: {in_words(added)}",) if added else ()
-        return replace(generated, spec=spec, remarks=(*told, *generated.remarks))
+        present = {path for path in self.optional_paths(request) if system.exists(path)}
+        spec, added = with_additions(generated.spec, request, present)
+        silent = sockets.lacking(request.sockets, present)
+        remarks = (
+            f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
+            f"no socket here yet of {', '.join(silent)}: start the daemon on the host" if silent else "",
+        )
+        return replace(generated, spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
+
+    def optional_paths(self, request: Request) -> tuple[str, ...]:
+        return tuple(sockets.mount_points(request.sockets))
 
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]

@@ -2,7 +2,7 @@
 
 from agent.facts import VendorFacts
 from agent.vendors.nvidia.devices import observe_devices
-from agent.vendors.nvidia.driver import observe_driver, observe_module
+from agent.vendors.nvidia.driver import observe_driver, observe_module, observe_services
 from agent.vendors.nvidia.gpus import observe_gpus
 from agent.vendors.nvidia.libraries import observe_user_space
 from agent.vendors.protocols import Sources
@@ -19,6 +19,7 @@ def observe_nvidia(sources: Sources) -> VendorFacts:
         gpus=listed.gpus,
         devices=devices.nodes,
         driver=observe_driver(sources, module, user_space, devices.nodes),
+        services=observe_services(sources.system),
         problems=(*listed.problems, *devices.problems, *user_space.problems),
         half_made=devices.half_made,
     )
