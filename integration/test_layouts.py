@@ -1,11 +1,13 @@
 """Host layouts of the driver, as trees of real packages that the agent observes and plans; the GPUs are synthetic.
 
-Without a virtual machine: test_hosts.py stages and runs what is only planned here.
+Without a virtual machine: test_hosts.py stages and runs what is only planned here, but for the last test, in which the
+real nvidia-ctk makes a spec of a staged driver root.
 """
 
+import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,17 +17,23 @@ from agent.conditions import Condition, ConditionType, Status
 from agent.facts import Broken, Library
 from agent.goal import MachineGoal
 from agent.observe.loader_cache import parse_listing
+from agent.paths import HOST_NVIDIA, spec_directory
 from agent.plan import plan
+from agent.staging import stage
 from agent.system.host_runner import host_runner
+from agent.vendors.machine import MACHINE_VENDORS
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from integration.bed.cache import cache_root
 from integration.bed.foreign_trees import SOURCE, arm64_root, crowded_root
+from integration.bed.generator import GeneratorMachine, with_simulated_nodes
 from integration.bed.host_roots import LIBRARIES, Layout, host_root
 from integration.bed.process import run
+from integration.bed.tools import bed_tools, toolkit
 from integration.observed_tree import CONFIG, Tree
 
 pytestmark = pytest.mark.scenario("002")
 
+(NVIDIA,) = (vendor for vendor in MACHINE_VENDORS if vendor.name == "nvidia")
 TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "i386": "i386-linux-gnu"}
 # As readelf(1) names them.
 PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i386": "Intel 80386"}
@@ -84,6 +92,25 @@ def packaged(root: Path, version: str, architecture: str = "amd64") -> set[str]:
     return names
 
 
+def _packages(root: Path, version: str, *sources: str) -> Iterator[tuple[str, str]]:
+    """Name and architecture of what was built of these source packages in that version."""
+    for stanza in (root / "var/lib/dpkg/status").read_text().split("\n\n"):
+        fields = dict(line.split(": ", 1) for line in stanza.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
+        source = fields.get("Source", fields.get("Package", "")).partition(" ")[0]
+        if source in sources and fields["Version"].startswith(version):
+            yield fields["Package"], fields["Architecture"]
+
+
+def _files(root: Path, package: str, architecture: str) -> set[str]:
+    """Regular files of an installed package, by dpkg's list, which has conffiles too."""
+    directory = root / "var/lib/dpkg/info"
+    (record,) = (
+        path for name in (f"{package}:{architecture}", package) if (path := directory / f"{name}.list").exists()
+    )
+    paths = (root / line.lstrip("/") for line in record.read_text().splitlines())
+    return {f"/{path.relative_to(root)}" for path in paths if path.is_file() and not path.is_symlink()}
+
+
 def _shipped(root: Path, package: str, architecture: str) -> set[str]:
     directory = root / "var/lib/dpkg/info"
     (record,) = (
@@ -99,7 +126,7 @@ def expect_complete(tree: Tree, found: Planned, shipped: set[str], architecture:
     assert (found.libraries.status, found.libraries.reason) == (Status.TRUE, "Present"), found.libraries
     assert found.problems == ()
     directory = f"usr/lib/{TRIPLETS[architecture]}/"
-    here = {target: file for target, file in found.files.items() if target.startswith(directory)}
+    here = {target: file for target, file in found.files.items() if target.startswith(directory) and ".so" in target}
     real = {target.rpartition("/")[2]: file for target, file in here.items() if not file.link}
     assert shipped - real.keys() == set()
     # Of NVIDIA's external platform libraries, which are packages of their own.
@@ -240,3 +267,79 @@ def _put_libraries(tree: Tree, version: str, directory: str, *patterns: str) -> 
                 if file.name.endswith(f".so.{version}") and not file.is_symlink():
                     (target / file.name).hardlink_to(file)
     run(tree.ldconfig)
+
+
+# ---- what pods get, by the real nvidia-ctk
+
+NO_PART_OF_PODS = re.compile(
+    # Documentation, and what sets the host up.
+    r"/usr/share/(doc|bug|lintian|man|initramfs-tools)/.*|.*\.1\.gz|/etc/init\.d/.*|/usr/lib/systemd/.*"
+    # Of the kernel module, for the administrator, and Debian's checks; the firmware is beside it.
+    r"|/usr/lib/nvidia/(check-for|alternate|pre-install).*|.*/nvidia-bug-report\.sh|.*/nvidia\.ids"
+)
+
+
+def test_pods_get_everything_that_the_driver_ships(copy: Path, tmp_path: Path) -> None:
+    """Each file of the packages in 64 and 32 bits is in the spec: by the real nvidia-ctk, or added, and all judged."""
+    packages = crowded_root()
+    current = current_version(packages)
+    tree = Tree(linked(packages, copy))
+    found = planned(tree, current)
+    assert found.libraries.message == f"{len(found.files)} files of driver {current}"
+    (grant,) = found.goal.grants
+    assert grant.driver_root
+    stage(grant.driver_root, tree)
+    (request,) = found.goal.handoff.requests
+    request, live = with_simulated_nodes(request)
+    staged = tree.tree / HOST_NVIDIA.lstrip("/") / str(grant.driver_root.index)
+    machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
+    machine.make_directory(spec_directory("nvidia"))
+    spec, remark = NVIDIA.generate(machine, request, spec_directory("nvidia"))
+    present = {
+        path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
+    }
+    verdict = NVIDIA.verify(spec, request, live, present)
+    assert (verdict.problems, verdict.missing_gpus, verdict.not_in_spec) == ((), (), ())
+    assert isinstance(spec, dict)
+    mounts = {each["hostPath"]: each["containerPath"] for each in spec["containerEdits"]["mounts"]}
+    sources = {f"{request.driver_root}/{target}": file.source for target, file in found.files.items()}
+    given = {sources[path] for path in mounts}
+    shipped: set[str] = set()
+    # Packages of their own have versions of their own.
+    versions = {SOURCE: current, "nvidia-persistenced": current, "nvidia-egl-gbm": "", "egl-wayland": ""}
+    for source, version in versions.items():
+        of_source = set(_packages(packages, version, source))
+        assert of_source, source
+        shipped |= {path for each in of_source for path in _files(packages, *each)}
+    missing = {path for path in shipped - given if not NO_PART_OF_PODS.fullmatch(path)}
+    assert missing == set(), sorted(missing)
+    expect_groups(mounts.values(), current)
+    assert f"usr/lib/{TRIPLETS['i386']}/ (" in remark
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    run([bed_tools() / "cdi-validate", tmp_path / "spec.json"])
+
+
+def expect_groups(container_paths: Collection[str], version: str) -> None:
+    """One file of each group where its users look for it."""
+    assert set(container_paths) >= {
+        "/etc/vulkan/icd.d/nvidia_icd.json",
+        "/etc/vulkan/implicit_layer.d/nvidia_layers.json",
+        "/usr/share/glvnd/egl_vendor.d/10_nvidia.json",
+        "/usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json",
+        "/usr/share/egl/egl_external_platform.d/10_nvidia_wayland.json",
+        "/etc/OpenCL/vendors/nvidia.icd",
+        "/usr/share/nvidia/nvoptix.bin",
+        f"/usr/share/nvidia/nvidia-application-profiles-{version}-rc",
+        "/usr/lib/xorg/modules/drivers/nvidia_drv.so",
+        f"/usr/lib/xorg/modules/extensions/libglxserver_nvidia.so.{version}",
+        "/usr/share/X11/xorg.conf.d/nvidia-drm-outputclass.conf",
+        f"/lib/firmware/nvidia/{version}/gsp_ga10x.bin",
+        f"/usr/lib/{TRIPLETS['amd64']}/nvidia/wine/nvngx.dll",
+        f"/usr/lib/{TRIPLETS['amd64']}/libnvidia-api.so.1",
+        *(
+            f"/usr/lib/{triplet}/vdpau/libvdpau_nvidia.so.{version}"
+            for triplet in (TRIPLETS["amd64"], TRIPLETS["i386"])
+        ),
+        *(f"/usr/bin/{name}" for name in ("nvidia-smi", "nvidia-debugdump", "nvidia-cuda-mps-control")),
+    }
+    assert "/usr/bin/nvidia-modprobe" not in container_paths

@@ -16,9 +16,12 @@ SOURCE = "nvidia-graphics-drivers"
 """Debian's source package; that of an older branch beside it has a suffix, such as -tesla-535."""
 NOT_FOR_ARM64 = ("libnvidia-ngx1", "libnvidia-pkcs11-openssl3", "nvidia-modprobe", "nvidia-persistenced")
 FOR_I386 = (
-    "libcuda1 libegl-nvidia0 libglx-nvidia0 libnvcuvid1 libnvidia-allocator1 libnvidia-encode1 libnvidia-fbc1"
-    " libnvidia-ml1 libnvidia-opticalflow1 libnvidia-ptxjitcompiler1 nvidia-vdpau-driver"
+    "libcuda1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1 libnvidia-allocator1"
+    " libnvidia-egl-gbm1 libnvidia-encode1 libnvidia-fbc1 libnvidia-glvkspirv libnvidia-ml1 libnvidia-opticalflow1"
+    " libnvidia-ptxjitcompiler1 nvidia-opencl-icd nvidia-vdpau-driver nvidia-vulkan-icd"
 )
+# What hosts of the bed do without: the X server's modules, tools, firmware and application profiles.
+FURTHER = "firmware-nvidia-gsp libnvidia-egl-gbm1 nvidia-cuda-mps nvidia-driver-bin xserver-xorg-video-nvidia"
 OLDER = "libnvidia-tesla-535-cuda1 libnvidia-tesla-535-ml1 libnvidia-tesla-535-nvcuvid1 libglx-nvidia-tesla-535-0"
 # For translated messages of ldconfig.
 TRANSLATIONS = "libc-l10n locales"
@@ -57,9 +60,9 @@ def arm64_root() -> Path:
 
 
 def crowded_root() -> Path:
-    """Debian 13 with 32-bit driver libraries, an older branch of the driver beside the current one, and German."""
+    """Debian 13 with all of the driver in 64 and 32 bits, an older branch of it beside that, and German."""
     packages = [*DRIVER_PACKAGES.split(), *(f"{name}:i386" for name in FOR_I386.split()), *OLDER.split()]
-    packages += [*TRANSLATIONS.split(), "systemd-container"]
+    packages += [*FURTHER.split(), *TRANSLATIONS.split(), "systemd-container"]
 
     def build(target: Path) -> None:
         root = target / "root"
