@@ -121,9 +121,11 @@ def _shipped(root: Path, package: str, architecture: str) -> set[str]:
     return {match[1] for path in paths if (match := wanted.fullmatch(path))}
 
 
-def expect_complete(tree: Tree, found: Planned, shipped: set[str], architecture: str = "amd64") -> None:
-    """Every file that the packages ship, for that processor and no other, each to be found by its soname."""
-    assert (found.libraries.status, found.libraries.reason) == (Status.TRUE, "Present"), found.libraries
+def expect_complete(
+    tree: Tree, found: Planned, shipped: set[str], architecture: str = "amd64", reason: str = "Present"
+) -> None:
+    """Every library that the packages ship, for that processor and no other, each to be found by its soname."""
+    assert (found.libraries.status, found.libraries.reason) == (Status.TRUE, reason), found.libraries
     assert found.problems == ()
     directory = f"usr/lib/{TRIPLETS[architecture]}/"
     here = {target: file for target, file in found.files.items() if target.startswith(directory) and ".so" in target}
@@ -203,7 +205,9 @@ def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
     run(["chroot", tree.tree, "update-alternatives", "--set", "nvidia", f"/usr/lib/nvidia/tesla-{older.split('.')[0]}"])
     run(tree.ldconfig)
     chosen = planned(tree, older)
-    expect_complete(tree, chosen, packaged(packages, older))
+    # Firmware, Xorg's modules and profiles are installed for the other one alone.
+    expect_complete(tree, chosen, packaged(packages, older), reason="PartlyOtherVersion")
+    assert f"/lib/firmware/nvidia/{current}/gsp_ga10x.bin" in chosen.libraries.message
     assert not [target for target in chosen.files if current in target]
 
 
@@ -220,7 +224,7 @@ def test_two_drivers_in_the_loader_cache(copy: Path) -> None:
     expect_complete(tree, found, packaged(packages, current))
     assert not [file for file in found.files.values() if file.source.startswith("/usr/local/")]
     other = planned(tree, older)
-    expect_complete(tree, other, packaged(packages, older))
+    expect_complete(tree, other, packaged(packages, older), reason="PartlyOtherVersion")
     assert not [target for target in other.files if current in target]
 
 
