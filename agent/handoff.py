@@ -99,9 +99,7 @@ def render_handoff(handoff: Handoff) -> bytes:
 
     It has the oldest version that says all of it, so that an older image goes on as long as nothing newer is granted.
     """
-    newer = any(
-        request.sockets or any(device.capability for device in request.devices) for request in handoff.requests
-    )
+    newer = any(request.sockets or any(device.capability for device in request.devices) for request in handoff.requests)
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     document = {"version": version, "generation": handoff.generation, **_content(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
@@ -109,7 +107,9 @@ def render_handoff(handoff: Handoff) -> bytes:
 
 def _content(handoff: Handoff) -> dict[str, Any]:
     """Without what version 1 does not know, where there is nothing of it."""
-    return asdict(handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2})
+    return asdict(
+        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2}
+    )
 
 
 def parse_handoff(data: bytes) -> Handoff:

@@ -45,7 +45,9 @@ def version_1() -> dict[str, Any]:
     """The content that the release before knows."""
     content = asdict(HANDOFF)
     del content["restart_device_plugin"]
-    for device in content["requests"][0]["devices"]:
+    (request,) = content["requests"]
+    del request["sockets"]
+    for device in request["devices"]:
         del device["capability"]
     return content
 
