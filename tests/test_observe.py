@@ -133,3 +133,28 @@ def test_udev_with_devices_that_this_machine_lacks(tmp_path: Path) -> None:
     assert drm == repr(
         (DrmDevice("/dev/dri/card1", "0000:00:01.0", "nvidia"), DrmDevice("/dev/dri/renderD129", "", ""))
     )
+
+
+CONTEXTS = """
+import subprocess
+from agent.observe.udev import Udev
+started = []
+real = subprocess.Popen.__init__
+def counted(self, *arguments, **named):
+    started.append(arguments)
+    real(self, *arguments, **named)
+subprocess.Popen.__init__ = counted
+udev = Udev()
+udev.pci_devices(), udev.drm_devices()
+first = len(started)
+udev.pci_devices(), udev.drm_devices()
+print(first, len(started) - first)
+"""
+
+
+def test_listing_devices_again_starts_no_process() -> None:
+    """To find libudev, ctypes runs programs: seen to be two in each pass."""
+    ended = subprocess.run((sys.executable, "-c", CONTEXTS), stdout=subprocess.PIPE, text=True, check=True, timeout=60)
+    first, again = ended.stdout.split()
+    assert int(first) > 0, "the count sees none"
+    assert int(again) == 0

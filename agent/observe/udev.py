@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agent.facts import DrmDevice, PciDevice, Seen, Unseen
 
@@ -23,11 +23,28 @@ class DeviceSource(Protocol):
 class Udev:
     """The DeviceSource of a real host."""
 
+    def __init__(self) -> None:
+        # A new one runs `ldconfig -p` each time, to find libudev (ctypes.util). One for each list, as one may hang in a
+        # thread of its own while the other is made.
+        self._contexts: dict[str, Any] = {}
+
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
-        return _listed("pci", _pci_device)
+        return self._listed("pci", _pci_device)
 
     def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
-        return _listed("drm", _drm_device)
+        return self._listed("drm", _drm_device)
+
+    def _listed(self, subsystem: str, convert: "Callable[[_Device], D | None]") -> Seen[tuple[D, ...]]:
+        try:
+            # libudev is loaded by ctypes, here rather than at import: a host without it gets a fact, not a traceback.
+            import pyudev
+
+            if subsystem not in self._contexts:
+                self._contexts[subsystem] = pyudev.Context()
+            found = [convert(device) for device in self._contexts[subsystem].list_devices(subsystem=subsystem)]
+        except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
+            return Unseen(f"udev: {subsystem} devices cannot be listed: {type(error).__name__}: {error}")
+        return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
 
 
 class _Device(Protocol):
@@ -40,17 +57,6 @@ class _Device(Protocol):
     attributes: Mapping[str, bytes]
 
     def find_parent(self, subsystem: str) -> "_Device | None": ...
-
-
-def _listed(subsystem: str, convert: Callable[[_Device], D | None]) -> Seen[tuple[D, ...]]:
-    try:
-        # libudev is loaded by ctypes, here rather than at import: a host without it gets a fact, not a traceback.
-        import pyudev
-
-        found = [convert(device) for device in pyudev.Context().list_devices(subsystem=subsystem)]
-    except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
-        return Unseen(f"udev: {subsystem} devices cannot be listed: {type(error).__name__}: {error}")
-    return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
 
 
 def _pci_device(device: _Device) -> PciDevice | None:
