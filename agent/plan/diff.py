@@ -33,7 +33,7 @@ class Difference:
 
 
 def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
-    """Settings first (a machine may be about to start), then driver roots, then the handoffs that name them.
+    """Running machines first, settings (one may be about to start), driver roots, then the handoffs that name them.
 
     What no machine waits for comes last; but driver roots that nothing uses make place for one that is to be staged.
     """
@@ -72,7 +72,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
         # that it waits for: it is owed until the pass in which the machine has answered. One that is about to
         # start does need it; and the unit of a drop-in that was removed may not be looked at any more.
         at_end = []
-    changes = (*removals, *settings, *running, *at_start, *first, *stage, *handoffs, *at_end)
+    changes = (*removals, *running, *settings, *at_start, *first, *stage, *handoffs, *at_end)
     return Difference((*changes, *last, *later), refused)
 
 
