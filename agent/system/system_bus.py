@@ -77,7 +77,7 @@ class _Connection:
     def __init__(self, path: str, deadline: float) -> None:
         try:
             self._socket: socket.socket = prep_socket(path, timeout=_left(deadline))
-        except (OSError, TimeoutError):
+        except OSError:
             raise
         except Exception as error:
             raise OSError(errno.EPROTO, f"not authenticated: {error}") from error
