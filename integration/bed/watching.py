@@ -73,7 +73,7 @@ class Watching:
         # systemd's own lines of the unit are no lists.
         return [Sample(*json.loads(line)) for line in lines if line.startswith("[")]
 
-    def wait(self, wanted: Callable[[Sample], bool], since: float, seconds: float = 150) -> float:
+    def wait(self, wanted: Callable[[Sample], bool], since: float, seconds: float = 240) -> float:
         """Until it is so; how long after `since` (by `uptime`) that was first seen."""
         deadline = time.monotonic() + seconds
         while True:
