@@ -1,15 +1,22 @@
-"""What was set up holds over reloads and reboots of machine and host."""
+"""What was set up holds over reloads and reboots of machine and host, and over a pause of the agent."""
 
 import json
+import time
+from collections.abc import Callable
 
 import pytest
 
 from integration.bed.node import Pod
+from integration.bed.restarts import AGENT, MACHINE_UNIT
+from integration.bed.watching import Watching, uptime
 from integration.conftest import Bed
+from integration.test_hotplug import GPUS, PORT, claimed, plug, usable
 
-MACHINE_UNIT = "systemd-nspawn@gpu-node.service"
 pytestmark = pytest.mark.scenario("002")
 
+STOPPED = 60
+"""Seconds."""
+Measured = Callable[[str, object], None]
 
 PROBE = ("gpu-probe", "/dev/nvidia1", "/dev/nvidia2", "libcuda.so.1")
 
@@ -38,6 +45,29 @@ def test_daemon_reload_on_the_host_and_in_the_machine(ready: Bed) -> None:
     ready.run("systemctl", "daemon-reload")
     ready.node.run("systemctl", "daemon-reload")
     expect_by_cdi(ready)
+
+
+def test_a_service_that_stands_still_for_a_minute(ready: Bed, measured: Measured) -> None:
+    """Its watchdog does not fire; what came and went meanwhile is as if it had been seen."""
+    ready.wait_served()
+    before = ready.starts()
+    with Watching(ready.node.run, GPUS[PORT]) as watching:
+        ready.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGSTOP", AGENT)
+        stopped = uptime(ready.guest)
+        plug(ready)
+        ready.run("sh", "-c", "mknod /dev/nvidia99 c 195 99 && rm /dev/nvidia99 && ldconfig")
+        assert ready.node.run("test", "-e", GPUS[PORT], check=False).status != 0
+        expect_by_cdi(ready)
+        while uptime(ready.guest) < stopped + STOPPED:
+            time.sleep(1)
+        ready.run("systemctl", "kill", "--kill-whom=main", "--signal=SIGCONT", AGENT)
+        went_on = uptime(ready.guest)
+        measured("seconds to open", f"{watching.wait(lambda now: now.opens, went_on):.1f}")
+        measured("seconds to ready", f"{watching.wait(usable, went_on):.1f}")
+        measured("ready meanwhile", watching.told_ready())
+        assert not [each for each in watching.samples() if claimed(each)]
+    measured("restarted", ready.restarted(before))
+    assert ready.restarted(before) == "nothing"
 
 
 def test_a_machine_that_reboots_by_itself(ready: Bed) -> None:
