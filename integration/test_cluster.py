@@ -116,8 +116,8 @@ def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
         # It has the GPU open, and the driver lets none go that is in use.
         cluster.delete_plugin()
         bed.host.qemu.unplug(PORT)
-    wait_for_gpus(bed, NUMBER)
     cluster.deploy_plugin(NUMBER)
+    bed.wait_ready()
 
 
 def unscheduled(cluster: Cluster, name: str) -> str:
