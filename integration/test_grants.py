@@ -1,11 +1,15 @@
 """A machine gets the GPUs that it was given, and the kernel keeps it from the others."""
 
+import time
+
 import pytest
 
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
 
+UNIT = "systemd-nspawn@gpu-node.service"
+SET = f"/run/systemd/system.control/{UNIT}.d/50-DeviceAllow.conf"
 SECOND = "0000:02:00.0"
 OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
@@ -32,3 +36,23 @@ def test_an_unknown_gpu_is_named_and_holds_up_nothing(installed: Bed) -> None:
     assert finished.status == 1
     assert "GPU 0000:7f:00.0 is not on this host" in finished.stdout
     installed.node.run("python3", "-c", OPEN, "/dev/nvidia1")
+
+
+def test_a_machine_that_has_left_keeps_no_permission(ready: Bed) -> None:
+    """What was set while it ran outlives it until the host's reboot, and would apply to its next start."""
+
+    def allowed() -> str:
+        return ready.run("systemctl", "show", "--property=DeviceAllow", UNIT).stdout
+
+    # As the service does for a GPU that comes.
+    ready.run("systemctl", "set-property", "--runtime", UNIT, "DeviceAllow=/dev/char/195:0 rw")
+    ready.run("systemctl", "stop", UNIT, timeout=120)
+    assert "/dev/char/195:0" in ready.run("cat", SET).stdout
+    ready.guest.write("/etc/unbounded-agent/config.toml", b"[machines.other]\n")
+    ready.run("systemctl", "reload", "unbounded-agent.service")
+    deadline = time.monotonic() + 120
+    while ready.run("test", "-e", SET, check=False).status == 0 or "/dev/char/195:" in allowed():
+        assert time.monotonic() < deadline, ready.run("journalctl", "-u", "unbounded-agent", "-n", "20").stdout
+        time.sleep(0.5)
+    # Those of the installed template, which a start without settings of ours has.
+    assert "char-pts rw" in allowed()
