@@ -1,4 +1,4 @@
-"""Measures the set-up of a machine's GPUs against bare tools and against the plain recipe, all in one run.
+"""Measures how GPUs are set up in a machine, and how they come to a running one, against bare tools in one run.
 
 Absolute times are those of an emulated processor and say little; the ratios compare what ran side by side.
 """
@@ -9,24 +9,25 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 from integration.bed import wheels
+from integration.bed.bench_live import measure_hotplug, measure_idle
+from integration.bed.bench_script import Measures, numbers, script, seconds
 from integration.bed.cache import step
-from integration.bed.guest import Completed, Guest
+from integration.bed.guest import Guest
 from integration.bed.host_image import host_image
 from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
-from integration.bed.node import MACHINE
 from integration.bed.simulated_host import SimulatedHost
 
-SCRIPTS = Path(__file__).with_name("bench_scripts")
 ROUNDS = 9
 """Of each a pair: the ratio is taken within it, as the speed of an emulated processor changes from minute to minute."""
 LINKS = 60
 """What a driver of these days has; every link is one call into the machine."""
-
-Measures = dict[str, float | int | str]
+PAIRS = 4
+"""GPUs that are plugged in: as many as the virtual machine has empty ports."""
+IDLE = 600.0
+"""Seconds."""
 
 
 def measure_setup(guest: Guest) -> Measures:
@@ -35,11 +36,11 @@ def measure_setup(guest: Guest) -> Measures:
     guest.run(["unbounded-agent", "apply"], timeout=300)
     floor, setup = [], []
     for _ in range(ROUNDS):
-        floor.append(_seconds(script(guest, "floor")))
-        setup.append(_seconds(script(guest, "setup")))
-    first = _seconds(script(guest, "setup", "first"))
-    measures |= _numbers(script(guest, "size"))
-    recipe = _numbers(script(guest, "recipe", str(LINKS), timeout=300))
+        floor.append(seconds(script(guest, "floor")))
+        setup.append(seconds(script(guest, "setup")))
+    first = seconds(script(guest, "setup", "first"))
+    measures |= numbers(script(guest, "size"))
+    recipe = numbers(script(guest, "recipe", str(LINKS), timeout=300))
     measures |= {
         "floor_seconds": statistics.median(floor),
         "setup_seconds": statistics.median(setup),
@@ -61,29 +62,13 @@ def recipe_on_split_layout(guest: Guest) -> str:
     return ended.stderr.strip().splitlines()[-1]
 
 
-def script(guest: Guest, name: str, *arguments: str, timeout: float = 120, check: bool = True) -> Completed:
-    """One of the scripts beside this file, on the host."""
-    path = f"/root/bench/{name}"
-    guest.write(path, (SCRIPTS / name).read_bytes(), 0o755)
-    return guest.run([path, MACHINE, *arguments], timeout=timeout, check=check)
-
-
 def _staging(guest: Guest) -> Measures:
-    found = _numbers(script(guest, "staging", timeout=300))
+    found = numbers(script(guest, "staging", timeout=300))
     return {
         "staging_cold_seconds": found["staging"],
         "staging_mib": found["mib"],
         "staging_vs_cp": found["staging"] / found["cp"],
     }
-
-
-def _seconds(ended: Completed) -> float:
-    return _numbers(ended)["seconds"]
-
-
-def _numbers(ended: Completed) -> dict[str, float]:
-    """Of lines "<name> <number>"."""
-    return {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
 
 
 def _run() -> Iterator[tuple[str, float | int | str]]:
@@ -96,6 +81,12 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
     with SimulatedHost(host_image(dependencies), machines) as host:
         with step("install the host half"):
             install(host.guest)
+        with step("start the service"):
+            host.guest.run(["systemctl", "start", "unbounded-agent.service"], timeout=240)
+        with step(f"what the service costs in {IDLE:.0f} s"):
+            yield from measure_idle(host.guest, IDLE).items()
+        with step("GPUs that are plugged in"):
+            yield from measure_hotplug(host, PAIRS).items()
         with step("the plain recipe on the split layout"):
             yield "recipe_on_split_layout", recipe_on_split_layout(host.guest)
 
