@@ -12,9 +12,15 @@ from agent.errors import BusError
 from agent.facts import DrmDevice, PciDevice, Seen
 from agent.identity import DeviceNumber
 from agent.observe.loader_cache import CACHE
-from agent.observe.units import GET, MANAGER, SYSTEMD
 from agent.system.commands import Completed
 from agent.system.files import System
+from agent.system.services import (
+    GET,
+    MACHINED_MANAGER,
+    SYSTEMD,
+    SYSTEMD_MANAGER,
+    SYSTEMD_OBJECT,
+)
 
 HOSTS = Path(__file__).parent / "hosts"
 
@@ -32,8 +38,11 @@ class ScriptedRunner:
         return self.answers[argv]
 
 
+CHANGES = (f"{SYSTEMD_MANAGER}.SetUnitProperties", f"{MACHINED_MANAGER}.BindMountMachine")
+
+
 class ScriptedBus:
-    """PID 1 on the system bus, with the units that a test lists; a question that nobody expected fails the test."""
+    """PID 1 and machined on the system bus, with the units that a test lists; an unexpected question fails the test."""
 
     def __init__(self) -> None:
         self.properties: dict[tuple[str, str, str], tuple[str, object]] = {}
@@ -41,15 +50,28 @@ class ScriptedBus:
         self.units: dict[str, str] = {}
         """Object paths by name: an alias has that of another."""
         self.failing: BusError | None = None
+        self.changes: list[tuple[object, ...]] = []
+        """The method's name and its arguments, in their order."""
+        self.refused: dict[str, BusError] = {}
+        """Of changes, by one of their arguments."""
 
-    def __call__(self, service: str, path: str, method: str, arguments: tuple[str, ...]) -> tuple[object, ...]:
+    def __call__(
+        self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
         if self.failing:
             raise self.failing
+        if method in CHANGES:
+            self.changes.append((method.rpartition(".")[2], *arguments))
+            for argument in arguments:
+                if isinstance(argument, str) and argument in self.refused:
+                    raise self.refused[argument]
+            return ()
         assert service == SYSTEMD
+        assert all(isinstance(each, str) for each in arguments)
         if method == GET:
-            interface, name = arguments
+            interface, name = map(str, arguments)
             return (self.properties[path, interface, name],)
-        assert (path, method) == (MANAGER, f"{SYSTEMD}.Manager.LoadUnit"), f"nobody expected {method} of {path}"
+        assert (path, method) == (SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.LoadUnit"), f"nobody expected {method} of {path}"
         (unit,) = arguments
         assert unit in self.units, f"nobody expected {unit}"
         return (self.units[unit],)
@@ -64,7 +86,7 @@ class ScriptedBus:
         device_allow: list[tuple[str, str]] | None = None,
     ) -> None:
         """One unit, with the types that systemd's introspection data gives."""
-        path = self.units.setdefault(name, f"{MANAGER}/unit/_{len(self.units)}")
+        path = self.units.setdefault(name, f"{SYSTEMD_OBJECT}/unit/_{len(self.units)}")
         unit, service = f"{SYSTEMD}.Unit", f"{SYSTEMD}.Service"
         self.properties |= {
             (path, unit, "LoadState"): ("s", load),
@@ -75,7 +97,7 @@ class ScriptedBus:
         }
 
     def version(self, text: str) -> None:
-        self.properties[MANAGER, f"{SYSTEMD}.Manager", "Version"] = ("s", text)
+        self.properties[SYSTEMD_OBJECT, SYSTEMD_MANAGER, "Version"] = ("s", text)
 
 
 class Host(System):

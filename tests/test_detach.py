@@ -20,10 +20,9 @@ from agent.live import parse_live, render_live
 from agent.observe.detached import forget_detached, note_detached, observe_detached
 from agent.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
 from agent.reconcile import Reconciler
-from agent.system.commands import Completed
 from tests.gpu_host import MACHINE, set_up, units
 from tests.processes import POD_GROUP, process
-from tests.recorded import Host, ScriptedRunner
+from tests.recorded import Host
 
 FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 PERMISSION = "/dev/char/195:1 rw"
@@ -32,21 +31,11 @@ BOOT_ID = "11111111-2222-3333-4444-555555555555"
 FAST = Timing(poll=0, answer=20, tell=0)
 
 
-class Runner(ScriptedRunner):
-    """Also answers what sets a unit's devices and binds nodes, whichever they are."""
-
-    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
-        if argv[1:2] == ("set-property",) or argv[0] == "machinectl":
-            self.calls.append(argv)
-            return Completed(0, b"", b"")
-        return super().__call__(argv, timeout)
-
-
 class Site:
     """A host, its running machine, and what happens while somebody waits."""
 
     def __init__(self, tree: Path) -> None:
-        self.host = set_up(Host(tree, runner=Runner()))
+        self.host = set_up(Host(tree))
         self.host.make_directory("/proc")
         self.heard: list[str] = []
         self.meanwhile: list[Callable[[], object]] = []

@@ -8,14 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.actions import ChangeDevices
-from agent.errors import ApplyError, DocumentError
+from agent.errors import ApplyError, BusError, DocumentError
 from agent.facts import Facts, VendorFacts
 from agent.live import LiveSettings, parse_live, render_live
 from agent.paths import handoff_file, live_file, machine_unit
 from agent.plan import plan
 from agent.plan.diff import Said, diff
 from agent.running import change_devices
-from agent.system.commands import Completed
 from agent.system.files import System
 from tests.example import facts, nvidia
 from tests.recorded import Host
@@ -27,9 +26,19 @@ ALLOW = ("char-pts rw", "/dev/char/195:1 rw")
 NODES = {"/dev/nvidia1": "195:1", "/dev/nvidia2": "195:2"}
 AFTER = LiveSettings(BEFORE.fixed, ALLOW, NODES)
 CHANGE = ChangeDevices(MACHINE, BEFORE, AFTER, ("char-drm rw",))
-SET = ("systemctl", "set-property", "--runtime", machine_unit(MACHINE), "DeviceAllow=", "DeviceAllow=char-pts rw",
-       "DeviceAllow=/dev/char/195:1 rw", "DeviceAllow=char-drm rw")  # fmt: skip
-BIND = ("machinectl", "--mkdir", "bind", MACHINE)
+SET = (
+    "SetUnitProperties",
+    machine_unit(MACHINE),
+    True,
+    [
+        ("DeviceAllow", ("a(ss)", [])),
+        ("DeviceAllow", ("a(ss)", [("char-pts", "rw"), ("/dev/char/195:1", "rw"), ("char-drm", "rw")])),
+    ],
+)
+
+
+def bind(path: str) -> tuple[object, ...]:
+    return ("BindMountMachine", MACHINE, path, path, False, True)
 
 
 @given(st.builds(
@@ -56,18 +65,14 @@ def test_what_cannot_be_read_names_its_key(document: bytes, key: str) -> None:
 
 def test_permitted_first_then_bound_then_noted(host: Host) -> None:
     """The whole list in one call, an empty one first: otherwise entries that are not in it would stay."""
-    for argv in (SET, (*BIND, "/dev/nvidia1"), (*BIND, "/dev/nvidia2")):
-        host.command(*argv)
     change_devices(CHANGE, host)
-    assert host.runner.calls == [SET, (*BIND, "/dev/nvidia1"), (*BIND, "/dev/nvidia2")]
+    assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
 
 
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
     """What succeeded is noted, and only the rest is tried again: systemd 252 would stack mounts."""
-    host.command(*SET)
-    host.command(*BIND, "/dev/nvidia1", status=1, stderr="Failed to bind mount: Operation not supported")
-    host.command(*BIND, "/dev/nvidia2")
+    host.bus.refused["/dev/nvidia1"] = BusError("Failed to bind mount: Operation not supported")
     with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*machinectl reboot gpu-node"):
         change_devices(CHANGE, host)
     noted = parse_live(host.read(live_file(MACHINE)))
@@ -75,9 +80,7 @@ def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
 
 
 def test_what_could_not_be_permitted_may_be_and_is_tried_again(host: Host) -> None:
-    host.command(*SET, status=1, stderr="Failed to set unit properties")
-    for path in NODES:
-        host.command(*BIND, path)
+    host.bus.refused[machine_unit(MACHINE)] = BusError("Failed to set unit properties")
     with pytest.raises(ApplyError, match="Failed to set unit properties"):
         change_devices(CHANGE, host)
     assert parse_live(host.read(live_file(MACHINE))).allow == BEFORE.allow
@@ -168,12 +171,12 @@ def test_who_is_killed_in_between_leaves_no_permission_that_nobody_knows_of(host
     """What is about to be permitted is noted first: a GPU that goes meanwhile is forbidden by the next pass."""
     noted: list[LiveSettings] = []
 
-    def die(argv: tuple[str, ...], timeout: float) -> Completed:
+    def die(*call: object) -> tuple[object, ...]:
         noted.append(parse_live(Path(host.root, live_file(MACHINE)[1:]).read_bytes()))
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        change_devices(CHANGE, System(die, host.root))
+        change_devices(CHANGE, System(host.runner, host.root, die))
     assert set(noted[0].allow) == {*BEFORE.allow, *ALLOW}
 
 

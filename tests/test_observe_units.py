@@ -4,7 +4,8 @@ import pytest
 
 from agent.errors import BusError, ObservationError
 from agent.facts import Absent, Broken, Unseen
-from agent.observe.units import SYSTEMD, Unit, observe_template, observe_units, observe_version, parse_device_allow
+from agent.observe.units import Unit, observe_template, observe_units, observe_version, parse_device_allow
+from agent.system.services import SYSTEMD
 from tests.recorded import HOSTS, Host
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"

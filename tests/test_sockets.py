@@ -13,7 +13,6 @@ from agent.handoff import Handoff, parse_handoff, render_handoff
 from agent.live import LiveSettings
 from agent.plan.nspawn import render_nspawn
 from agent.running import change_devices
-from agent.system.files import System
 from agent.vendors.nvidia.additions import with_additions
 from agent.vendors.nvidia.cdi import verify
 from agent.vendors.nvidia.grant import grant_nvidia
@@ -69,20 +68,13 @@ def test_binds_of_a_machine_s_start() -> None:
     assert "\nBind=/run/nvidia-mps\n" in text
 
 
-def test_a_directory_that_was_made_anew_is_bound_in_the_running_machine(tmp_path: Any) -> None:  # noqa: ANN401
-    calls: list[tuple[str, ...]] = []
-
-    class Recorder(System):
-        def run(self, *argv: str, timeout: float = 30.0) -> str:
-            calls.append(argv)
-            return ""
-
+def test_a_directory_that_was_made_anew_is_bound_in_the_running_machine(host: Host) -> None:
     before = LiveSettings("", (), {PERSISTENCED: "ro:7", "/run/nvidia-mps": "rw:8"})
     after = replace(before, nodes={PERSISTENCED: "ro:9", "/run/nvidia-mps": "rw:10"})
-    change_devices(ChangeDevices("m", before, after, ()), Recorder(lambda *_: pytest.fail("no program"), str(tmp_path)))
-    assert calls == [
-        ("machinectl", "--mkdir", "--read-only", "bind", "m", PERSISTENCED),
-        ("machinectl", "--mkdir", "bind", "m", "/run/nvidia-mps"),
+    change_devices(ChangeDevices("m", before, after, ()), host)
+    assert host.bus.changes == [
+        ("BindMountMachine", "m", PERSISTENCED, PERSISTENCED, True, True),
+        ("BindMountMachine", "m", "/run/nvidia-mps", "/run/nvidia-mps", False, True),
     ]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jeepney import HeaderFields, Message, MessageFlag, Parser, new_error, new_method_return
+from jeepney import HeaderFields, Message, Parser, new_error, new_method_return
 
 from agent.errors import BusAnswerError, BusError
 from agent.system.system_bus import REPLY_LIMIT, SystemBus
@@ -100,8 +100,8 @@ def connect() -> Iterator[Connect]:
     """Closed at the end."""
     made: list[SystemBus] = []
 
-    def new(place: Path, deadline: float = 5.0) -> SystemBus:
-        made.append(SystemBus(str(place), deadline))
+    def new(place: Path) -> SystemBus:
+        made.append(SystemBus(str(place)))
         return made[-1]
 
     yield new
@@ -109,8 +109,8 @@ def connect() -> Iterator[Connect]:
         each.close()
 
 
-def call(bus: SystemBus, *arguments: str) -> tuple[object, ...]:
-    return bus(SERVICE, PATH, METHOD, arguments)
+def call(bus: SystemBus, *arguments: str, deadline: float = 5.0) -> tuple[object, ...]:
+    return bus(SERVICE, PATH, METHOD, "s" * len(arguments), arguments, deadline)
 
 
 def test_a_call_and_its_answer(place: Path, connect: Connect) -> None:
@@ -123,7 +123,6 @@ def test_a_call_and_its_answer(place: Path, connect: Connect) -> None:
         assert (first[HeaderFields.path], first[HeaderFields.destination]) == (PATH, SERVICE)
         assert f"{first[HeaderFields.interface]}.{first[HeaderFields.member]}" == METHOD
         assert simulation.calls[0].body == ("one", "two")
-        assert simulation.calls[0].header.flags & MessageFlag.no_auto_start
 
 
 def test_an_error_names_what_was_asked(place: Path, connect: Connect) -> None:
@@ -185,10 +184,11 @@ def test_no_answer_ends_at_the_deadline_and_is_not_taken_for_the_next(place: Pat
     with simulated(
         place, lambda message, number: b"" if number == 1 else returned(message, "s", ("new",))
     ) as simulation:
-        bus = connect(place, deadline=0.3)
+        bus = connect(place)
         started = time.monotonic()
-        with pytest.raises(BusError, match="timed out"):
-            call(bus)
+        with pytest.raises(BusError, match="timed out") as raised:
+            call(bus, deadline=0.3)
+        assert isinstance(raised.value.__cause__, TimeoutError), "by which callers know that nothing answers"
         assert time.monotonic() - started >= 0.3
         assert call(bus) == ("new",)
         assert simulation.connections == 2
@@ -199,7 +199,7 @@ def test_no_answer_ends_at_the_deadline_and_is_not_taken_for_the_next(place: Pat
 )
 def test_what_is_no_message_is_an_error(place: Path, connect: Connect, answer: bytes) -> None:
     with simulated(place, lambda _, number: answer), pytest.raises(BusError):
-        call(connect(place, deadline=0.5))
+        call(connect(place), deadline=0.5)
 
 
 def test_the_size_of_an_answer_is_bounded(place: Path, connect: Connect) -> None:
@@ -215,4 +215,4 @@ def test_a_socket_that_nobody_serves_ends_at_the_deadline(place: Path, connect: 
         listening.bind(str(place))
         listening.listen()
         with pytest.raises(BusError, match="authenticate"):
-            call(connect(place, deadline=0.3))
+            call(connect(place), deadline=0.3)

@@ -8,13 +8,10 @@ from typing import TypeVar
 from agent.errors import BusAnswerError, BusError, ObservationError
 from agent.facts import Absent, Broken, Seen, Unseen
 from agent.system.files import System
+from agent.system.services import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
 
 T = TypeVar("T", str, bool, int, list[object])
 
-SYSTEMD = "org.freedesktop.systemd1"
-"""Its service on the bus, and the prefix of its interfaces (org.freedesktop.systemd1(5))."""
-MANAGER = "/org/freedesktop/systemd1"
-GET = "org.freedesktop.DBus.Properties.Get"
 TEMPLATE = "systemd-nspawn@.service"
 UNIT_DIRECTORIES = (
     "/etc/systemd/system",
@@ -56,7 +53,7 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 def _unit(name: str, system: System) -> Unit:
     # LoadUnit, as GetUnit fails for one that is not loaded. An alias leads to the unit that it stands for.
-    loaded = system.call(SYSTEMD, MANAGER, f"{SYSTEMD}.Manager.LoadUnit", name)
+    loaded = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.LoadUnit", name)
     path = _expected("LoadUnit", loaded[0] if loaded else None, str)
     load = _property(system, path, "Unit", "LoadState", str)
     active = _property(system, path, "Unit", "ActiveState", str)
@@ -102,7 +99,7 @@ def _expected(what: str, value: object, kind: type[T]) -> T:
 def observe_version(system: System) -> Seen[int]:
     """Of the systemd that runs."""
     try:
-        text = _property(system, MANAGER, "Manager", "Version", str)
+        text = _property(system, SYSTEMD_OBJECT, "Manager", "Version", str)
     except BusError as error:
         return Unseen(f"the version of systemd: {error}")
     # Free text by its documentation; every release has had its number in front, as Debian and Ubuntu have it.

@@ -38,10 +38,12 @@ TimeoutError when it could not even be killed then.
 """
 
 
-Bus = Callable[[str, str, str, tuple[str, ...]], tuple[object, ...]]
-"""Calls a method on the system bus: service, object path, interface and member with a dot between, text arguments.
+Bus = Callable[[str, str, str, str, tuple[object, ...], float], tuple[object, ...]]
+"""Calls a method on the system bus, and returns what it returns; a variant is a pair of signature and value.
 
-What the method returns, a variant as a pair of signature and value. Raises BusError.
+Takes service, object path, interface and member with a dot between, signature and arguments, and a time limit in
+seconds. Where the bus is started anew meanwhile, the method may be called twice. Raises BusError, with a TimeoutError
+as its cause when there was no answer in time.
 """
 
 

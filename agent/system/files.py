@@ -16,6 +16,8 @@ from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
 """Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
+BUS_LIMIT = 20.0
+"""Seconds for an answer on the system bus: PID 1 gives none while it reloads its units."""
 
 
 class System(Rooted):
@@ -29,11 +31,13 @@ class System(Rooted):
         """Standard output of a program that succeeded; raises CommandError."""
         return run_checked(self._runner, argv, timeout)
 
-    def call(self, service: str, path: str, method: str, *arguments: str) -> tuple[object, ...]:
-        """What a method on the system bus returns; raises BusError."""
+    def call(
+        self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = BUS_LIMIT
+    ) -> tuple[object, ...]:
+        """What a method on the system bus returns; raises BusError. Without a signature the arguments are text."""
         if self._bus is None:
             raise BusError(f"{method} of {service}: there is no connection to the system bus here")
-        return self._bus(service, path, method, arguments)
+        return self._bus(service, path, method, signature or "s" * len(arguments), arguments, timeout)
 
     # ---- reading
 

@@ -7,7 +7,7 @@ import time
 from itertools import count
 from typing import Any
 
-from jeepney import DBusAddress, HeaderFields, Message, MessageFlag, MessageType, Parser, new_method_call
+from jeepney import DBusAddress, HeaderFields, Message, MessageType, Parser, new_method_call
 from jeepney.bus_messages import message_bus
 from jeepney.io.blocking import prep_socket
 
@@ -15,8 +15,6 @@ from agent.errors import BusAnswerError, BusError
 
 SOCKET = "/run/dbus/system_bus_socket"
 """D-Bus specification, "System message bus" (/var/run there). No variable of the environment leads root elsewhere."""
-DEADLINE = 5.0
-"""Seconds for one call, with the connection that it may need."""
 REPLY_LIMIT = 1 << 20
 """Bytes that may come until a reply is whole. The bus's own limit is 128 MiB."""
 CHUNK = 1 << 16
@@ -26,18 +24,18 @@ HINT = "see `systemctl status dbus.socket dbus.service`"
 class SystemBus:
     """A Bus. The connection is kept from call to call, and made anew where it broke; not for several threads."""
 
-    def __init__(self, path: str = SOCKET, deadline: float = DEADLINE) -> None:
-        self._path, self._deadline = path, deadline
+    def __init__(self, path: str = SOCKET) -> None:
+        self._path = path
         self._connection: _Connection | None = None
 
-    def __call__(self, service: str, path: str, method: str, arguments: tuple[str, ...]) -> tuple[object, ...]:
+    def __call__(
+        self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
         interface, _, member = method.rpartition(".")
         address = DBusAddress(path, service, interface)
-        call = new_method_call(address, member, "s" * len(arguments) or None, arguments)
-        # What is not on the bus is not started by looking at it.
-        call.header.flags |= MessageFlag.no_auto_start
+        call = new_method_call(address, member, signature or None, arguments)
         try:
-            reply = self._reply(call, time.monotonic() + self._deadline)
+            reply = self._reply(call, time.monotonic() + timeout)
         except OSError as error:
             raise BusError(f"{method} of {service} on {self._path}: {error.strerror or error}", HINT) from error
         if reply.header.message_type is not MessageType.method_return:
@@ -57,7 +55,7 @@ class SystemBus:
             try:
                 return self._exchange(self._connection, call, deadline)
             except ConnectionError:
-                # The bus was started anew since the last call; what we call changes nothing, so twice is well.
+                # The bus was started anew since the last call.
                 pass
         self._connection = _Connection(self._path, deadline)
         return self._exchange(self._connection, call, deadline)
