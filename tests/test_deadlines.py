@@ -61,6 +61,7 @@ def test_results_and_errors_come_through(name: str) -> None:
 
 
 def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: Hanging) -> None:
+    bounded(name, int, 60)
     before = threading.active_count()
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
         bounded(name, hanging, 0.05)
@@ -68,8 +69,10 @@ def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: 
     for _ in range(10):
         with pytest.raises(TimeoutError, match="an earlier attempt still hangs"):
             bounded(name, hanging, 60)
-    assert (hanging.calls, threading.active_count()) == (1, before + 1)
+    assert (hanging.calls, threading.active_count()) == (1, before), "in the thread of the call before it"
     assert bounded(f"{name} other", lambda: "others go on", 60) == "others go on"
+    assert bounded(f"{name} other", lambda: "and on", 60) == "and on"
+    assert threading.active_count() == before + 1
     hanging.released.set()
     wait_for(lambda: name not in stuck())
     assert bounded(name, hanging, 60) == "late", "it is tried again"

@@ -3,6 +3,7 @@
 import errno
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -14,19 +15,17 @@ LEAST = 0.02
 
 
 class _Call(Generic[T]):
-    """One call in a thread of its own. A daemon thread: the process's end does not wait for it."""
+    """One call, to be run by a worker."""
 
     def __init__(self, call: Callable[[], T]) -> None:
         self._call = call
         self._result: T | None = None
         self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="bounded", daemon=True)
-        self._thread.start()
+        self._ended = threading.Event()
 
     def wait(self, seconds: float) -> bool:
         """Whether it came to an end."""
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
+        return self._ended.wait(seconds)
 
     def result(self) -> T:
         """What it returned or raised."""
@@ -34,11 +33,47 @@ class _Call(Generic[T]):
             raise self._error
         return self._result  # type: ignore[return-value]
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._result = self._call()
         except BaseException as error:
             self._error = error
+
+    def end(self) -> None:
+        self._ended.set()
+
+
+class _Worker:
+    """A thread for one call after the other, as a new one for each takes longer than most calls.
+
+    A daemon thread: the process's end does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._calls: SimpleQueue[_Call[Any]] = SimpleQueue()
+        threading.Thread(target=self._work, name="bounded", daemon=True).start()
+
+    def begin(self, call: _Call[Any]) -> None:
+        self._calls.put(call)
+
+    def _work(self) -> None:
+        while True:
+            call = self._calls.get()
+            call.run()
+            # Before the caller goes on, which may have the next call.
+            _idle.append(self)
+            call.end()
+
+
+_idle: list[_Worker] = []
+
+
+def _worker() -> _Worker:
+    """Raises RuntimeError where no thread can be started."""
+    try:
+        return _idle.pop()
+    except IndexError:
+        return _Worker()
 
 
 _left: dict[str, _Call[Any]] = {}
@@ -57,11 +92,13 @@ def bounded(what: str, call: Callable[[], T], seconds: float) -> T:
     """What `call` returns or raises; TimeoutError when it takes longer, or an earlier one of that name still hangs."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
+    running = _Call(call)
     try:
-        running = _Call(call)
+        worker = _worker()
     except RuntimeError as error:
         # TasksMax= of the unit, or the host's limit.
         raise OSError(errno.EAGAIN, str(error), what) from error
+    worker.begin(running)
     if not running.wait(seconds):
         _left[what] = running
         raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
