@@ -67,14 +67,19 @@ class ScriptedBus:
                     raise self.refused[argument]
             return ()
         assert service == SYSTEMD
-        assert all(isinstance(each, str) for each in arguments)
-        if method == GET:
-            interface, name = map(str, arguments)
-            return (self.properties[path, interface, name],)
-        assert (path, method) == (SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.LoadUnit"), f"nobody expected {method} of {path}"
-        (unit,) = arguments
+        if method == f"{SYSTEMD_MANAGER}.ListUnitsByNames":
+            (names,) = arguments
+            assert isinstance(names, list)
+            return ([self._listed(name) for name in names],)
+        assert method == GET, f"nobody expected {method} of {path}"
+        interface, name = map(str, arguments)
+        return (self.properties[path, interface, name],)
+
+    def _listed(self, unit: str) -> tuple[object, ...]:
         assert unit in self.units, f"nobody expected {unit}"
-        return (self.units[unit],)
+        path = self.units[unit]
+        load, active = (self.properties[path, f"{SYSTEMD}.Unit", name][1] for name in ("LoadState", "ActiveState"))
+        return ("canonical.service", "A unit", load, active, "simulated", "", path, 0, "", "/")
 
     def unit(
         self,

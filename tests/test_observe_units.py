@@ -1,10 +1,20 @@
 """systemd's answers and the installed unit template (what Debian 12 and 13 have in theirs is in tests/hosts/units)."""
 
+from dataclasses import replace
+
 import pytest
 
 from agent.errors import BusError, ObservationError
 from agent.facts import Absent, Broken, Unseen
-from agent.observe.units import Unit, observe_template, observe_units, observe_version, parse_device_allow
+from agent.observe.units import (
+    Unit,
+    observe_template,
+    observe_units,
+    observe_version,
+    parse_device_allow,
+    with_properties,
+)
+from agent.system.files import System
 from agent.system.services import SYSTEMD
 from tests.recorded import HOSTS, Host
 
@@ -12,19 +22,35 @@ TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
 
 
 def test_states(host: Host) -> None:
-    host.bus.unit("a.service", reload=True)
+    host.bus.unit("a.service")
     host.bus.unit("b.service", "inactive", "not-found")
     host.bus.unit("c.service", "inactive", "masked")
     host.bus.unit("d.service", "active", "not-found")
-    host.bus.unit("alias-of-e.service", "failed", stopped_at=4711)
+    host.bus.unit("alias-of-e.service", "failed")
     host.bus.units["e.service"] = host.bus.units["alias-of-e.service"]
     units = observe_units(("a.service", "b.service", "c.service", "d.service", "e.service"), host)
-    assert units["a.service"] == Unit("active", needs_reload=True)
-    assert units["b.service"] == Unit(Absent("b.service is not installed"))
-    assert units["c.service"] == Unit(Broken("c.service cannot be started: LoadState is masked"))
-    assert units["d.service"] == Unit("active")
-    assert units["e.service"] == Unit("failed", has_run=True)
+    assert {name: unit.state for name, unit in units.items()} == {
+        "a.service": "active",
+        "b.service": Absent("b.service is not installed"),
+        "c.service": Broken("c.service cannot be started: LoadState is masked"),
+        "d.service": "active",
+        "e.service": "failed",
+    }
     assert host.runner.calls == []
+
+
+def properties(host: Host, name: str) -> Unit:
+    return replace(with_properties(observe_units((name,), host)[name], host), path="")
+
+
+def test_one_unit_with_its_properties(host: Host) -> None:
+    host.bus.unit("a.service", reload=True, device_allow=[("/dev/char/195:1", "rw"), ("char-pts", "rw")])
+    host.bus.unit("b.service", "failed", stopped_at=4711)
+    host.bus.unit("c.service", "inactive", "not-found")
+    allowed = ("/dev/char/195:1 rw", "char-pts rw")
+    assert properties(host, "a.service") == Unit("active", needs_reload=True, device_allow=allowed)
+    assert properties(host, "b.service") == Unit("failed", has_run=True)
+    assert properties(host, "c.service") == Unit(Absent("c.service is not installed"))
 
 
 def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
@@ -34,15 +60,29 @@ def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
     host.bus.properties[path, f"{SYSTEMD}.Unit", "ActiveState"] = ("u", 1)
     units = observe_units(("a.service", "b.service"), host)
     assert isinstance(units["a.service"].state, Unseen)
-    assert "ActiveState" in units["a.service"].state.why
-    assert units["b.service"] == Unit("active")
+    assert "entry of a.service" in units["a.service"].state.why
+    assert units["b.service"].state == "active"
+
+
+def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
+    host.bus.unit("a.service")
+    host.bus.properties[host.bus.units["a.service"], f"{SYSTEMD}.Unit", "NeedDaemonReload"] = ("s", "no")
+    state = properties(host, "a.service").state
+    assert isinstance(state, Unseen)
+    assert "NeedDaemonReload" in state.why
+
+
+@pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
+def test_an_answer_of_another_form_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
+    system = System(host.runner, host.root, lambda *_: answer)
+    assert isinstance(observe_units(("a.service",), system)["a.service"].state, Unseen)
 
 
 def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:
     host.bus.failing = BusError("the bus is away")
     units = observe_units(("a.service", "b.service"), host)
-    assert units == dict.fromkeys(units, Unit(Unseen("the bus is away")))
-    assert list(units) == ["a.service", "b.service"]
+    assert units == dict.fromkeys(("a.service", "b.service"), Unit(Unseen("the bus is away")))
+    assert with_properties(Unit("active", "/a"), host) == Unit(Unseen("the bus is away"))
     assert isinstance(observe_version(host), Unseen)
 
 
@@ -109,8 +149,3 @@ DevicePolicy=closed
 DeviceAllow=/dev/never rw
 """
     assert parse_device_allow(text) == ("/dev/b rwm", "/dev/e rw")
-
-
-def test_every_entry_of_a_list_is_taken(host: Host) -> None:
-    host.bus.unit("a.service", device_allow=[("/dev/char/195:1", "rw"), ("char-pts", "rw")])
-    assert observe_units(["a.service"], host)["a.service"].device_allow == ("/dev/char/195:1 rw", "char-pts rw")

@@ -12,7 +12,7 @@ from agent.observe.lost_gpus import observe_lost
 from agent.observe.machine import observe_machine
 from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
-from agent.observe.units import observe_template, observe_units, observe_version
+from agent.observe.units import observe_template, observe_units, observe_version, with_properties
 from agent.paths import RELOAD_OWED, machine_of, machine_unit
 from agent.system.deadlines import ask_device
 from agent.system.files import System
@@ -50,7 +50,9 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         systemd_version=observe_version(system),
         template_device_allow=observe_template(system),
         vendors=tuple(vendor.observe(sources) for vendor in HOST_VENDORS),
-        machines=tuple(observe_machine(name, units[machine_unit(name)], system) for name in names),
+        machines=tuple(
+            observe_machine(name, with_properties(units[machine_unit(name)], system), system) for name in names
+        ),
         staged=staged.roots,
         next_driver_root_index=staged.next_index,
         spoiled_roots=staged.spoiled,

@@ -72,4 +72,6 @@ def _drm_device(device: _Device) -> DrmDevice | None:
         return None
     pci = device.find_parent("pci")
     parent = device.parent
-    return DrmDevice(device.device_node, pci.sys_name if pci else "", (parent.driver if parent else None) or "")
+    # Not by their truth: a device is a mapping, of which pyudev would read every property.
+    driver = parent.driver if parent is not None else None
+    return DrmDevice(device.device_node, pci.sys_name if pci is not None else "", driver or "")

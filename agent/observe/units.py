@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from agent.errors import BusAnswerError, BusError, ObservationError
@@ -29,6 +29,8 @@ class Unit:
 
     state: Seen[str]
     """ActiveState."""
+    path: str = ""
+    """Of its object on the bus."""
     needs_reload: bool = False
     """NeedDaemonReload."""
     has_run: bool = False
@@ -38,34 +40,57 @@ class Unit:
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
-    """Every unit by name, asked of PID 1 over D-Bus: no process is started for it."""
-    units: dict[str, Unit] = {}
-    for name in names:
-        try:
-            units[name] = _unit(name, system)
-        except BusAnswerError as error:
-            units[name] = Unit(Unseen(str(error)))
-        except BusError as error:
-            # Not asked for the others too: each question may take its whole time limit.
-            return units | {each: Unit(Unseen(str(error))) for each in names if each not in units}
-    return units
+    """The state of each unit by name, by one question to PID 1: no process is started for it.
+
+    Also of those that are not loaded; an alias is the unit that it stands for.
+    """
+    method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
+    try:
+        answer = system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as")
+    except BusError as error:
+        return {name: Unit(Unseen(str(error))) for name in names}
+    match answer:
+        case ([*entries],) if len(entries) == len(names):
+            # By place: the answer has canonical names.
+            return {name: _unit(name, entry) for name, entry in zip(names, entries, strict=True)}
+        case _:
+            return {
+                name: Unit(Unseen(f"{method}: {len(names)} units were asked for, others are told")) for name in names
+            }
 
 
-def _unit(name: str, system: System) -> Unit:
-    # LoadUnit, as GetUnit fails for one that is not loaded. An alias leads to the unit that it stands for.
-    loaded = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.LoadUnit", name)
-    path = _expected("LoadUnit", loaded[0] if loaded else None, str)
-    load = _property(system, path, "Unit", "LoadState", str)
-    active = _property(system, path, "Unit", "ActiveState", str)
-    # After ActiveState: where that is inactive since just now, this tells.
-    has_run = _property(system, path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0
-    needs_reload = _property(system, path, "Unit", "NeedDaemonReload", bool)
+def with_properties(unit: Unit, system: System) -> Unit:
+    """With what a machine's unit is judged by."""
+    if not isinstance(unit.state, str):
+        return unit
+    try:
+        return replace(
+            unit,
+            # After ActiveState: where that is inactive since just now, this tells.
+            has_run=_property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
+            needs_reload=_property(system, unit.path, "Unit", "NeedDaemonReload", bool),
+            device_allow=_device_allow(system, unit.path),
+        )
+    except BusError as error:
+        return Unit(Unseen(str(error)))
+
+
+def _unit(name: str, entry: object) -> Unit:
+    """From a(ssssssouso): name, description, LoadState, ActiveState, SubState, whom it follows, object path, job."""
+    match entry:
+        case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
+            return Unit(_state(name, load, active), path)
+        case _:
+            return Unit(Unseen(f"ListUnitsByNames: the entry of {name} is {repr(entry)[:200]}"))
+
+
+def _state(name: str, load: str, active: str) -> Seen[str]:
     # A unit whose file was removed or masked may still run: its state is what counts.
     if active != "inactive" or load == "loaded":
-        return Unit(active, needs_reload, has_run, _device_allow(system, path))
+        return active
     if load == "not-found":
-        return Unit(Absent(f"{name} is not installed"))
-    return Unit(Broken(f"{name} cannot be started: LoadState is {load}"), needs_reload)
+        return Absent(f"{name} is not installed")
+    return Broken(f"{name} cannot be started: LoadState is {load}")
 
 
 def _device_allow(system: System, path: str) -> tuple[str, ...]:
