@@ -89,6 +89,15 @@ def test_directories_of_nodes_are_watched_as_they_come_and_go(nodes: Directories
         assert not nodes.asks()
 
 
+def test_clients_in_a_daemons_directory_do_not_ask(nodes: Directories, dev: Path) -> None:
+    """Pods may write into that of MPS; that it comes is of interest."""
+    directory = dev.parent / "run/nvidia-mps"
+    directory.mkdir(parents=True)
+    nodes.asks()
+    (directory / "control").touch()
+    assert not nodes.asks()
+
+
 def test_what_is_moved_over_a_directory_is_watched(nodes: Directories, dev: Path) -> None:
     (dev / "dri").mkdir()
     assert nodes.asks()

@@ -44,7 +44,10 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
 
     def matters(directory: str, name: str) -> bool:
-        return directory != DEV or name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
+        if directory == DEV:
+            return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
+        # In a directory of a daemon's sockets clients may write: only that it comes and goes is of interest.
+        return name == ANY or directory.startswith(f"{DEV}/")
 
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
 

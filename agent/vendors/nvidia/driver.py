@@ -40,13 +40,17 @@ def observe_driver(
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
-    """Directories of daemons' sockets that are there; a link is none. One that cannot be looked at is left out."""
+    """Directories of daemons' sockets that are there; a link is none. One that cannot be looked at is left out.
+
+    One that clients may write in has to be a file system of its own: they could fill the host's /run.
+    """
     found = []
     for name, path in DIRECTORIES.items():
         identity = look(system.identity, path)
         real = isinstance(identity, FileIdentity) and system.is_directory(path) and system.read_link(path) is None
-        if isinstance(identity, FileIdentity) and real:
-            found.append(ServiceDirectory(name, path, identity.inode, writable=name in WRITABLE))
+        writable = name in WRITABLE
+        if isinstance(identity, FileIdentity) and real and (not writable or system.is_mount(path)):
+            found.append(ServiceDirectory(name, path, identity.inode, writable))
     return tuple(found)
 
 
