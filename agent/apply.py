@@ -18,7 +18,7 @@ from agent.actions import (
 )
 from agent.errors import AgentError, ApplyError
 from agent.ownership import parse_owned, render_owned
-from agent.paths import MACHINES_STATE, OWNED, RELOAD_OWED, STATE, UNIT_SETTINGS
+from agent.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
 from agent.running import change_devices
 from agent.staging import clear, remove_root, stage
 from agent.system.files import System
@@ -40,6 +40,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     `progress` hears of each step, and gets an empty text while a long one goes on.
     """
     done: list[Action] = []
+    permission_left = False
     failures: list[str] = []
     uncleared: dict[Clearing, str] = {}
     staging_failed = False
@@ -48,12 +49,18 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     for action in actions:
         if staging_failed and isinstance(action, WriteFile) and action.path.startswith(f"{MACHINES_STATE}/"):
             continue
+        if permission_left and isinstance(action, RemoveFile):
+            # What is recorded of a machine's settings is all that would lead a later pass to its permission.
+            continue
         progress(action.describe())
         try:
             perform(action, system, lambda: progress(""))
             done.append(action)
         except (AgentError, OSError) as error:
             staging_failed = staging_failed or isinstance(action, StageDriverRoot)
+            permission_left = permission_left or (
+                isinstance(action, RemoveFile) and action.path.startswith(f"{RUNTIME_PROPERTIES}/")
+            )
             if isinstance(action, Clearing):
                 uncleared[action] = str(_failed(action, error))
             else:

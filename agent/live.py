@@ -29,6 +29,8 @@ class LiveSettings:
     """
     rebound: str = ""
     """The generation of the handoff for which all nodes were bound anew, as the machine said that it lacked some."""
+    unsure: bool = False
+    """The last change of `allow` may not have been made, so that it has to be made again; `allow` has what may be."""
 
 
 def render_live(live: LiveSettings) -> bytes:
@@ -45,4 +47,6 @@ def parse_live(data: bytes) -> LiveSettings:
         allow=strings(LIVE_NAME, document, "allow"),
         nodes=mapping(LIVE_NAME, document, "nodes", str),
         rebound=get(LIVE_NAME, document, "rebound", str),
+        # Not there in what an older version noted of a machine that still runs.
+        unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
     )

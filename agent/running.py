@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from agent.actions import ChangeDevices
-from agent.errors import ApplyError, BusError
+from agent.errors import ApplyError, BusAnswerError, BusError
 from agent.live import READ_ONLY, LiveSettings, render_live
 from agent.paths import live_file, machine_unit
 from agent.system.files import System
@@ -29,16 +29,19 @@ def change_devices(action: ChangeDevices, system: System, going_on: Callable[[],
     before, after = action.before, action.after
     # What is not granted any more is not noted any more: the machine half removes the node by itself.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
-    live, failures = replace(after, allow=before.allow, nodes=kept), []
-    if set(before.allow) != set(after.allow):
-        # Noted before it is done: who is killed in between must not leave a permission that nobody knows of.
+    live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
+    if before.unsure or set(before.allow) != set(after.allow):
         more = tuple(entry for entry in after.allow if entry not in before.allow)
-        _note(action.machine, replace(live, allow=(*before.allow, *more)), system)
+        unsure = replace(live, allow=(*before.allow, *more), unsure=True)
+        # Noted before it is done: who is killed in between must not leave a permission that nobody knows of.
+        _note(action.machine, unsure, system)
         try:
             _permit(action, system)
-            live = replace(live, allow=after.allow)
+            live = replace(live, allow=after.allow, unsure=False)
         except BusError as error:
             failures.append(str(error))
+            # A question without an answer may have been heard.
+            live = live if isinstance(error, BusAnswerError) else unsure
     for path, number in after.nodes.items():
         if path in kept:
             continue

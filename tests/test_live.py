@@ -1,5 +1,6 @@
 """Changing the devices of a running machine."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.actions import ChangeDevices
-from agent.errors import ApplyError, BusError, DocumentError
+from agent.actions import ChangeDevices, RemoveFile
+from agent.apply import apply
+from agent.errors import ApplyError, BusAnswerError, BusError, DocumentError
 from agent.facts import Facts, VendorFacts
 from agent.live import LiveSettings, parse_live, render_live
-from agent.paths import handoff_file, live_file, machine_unit
+from agent.paths import handoff_file, live_file, machine_unit, set_device_allow, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import Said, diff
 from agent.running import change_devices
@@ -43,7 +45,7 @@ def bind(path: str) -> tuple[object, ...]:
 
 @given(st.builds(
     LiveSettings, st.text(), st.lists(st.text()).map(tuple),
-    st.dictionaries(st.text(), st.text()), st.text(),
+    st.dictionaries(st.text(), st.text()), st.text(), st.booleans(),
 ))  # fmt: skip
 def test_what_is_noted_is_read_again(live: LiveSettings) -> None:
     assert parse_live(render_live(live)) == live
@@ -70,6 +72,34 @@ def test_permitted_first_then_bound_then_noted(host: Host) -> None:
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
 
 
+def test_a_question_without_an_answer_may_have_been_heard(host: Host) -> None:
+    """It is asked again, and what may be permitted is known: a GPU that goes meanwhile is forbidden."""
+    host.bus.refused[machine_unit(MACHINE)] = BusError("no answer in time")
+    with pytest.raises(ApplyError, match="no answer"):
+        change_devices(CHANGE, host)
+    noted = parse_live(host.read(live_file(MACHINE)))
+    assert set(noted.allow) == {*BEFORE.allow, *ALLOW}
+    assert noted.unsure
+    host.bus.refused.clear()
+    host.bus.changes.clear()
+    change_devices(replace(CHANGE, before=noted), host)
+    assert host.bus.changes == [SET]
+    assert parse_live(host.read(live_file(MACHINE))) == AFTER
+
+
+def test_what_may_not_have_been_done_is_done_again() -> None:
+    seen = facts()
+    live = replace(plan(CONFIG, seen).goal.machines[0].live, unsure=True)
+    (change,) = changes(running(seen, live))
+    assert not change.after.unsure
+
+
+def test_what_an_older_version_noted_is_sure(host: Host) -> None:
+    document = json.loads(render_live(BEFORE))
+    del document["unsure"]
+    assert parse_live(json.dumps(document).encode()) == BEFORE
+
+
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
     """What succeeded is noted, and only the rest is tried again: systemd 252 would stack mounts."""
     host.bus.refused["/dev/nvidia1"] = BusError("Failed to bind mount: Operation not supported")
@@ -80,7 +110,7 @@ def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
 
 
 def test_what_could_not_be_permitted_may_be_and_is_tried_again(host: Host) -> None:
-    host.bus.refused[machine_unit(MACHINE)] = BusError("Failed to set unit properties")
+    host.bus.refused[machine_unit(MACHINE)] = BusAnswerError("Failed to set unit properties")
     with pytest.raises(ApplyError, match="Failed to set unit properties"):
         change_devices(CHANGE, host)
     assert parse_live(host.read(live_file(MACHINE))).allow == BEFORE.allow
@@ -190,3 +220,14 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     assert changes(running(seen, change.after), LACKING) == []
     (change,) = changes(running(seen, change.after), RELEASED)
     assert change.after == goal.live
+
+
+def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> None:
+    """Their record is what leads the next pass to it."""
+    permission, drop_in = set_device_allow(MACHINE), unit_drop_in(MACHINE)
+    host.file(f"{permission}/not-empty")
+    host.file(drop_in)
+    applied = apply((RemoveFile(permission), RemoveFile(drop_in)), host)
+    assert [permission in each for each in applied.failures] == [True]
+    assert host.exists(drop_in)
+    assert applied.done == ()

@@ -24,7 +24,8 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     rebind = lacking and before.rebound != goal.handoff.generation
     # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
     rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
-    if set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound:
+    same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
+    if same and not before.unsure:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
     after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound)
