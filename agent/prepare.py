@@ -16,8 +16,8 @@ POLL = 1.0
 """Seconds between two looks for a late driver."""
 LOCK_WAIT = 60.0
 """Seconds: the pass that staged a driver root may still be copying."""
-LOOKS = 10
-"""At a unit whose state cannot be seen."""
+LOOKING = 20.0
+"""Seconds for looks at a unit whose state cannot be seen."""
 PASSES = 3
 STOPPED = ("inactive", "failed", "activating")
 """ActiveState of the machine's unit while this runs before its start."""
@@ -69,7 +69,8 @@ def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
     """Also when that cannot be seen for long: what belongs to a machine that runs must not be made anew."""
-    for _ in range(LOOKS):
+    deadline = time.monotonic() + LOOKING
+    while time.monotonic() < deadline:
         machines = reconciler.look()[0].machines
         state = next((machine.unit_state for machine in machines if machine.name == name), Absent("not observed"))
         if not isinstance(state, Unseen):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from jeepney import HeaderFields, Message, Parser, new_error, new_method_return
+from jeepney import DBusAddress, HeaderFields, Message, Parser, new_error, new_method_return, new_signal
 
 from agent.errors import BusAnswerError, BusError
 from agent.system.system_bus import REPLY_LIMIT, SystemBus
@@ -204,9 +204,35 @@ def test_what_is_no_message_is_an_error(place: Path, connect: Connect, answer: b
 
 def test_the_size_of_an_answer_is_bounded(place: Path, connect: Connect) -> None:
     whole = "x" * (2 * REPLY_LIMIT)
-    too_large = pytest.raises(BusError, match=f"more than {REPLY_LIMIT} bytes")
+    too_large = pytest.raises(BusError, match=f"a message of more than {REPLY_LIMIT} bytes")
     with simulated(place, lambda message, _: returned(message, "s", (whole,))), too_large:
         call(connect(place))
+
+
+def signal(text: str) -> bytes:
+    """Of somebody: on the system bus every user may send one to anybody."""
+    emitter = DBusAddress("/", interface="org.example.Noise")
+    message: bytes = new_signal(emitter, "Made", "s", (text,)).serialise(serial=7)
+    return message
+
+
+def test_a_connection_that_somebody_has_filled_is_made_anew(place: Path, connect: Connect) -> None:
+    flood = signal("x" * (2 * REPLY_LIMIT))
+
+    def answer(message: Message, number: int) -> bytes:
+        filled = number == 1 and len(simulation.calls) > 1
+        return (flood if filled else b"") + returned(message, "s", (f"by connection {number}",))
+
+    with simulated(place, answer) as simulation:
+        bus = connect(place)
+        assert call(bus) == ("by connection 1",)
+        assert call(bus) == ("by connection 2",)
+
+
+def test_messages_of_others_do_not_add_up(place: Path, connect: Connect) -> None:
+    noise = signal("x" * (REPLY_LIMIT // 2)) * 5
+    with simulated(place, lambda message, _: noise + returned(message, "s", ("mine",))):
+        assert call(connect(place)) == ("mine",)
 
 
 def test_a_socket_that_nobody_serves_ends_at_the_deadline(place: Path, connect: Connect) -> None:

@@ -16,7 +16,7 @@ from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
 """Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
-BUS_LIMIT = 20.0
+BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 gives none while it reloads its units."""
 
 

@@ -16,7 +16,7 @@ from agent.errors import BusAnswerError, BusError
 SOCKET = "/run/dbus/system_bus_socket"
 """D-Bus specification, "System message bus" (/var/run there). No variable of the environment leads root elsewhere."""
 REPLY_LIMIT = 1 << 20
-"""Bytes that may come until a reply is whole. The bus's own limit is 128 MiB."""
+"""Bytes of one message. The bus's own limit is 128 MiB."""
 CHUNK = 1 << 16
 HINT = "see `systemctl status dbus.socket dbus.service`"
 
@@ -54,8 +54,9 @@ class SystemBus:
         if self._connection:
             try:
                 return self._exchange(self._connection, call, deadline)
-            except ConnectionError:
-                # The bus was started anew since the last call.
+            except (ConnectionError, _TooLargeError):
+                # The bus was started anew since the last call; or somebody has filled this connection meanwhile, as
+                # every user of the host may send signals to anybody.
                 pass
         self._connection = _Connection(self._path, deadline)
         return self._exchange(self._connection, call, deadline)
@@ -67,6 +68,10 @@ class SystemBus:
             # A reply that comes late, or half of one, must not meet the next call.
             self.close()
             raise
+
+
+class _TooLargeError(OSError):
+    """Of a message, ours or not."""
 
 
 class _Connection:
@@ -103,10 +108,12 @@ class _Connection:
                 if not data:
                     raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
                 if received > REPLY_LIMIT:
-                    raise OSError(errno.EMSGSIZE, f"a reply of more than {REPLY_LIMIT} bytes")
+                    raise _TooLargeError(errno.EMSGSIZE, f"a message of more than {REPLY_LIMIT} bytes")
                 self._parser.add_data(data)
             elif message.header.fields.get(HeaderFields.reply_serial) == serial:
                 return message
+            else:
+                received = 0
 
     def _next(self) -> Message | None:
         try:
