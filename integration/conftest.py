@@ -62,7 +62,7 @@ class Bed:
         found = json.loads(self.agent("status", "--json").stdout)
         return {each["type"]: each for each in found[MACHINE]}
 
-    def wait_ready(self, seconds: float = 240) -> dict[str, dict[str, Any]]:
+    def wait_ready(self, seconds: float = 400) -> dict[str, dict[str, Any]]:
         """Until Ready is True; fails with all conditions otherwise."""
         deadline = time.monotonic() + seconds
         while True:

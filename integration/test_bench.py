@@ -16,9 +16,9 @@ pytestmark = pytest.mark.scenario("002")
 # The aim is 1.3 and 10. Seen: 1.29 to 1.37 and 11.7 to 12.2; beside other work on the same processors it is more.
 SETUP_VS_FLOOR = 1.6
 RECIPE_VS_SETUP = 8.0
-# The aim is 2 and 3. Seen with four virtual machines on two processors: 2.1 and 4.3, and 2.9 and 5.6.
-OPEN_VS_BARE = 8.0
-READY_VS_CTK = 10.0
+# The aim is 2 and 3. Seen: 1.4 and 2.3, with another virtual machine on the same two processors.
+OPEN_VS_BARE = 4.0
+READY_VS_CTK = 6.0
 
 
 def test_setup_beside_bare_tools_and_the_plain_recipe() -> None:
@@ -26,7 +26,7 @@ def test_setup_beside_bare_tools_and_the_plain_recipe() -> None:
     image, machines = host_image(wheels.dependencies(), layout="flat"), machines_disk()
     with paused_hosts(), SimulatedHost(image, machines, memory_mib=3072) as host:
         install(host.guest)
-        measures = measure_setup(host.guest)
+        measures = measure_setup(host.guest, rounds=5)
     print(measures)
     assert measures["recipe_links"] == 60
     assert float(measures["setup_vs_floor"]) <= SETUP_VS_FLOOR, measures
@@ -39,8 +39,8 @@ def test_the_plain_recipe_fails_on_the_split_layout(installed: Bed) -> None:
 
 
 def test_an_idle_service_starts_no_process(ready: Bed) -> None:
-    """Over two of its intervals and a bit; integration/bench takes ten minutes."""
-    measures = measure_idle(ready.guest, 130)
+    """Over one of its intervals and a bit; integration/bench takes ten minutes."""
+    measures = measure_idle(ready.guest, 75)
     print(measures)
     assert measures["idle_processes_spawned"] == 0, measures
 

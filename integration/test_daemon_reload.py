@@ -23,8 +23,13 @@ while not os.path.exists("/run/enough"):
             found[path + " opened"] += 1
         except OSError as error:
             found[path + " " + error.strerror] += 1
-    time.sleep(0.01)
+    time.sleep(0.02)
 print(*(f"{{number}} {{what}}" for what, number in sorted(found.items())), sep="\\n")
+"""
+# Programs that make units: under emulation they take most of a reload.
+MASK_GENERATORS = """
+mkdir -p /run/systemd/system-generators
+for each in /usr/lib/systemd/system-generators/*; do ln -s /dev/null /run/systemd/system-generators/${each##*/}; done
 """
 RELOAD = f"for i in $(seq {RELOADS}); do systemctl daemon-reload || exit 1; done"
 BOTH = f"""
@@ -46,12 +51,13 @@ def test_a_hundred_reloads(ready: Bed, measured: Callable[[str, object], None]) 
     """A program in the machine and a pod open their GPU all the while; what is not granted opens at no time."""
     # Its node is there, so that only the unit's device policy is between.
     ready.run("machinectl", "--mkdir", "bind", MACHINE, NOT_GRANTED)
-    loop = "while :; do gpu-probe /dev/nvidia0 /dev/nvidia1; echo; sleep 0.2; done"
+    loop = "while :; do gpu-probe /dev/nvidia0 /dev/nvidia1; echo; sleep 0.5; done"
     pod = ready.node.start_pod(Pod(("sh", "-c", loop), cdi=("0",)))
+    ready.node.shell(MASK_GENERATORS)
     before = ready.starts()
     looking = ("systemd-run", "--quiet", "--unit=looking", "--property=Type=exec", "python3", "-c", LOOK)
     ready.node.run(*looking)
-    ready.run("sh", "-c", BOTH, timeout=400)
+    ready.run("sh", "-c", BOTH, timeout=600)
     ready.node.shell("touch /run/enough; while systemctl --quiet is-active looking; do sleep 0.2; done")
     numbers = looks(ready)
     assert set(numbers) == {"/dev/nvidia0 opened", f"{NOT_GRANTED} Operation not permitted"}, numbers

@@ -30,12 +30,12 @@ IDLE = 600.0
 """Seconds."""
 
 
-def measure_setup(guest: Guest) -> Measures:
+def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
     """On a host with the flat layout, where the agent is installed and has done nothing yet."""
     measures = _staging(guest)
     guest.run(["unbounded-agent", "apply"], timeout=300)
     floor, setup = [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         floor.append(seconds(script(guest, "floor")))
         setup.append(seconds(script(guest, "setup")))
     first = seconds(script(guest, "setup", "first"))
