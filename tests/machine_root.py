@@ -75,6 +75,8 @@ class Machine(System):
         self.programs: dict[str, Answer] = {}
         self.before_write: Callable[[str], None] = lambda path: None
         """May raise what a full disk or a kill would."""
+        self.before_list: Callable[[str], None] = lambda path: None
+        """May raise what the kernel says of a directory, or hang."""
         self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
         for directory in ("/run/unbounded-agent/report", f"/{LIBRARIES}", "/usr/bin", "/etc"):
             (tree / directory.lstrip("/")).mkdir(parents=True)
@@ -90,6 +92,10 @@ class Machine(System):
     def is_mount(self, path: str) -> bool:
         # mount(2) needs root too.
         return path in self.mounts or super().is_mount(path)
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        self.before_list(path)
+        return super().entries(path)
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         self.before_write(path)

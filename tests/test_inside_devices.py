@@ -1,11 +1,17 @@
 """Device nodes in the machine that are not granted any more."""
 
+import errno
 import shutil
+import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from agent.inside.devices import WITHDRAWN
+from agent.inside.left_open import FAILED_LOOKS, name_left_open
+from agent.inside.notes import Notes
 from agent.inside.run import run
 from agent.system.commands import Completed
 from tests.machine_root import DEVICES, GPUS, REQUEST, Machine, gpu_machine
@@ -115,3 +121,68 @@ def test_many_processes_are_counted(machine: Machine) -> None:
     message = machine.message("DevicesAllowed")
     assert "PID 39 (python3): /dev/nvidia1 and 10 more" in message
     assert "PID 40" not in message
+
+
+def refuse(directory: str, error: Exception) -> Callable[[str], None]:
+    def listed(path: str) -> None:
+        if path == directory:
+            raise error
+
+    return listed
+
+
+def looks(machine: Machine) -> list[str]:
+    """Runs the machine half seven times: directories of processes that were listed."""
+    listed: list[str] = []
+    refused = machine.before_list
+
+    def note(path: str) -> None:
+        listed.append(path)
+        refused(path)
+
+    machine.before_list = note
+    for _ in range(7):
+        run(machine)
+    machine.before_list = refused
+    return [path for path in listed if path == "/proc"]
+
+
+def test_a_process_that_cannot_be_looked_at_is_counted_once(machine: Machine) -> None:
+    """Some never can be; the runs of every minute must not go on looking for ever."""
+    hold(machine)
+    machine.before_list = refuse("/proc/77/fd", PermissionError(errno.EACCES, "Permission denied"))
+    machine.hand(LESS)
+    run(machine)
+    assert "; 1 processes could not be looked at, and may have open" in machine.message("DevicesAllowed")
+    assert not looks(machine)
+    assert "could not be looked at" not in machine.message("DevicesAllowed")
+
+
+@pytest.mark.parametrize("error", [ValueError("line 3 of maps"), PermissionError(errno.EACCES, "Permission denied")])
+def test_a_look_that_fails_costs_no_report(machine: Machine, error: Exception) -> None:
+    machine.hand(LESS)
+    machine.before_list = refuse("/proc", error)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert f"who has withdrawn nodes open is not known: {error}" in machine.message("DevicesAllowed")
+    assert len(looks(machine)) == FAILED_LOOKS - 1
+    assert "not known" not in machine.message("DevicesAllowed")
+
+
+def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:
+    end = threading.Event()
+    machine.before_list = lambda path: None if path != "/proc" else (end.wait(60), None)[1]
+    notes = Notes(machine)
+    notes.save(WITHDRAWN, {"/dev/nvidia1": [195, 1]})
+    with pytest.raises(TimeoutError):
+        name_left_open((), machine, notes, (), limit=0.1)
+    assert notes.load(WITHDRAWN)
+    end.set()
+
+
+def test_the_service_may_look_at_every_process() -> None:
+    """Pods' processes have other users, or capabilities that the service lacks."""
+    unit = Path(__file__).parents[1] / "systemd/machine/unbounded-agent-gpu.service"
+    (line,) = (each for each in unit.read_text().splitlines() if each.startswith("CapabilityBoundingSet="))
+    # The second: for the links in /proc/PID/map_files (proc_map_files_get_link in the kernel's fs/proc/base.c).
+    assert {"CAP_SYS_PTRACE", "CAP_SYS_ADMIN"} <= set(line.partition("=")[2].split())

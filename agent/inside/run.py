@@ -11,7 +11,16 @@ from dataclasses import dataclass
 from agent import __version__
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
 from agent.errors import AgentError, ApplyError
-from agent.handoff import SIZE_LIMIT, GrantedDevice, Handoff, Request, parse_handoff, render_report
+from agent.handoff import (
+    SIZE_LIMIT,
+    GrantedDevice,
+    Handoff,
+    Request,
+    one_line,
+    parse_handoff,
+    render_report,
+    with_remark,
+)
 from agent.inside.devices import WITHDRAWN, check_devices, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import RESTART_NEEDED, check_advertised
@@ -34,6 +43,8 @@ REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # machine's boots apart, not the host's.
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 NO_GPU_GRANTED = "no GPU is granted to this machine"
+ERROR_SHOWN = 200
+"""Characters of an error in a remark."""
 ROUNDS = 5
 """systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
 
@@ -133,7 +144,12 @@ def _name_left_open(
     from agent.inside.left_open import name_left_open
 
     granted = [device for request in handoff.requests for device in request.devices]
-    return name_left_open(conditions, system, notes, granted)
+    try:
+        return name_left_open(conditions, system, notes, granted)
+    # Whatever it is: what any process may have written into its /proc must not cost the report.
+    except Exception as error:
+        remark = f"; who has withdrawn nodes open is not known: {one_line(str(error))[:ERROR_SHOWN]}"
+        return with_remark(conditions, ConditionType.DEVICES_ALLOWED, remark)
 
 
 def report(system: System, generation: str, outcome: Outcome) -> None:
