@@ -72,6 +72,8 @@ class Machine(System):
         self.nodes: dict[str, DeviceNumber] = {}
         self.mounts: list[str] = []
         """Bound nodes; one that is there twice has two mounts upon each other."""
+        self.removed: list[str] = []
+        """Of these mounts the host has removed what was bound; one each."""
         self.programs: dict[str, Answer] = {}
         self.before_write: Callable[[str], None] = lambda path: None
         """May raise what a full disk or a kill would."""
@@ -83,7 +85,10 @@ class Machine(System):
 
     def device(self, path: str) -> DeviceNumber | None:
         # mknod(2) needs root: a listed node is an empty file in the tree.
-        return self.nodes.get(path) or super().device(path)
+        return None if path in self.removed else self.nodes.get(path) or super().device(path)
+
+    def link_count(self, path: str) -> int:
+        return 0 if path in self.removed else super().link_count(path)
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
         node = self.nodes.get(self.real_path(link))
@@ -179,8 +184,10 @@ def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
     """A scripted umount: what it uncovers at last is the empty file that was made to be mounted on."""
     path = argv[-1]
     machine.mounts.remove(path)
+    if path in machine.removed:
+        machine.removed.remove(path)
     if path not in machine.mounts:
-        del machine.nodes[path]
+        machine.nodes.pop(path, None)
     return Completed(0, b"", b"")
 
 

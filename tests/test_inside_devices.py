@@ -72,6 +72,50 @@ def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
+def test_a_mount_of_what_the_host_removed_is_taken_away(machine: Machine) -> None:
+    """A reload of nvidia-drm, with the same grant: the host then binds its new node, on systemd 252 too."""
+    machine.mounts.append("/dev/nvidia1")
+    machine.removed += ["/dev/nvidia1"] * 2
+    run(machine)
+    assert [call for call in machine.calls if call[0] == "umount"] == [UMOUNT] * 2
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.exists("/dev/nvidia1"), "what systemd mounts on"
+    machine.node("/dev/nvidia1", 195, 1)
+    machine.mounts.append("/dev/nvidia1")
+    machine.calls.clear()
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert UMOUNT not in machine.calls
+
+
+def test_a_node_below_a_removed_one_stays(machine: Machine) -> None:
+    machine.mounts.append("/dev/nvidia1")
+    machine.removed.append("/dev/nvidia1")
+    run(machine)
+    assert machine.calls.count(UMOUNT) == 1
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_daemon_s_directory_that_it_made_anew_is_taken_away(machine: Machine) -> None:
+    directory = "/run/nvidia-persistenced"
+    machine.make_directory(directory)
+    machine.hand(replace(REQUEST, sockets=("persistenced",)))
+    machine.mounts.append(directory)
+    run(machine)
+    assert ("umount", "--lazy", directory) not in machine.calls
+    machine.removed.append(directory)
+    run(machine)
+    assert machine.calls.count(("umount", "--lazy", directory)) == 1
+
+
+def test_a_removed_mount_that_stays_is_said(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.removed.append("/dev/nvidia1")
+    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert "/dev/nvidia1 was removed on the host and stays mounted: umount" in capsys.readouterr().err
+
+
 LEFT_OPEN = "; LeftOpen (not granted any more, and still open by this machine's PIDs): "
 
 

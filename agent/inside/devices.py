@@ -10,6 +10,7 @@ from agent.conditions import Condition, ConditionType, false, not_applicable, tr
 from agent.errors import AgentError, ApplyError
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceNumber
+from agent.inside.journal import WARNING, say
 from agent.inside.notes import Notes
 from agent.system.files import System
 
@@ -99,6 +100,23 @@ def withdraw_nodes(
         return removed, None
     why = f"not granted any more: {'; '.join(failures)}"
     return removed, false(ConditionType.DEVICES_ALLOWED, "NotWithdrawn", why)
+
+
+def unmount_removed(system: System, paths: Iterable[str]) -> None:
+    """Take away mounts of what the host has removed since, so that it can bind what it made instead.
+
+    systemd before 255 mounts upon the old mount, and the kernel refuses that where its source has no name any more
+    (ENOENT, cant_mount() in fs/namespace.c). From the host nothing can be unmounted.
+    """
+    for path in paths:
+        try:
+            for _ in range(STACKED):
+                if not system.is_mount(path) or system.link_count(path):
+                    break
+                system.run("umount", "--lazy", path)
+        except (AgentError, OSError) as error:
+            # A newer systemd on the host binds it anew all the same, once DevicesAllowed says WrongNode.
+            say(WARNING, f"{path} was removed on the host and stays mounted: {error}")
 
 
 def _withdraw(system: System, path: str) -> None:

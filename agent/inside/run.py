@@ -21,7 +21,7 @@ from agent.handoff import (
     render_report,
     with_remark,
 )
-from agent.inside.devices import WITHDRAWN, check_devices, withdraw_nodes
+from agent.inside.devices import WITHDRAWN, check_devices, unmount_removed, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import RESTART_NEEDED, check_advertised
 from agent.inside.libraries import link_libraries
@@ -178,7 +178,7 @@ def _settle_request(
     if vendor is None:
         message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
-    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: check_devices(system, notes, request, generation))
+    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
     linked = _attempt(
         ConditionType.LIBRARIES_LINKED,
         lambda: link_libraries(system, notes, request, handoff.architecture, vendor.data_directories),
@@ -209,6 +209,12 @@ def _settle_request(
         on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
+
+
+def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:
+    # First: the host binds anew what the condition then says to be wrong.
+    unmount_removed(system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
+    return check_devices(system, notes, request, generation)
 
 
 def _granted_by_now(system: System) -> tuple[GrantedDevice, ...]:

@@ -127,6 +127,10 @@ class System(Rooted):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def link_count(self, path: str) -> int:
+        """How many names a file has, links not followed; 0 for a mounted one that was removed where it comes from."""
+        return os.lstat(self._at(path, follow=False)).st_nlink
+
     def mode(self, path: str) -> int:
         """Permission bits of a file, links followed."""
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)

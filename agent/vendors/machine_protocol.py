@@ -81,6 +81,10 @@ class MachineVendor(Protocol):
         """Paths in the machine that come and go: whether they are there decides what is in the spec. Pure."""
         ...
 
+    def bound_directories(self, request: Request) -> tuple[str, ...]:
+        """Directories that the host binds into the machine while it runs. Pure."""
+        ...
+
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:

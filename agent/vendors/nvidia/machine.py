@@ -55,6 +55,9 @@ class NvidiaMachine:
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         return tuple(sockets.mount_points(request.sockets))
 
+    def bound_directories(self, request: Request) -> tuple[str, ...]:
+        return tuple(sockets.DIRECTORIES[name] for name in request.sockets if name in sockets.DIRECTORIES)
+
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
