@@ -2,7 +2,8 @@
 
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot).
+`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot; only for a host half that writes
+`restart_device_plugin` into the handoff, as older ones refuse a report with any other key).
 """
 
 import hashlib
@@ -82,8 +83,8 @@ class Handoff:
     requests: tuple[Request, ...]
     default_runtime: bool = False
     """Whether containerd's default runtime is to be the vendor's."""
-    restart_device_plugin: bool = False
-    """Whether the vendor's device plug-in may be restarted."""
+    restart_device_plugin: bool | None = False
+    """Whether the vendor's device plug-in may be restarted. None: of an older host half, which does not write it."""
 
     @property
     def generation(self) -> str:
@@ -122,8 +123,9 @@ def parse_handoff(data: bytes) -> Handoff:
         architecture=get(where, document, "architecture", str),
         requests=objects(where, document, "requests", _request),
         default_runtime=get(where, document, "default_runtime", bool),
-        # Not there in what an older host half writes.
-        restart_device_plugin=get(where, {"restart_device_plugin": False} | document, "restart_device_plugin", bool),
+        restart_device_plugin=get(where, document, "restart_device_plugin", bool)
+        if "restart_device_plugin" in document
+        else None,
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")
@@ -136,9 +138,9 @@ def render_report(
     cdi_devices: tuple[str, ...],
     boot_id: str,
     agent_version: str,
-    repairs: Mapping[str, int],
+    repairs: Mapping[str, int] | None,
 ) -> bytes:
-    """The machine half's answer to the handoff of that generation."""
+    """The machine half's answer to the handoff of that generation. `repairs`: None for a host half before them."""
     document = {
         "version": REPORT_VERSION,
         "generation": generation,
@@ -149,7 +151,7 @@ def render_report(
             for each in conditions
         ],
         "cdi_devices": list(cdi_devices),
-        "repairs": dict(repairs),
+        **({} if repairs is None else {"repairs": dict(repairs)}),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 

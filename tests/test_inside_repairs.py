@@ -1,5 +1,6 @@
 """What somebody changed in the machine: put right, counted and told; what is no repair counts for nothing."""
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.inside.containerd import MAIN
-from agent.inside.run import run
+from agent.inside.run import HANDOFF, run
 from tests.machine_root import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
 
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -85,3 +86,12 @@ def test_a_boot_counts_anew(settled: Machine) -> None:
     settled.drop(LINK)
     run(settled)
     assert settled.report()["repairs"] == NONE
+
+
+def test_a_host_of_the_release_before_is_told_none(settled: Machine) -> None:
+    """It would refuse the whole report for the key."""
+    document = json.loads(settled.read(HANDOFF))
+    del document["restart_device_plugin"]
+    settled.put(HANDOFF, json.dumps(document))
+    run(settled)
+    assert "repairs" not in settled.report()

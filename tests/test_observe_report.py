@@ -38,6 +38,10 @@ def test_an_older_machine_half_counts_no_repairs() -> None:
     assert parse_report(json.dumps(whole).encode()).repairs == {}
 
 
+def test_what_a_newer_machine_half_says_beside_is_left_alone() -> None:
+    assert parse_report(document(extra={"deep": [1, "\x1b"]})) == parse_report(document())
+
+
 def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> None:
     message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
     report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
@@ -54,10 +58,10 @@ def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> No
         (document(version=2), "version"),
         (document(version="1"), "version"),
         (document(version=True), "version"),
-        (document(extra=1), "extra"),
         (document(generation="../../etc"), "generation"),
         (document(conditions={}), "conditions"),
         (document(conditions=condition() * 2), "conditions"),
+        (document(conditions=condition(extra=1)), "conditions.0.extra"),
         (document(conditions=condition() * 100), "conditions"),
         (document(conditions=condition(type="Ready\n")), "conditions.0.type"),
         (document(conditions=condition(status="Maybe")), "conditions.0.status"),

@@ -1,5 +1,6 @@
 """The goal is a pure function of configuration and facts."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -207,6 +208,14 @@ def left(unit_state: str, device: str) -> Facts:
         set_device_allow("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
     }
     return replace(seen, machines=(replace(seen.machines[0], unit_state=unit_state, live=live),), files=files)
+
+
+def test_privileges_need_no_newer_image() -> None:
+    """The handoff of the release before had their nodes too, but not the MIG instance, which the second GPU has."""
+    config = configured(mig_config=True, mig_monitor=True, gpus=["0000:01:00.0"])
+    machine = plan(config, facts()).goal.machines[0]
+    assert {each.path[-4:] for each in machine.handoff.requests[0].devices} >= {"cap1", "cap2"}
+    assert json.loads(machine.handoff_file.content)["version"] == 1
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ class Outcome:
 
     conditions: tuple[Condition, ...]
     devices: tuple[str, ...] = ()
+    counts_repairs: bool = True
+    """Whether the host half is one that knows of them."""
 
 
 class Beside:
@@ -123,6 +125,7 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     return Outcome(
         (*conditions, *((on_node,) if on_node else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
+        counts_repairs=handoff.restart_device_plugin is not None,
     )
 
 
@@ -161,7 +164,7 @@ def report(system: System, generation: str, outcome: Outcome) -> None:
         )
     # A limit of its own: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    counts = repairs(Notes(system))
+    counts = repairs(Notes(system)) if outcome.counts_repairs else None
     document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
     system.write(REPORT, document)
 

@@ -59,6 +59,9 @@ class _Condition(_Model):
 
 
 class _Document(_Model):
+    # A newer machine half may say more, which is left alone; the size of the whole is bounded.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
     version: Annotated[int, Field(strict=True, ge=1, le=1)]
     generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
     boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]

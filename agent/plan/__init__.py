@@ -169,4 +169,6 @@ def _request(grant: Grant) -> Request:
 
 def _device(node: DeviceNode) -> GrantedDevice:
     number = node.number
-    return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, node.capability)
+    # Of MIG instances alone, to whose GPU it belongs: version 1 of the handoff had the other capabilities' nodes too.
+    capability = node.capability if node.pci_address else ""
+    return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)
