@@ -16,7 +16,9 @@ import pytest
 from agent.handoff import GrantedDevice
 from agent.identity import DeviceNumber
 from agent.inside.kubelet import KUBELET_SOCKET
+from agent.inside.notes import Notes
 from agent.inside.run import run
+from agent.inside.spec import UNPARTITIONED_FOR
 from agent.system.commands import Completed
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi import verify
@@ -274,6 +276,20 @@ def no_instance() -> tuple[Any, Spec]:
     return without(*CAPS), spec
 
 
+def with_whole_gpu(spec: Spec) -> Spec:
+    """The same with a device for the first GPU, made of the second one's."""
+    (second,) = (each for each in spec["devices"] if each["name"] == "1")
+    text = json.dumps(second)
+    for old, new in (("nvidia1", "nvidia0"), ("card1", "card0"), ("renderD129", "renderD128"), GPUS[::-1]):
+        text = text.replace(old, new)
+    first = json.loads(text)["containerEdits"]
+    (every,) = (each["containerEdits"] for each in spec["devices"] if each["name"] == "all")
+    every = {**every, "deviceNodes": [*every["deviceNodes"], *first["deviceNodes"]]}
+    others = [each for each in spec["devices"] if each["name"] != "all"]
+    names = {"0": first, "GPU-51000000-0000-4000-8000-000000000100": first, "all": every}
+    return {**spec, "devices": [*others, *({"name": name, "containerEdits": each} for name, each in names.items())]}
+
+
 def test_a_gpu_in_mig_mode_without_instances_is_no_fault(machine: Machine) -> None:
     """Nobody can use it, which is said; a spec that had an instance of it, or the whole GPU, gives way."""
     run(machine)
@@ -285,6 +301,16 @@ def test_a_gpu_in_mig_mode_without_instances_is_no_fault(machine: Machine) -> No
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert f"no pod can use GPU {GPUS[0]}: MIG mode is on" in machine.message("CDISpecCurrent")
     assert published(machine) == {"1", "GPU-51000000-0000-4000-8000-000000000200", "all", "none"}
+    message, calls = machine.message("CDISpecCurrent"), len(machine.calls)
+    run(machine)
+    assert not [call for call in machine.calls[calls:] if "nvidia-" in call[0]], "nothing has changed"
+    assert machine.message("CDISpecCurrent") == message
+    notes = Notes(machine)
+    noted = notes.load("spec-nvidia")
+    notes.save("spec-nvidia", {**noted, "until": noted["until"] - UNPARTITIONED_FOR})
+    write(machine, with_whole_gpu(spec))
+    run(machine)
+    assert "0" in published(machine), "MIG mode was switched off, which changes nothing else"
 
 
 @pytest.mark.parametrize("answer", [f"0000{GPUS[0]}, Disabled\n", "", "No devices were found\n"])

@@ -2,8 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Iterable
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
 
 from agent.conditions import Condition, ConditionType, Status, false, not_applicable, true
 from agent.errors import AgentError
@@ -19,6 +21,8 @@ from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
+UNPARTITIONED_FOR = 600.0
+"""Seconds for which a GPU is believed to be usable by partitions only: nothing tells when that ends without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,12 @@ class Candidate:
 
     text: bytes
     verdict: Verdict
+    unpartitioned: tuple[str, ...] = ()
+    """Granted GPUs that no spec can serve; they are not missing in the verdict."""
+
+    @property
+    def good(self) -> bool:
+        return not self.verdict.problems and not self.verdict.missing
 
 
 def publish_spec(
@@ -69,8 +79,8 @@ def _publish(
         return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
     inputs = _inputs(system, vendor, request, live, generation)
     noted = notes.load(f"spec-{vendor.name}")
-    good = current is not None and not current.verdict.problems and not current.verdict.missing
-    if current and good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
+    current = _as_noted(current, noted, inputs)
+    if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, "Verified", str(noted.get("message"))), current.verdict.devices)
     if noted.get("inputs") == inputs and (refused := _collision(system, vendor, noted.get("colliding", ()), foreign)):
         return Published(refused)
@@ -95,7 +105,8 @@ def _publish(
     condition = _condition(vendor, new.verdict, remarks)
     if condition.status is Status.TRUE:
         noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
-        notes.save(f"spec-{vendor.name}", noted)
+        lasting = {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
+        notes.save(f"spec-{vendor.name}", noted | lasting)
     return Published(condition, new.verdict.devices)
 
 
@@ -151,8 +162,20 @@ def _generate(
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(generated.spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, generated.spec, request, live)
-    missing = tuple(gpu for gpu in verdict.missing_gpus if gpu not in generated.unpartitioned)
-    return Candidate(clean, replace(verdict, missing_gpus=missing)), generated.remarks
+    return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), generated.remarks
+
+
+def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
+    """The published spec; what no spec could serve when it was made is not missing in it, for some time."""
+    until, gpus = noted.get("until"), noted.get("unpartitioned")
+    if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
+        return current
+    return _without_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
+
+
+def _without_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+    missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
+    return Candidate(candidate.text, replace(candidate.verdict, missing_gpus=missing), tuple(gpus))
 
 
 def _current(
