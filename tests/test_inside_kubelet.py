@@ -102,7 +102,7 @@ def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
 def test_gpus_that_are_all_taken_back(serving: Kubelet) -> None:
     """The machine has no GPU any more, but the plug-in still offers them."""
     serving.machine.hand(EMPTY)
-    assert serving.condition() == ("False", "StaleGPUs")
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
     serving.advertise(gpu=[])
     assert serving.condition() == ("True", "NotApplicable")
 

@@ -14,7 +14,7 @@ import pytest
 from agent.inside.notes import Notes
 from agent.inside.plugin_restart import DISTANCE
 from tests.kubelet_directory import UUIDS, Kubelet
-from tests.machine_root import REQUEST, Machine, gpu_machine
+from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine
 
 CONTAINER = "0123456789abcdef" * 4
 CGROUP = f"/proc/{os.getpid()}/cgroup"
@@ -73,6 +73,17 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     outdated.begin_later()
     assert outdated.condition() == ("False", "GPUsMissing")
     assert len(restarts(outdated.machine)) == 1
+
+
+def test_the_plug_in_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
+    """There is no spec any more, and what it advertises is gone."""
+    outdated.machine.hand(EMPTY, restart_device_plugin=True)
+    for _ in range(3):
+        assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+        assert "restart 1 " in outdated.message()
+        pass_time(outdated.machine, 2 * DISTANCE)
+    assert len(restarts(outdated.machine)) == 1
+    assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
 
 
 def test_not_waited_for(outdated: Kubelet) -> None:

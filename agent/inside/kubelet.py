@@ -15,6 +15,7 @@ from agent.conditions import Condition, ConditionType, false, not_applicable, tr
 from agent.errors import DocumentError
 from agent.handoff import Request
 from agent.inside.notes import Notes
+from agent.inside.spec import spec_changed
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
@@ -67,7 +68,7 @@ def check_advertised(
     if without is not None:
         return without
     known = _known(notes, vendor, plugin)
-    outdated = system.exists(vendor.spec_path) and system.identity(vendor.spec_path).mtime_ns > plugin.begun
+    outdated = spec_changed(system, notes, vendor) > plugin.begun
     return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
 
 

@@ -13,6 +13,7 @@ from agent.conditions import Condition
 from agent.errors import CommandError
 from agent.inside.kubelet import look
 from agent.inside.notes import Notes
+from agent.inside.spec import spec_changed
 from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
@@ -42,7 +43,7 @@ def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
     """At most once for each CDI spec, and not again within DISTANCE: what a restart does not mend, it never will."""
     name = f"device-plugin-restart-{vendor.name}"
     noted = notes.load(name)
-    spec, now, number = system.identity(vendor.spec_path).mtime_ns, time.monotonic(), int(noted.get("number", 0)) + 1
+    spec, now, number = spec_changed(system, notes, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:

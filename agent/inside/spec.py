@@ -53,6 +53,8 @@ def publish_spec(
     """Bring the published spec up to date; spawns nothing when nothing that it depends on has changed."""
     if not request.gpus:
         removed = owned.remove(vendor.spec_path)
+        if removed:
+            notes.save(f"spec-{vendor.name}", {"removed": time.time_ns()})
         message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
         return Published(not_applicable(KIND, message))
     if not owned.may_write(vendor.spec_path):
@@ -61,6 +63,15 @@ def publish_spec(
     published = _publish(system, notes, owned, vendor, request, generation, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
     return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
+
+
+def spec_changed(system: System, notes: Notes, vendor: MachineVendor) -> int:
+    """When the spec was published or removed last, nanoseconds since the epoch; 0 if it never was since boot."""
+    try:
+        return system.identity(vendor.spec_path).mtime_ns
+    except FileNotFoundError:
+        removed = notes.load(f"spec-{vendor.name}").get("removed")
+        return removed if isinstance(removed, int) else 0
 
 
 def _publish(
