@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.inside.kubelet import PLUGINS
 from agent.inside.notes import Notes
 from agent.inside.plugin_restart import DISTANCE
-from tests.kubelet_directory import UUIDS, Kubelet
+from tests.kubelet_directory import PLUGIN_SOCKET, UUIDS, Kubelet
 from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine
 
 CONTAINER = "0123456789abcdef" * 4
@@ -84,6 +85,14 @@ def test_the_plug_in_of_a_machine_without_gpus_is_restarted_once(outdated: Kubel
         pass_time(outdated.machine, 2 * DISTANCE)
     assert len(restarts(outdated.machine)) == 1
     assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
+
+
+def test_a_hard_link_of_another_plug_in_s_socket_is_not_believed(outdated: Kubelet) -> None:
+    place = outdated.machine.tree / PLUGINS[1:]
+    (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "does not run in a pod's container" in outdated.message()
+    assert not restarts(outdated.machine)
 
 
 def test_not_waited_for(outdated: Kubelet) -> None:

@@ -48,7 +48,8 @@ def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
         return f"it was restarted in the last {DISTANCE:.0f} s, and will be again after that"
-    processes = set(look(system, vendor).serving.values())
+    # One with a second name may be another plug-in's, linked to by whoever may write in that directory.
+    processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
         return "it does not run in a pod's container, and is not restarted"
