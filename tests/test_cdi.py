@@ -243,6 +243,21 @@ def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
     assert judge(spec).problems == ()
 
 
+def test_node_with_another_granted_gpu_s_number_is_refused() -> None:
+    """Whoever asks for the first GPU would get the second, and the spec says what the node is."""
+    live = LIVE | {"/dev/nvidia0": LIVE["/dev/nvidia1"]}
+    spec = recorded_spec()
+    for device in spec["devices"]:
+        for node in device["containerEdits"]["deviceNodes"]:
+            if node["path"] == "/dev/nvidia0":
+                node |= {"major": 195, "minor": 1}
+    problems = verify(spec, REQUEST, live, PRESENT).problems
+    assert set(problems) == {
+        f"device {name}: device node /dev/nvidia0 is 195:1 in this machine, granted is 195:0"
+        for name in ("0", spec["devices"][2]["name"], "all")
+    }
+
+
 def test_node_that_went_is_refused() -> None:
     """A spec with a node that the machine lacks would fail at every container's start."""
     live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}

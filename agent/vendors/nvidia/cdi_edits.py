@@ -45,7 +45,7 @@ class Ground:
         """`live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist."""
         self.live, self.present = live, present
         self.driver_root = request.driver_root
-        self.granted = {device.path for device in request.devices}
+        self.granted = {device.path: (device.major, device.minor) for device in request.devices}
         self.by_path = {(device.path, device.kind, device.pci_address) for device in request.devices}
         """For the links of DRM nodes: path, kind and PCI address."""
         targets = [file.target for file in request.files]
@@ -96,10 +96,13 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
     if number is None:
         yield f"{where}: device node {path} is not in this machine"
         return
+    live_number = f"{number.major}:{number.minor}"
+    if (number.major, number.minor) != ground.granted[path]:
+        major, minor = ground.granted[path]
+        yield f"{where}: device node {path} is {live_number} in this machine, granted is {major}:{minor}"
     # nvidia-ctk leaves a minor of 0 out; without a major the container runtime looks both up by itself.
     written = (node.get("major"), node.get("minor", 0))
     if "major" in node and written != (number.major, number.minor):
-        live_number = f"{number.major}:{number.minor}"
         yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
     for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):
         if key in node and (type(node[key]) is not int or node[key] != value):
