@@ -288,18 +288,22 @@ def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, s
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("command", "said"),
     [
-        (" --config /srv/other.toml", ("False", "OtherConfiguration")),
-        (" -c=/srv/other.toml --log-level debug", ("False", "OtherConfiguration")),
-        (f" --config {MAIN}", ("True", "Running")),
-        ("", ("True", "Running")),
+        ("/usr/bin/containerd --config /srv/other.toml", ("False", "OtherConfiguration")),
+        ("/usr/bin/containerd -c=/srv/other.toml --log-level debug", ("False", "OtherConfiguration")),
+        ("containerd --log-level debug -c /srv/other.toml", ("False", "OtherConfiguration")),
+        (f"/usr/bin/containerd --config {MAIN}", ("True", "Running")),
+        ("/usr/bin/containerd", ("True", "Running")),
+        ("/bin/sh -c exec /usr/bin/containerd", ("True", "Running")),
+        ("/bin/sh -c /usr/local/bin/start-containerd", ("True", "Running")),
+        ("/usr/bin/containerd -c ${CONFIG}", ("True", "Running")),
     ],
 )
-def test_containerd_that_was_started_with_another_file(machine: Machine, argument: str, said: tuple[str, str]) -> None:
+def test_containerd_that_was_started_with_another_file(machine: Machine, command: str, said: tuple[str, str]) -> None:
     """It has nothing of what we write, whenever it was started."""
     run(machine)
-    start = f"{{ path=/usr/bin/containerd ; argv[]=/usr/bin/containerd{argument} ; ignore_errors=no ; pid=1 }}"
+    start = f"{{ path=/usr/bin/containerd ; argv[]={command} ; ignore_errors=no ; pid=1 }}"
     answer = systemctl("active", time.monotonic_ns() // 1000)(("systemctl", "show")).stdout
     machine.program("systemctl", lambda _: Completed(0, answer + f"ExecStart={start}\n".encode(), b""))
     run(machine)

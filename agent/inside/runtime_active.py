@@ -17,8 +17,8 @@ LOADED = "containerd-loaded"
 """The containerd that was last proven to run with its configuration: when it was started, and that digest."""
 
 
-CONFIG_ARGUMENT = re.compile(r"argv\[\]=[^;]*? (?:--config|-c)[ =](?P<path>[^ ;]+)")
-"""In the property ExecStart=, of containerd's global options."""
+CONFIG_ARGUMENT = re.compile(r"argv\[\]=(?:[^ ;]*/)?containerd(?: [^;]*?)? (?:--config|-c)[ =](?P<path>/[^ ;]*)")
+"""In the property ExecStart=, of containerd's global options: those of a shell or another program tell nothing."""
 
 
 def note_change(notes: Notes, effective: str = "") -> None:
