@@ -10,9 +10,9 @@ POD_GROUP = (
     f"{MACHINE_GROUP}/kubepods.slice/kubepods-besteffort.slice/"
     f"kubepods-besteffort-pod{POD_UID.replace('-', '_')}.slice/cri-containerd-{CONTAINER}.scope"
 )
-MAPS = """\
+MAPS = b"""\
 00400000-00452000 r-xp 00000000 08:02 173521      /usr/bin/python3
-{start:08x}-{end:08x} rw-s 00000000 00:05 {inode}      {path} (deleted)
+%(start)08x-%(end)08x rw-s 00000000 00:05 %(inode)d      %(path)s (deleted)
 7ffd00000000-7ffd00021000 rw-p 00000000 00:00 0   [stack]
 """
 
@@ -26,21 +26,33 @@ def process(
     command: bytes = b"python3",
     group: str = "/user.slice",
     inner: Sequence[int] = (),
+    path: bytes = b"",
 ) -> Path:
-    """`opened`: what its descriptors lead to; `mapped`: a device; `inner`: its PIDs in the namespaces below."""
+    """`opened`: what its descriptors lead to; `mapped`: a device; `inner`: its PIDs in the namespaces below.
+
+    `path`: what its mappings say of the device's, as bytes.
+    """
     files: Mapping[str, bytes] = {
         "comm": command + b"\n",
         "cgroup": f"0::{group}\n".encode(),
         "status": b"Name:\tx\nNSpid:\t" + "\t".join(str(each) for each in (pid, *inner)).encode() + b"\nThreads:\t1\n",
-        "maps": MAPS.format(start=0x1000, end=0x3000, inode=900 + pid, path=mapped).encode() if mapped else b"",
     }
     directory = tree / "proc" / str(pid)
-    (directory / "fd").mkdir(parents=True)
-    (directory / "map_files").mkdir()
+    (directory / "map_files").mkdir(parents=True)
     for name, content in files.items():
         (directory / name).write_bytes(content)
-    for number, path in enumerate(("socket:[4711]", *opened)):
-        (directory / "fd" / str(number)).symlink_to(path)
+    maps = MAPS % {b"start": 0x1000, b"end": 0x3000, b"inode": 900, b"path": path or mapped.encode()}
+    thread(tree, pid, pid, opened=opened, maps=maps if mapped else b"")
     if mapped:
         (directory / "map_files" / "1000-3000").symlink_to(mapped)
+    return directory
+
+
+def thread(tree: Path, pid: int, number: int, *, opened: Sequence[str] = (), maps: bytes = b"") -> Path:
+    """The first one has the process's number. One that has ended has neither descriptors nor mappings."""
+    directory = tree / "proc" / str(pid) / "task" / str(number)
+    (directory / "fd").mkdir(parents=True)
+    (directory / "maps").write_bytes(maps)
+    for descriptor, target in enumerate(("socket:[4711]", *opened)):
+        (directory / "fd" / str(descriptor)).symlink_to(target)
     return directory

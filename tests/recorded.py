@@ -5,6 +5,7 @@ adds, GPUs above all, is synthetic: written after the driver's sources, not seen
 """
 
 import os
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -140,6 +141,10 @@ class Host(System):
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
         self._fail(path)
         return super().read(path, limit)
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        self._fail(path)
+        return super().lines(path)
 
     def entries(self, path: str) -> tuple[str, ...]:
         self._fail(path)

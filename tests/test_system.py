@@ -9,6 +9,7 @@ import pytest
 from agent.errors import BusError
 from agent.system.commands import Completed
 from agent.system.files import System
+from agent.system.host_runner import host_runner
 
 
 def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
@@ -106,3 +107,23 @@ def test_a_system_without_a_bus_says_so(system: System) -> None:
     """The machine half's."""
     with pytest.raises(BusError, match=r"org\.example\.I\.M of org\.example: .*no connection"):
         system.call("org.example", "/", "org.example.I.M")
+
+
+def test_a_device_behind_a_link_is_told_as_by_stat(tmp_path: Path) -> None:
+    """By statx(2) with a structure of our own; of /proc/PID/fd too, where a removed file is still behind the link."""
+    system = System(host_runner)
+    for path in ("/dev/null", "/dev/full", "/dev/tty"):
+        status = os.stat(path)
+        (tmp_path / "link").symlink_to(path)
+        assert system.device_behind(str(tmp_path / "link")) == (os.major(status.st_rdev), os.minor(status.st_rdev))
+        (tmp_path / "link").unlink()
+    with open(tmp_path / "file", "wb") as file, open("/dev/null", "rb") as null:
+        (tmp_path / "file").unlink()
+        assert system.device_behind(f"/proc/self/fd/{file.fileno()}") is None
+        assert system.device_behind(f"/proc/self/fd/{null.fileno()}") == (1, 3)
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(FileNotFoundError, match="link"):
+        system.device_behind(str(tmp_path / "link"))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.device_behind(str(tmp_path / "loop"))

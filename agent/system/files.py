@@ -7,7 +7,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from agent.errors import BusError
 from agent.identity import DeviceNumber, FileIdentity
@@ -72,6 +72,12 @@ class System(Rooted):
     def read_text(self, path: str) -> str:
         """As `read`; bytes that are not UTF-8 are kept by surrogateescape."""
         return self.read(path).decode(errors="surrogateescape")
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        """Of a file of /proc that may be of any size, one by one, without their end: a newline and nothing else."""
+        with open(self._at(path), "rb") as file:
+            for line in file:
+                yield line.removesuffix(b"\n")
 
     def entries(self, path: str) -> tuple[str, ...]:
         """Sorted names in a directory."""
@@ -155,8 +161,10 @@ class System(Rooted):
 
         From /proc/PID/fd the kernel goes to what is open itself, wherever that is and whether or not it has a path.
         """
-        status = os.stat(self._at(link))
-        return (os.major(status.st_rdev), os.minor(status.st_rdev)) if stat.S_ISCHR(status.st_mode) else None
+        # Here, as few runs need it, and ctypes costs the machine's start.
+        from agent.system.statx import character_device
+
+        return character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
         """Who listens on a Unix socket, see agent.system.sockets."""
