@@ -10,9 +10,10 @@ from collections.abc import Callable, Sequence
 from agent import __version__, daemon
 from agent.conditions import Condition, Status
 from agent.config import Config, load_config
-from agent.detach import attach, detach, holders
+from agent.detach import attach, detach
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
+from agent.gpu_users import holders
 from agent.history import as_json
 from agent.judgement import rfc3339
 from agent.observe.udev import Udev

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from agent.config import MachineSettings
-from agent.errors import AgentError, ConfigError, ObservationError
+from agent.errors import AgentError, ObservationError
 from agent.facts import Absent, DeviceNode, Facts, Gpu, MachineFacts
+from agent.gpu_users import describe, find_gpu, gpu_nodes, look, nobody, why_unknown
 from agent.granted import Granted
-from agent.holders import Held, Holder, Number, find_holders
+from agent.holders import Held
 from agent.locks import locked
 from agent.observe.detached import forget_detached, note_detached
 from agent.observe.report import Report
@@ -21,7 +22,6 @@ from agent.plan import Plan
 from agent.plan.drop_in import device_entry
 from agent.readiness import STALE_AFTER
 from agent.reconcile import BUSY, Outcome, Reconciler, read_report
-from agent.vendors.host import host_vendor
 
 LOCK_WAIT = 60.0
 """Seconds: a pass of the service may be staging a driver root."""
@@ -50,10 +50,15 @@ class Ending:
 
 
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
-    """Done when nothing has the GPU open, and no machine may open it. Raises ConfigError for an unknown address."""
+    """Done when nothing that can be looked at has the GPU open, and no machine may open it.
+
+    Raises ConfigError for an unknown address.
+    """
     facts, planned, _ = reconciler.look()
     gpu = find_gpu(address, facts)
-    machines, nodes = _granted_to(gpu.pci_address, facts, planned), tuple(_nodes(facts, gpu.pci_address))
+    machines, nodes = _granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
+    if unknown := why_unknown(gpu, nodes):
+        return Ending(False, (f"{gpu.pci_address} is left as it is: {unknown}",))
     return _Removal(gpu, machines, nodes, reconciler, timing).run()
 
 
@@ -67,40 +72,6 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     removal.give_back()
     machines = ", ".join(removal.machines) or "no machine"
     return Ending(not removal.remarks, (f"{gpu.pci_address} is granted as before, to {machines}", *removal.remarks))
-
-
-def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Who has the GPU open, a line each. Without an address: any GPU."""
-    facts = reconciler.look()[0]
-    gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
-    lines: list[str] = []
-    for gpu in gpus:
-        held = find_holders(reconciler.system, _wanted(_nodes(facts, gpu.pci_address)))
-        found = describe(held, gpu) or ("nothing has it open",)
-        lines += [f"{gpu.pci_address}: {line}" for line in found]
-    return tuple(lines)
-
-
-def find_gpu(address: str, facts: Facts) -> Gpu:
-    """Raises ConfigError where there is no such GPU, ObservationError where that cannot be told."""
-    for vendor in facts.vendors:
-        if not isinstance(vendor.devices, tuple):
-            raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
-    known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
-    found = known.get(address.lower())
-    if found is None:
-        raise ConfigError(f"{address!a}: there is no GPU of this PCI address", f"there are: {', '.join(sorted(known))}")
-    return found
-
-
-def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """A line for each process."""
-    return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen)
-
-
-def _with_advice(holder: Holder, gpu: Gpu) -> str:
-    advice = "" if holder.machine else host_vendor(gpu.vendor).letting_go(holder.command, gpu.pci_address)
-    return f"{holder.describe()}{f'; it lets go by {advice}' if advice else ''}"
 
 
 def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
@@ -117,7 +88,7 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
     }
     # One that has another GPU in its place by now, while this one is drained.
-    entries = _entries(_nodes(facts, address))
+    entries = _entries(gpu_nodes(facts, address))
     goals = {machine.name for machine in planned.goal.machines}
     permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, entries)}
     return tuple(sorted(granted | permitted))
@@ -129,17 +100,6 @@ def _entries(nodes: Iterable[DeviceNode]) -> set[str]:
 
 def _may_open(machine: MachineFacts, entries: set[str]) -> bool:
     return machine.live is not None and bool(entries & {entry.split()[0] for entry in machine.live.allow})
-
-
-def _nodes(facts: Facts, address: str) -> Iterable[DeviceNode]:
-    """The GPU's own. MIG instances need no look of their own: their users have the whole GPU's node open too."""
-    for vendor in facts.vendors:
-        if isinstance(vendor.devices, tuple):
-            yield from (node for node in vendor.devices if node.pci_address == address)
-
-
-def _wanted(nodes: Iterable[DeviceNode]) -> dict[Number, str]:
-    return {(node.number.major, node.number.minor): node.path for node in nodes}
 
 
 @dataclass(slots=True)
@@ -179,8 +139,8 @@ class _Removal:
         if permitted:
             return Ending(False, (f"{address} may still be opened in {', '.join(permitted)}", *self.remarks))
         until = f"until it has been removed, or `unbounded-agent gpus attach {address}`"
-        what = f"{address} may be removed: nothing has it open; no machine gets it {until}"
-        return Ending(True, (what, *self.remarks))
+        what = f"{address} may be removed: {nobody(held)}; no machine gets it {until}"
+        return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
     def give_back(self) -> None:
         """Forget that it is detached, and bring the machines to have it."""
@@ -197,12 +157,12 @@ class _Removal:
 
     def _look(self) -> Held:
         self.reconciler.progress("look who has it open")
-        return find_holders(self.reconciler.system, _wanted(self.nodes))
+        return look(self.reconciler.system, self.nodes)
 
     def _drain(self, seconds: int) -> Held:
         """Who still has it open when the time is over."""
         deadline, told = time.monotonic() + seconds, 0.0
-        while (held := find_holders(self.reconciler.system, _wanted(self.nodes))) and time.monotonic() < deadline:
+        while (held := look(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
             if time.monotonic() >= told:
                 left = deadline - time.monotonic()
                 for line in describe(held, self.gpu):

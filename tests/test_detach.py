@@ -12,9 +12,10 @@ import pytest
 from agent import __version__
 from agent.conditions import IN_MACHINE, ConditionType, Status, true
 from agent.config import Config
-from agent.detach import Ending, Timing, attach, detach, holders
+from agent.detach import Ending, Timing, attach, detach
 from agent.errors import ConfigError, ObservationError
 from agent.facts import Unseen
+from agent.gpu_users import holders
 from agent.handoff import parse_handoff, render_report
 from agent.live import parse_live, render_live
 from agent.observe.detached import forget_detached, note_detached, observe_detached
@@ -118,6 +119,36 @@ def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
     conditions = site.conditions()
     assert conditions[ConditionType.DEVICES_PRESENT] == (Status.TRUE, "GPUDetached")
     assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+
+
+def test_a_process_that_cannot_be_looked_at_is_told_and_decides_nothing(site: Site) -> None:
+    """Any pod can have some for ever."""
+    for pid in range(30, 45):
+        process(Path(site.host.root), pid)
+        site.host.failing[f"/proc/{pid}/task/{pid}/maps"] = PermissionError(13, "Permission denied")
+    ending = detach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert f"{SECOND} may be removed: nothing that can be looked at has it open" in ending.sentences[0]
+    assert "PID 30 cannot be looked at: Permission denied" in ending.sentences
+    assert ending.sentences[-1] == "and 5 more cannot be looked at"
+    assert holders(SECOND, site.agent)[0] == f"{SECOND}: nothing that can be looked at has it open"
+
+
+def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
+    """With another driver, or without a node of its number: there is no number to look for."""
+    site.host.remove_file("/dev/nvidia1")
+    site.host.rebind(FIRST, "vfio-pci")
+    site.host.remove_file(f"/proc/driver/nvidia/gpus/{FIRST}/information")
+    for address, driver in ((FIRST, "vfio-pci"), (SECOND, "nvidia")):
+        ending = detach(address, site.agent, FAST)
+        assert not ending.done
+        why = f"nobody can tell here who has it open: kernel driver {driver} has it"
+        assert f"{address} is left as it is: {why}" in ending.sentences[0]
+        (line,) = holders(address, site.agent)
+        assert line.startswith(f"{address}: {why}")
+    assert not site.host.exists(DETACHED_GPUS)
+    site.host.rebind(FIRST, "")
+    assert detach(FIRST, site.agent, FAST).done, "without a driver nothing can have it open"
 
 
 def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:

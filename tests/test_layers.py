@@ -33,6 +33,7 @@ LAYERS = (
     ("reconcile",),
     (
         "prepare",
+        "gpu_users",
         "detach",
         "gauges",
         "metrics",

@@ -53,7 +53,7 @@ class HostVendor(Protocol):
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
         ...
 
-    def letting_go(self, command: str, pci_address: str) -> str:
+    def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """How a program of the vendor's own, named as in /proc/PID/comm, lets go of a GPU; else empty. Pure."""
         ...
 

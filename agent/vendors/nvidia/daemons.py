@@ -12,12 +12,19 @@ ADVICE = {
     "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that share GPUs by it",
     "nvidia-smi": "it ends by itself, unless it was told to loop",
 }
-"""By program."""
+"""By program, of the host."""
+IN_MACHINES = {
+    "nvidia-device-plugin": (
+        "a restart, once the node offers the GPU no more: machines.NAME.restart_device_plugin = true "
+        'and on_detach = "drain-wait" have that done'
+    ),
+}
+"""By program, of a pod."""
 
 
-def letting_go(command: str, pci_address: str) -> str:
-    """What to run on the host; empty for any other program."""
-    for name, advice in ADVICE.items():
+def letting_go(command: str, pci_address: str, *, in_machine: bool) -> str:
+    """What to do for it; empty for any other program."""
+    for name, advice in (IN_MACHINES if in_machine else ADVICE).items():
         if command == name[:COMMAND_LENGTH]:
             return advice.format(address=pci_address)
     return ""

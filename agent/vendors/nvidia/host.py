@@ -32,8 +32,8 @@ class Nvidia:
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
 
-    def letting_go(self, command: str, pci_address: str) -> str:
-        return letting_go(command, pci_address)
+    def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
+        return letting_go(command, pci_address, in_machine=in_machine)
 
     def kernel_message(self, text: str) -> GpuError | None:
         return parse_xid(text)
