@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from agent.config import Config, MachineSettings
 from agent.facts import Absent, Facts, FileState, MachineFacts, Unseen
+from agent.identity import DeviceKind
 from agent.paths import machine_files
 from agent.plan import plan
 from tests.example import address, facts, nvidia
@@ -79,6 +80,25 @@ def test_one_that_goes_is_replaced_and_the_others_stay() -> None:
     before = host("a", "b")
     then = after(settings, before, host("a", "b", gpus=range(1, 4)))
     assert given_to(settings, then) == {"a": [1, 3], "b": [2]}
+
+
+def detaching(seen: Facts, *indices: int, draining: bool) -> Facts:
+    """The host while an administrator takes some of its GPUs."""
+    taken = {address(index) for index in indices}
+    vendor = seen.vendors[0]
+    vendor = replace(vendor, gpus=tuple(replace(gpu, detached=gpu.pci_address in taken) for gpu in vendor.gpus))
+    return replace(seen, vendors=(vendor,), draining=frozenset(taken if draining else ()))
+
+
+def test_the_fabric_is_for_who_has_all_gpus_of_the_host() -> None:
+    """With those that are detached: else a machine with a part would reach the others when those come back."""
+    for gpus, seen, expected in (
+        ([address(0)], detaching(host("a", gpus=range(2)), 1, draining=False), False),
+        ("all", detaching(host("a", gpus=range(2)), 1, draining=False), True),
+        ([address(0)], host("a", gpus=range(1)), True),
+    ):
+        (machine,) = plan(config(a=gpus), seen).goal.machines
+        assert any(node.kind is DeviceKind.NVSWITCH for node in machine.grants[0].nodes) is expected
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, GPUS + 1), min_size=1))

@@ -24,7 +24,8 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     )
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
-        whole_host = {gpu.pci_address for gpu in facts.gpus if not gpu.detached} == {gpu.pci_address for gpu in gpus}
+        # With detached ones: they still hang on the fabric, and may come back to another machine.
+        whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
     return Grant(
