@@ -69,9 +69,10 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     if not gpu.detached:
         return Ending(True, (f"{gpu.pci_address} is not detached: nothing to do",))
     removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
-    removal.give_back()
-    machines = ", ".join(removal.machines) or "no machine"
-    return Ending(not removal.remarks, (f"{gpu.pci_address} is granted as before, to {machines}", *removal.remarks))
+    outcome = removal.give_back()
+    names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
+    what = f"is given back, to {names}" if names else "is not detached any more; by their settings no machine gets it"
+    return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *removal.remarks))
 
 
 def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
@@ -142,11 +143,11 @@ class _Removal:
         what = f"{address} may be removed: {nobody(held)}; no machine gets it {until}"
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
-    def give_back(self) -> None:
+    def give_back(self) -> Outcome:
         """Forget that it is detached, and bring the machines to have it."""
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
-        self._passes("have it again", self._unanswered)
+        return self._passes("have it again", self._unanswered)
 
     def _policy(self) -> tuple[str, int]:
         """The most careful one of the machines that have it, and the seconds that users get to end."""

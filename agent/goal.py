@@ -16,6 +16,8 @@ class Share:
     """Of other machines."""
     has: frozenset[str] = frozenset()
     """What the machine has now, and keeps as far as the number goes."""
+    draining: frozenset[str] = frozenset()
+    """Those of them that are granted to nobody, and that its processes may go on to use until they end."""
 
 
 @dataclass(frozen=True, slots=True)

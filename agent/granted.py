@@ -19,7 +19,7 @@ class Granted:
 
     generation: str
     gpus: tuple[str, ...]
-    """PCI addresses."""
+    """PCI addresses; also of those that are being drained, which are the machine's until their users have ended."""
     driver_roots: Mapping[str, int]
     """Indices by vendor."""
 

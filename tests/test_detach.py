@@ -89,6 +89,11 @@ class Site:
     def granted(self) -> tuple[str, ...]:
         return parse_handoff(self.host.read(handoff_file(MACHINE))).requests[0].gpus
 
+    def granted_gpus(self) -> tuple[str, ...]:
+        return tuple(
+            gpu for request in parse_handoff(self.host.read(handoff_file(MACHINE))).requests for gpu in request.gpus
+        )
+
     def permitted(self) -> bool:
         return PERMISSION in parse_live(self.host.read(live_file(MACHINE))).allow
 
@@ -211,19 +216,35 @@ def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
     assert not site.permitted()
 
 
-def test_a_machine_with_another_gpu_in_its_place_goes_on_draining(site: Site) -> None:
-    """Its policy still decides, and the permission for the first one still has to go."""
+def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> None:
+    """Where a number is asked for, another one takes its place only when its users have ended."""
     agent = site.configure(gpus="count=1", on_detach="drain-wait", drain_wait=0)
     agent.reconcile()
     assert site.granted() == (FIRST,)
     directory = site.hold(device="/dev/nvidia0")
+    for _ in range(2):
+        assert "is given to no new pod" in detach(FIRST, agent, FAST).sentences[0]
+        assert site.granted_gpus() == ()
+    assert f"{FIRST} is given back, to {MACHINE}" in said(attach(FIRST, agent, FAST))
+    assert site.granted() == (FIRST,)
     assert not detach(FIRST, agent, FAST).done
-    assert site.granted() == (SECOND,)
-    assert "is given to no new pod" in detach(FIRST, agent, FAST).sentences[0]
     shutil.rmtree(directory)
     assert "/dev/char/195:0 rw" in parse_live(site.host.read(live_file(MACHINE))).allow
     assert detach(FIRST, agent, FAST).done
+    assert site.granted() == (SECOND,)
     assert "/dev/char/195:0 rw" not in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert f"{FIRST} is not detached any more; by their settings no machine gets it" in said(attach(FIRST, agent, FAST))
+    assert site.granted() == (SECOND,)
+
+
+def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) -> None:
+    """Not the one at the lower address, which would have been its replacement."""
+    site.configure(gpus=[SECOND]).reconcile()
+    agent = site.configure(gpus="count=1")
+    site.meanwhile = [site.hold]
+    ending = detach(SECOND, agent, FAST)
+    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert site.granted() == (SECOND,)
 
 
 def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from agent.config import Config, MachineSettings
 from agent.facts import Absent, Facts, FileState, MachineFacts, Unseen
+from agent.granted import Granted
 from agent.identity import DeviceKind
 from agent.paths import machine_files
 from agent.plan import plan
@@ -88,6 +89,28 @@ def detaching(seen: Facts, *indices: int, draining: bool) -> Facts:
     vendor = seen.vendors[0]
     vendor = replace(vendor, gpus=tuple(replace(gpu, detached=gpu.pci_address in taken) for gpu in vendor.gpus))
     return replace(seen, vendors=(vendor,), draining=frozenset(taken if draining else ()))
+
+
+def test_one_that_is_drained_stays_its_machines() -> None:
+    """It may be given back: nobody gets another one in its place meanwhile, nor it, also who is short of GPUs."""
+    settings = config(a="count=4", b="count=1")
+    seen = host("a", "b", gpus=range(3))
+    seen = replace(seen, machines=(seen.machines[0], replace(seen.machines[1], granted=Granted("", (address(1),), {}))))
+    before = after(settings, seen, seen)
+    assert given_to(settings, before) == {"a": [0, 2], "b": [1]}
+    for _ in range(2):
+        before = after(settings, before, detaching(host("a", "b"), 1, draining=True))
+        assert given_to(settings, before) == {"a": [0, 2, 3], "b": []}
+    assert given_to(settings, after(settings, before, host("a", "b"))) == {"a": [0, 2, 3], "b": [1]}
+
+
+def test_one_that_is_detached_is_replaced_once_it_is_drained() -> None:
+    settings = config(a="count=1", b="count=1")
+    before = after(settings, host("a", "b"), detaching(host("a", "b"), 0, draining=True))
+    assert given_to(settings, before) == {"a": [], "b": [1]}
+    then = after(settings, before, detaching(host("a", "b"), 0, draining=False))
+    assert given_to(settings, then) == {"a": [2], "b": [1]}
+    assert given_to(settings, after(settings, then, host("a", "b"))) == {"a": [2], "b": [1]}
 
 
 def test_the_fabric_is_for_who_has_all_gpus_of_the_host() -> None:

@@ -125,7 +125,10 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
         handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
         granted=Granted(
             handoff.generation,
-            tuple(gpu for grant in grants for gpu in grant.gpus),
+            (
+                *(gpu for grant in grants for gpu in grant.gpus),
+                *(gpu for grant in grants for gpu in grant.detached if gpu in facts.draining),
+            ),
             {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
         ),
         live=LiveSettings(

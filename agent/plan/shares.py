@@ -26,6 +26,7 @@ class Shares:
         present = [gpu for vendor in facts.vendors for gpu in vendor.gpus]
         self._given = named | {gpu.pci_address for gpu in present if gpu.uuid in named}
         """With the names themselves, as some are addresses: also of GPUs whose machine is not there yet."""
+        self._draining = facts.draining
         has = {each.name: each.granted for each in facts.machines if each.name in config.machines}
         self._has = {
             name: frozenset(granted.gpus)
@@ -37,13 +38,14 @@ class Shares:
     def of(self, machine: str) -> Share:
         """For a machine whose turn it is."""
         of_others = {gpu for name, gpus in self._has.items() if name != machine for gpu in gpus}
-        return Share(taken=frozenset(self._given | of_others), has=self._has.get(machine, frozenset()))
+        has = self._has.get(machine, frozenset())
+        return Share(taken=frozenset(self._given | of_others), has=has, draining=has & self._draining)
 
     def give(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
         """Note what it was given, which says more than what it has had."""
         self._has.pop(machine, None)
         if settings.gpus != "all":
-            self._given |= {gpu for grant in grants for gpu in grant.gpus}
+            self._given |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
 
 
 def unknown_grants(config: Config, facts: Facts) -> str:

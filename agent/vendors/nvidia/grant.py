@@ -47,7 +47,7 @@ def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
 
 
 def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> tuple[list[Gpu], tuple[str, ...]]:
-    """With detached ones; where a number is asked for, only as long as no other GPU can take their place."""
+    """With detached ones; where a number is asked for, only while drained or as no other GPU can take their place."""
     usable = sorted(gpu for gpu in present if gpu.driver in ("", KERNEL_DRIVER))
     if wanted == "all":
         return usable, ()
@@ -55,7 +55,11 @@ def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> 
         count = int(wanted.removeprefix("count="))
         free = [gpu for gpu in usable if gpu.pci_address not in share.taken]
         # A GPU that is plugged in at a lower address must not push out one that pods use.
-        ordered = sorted(free, key=lambda gpu: (gpu.detached, gpu.pci_address not in share.has, gpu.pci_address))
+        # Nor does one that is drained get a replacement before its users have ended: it may be given back.
+        last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
+        ordered = sorted(
+            free, key=lambda gpu: (gpu.pci_address in last, gpu.pci_address not in share.has, gpu.pci_address)
+        )
         chosen = ordered[:count]
         others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
         short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
