@@ -15,7 +15,7 @@ from agent.gpu_users import describe, find_gpu, gpu_nodes, look, nobody, why_unk
 from agent.granted import Granted
 from agent.holders import Held
 from agent.locks import locked
-from agent.observe.detached import forget_detached, note_detached
+from agent.observe.detached import forget_detached, note_detached, observe_detached
 from agent.observe.report import Report
 from agent.paths import PASS_LOCK
 from agent.plan import Plan
@@ -119,9 +119,16 @@ class _Removal:
     def run(self) -> Ending:
         """The CDI spec first, so that no new pod gets it; then its users, then the permission."""
         policy, seconds = self._policy()
-        address, held = self.gpu.pci_address, self._look()
-        if policy == "refuse" and held:
+        if policy == "refuse" and (held := self._look()):
             return self._in_use("is in use, and nothing was changed (on_detach is refuse)", held)
+        try:
+            return self._take(policy, seconds)
+        except BaseException:
+            self._left(policy)
+            raise
+
+    def _take(self, policy: str, seconds: int) -> Ending:
+        address = self.gpu.pci_address
         if policy != "force":
             self._note(draining=True)
             self._passes("leave it out of its CDI specification", self._unanswered)
@@ -145,9 +152,27 @@ class _Removal:
 
     def give_back(self) -> Outcome:
         """Forget that it is detached, and bring the machines to have it."""
+        self._forget()
+        return self._passes("have it again", self._unanswered)
+
+    def _forget(self) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
-        return self._passes("have it again", self._unanswered)
+
+    def _left(self, policy: str) -> None:
+        """Where it ends by an error: `refuse` leaves nothing changed, and what stays noted is said."""
+        address = self.gpu.pci_address
+        if address not in observe_detached(self.reconciler.system).gpus:
+            return
+        if policy == "refuse" and not self.gpu.detached:
+            try:
+                self._forget()
+            except (AgentError, OSError) as error:
+                self.reconciler.progress(f"{address} could not be given back: {error}")
+            else:
+                self.reconciler.progress(f"{address} is not detached: the next pass grants it as before")
+                return
+        self.reconciler.progress(f"{address} is still detached; `unbounded-agent gpus attach {address}` gives it back")
 
     def _policy(self) -> tuple[str, int]:
         """The most careful one of the machines that have it, and the seconds that users get to end."""

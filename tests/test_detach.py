@@ -247,6 +247,44 @@ def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) 
     assert site.granted() == (SECOND,)
 
 
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the test run."""
+
+
+@pytest.mark.parametrize("error", [Interrupted(), OSError(5, "Input/output error"), ObservationError("simulated")])
+@pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True), ("force", True)])
+def test_what_fails_on_the_way_leaves_no_refused_gpu_noted(
+    site: Site, policy: str, left: bool, error: BaseException
+) -> None:
+    """Else it would stay out of use although nobody was told so; what is left noted is said, with the way back."""
+
+    def fail() -> None:
+        raise error
+
+    agent = site.configure(on_detach=policy)
+    site.meanwhile = [fail]
+    with pytest.raises(type(error)):
+        detach(SECOND, agent, FAST)
+    assert (SECOND in observe_detached(site.host).gpus) is left
+    said_last = site.heard[-1]
+    assert (f"`unbounded-agent gpus attach {SECOND}`" in said_last) is left
+    site.agent.reconcile()
+    assert site.granted() == ((FIRST,) if left else (FIRST, SECOND))
+
+
+def test_what_was_detached_before_stays_so_when_another_attempt_fails(site: Site) -> None:
+    assert note_detached(site.host, SECOND, draining=True)
+    site.answers = False
+
+    def fail() -> None:
+        raise Interrupted
+
+    site.meanwhile = [fail]
+    with pytest.raises(Interrupted):
+        detach(SECOND, site.agent, FAST)
+    assert SECOND in observe_detached(site.host).gpus
+
+
 def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:
     """CUDA opens /dev/nvidiactl and /dev/nvidia-uvm too, again and again."""
     agent = site.configure(on_detach="drain-wait", drain_wait=0)
