@@ -176,6 +176,16 @@ def test_refuse_changes_nothing(site: Site) -> None:
     assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
 
 
+def test_the_device_plugin_is_said_to_need_a_restart(site: Site) -> None:
+    """It has every GPU open, so that `refuse` refuses always; a program of that name on the host is another."""
+    directory = site.hold(group=POD_GROUP, command=b"nvidia-device-p")
+    advice = 'machines.NAME.restart_device_plugin = true and on_detach = "drain-wait"'
+    assert advice in said(detach(SECOND, site.agent, FAST))
+    shutil.rmtree(directory)
+    site.hold(command=b"nvidia-device-p")
+    assert advice not in said(detach(SECOND, site.agent, FAST))
+
+
 def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
     """Between the look and the withdrawal of the spec a pod may start."""
     site.meanwhile = [site.hold]
