@@ -222,6 +222,17 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     assert change.after == goal.live
 
 
+def test_what_a_drained_gpus_users_may_open_outlasts_a_daemon_reload() -> None:
+    """A reload applies the drop-in anew, over what was set in the running unit."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    first, second = nvidia().gpus
+    seen = running(facts(replace(nvidia(), gpus=(first, replace(second, detached=True)))), before)
+    drained = plan(CONFIG, replace(seen, draining=frozenset([second.pci_address]))).goal.machines[0]
+    assert b"\nDeviceAllow=/dev/char/195:1 rw\n" in drained.drop_in.content
+    assert b"/dev/nvidia1\n" not in drained.nspawn.content
+    assert b"/dev/char/195:1 " not in plan(CONFIG, seen).goal.machines[0].drop_in.content
+
+
 def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> None:
     """Their record is what leads the next pass to it."""
     permission, drop_in = set_device_allow(MACHINE), unit_drop_in(MACHINE)

@@ -13,6 +13,7 @@ from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
+from agent.plan.running import still_used
 from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
 
@@ -108,6 +109,7 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     nspawn = render_nspawn(name, settings.nspawn, nodes, directories)
     allow = device_allow(settings, facts.template_device_allow, nodes)
+    allow += still_used(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
     handoff = Handoff(
         name,

@@ -1,5 +1,6 @@
 """What of a machine's devices is to change while it runs. Pure."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from agent.actions import ChangeDevices
@@ -18,9 +19,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     before = machine.live
     if machine.unit_state != "active" or before is None:
         return []
-    draining = {device_entry(node.number) for node in _draining(facts)}
-    leftover = [each for each in _leftover(goal, before, facts) if not released or each.split()[0] in draining]
-    allow = (*goal.live.allow, *leftover)
+    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, before, facts) if not released))
     rebind = lacking and before.rebound != goal.handoff.generation
     # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
     rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
@@ -40,6 +39,16 @@ def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[str]:
     present = {device_entry(node.number) for node in _all_nodes(facts)}
     wanted = {entry.split()[0] for entry in goal.live.allow}
     return [entry for entry in live.allow if (device := entry.split()[0]) in present and device not in wanted]
+
+
+def still_used(name: str, facts: Facts, allow: Collection[str]) -> tuple[str, ...]:
+    """Permissions, beside `allow`, that the machine has and the last users of its GPUs that are drained may need.
+
+    A part of its settings: else the next daemon-reload, whose ever, would take them away.
+    """
+    live = next((each.live for each in facts.machines if each.name == name), None)
+    draining = {device_entry(node.number) for node in _draining(facts)} - {entry.split()[0] for entry in allow}
+    return tuple(entry for entry in live.allow if entry.split()[0] in draining) if live else ()
 
 
 def _draining(facts: Facts) -> list[DeviceNode]:
