@@ -194,7 +194,7 @@ def looks(machine: Machine) -> list[str]:
 def test_a_process_that_cannot_be_looked_at_is_counted_once(machine: Machine) -> None:
     """Some never can be; the runs of every minute must not go on looking for ever."""
     hold(machine)
-    machine.before_list = refuse("/proc/77/fd", PermissionError(errno.EACCES, "Permission denied"))
+    machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
     run(machine)
     assert "; 1 processes could not be looked at, and may have open" in machine.message("DevicesAllowed")
