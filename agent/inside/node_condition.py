@@ -20,7 +20,6 @@ from agent.inside.kubelet_identity import Identity, find_identity
 from agent.inside.notes import Notes
 from agent.judgement import SILENT_AFTER, SIZE_LIMIT, parse_judgement, rfc3339
 from agent.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
-from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
 from agent.system.machine_runner import MachineRunner
 
@@ -181,7 +180,7 @@ def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None,
 
 def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> Condition | None:
     """Make this our condition on the Node, or leave it none; why that was not possible, or None."""
-    if not any(system.exists(f"{directory}/kubectl") for directory in ENVIRONMENT["PATH"].split(":")):
+    if system.find_program("kubectl") is None:
         return false(KIND, "NoKubectl", "kubectl is not installed in this machine: install it in the image")
     refusal = None
     for _ in range(ATTEMPTS):

@@ -14,7 +14,6 @@ from agent.errors import CommandError
 from agent.inside.kubelet import look
 from agent.inside.notes import Notes
 from agent.inside.spec import spec_changed
-from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
@@ -53,7 +52,7 @@ def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
         return "it does not run in a pod's container, and is not restarted"
-    program = _program(system)
+    program = system.find_program("crictl")
     if program is None:
         return "it is not restarted: install crictl in the machine's image"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped for this through the CRI"
@@ -89,8 +88,3 @@ def _container(system: System, process: int) -> str:
         if found:
             return found[0]
     return ""
-
-
-def _program(system: System) -> str | None:
-    places = (f"{directory}/crictl" for directory in ENVIRONMENT["PATH"].split(":"))
-    return next((each for each in places if system.exists(each)), None)

@@ -15,7 +15,6 @@ from agent.inside.notes import Notes, Owned
 from agent.inside.repairs import repaired
 from agent.inside.runtime_active import CHANGED, note_change
 from agent.paths import MACHINE_STATE
-from agent.system.commands import ENVIRONMENT
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
 
@@ -38,7 +37,7 @@ class Wanted:
 def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
     """The RuntimeConfigured condition, after making it true where that is possible."""
     handler, drop_in = vendor.handler, containerd.drop_in_path(vendor.handler)
-    program = _program(system)
+    program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, "NoContainerd", "containerd is not installed: install it in the image")
     if not system.exists(handler.binary):
@@ -67,11 +66,6 @@ def _configured(problem: str, drop_in: str) -> Condition:
     if problem:
         return false(CONFIGURED, "ReadBackFailed", problem)
     return true(CONFIGURED, "ReadBack", f"`containerd config dump` has what {drop_in} holds, and lost nothing")
-
-
-def _program(system: System) -> str | None:
-    candidates = (f"{directory}/containerd" for directory in ENVIRONMENT["PATH"].split(":"))
-    return next((path for path in candidates if system.exists(path)), None)
 
 
 def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 from agent.errors import BusError
 from agent.identity import DeviceNumber, FileIdentity
-from agent.system.commands import Bus, Runner, run_checked
+from agent.system.commands import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
@@ -90,6 +90,11 @@ class System(Rooted):
     def is_directory(self, path: str) -> bool:
         """Whether it is a directory, links followed within the root."""
         return os.path.isdir(self._at(path))
+
+    def find_program(self, name: str) -> str | None:
+        """Where a program is that `run` would start by that name."""
+        places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
+        return next((path for path in places if self.exists(path)), None)
 
     def is_mount(self, path: str) -> bool:
         """Whether a file system is mounted there."""
