@@ -1,4 +1,4 @@
-"""What was set up holds over reloads and reboots of machine and host, and over a pause of the agent."""
+"""What was set up holds over reloads, restarts and reboots of all that is around the agent, and over its own pause."""
 
 import json
 import time
@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from integration.bed.node import Pod
-from integration.bed.restarts import AGENT, MACHINE_UNIT
+from integration.bed.restarts import AGENT, CONTAINERD, MACHINE_UNIT
 from integration.bed.watching import Watching, uptime
 from integration.conftest import Bed
 from integration.test_hotplug import GPUS, PORT, claimed, plug, usable
+from integration.test_live import wait_for_wakeup, wakeups
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -47,6 +48,31 @@ def test_daemon_reload_on_the_host_and_in_the_machine(ready: Bed) -> None:
     expect_by_cdi(ready)
 
 
+def test_restarts_of_machined_dbus_and_containerd(ready: Bed, measured: Measured) -> None:
+    """The agent goes on without a restart of its own, and none of them is restarted by it; then a GPU still comes."""
+    ready.wait_served()
+    before = ready.starts()
+    for restart in (("systemctl", "restart", "systemd-machined.service"), ("systemctl", "restart", "dbus.service")):
+        ready.run(*restart)
+        passes = wakeups(ready)["loader-cache"]
+        ready.run("ldconfig")
+        wait_for_wakeup(ready, "loader-cache", passes)
+        ready.wait_served()
+        assert ready.restarted(before) == "nothing"
+    with Watching(ready.node.run, GPUS[PORT]) as watching:
+        ready.node.run("systemctl", "restart", CONTAINERD)
+        restarted = ready.starts()
+        made = plug(ready)
+        measured("seconds to open", f"{watching.wait(lambda now: now.opens, made):.1f}")
+        measured("seconds to ready", f"{watching.wait(usable, made):.1f}")
+        measured("ready meanwhile", watching.told_ready())
+        assert not [each for each in watching.samples() if claimed(each)]
+    assert ready.restarted(before) == CONTAINERD
+    measured("restarted", ready.restarted(restarted))
+    assert ready.restarted(restarted) == "nothing"
+    expect_by_cdi(ready)
+
+
 def test_a_service_that_stands_still_for_a_minute(ready: Bed, measured: Measured) -> None:
     """Its watchdog does not fire; what came and went meanwhile is as if it had been seen."""
     ready.wait_served()
@@ -70,23 +96,35 @@ def test_a_service_that_stands_still_for_a_minute(ready: Bed, measured: Measured
     assert ready.restarted(before) == "nothing"
 
 
-def test_a_machine_that_reboots_by_itself(ready: Bed) -> None:
+def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> None:
     """Nobody on the host has to do anything: prepare@ runs before the unit starts again."""
+    ready.wait_served()
+    before = ready.starts()
     invocation = f"systemctl show -P InvocationID {MACHINE_UNIT}"
-    before = ready.run(*invocation.split()).stdout.strip()
-    ready.node.run("systemctl", "--no-block", "reboot")
-    ready.run("sh", "-c", f'while [ "$({invocation})" = {before} ]; do sleep 1; done', timeout=120)
-    ready.wait_ready()
+    running = ready.run(*invocation.split()).stdout.strip()
+    with Watching(ready.run, GPUS[1]) as watching:
+        ready.node.run("systemctl", "--no-block", "reboot")
+        reboot = uptime(ready.guest)
+        ready.run("sh", "-c", f'while [ "$({invocation})" = {running} ]; do sleep 1; done', timeout=120)
+        again = uptime(ready.guest)
+        lost = watching.wait(lambda now: now.ready == 0, reboot)
+        back = watching.wait(lambda now: now.ready == 1, reboot + lost)
+        measured("seconds to its next start", f"{again - reboot:.1f}")
+        measured("seconds to not ready", f"{lost:.1f}")
+        measured("seconds to ready", f"{lost + back:.1f}")
+        measured("ready meanwhile", watching.told_ready())
     expect_all_ways(ready)
+    assert AGENT not in ready.restarted(before)
 
 
-def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed) -> None:
+def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed, measured: Measured) -> None:
     """The machine's start waits for the driver; it boots with its GPUs."""
     ready.run("machinectl", "enable", "gpu-node")
     ready.guest.write("/etc/simulated-driver/late", b"60")
     ready.run("sync")
     ready.host.reboot(timeout=600)
     ready.wait_ready(420)
+    measured("seconds from boot to ready", f"{uptime(ready.guest):.0f}")
     journal = ready.run("journalctl", "-b", "--no-pager", "-u", "unbounded-agent-prepare@gpu-node").stdout
     assert "wait for the driver of 0000:01:00.0" in journal
     expect_all_ways(ready)
