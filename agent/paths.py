@@ -37,6 +37,8 @@ RUNTIME_PROPERTIES = "/run/systemd/system.control"
 """Where systemd keeps what `systemctl set-property --runtime` has set, until the host's reboot."""
 UNIT_SETTINGS = (f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")
 """What systemd reads again at a daemon-reload."""
+MACHINED_STATE = "/run/systemd/machines"
+"""A file for each machine that runs, by its name (systemd's src/machine/machine.c)."""
 
 MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"

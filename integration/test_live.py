@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from integration.bed.node import MACHINE
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -43,6 +44,7 @@ CHANGES: tuple[tuple[str, Callable[[Bed], object]], ...] = (
     ("device-nodes", lambda bed: bed.run("rm", "/dev/nvidia99")),
     ("udev", lambda bed: bed.run("udevadm", "trigger", "--action=change", "--subsystem-match=pci")),
     ("reports", report_of_a_stopped_containerd),
+    ("machined", lambda bed: bed.run("machinectl", "terminate", MACHINE)),
 )
 NOISE = """
 import os, stat, subprocess

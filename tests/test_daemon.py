@@ -451,7 +451,7 @@ def test_a_source_that_there_is_not_is_said_and_shown(service: Service) -> None:
     assert service.metric('wakeup_source_watching{source="udev"}') == 0
     assert service.metric('wakeup_source_losses_total{source="udev"}') == 1
     assert service.log().count("<3>udev: not watched") == 1
-    for source in ("device-nodes", "loader-cache", "reports"):
+    for source in ("device-nodes", "loader-cache", "machined", "reports"):
         assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from agent.vendors.host import HOST_VENDORS
 from agent.wakeups.directories import Directories
-from agent.wakeups.host import HEARTBEAT, MANY, PERIOD, NewReports, device_nodes, host_sources, loader_cache
+from agent.wakeups.host import HEARTBEAT, MANY, PERIOD, NewReports, device_nodes, host_sources, loader_cache, machined
 from agent.wakeups.udev import CONTROL, Udev, matters
 from tests.recorded import Host
 
@@ -218,6 +218,28 @@ def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Pat
         (directory / "report.json").write_text("{}")
         assert source.asks()
         assert not source.asks()
+    finally:
+        source.close()
+
+
+def test_a_machine_that_starts_or_ends_asks(host: Host, tmp_path: Path) -> None:
+    """As machined writes its files: a temporary one first, renamed; links by unit beside them."""
+    source = machined(host)
+    source.open()
+    try:
+        assert not source.asks(), "machined has not run yet"
+        directory = tmp_path / "host/run/systemd/machines"
+        directory.mkdir(parents=True)
+        assert source.asks()
+        (directory / ".#gpu-nodeXzY").touch()
+        (directory / "unit:systemd-nspawn@gpu-node.service").symlink_to("gpu-node")
+        assert not source.asks()
+        (directory / ".#gpu-nodeXzY").rename(directory / "gpu-node")
+        assert source.asks()
+        (directory / "unit:systemd-nspawn@gpu-node.service").unlink()
+        assert not source.asks()
+        (directory / "gpu-node").unlink()
+        assert source.asks()
     finally:
         source.close()
 

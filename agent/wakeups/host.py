@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 
 from agent.handoff import SIZE_LIMIT
 from agent.observe.loader_cache import CACHE
-from agent.paths import MACHINES_RUNTIME, REPORT_NAME, report_directory
+from agent.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, report_directory
 from agent.system.files import System
 from agent.vendors.protocols import HostVendor
 from agent.wakeups import Source
@@ -32,6 +32,7 @@ def host_sources(system: System, vendors: tuple[HostVendor, ...]) -> tuple[Sourc
         Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
         device_nodes(system, vendors),
         loader_cache(system),
+        machined(system),
         Directories(
             REPORTS, system, lambda: report_directories(system), NewReports(system).matters, FILES, mounts=True
         ),
@@ -56,6 +57,16 @@ def loader_cache(system: System) -> Directories:
     """Its directory: ldconfig replaces the file, and a watch stays with the old one."""
     directory, _, cache = CACHE.rpartition("/")
     return Directories("loader-cache", system, lambda: (directory,), lambda _, name: name in (cache, ANY), FILES)
+
+
+def machined(system: System) -> Directories:
+    """What systemd-machined keeps of each machine that runs: a machine that ends cannot report it."""
+
+    def matters(_: str, name: str) -> bool:
+        # Links `unit:...` come with each machine, and files with a dot in front become one.
+        return name == ANY or not name.startswith(("unit:", "."))
+
+    return Directories("machined", system, lambda: (MACHINED_STATE,), matters)
 
 
 def report_directories(system: System) -> list[str]:
