@@ -171,6 +171,7 @@ class Daemon:
             self._outcome, self._why_not = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
+            self._gpu_errors.keep(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._telling.outcome(outcome)
             actions = outcome.actions
         failures, seconds = self._telling.failed, round(time.monotonic() - started, 3)

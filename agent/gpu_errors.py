@@ -10,7 +10,7 @@ from typing import TypeAlias
 from agent.facts import GpuError
 from agent.handoff import one_line
 from agent.judgement import rfc3339
-from agent.observe.lost_gpus import record_lost
+from agent.observe.lost_gpus import LogRead, binding, bindings, keep_log_read, log_read, record_lost
 from agent.system.files import System
 from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
 from agent.vendors.host import HOST_VENDORS
@@ -31,9 +31,9 @@ class GpuErrors:
         self,
         system: System,
         counted: Counted = lambda address, number, times: None,
-        open_log: Callable[[str], KernelLog] = open_kernel_log,
+        open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """`open_log` gets the log's path."""
+        """`open_log` gets the log's path, and the number of the last record that is known."""
         self.counted = counted
         self.why_not = ""
         """What keeps the log from being read; empty while it is."""
@@ -41,6 +41,8 @@ class GpuErrors:
         """The latest error of each GPU with its time, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
+        self._kept = log_read(system)
+        self._sequence = self._kept.sequence if self._kept else None
         self._listen()
 
     def open(self) -> None:
@@ -72,25 +74,42 @@ class GpuErrors:
             self._listen()
         if self._log is None:
             return False
-        before = self._log.overruns
+        before, behind = self._log.overruns, self._log.behind
         try:
             texts, _ = self._log.read()
         except OSError as error:
             self._lose(f"{PATH}: {error.strerror}")
             return False
+        self._sequence = self._log.sequence
         if self._log.overruns > before:
             log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
         # The same error again and again is one line and one look, however many records it has.
         times = Counter(errors(texts))
-        lost = [self._take(error, count) for error, count in times.items() if self._is_present(error.pci_address)]
-        return any(lost)
+        taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
+        return any([self._take(error, count, behind) for error, count in taken])
 
-    def _take(self, error: GpuError, count: int) -> bool:
+    def keep(self, addresses: Iterable[str]) -> None:
+        """Note for the next start of the service how far the log is read; `addresses` are the host's GPUs."""
+        if self._sequence is None:
+            return
+        now = LogRead(sequence=self._sequence, bindings=bindings(self._system, addresses))
+        if now == self._kept:
+            return
+        self._kept = now
+        try:
+            keep_log_read(self._system, now)
+        except OSError as problem:
+            log.error("it cannot be kept how far %s was read: %s", PATH, one_line(str(problem)))
+
+    def _take(self, error: GpuError, count: int, behind: bool) -> bool:
+        """`behind`: it may be an old one, and the GPU's driver be bound anew since."""
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
         level = logging.INFO if error.of_application else logging.WARNING
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
-        if not error.lost:
+        address = error.pci_address
+        known = self._kept.bindings.get(address) if self._kept else None
+        if not error.lost or (behind and known != binding(self._system, address)):
             return False
         try:
             return record_lost(self._system, error.pci_address, error.meaning)
@@ -104,7 +123,7 @@ class GpuErrors:
 
     def _listen(self) -> None:
         try:
-            self._log = self._open(self._system.root.rstrip("/") + PATH)
+            self._log = self._open(self._system.root.rstrip("/") + PATH, self._sequence)
         except OSError as error:
             self._lose(f"{PATH}: {error.strerror}")
         else:

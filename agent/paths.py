@@ -27,6 +27,8 @@ CONDITIONS = f"{RUNTIME}/conditions.json"
 """Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
 LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
 """GPUs that the kernel's log said to be lost, until their driver is bound anew."""
+KERNEL_LOG_READ = f"{RUNTIME}/kernel-log.json"
+"""How far the kernel's log was read: what comes while the service is down is not missed."""
 DETACHED_GPUS = f"{RUNTIME}/detached-gpus.json"
 """GPUs that an administrator takes out of use, until they have gone from PCI."""
 

@@ -6,12 +6,13 @@ from collections.abc import Callable
 
 import pytest
 
+from integration.bed.restarts import AGENT
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
 
 FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
-FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+FIRST, SECOND, THIRD = "0000:01:00.0", "0000:02:00.0", "0000:03:00.0"
 OFF_THE_BUS, PAGE_FAULT, DOUBLE_BIT_ECC = 79, 31, 48
 
 
@@ -60,3 +61,10 @@ def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) 
     for step in ("unbind", "bind"):
         ready.run("sh", "-c", f"echo {SECOND} >/sys/bus/pci/drivers/nvidia/{step}")
     pass_until(ready, lambda: ready.conditions()["DevicesPresent"]["status"] == "True")
+    # While the service is down nobody listens; it looks behind at its start.
+    ready.run("systemctl", "stop", AGENT)
+    raise_xid(ready, 2, OFF_THE_BUS)
+    ready.run("systemctl", "start", AGENT, timeout=240)
+    pass_until(ready, lambda: ready.conditions()["DevicesPresent"]["reason"] == "GPUFallenOffBus")
+    assert counted(ready)[THIRD, OFF_THE_BUS] == 1
+    assert THIRD in ready.conditions()["DevicesPresent"]["message"]

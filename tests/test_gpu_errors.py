@@ -17,9 +17,9 @@ from agent.facts import GpuError, VendorFacts
 from agent.goal import DriverRoots, Share
 from agent.gpu_errors import GpuErrors
 from agent.observe.lost_gpus import observe_lost, record_lost
-from agent.paths import LOST_GPUS
+from agent.paths import KERNEL_LOG_READ, LOST_GPUS
 from agent.reconcile import Outcome
-from agent.system.kernel_log import BURST, KernelLog, kernel_text, open_kernel_log
+from agent.system.kernel_log import BURST, KernelLog, open_kernel_log, parse_record
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.xid import parse_xid
@@ -38,16 +38,17 @@ class Log:
     def __init__(self) -> None:
         self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._theirs.setblocking(False)
-        self.opened = 0
+        self.opened = self._written = 0
         self.failing: list[int] = []
         """errno values that the next reads give."""
 
     def write(self, text: str, priority: int = 3) -> None:
-        self.ours.send(f"{priority},101,5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
+        self._written += 1
+        self.ours.send(f"{priority},{self._written},5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
 
-    def open(self, path: str) -> KernelLog:
+    def open(self, path: str, after: int | None) -> KernelLog:
         self.opened += 1
-        return KernelLog(os.dup(self._theirs.fileno()), self._read)
+        return KernelLog(os.dup(self._theirs.fileno()), self._read, after)
 
     def _read(self, descriptor: int, limit: int) -> bytes:
         if self.failing:
@@ -95,22 +96,24 @@ def bind(host: Host, address: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("record", "text"),
+    ("record", "number", "text"),
     [
-        (b"3,1,2,-;NVRM: x\n", "NVRM: x"),
-        (b"6,1,2,-,caller=T1;a;b\n SUBSYSTEM=pci\n", "a;b"),
-        (b"0,1,2,c;emergency", "emergency"),
+        (b"3,1,2,-;NVRM: x\n", 1, "NVRM: x"),
+        (b"6,20,2,-,caller=T1;a;b\n SUBSYSTEM=pci\n", 20, "a;b"),
+        (b"0,1,2,c;emergency", 1, "emergency"),
         # LOG_USER (1) and LOG_LOCAL7 (23): written into /dev/kmsg by a program.
-        (b"11,1,2,-;NVRM: x\n", None),
-        (b"191,1,2,-;NVRM: x\n", None),
-        (b"8,1,2,-;NVRM: x\n", None),
-        (b"3,1,2,-", None),
-        (b"x,1;NVRM: x", None),
-        (b"", None),
+        (b"11,1,2,-;NVRM: x\n", 1, None),
+        (b"191,1,2,-;NVRM: x\n", 1, None),
+        (b"8,1,2,-;NVRM: x\n", 1, None),
+        (b"3,1,2,-", None, None),
+        (b"x,1;NVRM: x", None, None),
+        (b"3;NVRM: x", None, None),
+        (b"3,x,2,-;NVRM: x", None, None),
+        (b"", None, None),
     ],
 )
-def test_only_the_kernels_own_records_count(record: bytes, text: str | None) -> None:
-    assert kernel_text(record) == text
+def test_only_the_kernels_own_records_count(record: bytes, number: int | None, text: str | None) -> None:
+    assert parse_record(record) == (number, text)
 
 
 def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
@@ -124,8 +127,24 @@ def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
     found.close()
 
 
+@pytest.mark.parametrize(("after", "texts"), [(0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
+def test_a_log_is_read_from_a_record_on(tmp_path: Path, after: int, texts: tuple[str, ...]) -> None:
+    """Records of user space count, too. A number from nowhere is forgotten once all is read."""
+    path = tmp_path / "kmsg"
+    records = Log()
+    for text, priority in (("one", 3), ("two", 11), ("three", 3)):
+        records.write(text, priority)
+    found = records.open(str(path), after)
+    assert (found.behind, found.read(), found.behind) == (True, (texts, False), False)
+    assert found.sequence == max(after, 3)
+    records.write("four")
+    assert (found.read()[0], found.sequence) == (("four",), 4)
+    found.close()
+    records.close()
+
+
 def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) -> None:
-    found = kernel_log.open("")
+    found = kernel_log.open("", None)
     kernel_log.failing = [errno.EPIPE, errno.EPIPE]
     kernel_log.write("after")
     assert found.read() == (("after",), False)
@@ -243,6 +262,51 @@ def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: 
     assert [found.read(), found.read()] == [False, False]
     assert found.why_not == "/dev/kmsg: No such file or directory"
     assert len(caplog.messages) == 1
+
+
+def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    before = follow()
+    kernel_log.write(PAGE_FAULT)
+    before.read()
+    before.keep([FIRST, SECOND])
+    kept = gpu_host.read(KERNEL_LOG_READ)
+    before.keep([FIRST, SECOND])
+    assert gpu_host.read(KERNEL_LOG_READ) == kept
+    before.close()
+    kernel_log.write(OFF_THE_BUS)
+    after = follow()
+    assert after.read() is True
+    assert counts == {(SECOND, 31): 1, (FIRST, 79): 1}
+    assert list(observe_lost(gpu_host)) == [FIRST]
+
+
+def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    before = follow()
+    kernel_log.write(PAGE_FAULT)
+    before.read()
+    before.keep([FIRST, SECOND])
+    before.close()
+    kernel_log.write(OFF_THE_BUS)
+    bind(gpu_host, FIRST)
+    after = follow()
+    assert after.read() is False
+    assert (counts[FIRST, 79], observe_lost(gpu_host)) == (1, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert after.read() is True, "it is up to date by now"
+
+
+@pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
+def test_a_spoiled_note_of_how_far_the_log_was_read_is_none(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, kept: bytes
+) -> None:
+    gpu_host.file(KERNEL_LOG_READ, kept)
+    found = follow()
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read() is True
 
 
 # ---- a GPU that is lost

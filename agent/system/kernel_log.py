@@ -14,12 +14,19 @@ KERNEL = 0
 
 
 class KernelLog:
-    """What the kernel writes from now on; each `read` gives what came since the one before."""
+    """What the kernel writes; each `read` gives what came since the one before."""
 
-    def __init__(self, descriptor: int, read: Callable[[int, int], bytes] = os.read) -> None:
-        """`descriptor` gives one record a read(2) and does not block; this object closes it."""
+    def __init__(self, descriptor: int, read: Callable[[int, int], bytes] = os.read, after: int | None = None) -> None:
+        """`descriptor` gives one record a read(2) and does not block; this object closes it.
+
+        `after`: the sequence number of a record; of what is there by now, only later ones are given.
+        """
         self.overruns = 0
         """How often records were overwritten before they were read."""
+        self.sequence = after
+        """Number of the last record that was read, which grows until the host reboots; None before the first."""
+        self.behind = after is not None
+        """Whether what was written before this object was made is not read in full yet."""
         self._descriptor, self._read = descriptor, read
 
     def fileno(self) -> int:
@@ -36,6 +43,7 @@ class KernelLog:
             try:
                 record = self._read(self._descriptor, RECORD_LIMIT)
             except BlockingIOError:
+                self.behind = False
                 return tuple(texts), False
             except OSError as error:
                 if error.errno != errno.EPIPE:
@@ -44,8 +52,13 @@ class KernelLog:
                 self.overruns += 1
                 continue
             if not record:
+                self.behind = False
                 return tuple(texts), False
-            text = kernel_text(record)
+            number, text = parse_record(record)
+            # Only while behind: a number that is too high for whatever reason must not make deaf for ever.
+            if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
+                continue
+            self.sequence = number
             if text is not None:
                 texts.append(text)
         return tuple(texts), True
@@ -54,24 +67,33 @@ class KernelLog:
         os.close(self._descriptor)
 
 
-def open_kernel_log(path: str = PATH) -> KernelLog:
-    """From its end on. Raises OSError; where kernel.dmesg_restrict is set it needs CAP_SYSLOG."""
+def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
+    """From the record after that one on, else from its end. Raises OSError.
+
+    Where kernel.dmesg_restrict is set it needs CAP_SYSLOG.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        os.lseek(descriptor, 0, os.SEEK_END)
+        # A new descriptor is at the oldest record.
+        if after is None:
+            os.lseek(descriptor, 0, os.SEEK_END)
     except OSError:
         os.close(descriptor)
         raise
-    return KernelLog(descriptor)
+    return KernelLog(descriptor, after=after)
 
 
-def kernel_text(record: bytes) -> str | None:
-    """The first line of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`; None for one of user space.
+def parse_record(record: bytes) -> tuple[int | None, str | None]:
+    """Of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`: its number, and its first line.
 
-    The kernel writes control characters as \\xNN, so that no text can begin a line of its own.
+    No text for a record of user space, neither for what is no record. The kernel writes control characters as \\xNN,
+    so that no text can begin a line of its own.
     """
     prefix, separator, rest = record.partition(b";")
-    priority = prefix.split(b",", 1)[0]
-    if not separator or not priority.isdigit() or int(priority) >> 3 != KERNEL:
-        return None
-    return rest.split(b"\n", 1)[0].decode(errors="replace")
+    priority, _, others = prefix.partition(b",")
+    number = others.partition(b",")[0]
+    if not separator or not priority.isdigit() or not number.isdigit():
+        return None, None
+    if int(priority) >> 3 != KERNEL:
+        return int(number), None
+    return int(number), rest.split(b"\n", 1)[0].decode(errors="replace")
