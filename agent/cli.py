@@ -11,6 +11,8 @@ from agent import __version__, daemon
 from agent.conditions import Condition, Status
 from agent.config import Config, load_config
 from agent.detach import attach, detach
+from agent.doctor import as_json as diagnosis_as_json
+from agent.doctor import diagnose, host_findings, in_words, sound
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
 from agent.gpu_users import holders
@@ -66,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("apply", help="make one pass, start stopped machines, wait for their answer")
     status = commands.add_parser("status", help="print the conditions of each machine")
     status.add_argument("--json", action="store_true", help="as JSON, in the form of Kubernetes' conditions")
+    doctor = commands.add_parser("doctor", help="print what is wrong, what that looks like and what mends it")
+    doctor.add_argument("--json", action="store_true", help="as one JSON object")
     commands.add_parser("run", help="stay, keep the machines ready, serve metrics (the systemd service)")
     commands.add_parser("version", help="print the version")
     _add_gpus(commands.add_parser("gpus", help="take a GPU out of use before it is removed, and what belongs to that"))
@@ -99,6 +103,8 @@ def _command(options: argparse.Namespace) -> int:
             return _plan(make(load()))
         case "status":
             return _status(make(load()), options.json)
+        case "doctor":
+            return _doctor(make(load()), options.json)
         case "apply":
             return _apply(make(_as_root(load())))
         case "prepare":
@@ -115,7 +121,9 @@ def _command(options: argparse.Namespace) -> int:
 
 def _as_root(config: Config) -> Config:
     if os.geteuid() != 0:
-        raise UnsupportedError("this needs root rights", "run it with sudo; `plan` and `status` work as any user")
+        raise UnsupportedError(
+            "this needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"
+        )
     return config
 
 
@@ -196,6 +204,13 @@ def _status(reconciler: Reconciler, as_json_text: bool) -> int:
     else:
         _print_tables(machines)
     return 0
+
+
+def _doctor(reconciler: Reconciler, as_json_text: bool) -> int:
+    diagnoses = [diagnose(machine) for machine in reconciler.judge(*reconciler.look())]
+    host = host_findings(reconciler.system)
+    print(diagnosis_as_json(diagnoses, host) if as_json_text else "\n".join(in_words(diagnoses, host)))
+    return 0 if sound(diagnoses, host) else 1
 
 
 def _print_tables(machines: Sequence[MachineOutcome]) -> None:

@@ -14,6 +14,12 @@ OLDER = "535.261.03"
 UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -rf /dev/nvidia*"
 
 
+def doctor(bed: Bed) -> str:
+    finished = bed.agent("doctor", check=False)
+    assert finished.status == 1
+    return finished.stdout
+
+
 def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
     """The whole pipeline is left out: exit code 0, and not one file is written."""
     remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
@@ -34,6 +40,27 @@ def test_libraries_without_the_module(installed: Bed) -> None:
     assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
     assert "modprobe nvidia" in conditions["DriverLoaded"]["message"]
     assert conditions["Ready"]["status"] == "False"
+    assert "couldn't communicate with the NVIDIA driver" in doctor(installed)
+
+
+def test_the_module_without_nodes(installed: Bed) -> None:
+    """What would make a CDI specification without devices."""
+    installed.run("sh", "-c", "rm /dev/nvidia[0-9]*")
+    assert installed.conditions()["DevicesPresent"]["reason"] == "NodesMissing"
+    found = doctor(installed)
+    assert "a CDI specification without devices" in found
+    assert "run `nvidia-smi` or `nvidia-modprobe -c N`" in found
+    assert "systemctl enable --now unbounded-agent" in found, "the service was not started"
+
+
+def test_a_host_without_faults(ready: Bed) -> None:
+    ready.run("sysctl", "-w", "vm.overcommit_memory=1", "kernel.panic=10", "kernel.panic_on_oops=1")
+    ready.wait_ready()
+    finished = ready.agent("doctor")
+    assert finished.stdout.startswith("host: nothing found\ngpu-node: ready: AllConditionsTrue\n")
+    ready.run("sysctl", "-w", "kernel.panic=0")
+    assert "kernel.panic is 0" in doctor(ready)
+    assert json.loads(ready.agent("doctor", "--json", check=False).stdout)["machines"]["gpu-node"]["ready"] == "True"
 
 
 def test_the_module_without_libraries(installed: Bed) -> None:
@@ -63,6 +90,7 @@ def test_the_module_without_libraries(installed: Bed) -> None:
         assert conditions["LibrariesPresent"]["reason"] == reason
         assert "run ldconfig" in conditions["LibrariesPresent"]["message"]
         assert conditions["Ready"]["status"] == "False"
+        assert "ERROR_LIBRARY_NOT_FOUND" in doctor(installed)
 
 
 def test_a_module_of_another_version(installed: Bed) -> None:
@@ -78,6 +106,7 @@ def test_a_module_of_another_version(installed: Bed) -> None:
     for version in (OLDER, driver_version(host_root())):
         assert version in conditions["LibrariesPresent"]["message"]
     assert conditions["Ready"]["status"] == "False"
+    assert "CUDA error 803 (SYSTEM_DRIVER_MISMATCH)" in doctor(installed)
 
 
 def test_a_machine_that_does_not_exist(installed: Bed) -> None:

@@ -33,6 +33,7 @@ LAYERS = (
     ("reconcile",),
     (
         "prepare",
+        "doctor",
         "gpu_users",
         "detach",
         "gauges",

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from agent.conditions import Condition
+from agent.conditions import Condition, ConditionType
 from agent.config import MachineSettings
 from agent.facts import CacheEntry, DrmDevice, GpuError, PciDevice, Seen, VendorFacts
 from agent.goal import DriverRoots, Grant, Share
@@ -40,6 +40,8 @@ class HostVendor(Protocol):
     """Patterns (fnmatch) of what is in /dev: what comes, goes or changes there, `observe` has to look at."""
     node_directories: tuple[str, ...]
     """Directories, which may be missing, where all names matter so."""
+    symptoms: Mapping[tuple[ConditionType, str], str]
+    """What users see of a condition that is False, by condition and reason; an empty reason stands for any other."""
 
     def observe(self, sources: Sources) -> VendorFacts:
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""

@@ -10,6 +10,7 @@ from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.xid import parse_xid
 from agent.vendors.protocols import Sources
 
@@ -22,6 +23,7 @@ class Nvidia:
     module_names = MODULE_NAMES
     node_names = NODE_NAMES
     node_directories = NODE_DIRECTORIES
+    symptoms = SYMPTOMS
 
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)
