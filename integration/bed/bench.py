@@ -20,7 +20,7 @@ from integration.bed.installation import install
 from integration.bed.machine_image import machines_disk
 from integration.bed.simulated_host import SimulatedHost
 
-ROUNDS = 9
+ROUNDS = 15
 """Of each a pair: the ratio is taken within it, as the speed of an emulated processor changes from minute to minute."""
 LINKS = 60
 """What a driver of these days has; every link is one call into the machine."""
