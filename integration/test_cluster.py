@@ -159,6 +159,7 @@ def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
     cluster.restart_plugin(NUMBER)
 
 
+@pytest.mark.scenario("001")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
     # What the strategy before has left is no proof of this one.
@@ -228,6 +229,7 @@ def test_a_node_kept_for_gpu_pods(cluster: Cluster) -> None:
     cluster.finished("without-toleration")
 
 
+@pytest.mark.scenario("000")
 def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> None:
     cluster.apply("time-slicing")
     cluster.deploy_plugin(4 * NUMBER, CONFIG_FILE="/config/time-slicing.yaml")

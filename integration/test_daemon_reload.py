@@ -8,7 +8,7 @@ import pytest
 from integration.bed.node import MACHINE, Pod
 from integration.conftest import Bed
 
-pytestmark = pytest.mark.scenario("000")
+pytestmark = pytest.mark.scenario("002")
 
 RELOADS = 50
 """On each side."""

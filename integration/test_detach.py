@@ -9,7 +9,7 @@ from integration.bed.node import MACHINE, Pod
 from integration.conftest import Bed
 from integration.test_hotplug import nodes, plug, wait_for_gpus
 
-pytestmark = pytest.mark.scenario("000")
+pytestmark = pytest.mark.scenario("002")
 
 PORT = 7
 NODE = f"/dev/nvidia{PORT}"

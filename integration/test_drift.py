@@ -15,7 +15,7 @@ from integration.conftest import Bed
 from integration.test_live import FETCH
 from integration.test_pods import expect_gpus, probe
 
-pytestmark = pytest.mark.scenario("000")
+pytestmark = pytest.mark.scenario("002")
 
 SPEC = "/etc/cdi/nvidia.yaml"
 LINK = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from agent.paths import HOST_NVIDIA, handoff_file
 from integration.bed.foreign_trees import crowded_root
 from integration.bed.host_roots import LIBRARIES, SPLIT_LIBRARIES, driver_version, host_root
@@ -21,6 +23,8 @@ from integration.bed.transfer import send_files
 from integration.conftest import Bed
 from integration.test_layouts import older_version
 from integration.test_pods import expect_gpus, look, uuids
+
+pytestmark = pytest.mark.scenario("002")
 
 MODULES = "/root/modules"
 UNLOAD = "rmmod nvidia_drm nvidia_modeset nvidia_uvm nvidia"

@@ -21,6 +21,8 @@ from integration.conftest import Bed
 from integration.test_hotplug import comes_and_goes, wait_for_gpus
 from integration.test_pods import CONTROL, probe, uuids
 
+pytestmark = pytest.mark.scenario("002")
+
 GRANTED = (1, 4)
 """Of eight GPUs, by their index."""
 CONFIGURATION = f'[machines.{MACHINE}]\ngpus = ["0000:02:00.0", "0000:05:00.0"]\n'

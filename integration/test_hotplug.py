@@ -11,7 +11,7 @@ from integration.bed.node import MACHINE, Pod
 from integration.bed.watching import Sample, Watching, uptime
 from integration.conftest import Bed
 
-pytestmark = pytest.mark.scenario("000")
+pytestmark = pytest.mark.scenario("002")
 
 PORT = 8
 """An empty one: the host begins with GPUs in 0 to 7."""

@@ -14,7 +14,7 @@ from integration.bed.node import MACHINE, Pod
 from integration.conftest import Bed
 from integration.test_hotplug import OPEN, journal
 
-pytestmark = pytest.mark.scenario("000")
+pytestmark = pytest.mark.scenario("002")
 
 MAKE_NODES = "/usr/lib/simulated-gpu-host/make-nodes"
 CAPS = {minor: f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (1, 12, 13, 21, 22)}

@@ -15,6 +15,8 @@ from agent.conditions import ConditionType, false, true
 from integration.bed.control_plane import ControlPlane, node_user
 from integration.bed.node_namespace import NodeNamespace
 
+pytestmark = pytest.mark.scenario("002")
+
 NODE, OTHER = "gpu-node", "other-node"
 GOOD = true(ConditionType.READY, "AllConditionsTrue", "the machine can run GPU workloads")
 BAD = false(ConditionType.READY, "SpecRefused", "CDISpecCurrent: the new spec of nvidia-ctk is refused: “libcuda”")
