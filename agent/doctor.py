@@ -5,13 +5,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from agent.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
-from agent.facts import Absent, Broken, Unseen
+from agent.facts import Absent, Broken, Facts, Unseen
 from agent.observe.units import observe_units
 from agent.reconcile import MachineOutcome
 from agent.system.files import System
-from agent.vendors.host import HOST_VENDORS
+from agent.vendors.host import HOST_VENDORS, host_vendor
 
 SERVICE = "unbounded-agent.service"
+PLAIN_IMAGE = "agent-ubuntu2404"
+"""In containerfiles/: enough for a machine whose GPUs need no programs of their vendor's, or that has none."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
 """What the kubelet wants and cannot set in a machine, where /proc/sys is read-only (its setupKernelTunables)."""
 
@@ -57,6 +59,12 @@ def diagnose(machine: MachineOutcome) -> Diagnosis:
     return Diagnosis(machine.name, machine.conditions[-1], findings)
 
 
+def machine_image(facts: Facts) -> str:
+    """Which of the images in containerfiles/ machines of this host need, by the GPUs that it has."""
+    needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
+    return " and ".join(sorted(needed)) or PLAIN_IMAGE
+
+
 def host_findings(system: System) -> tuple[str, ...]:
     """What no condition tells of: the service, and settings without which no kubelet starts in a machine."""
     settings = (_setting(system, name, wanted) for name, wanted in KERNEL_SETTINGS.items())
@@ -98,7 +106,7 @@ def sound(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> bool:
     return not host and all(each.ready.status is Status.TRUE for each in diagnoses)
 
 
-def in_words(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> list[str]:
+def in_words(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) -> list[str]:
     """Lines for a person."""
     lines = ["host: nothing found" if not host else "host:"]
     lines += [f"  - {each}" for each in host]
@@ -111,11 +119,11 @@ def in_words(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> list[str]:
             lines.append(f"    {finding.message}")
             if finding.looks_like:
                 lines.append(f"    seen as: {finding.looks_like}")
-    return lines
+    return [*lines, f"image for machines of this host: containerfiles/{image}"]
 
 
-def as_json(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> str:
-    """For programs: an object of `host`, a list of sentences, and `machines` by name."""
+def as_json(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) -> str:
+    """For programs: an object of `host`, a list of sentences, `machines` by name, and `image`."""
     machines = {
         each.machine: {
             "ready": each.ready.status,
@@ -133,7 +141,7 @@ def as_json(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> str:
         }
         for each in diagnoses
     }
-    return json.dumps({"host": host, "machines": machines}, indent=2)
+    return json.dumps({"host": host, "machines": machines, "image": image}, indent=2)
 
 
 def _looks_like(kinds: Iterable[ConditionType], reason: str) -> str:

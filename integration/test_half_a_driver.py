@@ -31,6 +31,7 @@ def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
     applied = installed.agent("apply")
     assert "Ready  True" in applied.stdout
     assert "NoGPU" in applied.stdout
+    assert "containerfiles/agent-ubuntu2404\n" in doctor(installed), "no toolkit is needed in its machines"
     assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
 
 
@@ -40,7 +41,9 @@ def test_libraries_without_the_module(installed: Bed) -> None:
     assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
     assert "modprobe nvidia" in conditions["DriverLoaded"]["message"]
     assert conditions["Ready"]["status"] == "False"
-    assert "couldn't communicate with the NVIDIA driver" in doctor(installed)
+    found = doctor(installed)
+    assert "couldn't communicate with the NVIDIA driver" in found
+    assert "containerfiles/agent-ubuntu2404-nvidia\n" in found
 
 
 def test_the_module_without_nodes(installed: Bed) -> None:

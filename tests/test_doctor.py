@@ -1,13 +1,15 @@
 """What `doctor` says: findings of conditions and of the host, in words and as JSON."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from agent.conditions import ConditionType, Status, false, unknown
-from agent.doctor import SERVICE, as_json, diagnose, host_findings, in_words, sound
+from agent.doctor import SERVICE, as_json, diagnose, host_findings, in_words, machine_image, sound
 from agent.reconcile import MachineOutcome
 from agent.vendors.host import HOST_VENDORS
+from tests.gpu_host import reconciler
 from tests.recorded import Host
 from tests.simulated_reconciler import conditions
 from tests.test_docs import rows
@@ -29,7 +31,11 @@ def test_a_sound_machine_has_no_finding() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions()))
     assert diagnosis.findings == ()
     assert sound([diagnosis], ())
-    assert in_words([diagnosis], ()) == ["host: nothing found", "gpu-node: ready: AllConditionsTrue"]
+    assert in_words([diagnosis], (), "agent-ubuntu2404") == [
+        "host: nothing found",
+        "gpu-node: ready: AllConditionsTrue",
+        "image for machines of this host: containerfiles/agent-ubuntu2404",
+    ]
 
 
 def test_faults_come_in_order_with_what_they_look_like() -> None:
@@ -41,7 +47,7 @@ def test_faults_come_in_order_with_what_they_look_like() -> None:
     assert (driver.prevents_ready, daemon.prevents_ready) == (True, False)
     assert silent.conditions == (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
     assert (silent.status, silent.looks_like) == (Status.UNKNOWN, ""), "what is not known is not seen"
-    lines = in_words([diagnosis], ())
+    lines = in_words([diagnosis], (), "agent-ubuntu2404")
     assert lines[1:5] == [
         "gpu-node: not ready: ModuleNotLoaded",
         "  - DriverLoaded: False, ModuleNotLoaded",
@@ -70,8 +76,9 @@ def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
 
 def test_as_json() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NOT_LOADED)))
-    assert json.loads(as_json([diagnosis], ("a setting is wrong",))) == {
+    assert json.loads(as_json([diagnosis], ("a setting is wrong",), "agent-ubuntu2404")) == {
         "host": ["a setting is wrong"],
+        "image": "agent-ubuntu2404",
         "machines": {
             "gpu-node": {
                 "ready": "False",
@@ -98,6 +105,17 @@ def test_symptoms_are_of_reasons_that_there_are() -> None:
 
 
 # ---- the host
+
+
+def test_the_image_is_chosen_by_the_gpus_that_are_there(gpu_host: Host) -> None:
+    passes = reconciler(gpu_host)
+    image = machine_image(passes.look()[0])
+    assert image == "agent-ubuntu2404-nvidia"
+    assert Path("containerfiles", image, "Containerfile").exists()
+    gpu_host.pci = gpu_host.drm = ()
+    image = machine_image(passes.look()[0])
+    assert image == "agent-ubuntu2404"
+    assert Path("containerfiles", image, "Containerfile").exists()
 
 
 def test_a_host_as_it_should_be(sound_host: Host) -> None:

@@ -40,6 +40,8 @@ class HostVendor(Protocol):
     """Patterns (fnmatch) of what is in /dev: what comes, goes or changes there, `observe` has to look at."""
     node_directories: tuple[str, ...]
     """Directories, which may be missing, where all names matter so."""
+    image: str
+    """In containerfiles/: the machine image that has the programs of the vendor's that its part in the machine runs."""
     symptoms: Mapping[tuple[ConditionType, str], str]
     """What users see of a condition that is False, by condition and reason; an empty reason stands for any other."""
 

@@ -23,6 +23,7 @@ class Nvidia:
     module_names = MODULE_NAMES
     node_names = NODE_NAMES
     node_directories = NODE_DIRECTORIES
+    image = "agent-ubuntu2404-nvidia"
     symptoms = SYMPTOMS
 
     def observe(self, sources: Sources) -> VendorFacts:
