@@ -67,6 +67,8 @@ VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?!(?:generators|host|machine|machi
 VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py", "vendors/generators.py"}
 """The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
+    # A key of every CDI spec: Resource Director Technology, for whichever vendor's device.
+    ("inside/cdi_form.py", "intelRdt"),
     # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
     ("paths.py", "/host-nvidia"),
     ("paths.py", "/run/host-nvidia"),

@@ -167,12 +167,16 @@ def _generate(
 ) -> tuple[Candidate, tuple[str, ...]]:
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
+    # Only here: most runs generate nothing.
+    from agent.inside.cdi_form import settled
+
     generated = vendor.generate(system, request, directory)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
+    spec = settled(generated.spec)
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
-    clean = json.dumps(generated.spec, indent=1, sort_keys=True).encode() + b"\n"
-    verdict = _verdict(system, vendor, generated.spec, request, live)
+    clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+    verdict = _verdict(system, vendor, spec, request, live)
     return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), generated.remarks
 
 

@@ -10,7 +10,10 @@ tool (
 	sigs.k8s.io/cri-tools/cmd/crictl
 )
 
-require tags.cncf.io/container-device-interface v1.1.0
+require (
+	tags.cncf.io/container-device-interface v1.1.0
+	tags.cncf.io/container-device-interface/specs-go v1.1.0
+)
 
 require (
 	cyphar.com/go-pathrs v0.2.4 // indirect
@@ -118,5 +121,4 @@ require (
 	sigs.k8s.io/randfill v1.0.0 // indirect
 	sigs.k8s.io/structured-merge-diff/v6 v6.3.2 // indirect
 	sigs.k8s.io/yaml v1.6.0 // indirect
-	tags.cncf.io/container-device-interface/specs-go v1.1.0 // indirect
 )

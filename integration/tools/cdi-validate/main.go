@@ -1,4 +1,5 @@
 // Command cdi-validate loads CDI specs with the library that container runtimes use and reports the first error.
+// A spec of a newer version than it needs is one: older runtimes refuse versions that they do not know.
 package main
 
 import (
@@ -6,7 +7,23 @@ import (
 	"os"
 
 	"tags.cncf.io/container-device-interface/pkg/cdi"
+	specs "tags.cncf.io/container-device-interface/specs-go"
 )
+
+func validate(path string) error {
+	spec, err := cdi.ReadSpec(path, 0)
+	if err != nil {
+		return err
+	}
+	lowest, err := specs.MinimumRequiredVersion(spec.Spec)
+	if err != nil {
+		return err
+	}
+	if spec.Version != lowest {
+		return fmt.Errorf("cdiVersion is %s, and %s is enough", spec.Version, lowest)
+	}
+	return nil
+}
 
 func main() {
 	if len(os.Args) < 2 {
@@ -14,7 +31,7 @@ func main() {
 		os.Exit(2)
 	}
 	for _, path := range os.Args[1:] {
-		if _, err := cdi.ReadSpec(path, 0); err != nil {
+		if err := validate(path); err != nil {
 			fmt.Fprintf(os.Stderr, "cdi-validate: %s: %v\n", path, err)
 			os.Exit(1)
 		}

@@ -1,0 +1,116 @@
+"""Specs are published without anything empty and in the lowest version; integration/test_cdi_documents.py compares that
+with the Container Device Interface's own library."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.inside.cdi_form import lowest_version, settled
+from agent.inside.run import run
+from tests.machine_root import gpu_machine, nvidia_ctk, recorded_spec
+from tests.test_cdi import JSON, drm_spec
+
+Spec = dict[str, Any]
+NODE: Spec = {"path": "/dev/x"}
+
+
+def spec(edits: Spec | None = None, common: Spec | None = None, **more: object) -> Spec:
+    device = {"name": "x0", "containerEdits": edits or {"deviceNodes": [NODE]}}
+    return {
+        "cdiVersion": "1.1.0",
+        "kind": "vendor.com/class",
+        "devices": [device],
+        "containerEdits": common or {},
+    } | more
+
+
+VERSIONS: dict[str, tuple[Spec, str]] = {
+    "nothing": (spec(), "0.3.0"),
+    "vendor with dots": (spec(kind="a.b.c/class"), "0.3.0"),
+    "mount's type": (spec({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "bind"}]}), "0.4.0"),
+    "common mount's type": (spec(common={"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": "x"}]}), "0.4.0"),
+    "mount's empty type": (spec({"mounts": [{"hostPath": "/a", "containerPath": "/a", "type": ""}]}), "0.3.0"),
+    "digit": (spec(devices=[{"name": "0", "containerEdits": {"env": ["A=B"]}}]), "0.5.0"),
+    "host path": (spec({"deviceNodes": [NODE | {"hostPath": "/dev/y"}]}), "0.5.0"),
+    "empty host path": (spec({"deviceNodes": [NODE | {"hostPath": ""}]}), "0.3.0"),
+    "class with dots": (spec(kind="vendor.com/a.b"), "0.6.0"),
+    "annotations": (spec(annotations={"a": "b"}), "0.6.0"),
+    "no annotations": (spec(annotations={}), "0.3.0"),
+    "device's annotations": (
+        spec(devices=[{"name": "x", "annotations": {"a": "b"}, "containerEdits": {"env": ["A=B"]}}]),
+        "0.6.0",
+    ),
+    "groups": (spec({"deviceNodes": [NODE], "additionalGids": [44]}), "0.7.0"),
+    "common groups": (spec(common={"additionalGids": [44]}), "0.7.0"),
+    "no groups": (spec(common={"additionalGids": []}), "0.3.0"),
+    "cache allocation": (spec({"intelRdt": {"closID": "a"}}), "0.7.0"),
+    "cache monitoring": (spec({"intelRdt": {"closID": "a", "enableMonitoring": True}}), "1.1.0"),
+    "cache schemata": (spec({"intelRdt": {"schemata": ["a"]}}), "1.1.0"),
+    "network": (spec({"netDevices": [{"hostInterfaceName": "eth1", "name": "eth0"}]}), "1.1.0"),
+    "recorded": (recorded_spec(), "0.5.0"),
+    "recorded with DRM nodes": (drm_spec(), "0.7.0"),
+}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_lowest_version_that_has_all(name: str) -> None:
+    document, version = VERSIONS[name]
+    found = settled(document)
+    assert isinstance(found, dict)
+    assert found["cdiVersion"] == version
+    assert lowest_version(found) == version
+
+
+def test_nothing_empty_is_left() -> None:
+    empty: Spec = {"env": [], "deviceNodes": [NODE | {"hostPath": "", "fileMode": None, "minor": 0}], "mounts": None}
+    document = spec(empty, {"hooks": [], "mounts": []}, annotations={})
+    assert settled(document) == {
+        "cdiVersion": "0.3.0",
+        "kind": "vendor.com/class",
+        "devices": [{"name": "x0", "containerEdits": {"deviceNodes": [NODE | {"minor": 0}]}}],
+    }
+
+
+def test_a_device_without_edits_is_not_hidden() -> None:
+    """It makes the whole spec invalid for runtimes, so that the verdict must see it."""
+    document = recorded_spec()
+    document["devices"][0]["containerEdits"] = {"deviceNodes": [], "mounts": []}
+    found = settled(document)
+    assert isinstance(found, dict)
+    assert found["devices"][0] == {"name": "0", "containerEdits": {}}
+
+
+def test_what_is_in_order_is_not_changed() -> None:
+    assert settled(recorded_spec()) == recorded_spec()
+    assert settled(settled(drm_spec())) == settled(drm_spec())
+
+
+@given(JSON, st.data())
+def test_no_json_breaks_it(value: object, data: st.DataObject) -> None:
+    document: Any = drm_spec()
+    place: Any = {"": document}
+    container, key = place, ""
+    while isinstance(container[key], dict | list) and container[key] and data.draw(st.booleans()):
+        container = container[key]
+        keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
+        key = data.draw(st.sampled_from(keys))
+    container[key] = value
+    settled(place[""])
+
+
+def test_what_is_published_has_this_form(tmp_path: Path) -> None:
+    """Whatever the generator wrote."""
+    machine = gpu_machine(tmp_path / "machine")
+    wordy = recorded_spec() | {"cdiVersion": "1.0.0", "annotations": {}}
+    wordy["containerEdits"]["additionalGids"] = []
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, wordy))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    published = json.loads(machine.read("/etc/cdi/nvidia.yaml"))
+    assert published["cdiVersion"] == "0.5.0"
+    assert "annotations" not in published
+    assert "additionalGids" not in published["containerEdits"]
