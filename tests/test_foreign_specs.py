@@ -1,6 +1,7 @@
 """CDI specs of somebody else beside ours: what they do to our devices, and what is said about it."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,34 @@ def test_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
     """Runtimes may read it all the same: nothing is claimed about it."""
     machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
     assert "/var/run/cdi/site.yaml cannot be looked into: " in condition(machine)[2]
+
+
+@pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_runtimes_would_wait_for(machine: Machine, path: str, link: bool) -> None:
+    """They read a FIFO as they do a file, before any of their containers with CDI devices starts."""
+    place = "/tmp/fifo" if link else path
+    machine.make_directory("/tmp")
+    machine.make_directory(path.rsplit("/", 1)[0])
+    os.mkfifo(machine.tree / place[1:])
+    if link:
+        machine.link(path, place)
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "RuntimeBlocked")
+    assert message.startswith(f"{path} is no regular file: ")
+    assert message.endswith("; remove it")
+    machine.drop(path)
+    assert condition(machine)[:2] == ("True", "Verified")
+
+
+def test_what_runtimes_pass_over(machine: Machine) -> None:
+    """A directory, and a link to nowhere."""
+    machine.make_directory("/etc/cdi/directory.yaml")
+    machine.link("/etc/cdi/dangling.json", "/nowhere")
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert "directory.yaml" not in message
+    assert "/etc/cdi/dangling.json cannot be looked into" in message
 
 
 def test_what_is_no_spec_is_not_read(machine: Machine) -> None:

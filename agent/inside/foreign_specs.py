@@ -1,7 +1,8 @@
 """Other CDI specs in the machine, and what they make of devices of ours.
 
 Who wins is decided in Cache.refresh (pkg/cdi/cache.go of the Container Device Interface): a directory outranks those
-before it, a name that two files of one directory have is nobody's, a file that is not a valid spec is skipped.
+before it, a name that two files of one directory have is nobody's, a file that is not a valid spec is skipped. What is
+no file is read all the same (scanSpecDirs), and a FIFO without a writer is waited for.
 """
 
 import hashlib
@@ -32,6 +33,8 @@ class ForeignSpec:
     """Qualified names of this vendor's kind."""
     fault: str = ""
     """Why it has none, as a message says it behind the path."""
+    blocking: bool = False
+    """Runtimes that read it may never come to an end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +46,8 @@ class Foreign:
     outranking: Mapping[str, str]
     remarks: tuple[str, ...]
     """On what harms no device of ours."""
+    blocking: tuple[str, ...] = ()
+    """What is wrong with files that keep runtimes from reading any spec."""
 
     def names(self) -> frozenset[str]:
         """Of devices that pods do not get from our spec."""
@@ -57,7 +62,7 @@ def look(system: System, notes: Notes, vendor: MachineVendor) -> Foreign:
     for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
-            if path == vendor.spec_path or not entry.endswith(SUFFIXES):
+            if path == vendor.spec_path or not entry.endswith(SUFFIXES) or system.is_directory(path):
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
             found.append(spec)
@@ -71,6 +76,8 @@ def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendo
     """The condition of our spec, whose devices these are, with what the others make of it. Pure."""
     if condition.status is not Status.TRUE:
         return condition
+    if foreign.blocking:
+        return false(condition.type, "RuntimeBlocked", f"{'; '.join(foreign.blocking)}; remove it")
     ours = [f"{vendor.spec_kind}={name}" for name in devices]
     for others, reason in ((foreign.same_directory, "NamesCollide"), (foreign.outranking, "Shadowed")):
         shared = [name for name in ours if name in others]
@@ -103,6 +110,9 @@ def collision(reason: str, shared: Iterable[str], paths: tuple[str, ...], vendor
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
     """A foreign file, and the note on it."""
+    if not system.is_file(path) and _leads_somewhere(system, path):
+        why = "is no regular file: a container runtime that reads it may hang, and then no container with a GPU starts"
+        return ForeignSpec(path, (), why, blocking=True), {}
     try:
         content = system.read(path)
     except OSError as error:
@@ -127,6 +137,15 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     return ForeignSpec(path, ours, fault), {"digest": digest, "devices": listed}
 
 
+def _leads_somewhere(system: System, path: str) -> bool:
+    """Not so a dangling link, at which runtimes only shrug."""
+    try:
+        system.real_path(path)
+    except OSError:
+        return False
+    return True
+
+
 def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[str, ...]) -> Foreign:
     rank = CDI_DIRECTORIES.index(posixpath.dirname(vendor.spec_path))
     same: dict[str, str] = {}
@@ -134,8 +153,9 @@ def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[st
     for spec in specs:
         place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
         place.update(dict.fromkeys(spec.devices, spec.path))
-    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault)
-    return Foreign(same, outranking, (*broken, *remarks))
+    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
+    blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
+    return Foreign(same, outranking, (*broken, *remarks), blocking)
 
 
 def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
