@@ -33,6 +33,11 @@ class Owned:
         paths = _load(system, OWNED).get("paths", [])
         self._paths = {path for path in paths if isinstance(path, str)} if isinstance(paths, list) else set()
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them, sorted, whether or not they are there."""
+        return tuple(sorted(self._paths))
+
     def may_write(self, path: str) -> bool:
         return path in self._paths or not self._system.exists(path)
 

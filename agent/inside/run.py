@@ -30,7 +30,7 @@ from agent.inside.outdated_pods import name_outdated
 from agent.inside.repairs import repairs
 from agent.inside.runtime import configure_runtime
 from agent.inside.runtime_active import RESTART_PENDING, check_active, restart
-from agent.inside.spec import Published, publish_spec
+from agent.inside.spec import Published, publish_spec, remove_stale_specs
 from agent.paths import CONDITIONS_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
 from agent.system.commands import Runner
 from agent.system.files import System
@@ -113,6 +113,8 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     """Every request's steps; conditions of several requests are merged, the worst one counts."""
     notes, owned = Notes(system), Owned(system)
     vendors = {vendor.name: vendor for vendor in MACHINE_VENDORS}
+    named = {request.vendor for request in handoff.requests}
+    remove_stale_specs(system, owned, [vendor.spec_path for vendor in MACHINE_VENDORS if vendor.name in named])
     outcomes = [
         _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff, generation)
         for request in handoff.requests

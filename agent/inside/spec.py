@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import posixpath
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
@@ -14,9 +15,10 @@ from agent.identity import DeviceNumber
 from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
 from agent.inside.foreign_specs import Foreign
+from agent.inside.journal import INFO, WARNING, say
 from agent.inside.notes import Notes, Owned
 from agent.inside.repairs import repaired
-from agent.paths import spec_directory
+from agent.paths import CDI_DIRECTORIES, spec_directory
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
@@ -63,6 +65,23 @@ def publish_spec(
     published = _publish(system, notes, owned, vendor, request, generation, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
     return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
+
+
+def remove_stale_specs(system: System, owned: Owned, wanted: Collection[str]) -> None:
+    """Remove specs of ours that nothing asks for any more, and what a killed writer left beside the others.
+
+    `wanted`: the paths of the specs of all vendors that the handoff names. A vendor that it does not name is one that
+    an older host half does not know; other paths are names that specs had in former releases.
+    """
+    try:
+        for path in owned.paths:
+            if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
+                say(INFO, f"removed {path}: the host grants nothing that it could name")
+        for path in wanted:
+            system.remove_remains(path)
+    except OSError as error:
+        # What stays must not cost the report.
+        say(WARNING, f"what is left of former CDI specs cannot be removed: {error}")
 
 
 def spec_changed(system: System, notes: Notes, vendor: MachineVendor) -> int:

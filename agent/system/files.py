@@ -16,6 +16,8 @@ from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
 """Bytes; nothing that we read is larger. The kernel refuses reads of /proc/sys by 4 MiB and more (KMALLOC_MAX_SIZE)."""
+NEW = ".unbounded-agent-new"
+"""Behind the name of a file that is being written anew."""
 BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 gives none while it reloads its units."""
 
@@ -280,8 +282,12 @@ class System(Rooted):
 
         One name for each file, so that such remains do not gather; and hidden, as programs read whole directories.
         """
+        self.remove_remains(path)
         directory, name = os.path.split(self._at(path, follow=False))
-        temporary = f"{directory}/.{name}.unbounded-agent-new"
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        return f"{directory}/{name}", temporary
+        return f"{directory}/{name}", f"{directory}/.{name}{NEW}"
+
+    def remove_remains(self, path: str) -> None:
+        """What a killed `write` or `link` left beside the file that it was to replace."""
+        directory, name = os.path.split(self._at(path, follow=False))
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            os.unlink(f"{directory}/.{name}{NEW}")
