@@ -27,6 +27,8 @@ CHECKPOINT_LIMIT = 8 << 20
 """Bytes: it holds what each container with devices was given."""
 NAMES_SHOWN = 16
 RESTART_NEEDED = "DevicePluginRestartNeeded"
+RESTART_MENDS = (RESTART_NEEDED, "PluginSpecOutdated")
+"""Reasons; the second is given by agent.inside.plugin_spec."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 

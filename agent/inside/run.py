@@ -23,7 +23,7 @@ from agent.handoff import (
 )
 from agent.inside.devices import WITHDRAWN, check_devices, unmount_removed, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
-from agent.inside.kubelet import RESTART_NEEDED, check_advertised
+from agent.inside.kubelet import RESTART_MENDS, check_advertised
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
 from agent.inside.outdated_pods import name_outdated
@@ -205,8 +205,8 @@ def _settle_request(
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
         described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    on_node = _attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
-    if handoff.restart_device_plugin and on_node.reason == RESTART_NEEDED:
+    on_node = _attempt(advertised, lambda: _advertised(system, notes, vendor, request, published.devices))
+    if handoff.restart_device_plugin and on_node.reason in RESTART_MENDS:
         # Only where it is asked for and due, as with the condition on the Node.
         from agent.inside.plugin_restart import restart_plugin
 
@@ -214,6 +214,18 @@ def _settle_request(
         on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
+
+
+def _advertised(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
+    condition = check_advertised(system, notes, vendor, request, published)
+    if not system.exists(vendor.plugin_spec):
+        return condition
+    # Only there: few plug-ins make a spec of their own.
+    from agent.inside.plugin_spec import beside_plugin_spec
+
+    return beside_plugin_spec(system, vendor, request, condition)
 
 
 def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:

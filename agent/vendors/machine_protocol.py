@@ -1,6 +1,6 @@
 """What a vendor offers to the machine half. Standard library only, and data in, data out but for `generate`."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class MachineVendor(Protocol):
     plugin_sockets: str
     """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
 
+    plugin_spec: str
+    """Where that plug-in writes a CDI spec of its own, whose devices it then gives to pods; "" if it never does."""
+
     def generate(self, system: System, request: Request, directory: str) -> Generated:
         """A new spec, made in an empty directory; raises AgentError or OSError."""
         ...
@@ -96,6 +99,20 @@ class MachineVendor(Protocol):
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         """The host paths of all mounts of the spec. Pure."""
+        ...
+
+    def plugin_spec_problems(
+        self,
+        spec: object,
+        own: object,
+        request: Request,
+        live: Mapping[str, DeviceNumber],
+        exists: Callable[[str], bool],
+    ) -> tuple[str, ...]:
+        """Why pods would not get GPUs by the plug-in's own spec. Pure but for `exists`, which looks in the machine.
+
+        `own` is the spec that we published, `live` as in `verify`.
+        """
         ...
 
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:

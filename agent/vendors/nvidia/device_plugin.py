@@ -9,6 +9,9 @@ import re
 RESOURCE_PREFIX = "nvidia.com/"
 """`nvidia.com/gpu`, `nvidia.com/gpu.shared`, `nvidia.com/mig-1g.10gb`; the rest can be renamed in its settings."""
 SOCKETS = "nvidia*.sock"
+SPEC_KIND = "k8s.device-plugin.nvidia.com/gpu"
+SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
+"""With a device list strategy `cdi-...`, when it starts (CreateSpecFile in internal/cdi/cdi.go)."""
 IDENTITY = re.compile(r"((?:GPU|MIG)-[0-9A-Za-z/-]+)(?:::[0-9]+)?")
 """A UUID of NVML (MIG-GPU-UUID/1/0 before R470); with time-slicing and MPS the number of the replica behind it."""
 

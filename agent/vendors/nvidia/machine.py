@@ -1,6 +1,6 @@
 """NVIDIA in the machine: the toolkit's programs, where they write, and how a CDI spec of theirs is judged."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from agent.handoff import Request
@@ -40,6 +40,7 @@ class NvidiaMachine:
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
+    plugin_spec = device_plugin.SPEC
 
     def generate(self, system: System, request: Request, directory: str) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)
@@ -65,6 +66,19 @@ class NvidiaMachine:
 
     def host_paths(self, spec: object) -> tuple[str, ...]:
         return cdi.host_paths(spec)
+
+    def plugin_spec_problems(
+        self,
+        spec: object,
+        own: object,
+        request: Request,
+        live: Mapping[str, DeviceNumber],
+        exists: Callable[[str], bool],
+    ) -> tuple[str, ...]:
+        # Only here: few machines have such a spec, and its verdict is asked for only when it may have changed.
+        from agent.vendors.nvidia.plugin_spec import plugin_spec_problems
+
+        return plugin_spec_problems(spec, own, request, live, exists)
 
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
         return nvidia_ctk.list_devices(system, directory)
