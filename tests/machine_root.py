@@ -167,6 +167,8 @@ def gpu_machine(tree: Path) -> Machine:
             machine.link(path, file.link)
         else:
             machine.put(path)
+    machine.put("/sys/module/nvidia/version", f"{VERSION}\n")
+    machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}\n")
     for tool in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime", "containerd"):
         machine.put(f"/usr/bin/{tool}", tool)
     machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))

@@ -57,6 +57,35 @@ def test_privileges_are_opt_in() -> None:
     assert "/dev/nvidia-caps-imex-channels/channel0" in bound(configured(imex_channels=True), facts())
 
 
+def network(**settings: object) -> dict[str, object]:
+    """Settings of a machine's network."""
+    return {"extra": {"Network": settings}}
+
+
+NETWORKS: list[tuple[dict[str, object], bool]] = [
+    ({}, False),
+    ({"virtual_ethernet": True}, True),
+    (network(Private="yes"), True),
+    (network(Private="On"), True),
+    (network(Private="no"), False),
+    (network(Private=["no", "yes"]), True),
+    (network(Private=["yes", "no"]), False),
+    (network(Private=[]), False),
+    (network(Bridge="br0"), True),
+    (network(Zone="z"), True),
+    (network(MACVLAN=["eth0", "eth1"]), True),
+    (network(Interface=[]), False),
+    (network(Port="tcp:80"), False),
+]
+
+
+@pytest.mark.parametrize(("settings", "private"), NETWORKS)
+def test_a_machine_with_its_own_network_sees_the_kernel_s_modules(settings: dict[str, object], private: bool) -> None:
+    """nspawn leaves /sys/module out there, and NVML calls the GPUs blocked; elsewhere no setting changes."""
+    machine = plan(configured(nspawn=settings), facts()).goal.machines[0]
+    assert ("BindReadOnly=/sys/module" in machine.nspawn.content.decode().splitlines()) is private
+
+
 @pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])
 def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
     found = bound(configured(gpus=gpus), facts())

@@ -23,6 +23,8 @@ STACKED = 16
 WITHDRAWN = "withdrawn"
 """The note of what was withdrawn since the machine's boot and may still be open: numbers by path."""
 
+OPENED = "Opened"
+
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """The driver tried and failed: trying again each minute would only do harm."""
 
@@ -72,6 +74,20 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
         nodes = {path: [live[path].major, live[path].minor, code] for path, code in known.items()}
         notes.save(name, {"generation": generation, "nodes": nodes})
     return _condition(known)
+
+
+def with_hidden_driver(system: System, condition: Condition, paths: Iterable[str]) -> Condition:
+    """DevicesAllowed; False where nodes open, and `paths`, which the kernel has while they do, are not here."""
+    hidden = [path for path in paths if not system.exists(path)]
+    if condition.reason != OPENED or not hidden:
+        return condition
+    return false(
+        condition.type,
+        "DriverHidden",
+        f"{', '.join(hidden)} cannot be seen in this machine, so that NVML says that the operating system blocks the "
+        "GPU: a machine with a network of its own has no /sys/module but by a bind, which its next start brings; on "
+        "the host, `unbounded-agent apply`, then `machinectl reboot` it when its pods allow that",
+    )
 
 
 def withdraw_nodes(
@@ -183,7 +199,7 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
 def _condition(codes: Mapping[str, int]) -> Condition:
     failed = {path: code for path, code in sorted(codes.items()) if code}
     if not failed:
-        return true(ConditionType.DEVICES_ALLOWED, "Opened", f"all {len(codes)} granted device nodes open")
+        return true(ConditionType.DEVICES_ALLOWED, OPENED, f"all {len(codes)} granted device nodes open")
     sentences, reason = [], ""
     for path, code in failed.items():
         why, advice = REASONS.get(code, ("OpenFailed", "see `dmesg` on the host"))

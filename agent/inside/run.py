@@ -21,7 +21,7 @@ from agent.handoff import (
     render_report,
     with_remark,
 )
-from agent.inside.devices import WITHDRAWN, check_devices, unmount_removed, withdraw_nodes
+from agent.inside.devices import WITHDRAWN, check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
 from agent.inside.journal import ERROR, INFO, say, say_changes
 from agent.inside.kubelet import RESTART_MENDS, check_advertised
 from agent.inside.libraries import link_libraries
@@ -231,7 +231,13 @@ def _advertised(
 def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:
     # First: the host binds anew what the condition then says to be wrong.
     unmount_removed(system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
-    return check_devices(system, notes, request, generation)
+    if request.devices or notes.load(f"char-links-{vendor.name}"):
+        # Only where there is a node.
+        from agent.inside.char_links import link_nodes
+
+        link_nodes(system, notes, request)
+    condition = check_devices(system, notes, request, generation)
+    return with_hidden_driver(system, condition, vendor.kernel_paths)
 
 
 def _granted_by_now(system: System) -> tuple[GrantedDevice, ...]:

@@ -13,6 +13,11 @@ from agent.paths import (
     report_directory,
 )
 
+TRUE = ("yes", "y", "true", "t", "on", "1")
+"""systemd's (parse_boolean)."""
+OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
+"""Settings of [Network] that imply Private=yes."""
+
 HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
 
 
@@ -49,6 +54,10 @@ def render_nspawn(
     }
     if settings.modules:
         sections["Files"].append("BindReadOnly=/lib/modules")
+    if _private_network(settings):
+        # nspawn shows such a machine a /sys without it (mount_sysfs in nspawn-mount.c). Whole, as a module that is not
+        # loaded now has no directory, and a source that is missing would stop the start.
+        sections["Files"].append("BindReadOnly=/sys/module")
     if settings.kmsg:
         sections["Files"].append("Bind=/dev/kmsg")
     sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
@@ -61,6 +70,15 @@ def render_nspawn(
             lines += [f"{key}={value}" for value in ([values] if isinstance(values, str) else values)]
     body = "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in sections.items())
     return (HEADER + "\n" + body).encode()
+
+
+def _private_network(settings: NspawnSettings) -> bool:
+    """Whether the machine has a network namespace of its own (settings_private_network in nspawn-settings.c)."""
+    network = settings.extra.get("Network", {})
+    values = network.get("Private", "no")
+    # Of several assignments the last one counts.
+    private = values if isinstance(values, str) else "".join(values[-1:])
+    return settings.virtual_ethernet or private.lower() in TRUE or any(network.get(key) for key in OWN_NETWORK)
 
 
 def _yes(value: bool) -> str:

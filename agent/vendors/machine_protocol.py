@@ -73,6 +73,8 @@ class MachineVendor(Protocol):
     plugin_sockets: str
     """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
 
+    kernel_paths: tuple[str, ...]
+    """What the kernel shows of the driver while it is loaded, and the vendor's libraries look for; else "()"."""
     plugin_spec: str
     """Where that plug-in writes a CDI spec of its own, whose devices it then gives to pods; "" if it never does."""
 

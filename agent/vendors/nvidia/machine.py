@@ -40,6 +40,8 @@ class NvidiaMachine:
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
+    # NVML refuses to work without the first ("GPU access blocked by the operating system", systemd issue 38018).
+    kernel_paths: tuple[str, ...] = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
 
     def generate(self, system: System, request: Request, directory: str) -> Generated:

@@ -1,0 +1,85 @@
+"""Links by number in the machine's /dev/char, which udev makes on a host."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.inside.run import run
+from tests.machine_root import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
+
+FIRST, SECOND = "/dev/char/195:0", "/dev/char/195:1"
+WITHOUT_SECOND = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path / "machine")
+    run(machine)
+    return machine
+
+
+def test_every_granted_node_has_one(machine: Machine) -> None:
+    found = {device.path: machine.read_link(f"/dev/char/{device.major}:{device.minor}") for device in DEVICES}
+    assert found == {device.path: f"../{device.path.removeprefix('/dev/')}" for device in DEVICES}
+
+
+def test_it_goes_with_its_node(machine: Machine) -> None:
+    machine.hand(WITHOUT_SECOND)
+    run(machine)
+    assert machine.read_link(SECOND) is None
+    assert machine.read_link(FIRST) == "../nvidia0"
+    machine.hand(EMPTY)
+    run(machine)
+    assert machine.entries("/dev/char") == ()
+
+
+def test_node_that_gets_another_number(machine: Machine) -> None:
+    """A reload of nvidia_uvm."""
+    uvm = replace(DEVICES[4], major=511)
+    machine.node("/dev/nvidia-uvm", 511, 0)
+    machine.hand(replace(REQUEST, devices=tuple(uvm if each.path == uvm.path else each for each in DEVICES)))
+    run(machine)
+    assert machine.read_link("/dev/char/511:0") == "../nvidia-uvm"
+    assert machine.read_link("/dev/char/234:0") is None
+
+
+def test_what_somebody_removed_is_made_again(machine: Machine) -> None:
+    machine.drop(FIRST)
+    run(machine)
+    assert machine.read_link(FIRST) == "../nvidia0"
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_those_of_others_stay(tmp_path: Path, granted: bool) -> None:
+    """The GPU Operator's validator makes absolute ones."""
+    machine = gpu_machine(tmp_path / "machine")
+    machine.make_directory("/dev/char")
+    machine.link(SECOND, "/dev/nvidia1")
+    machine.put("/dev/char/195:255", "no link")
+    machine.link("/dev/char/1:3", "../null")
+    run(machine)
+    machine.hand(REQUEST if granted else WITHOUT_SECOND)
+    run(machine)
+    assert machine.read_link(SECOND) == "/dev/nvidia1"
+    assert machine.read("/dev/char/195:255") == b"no link"
+    assert machine.read_link("/dev/char/1:3") == "../null"
+
+
+def test_a_full_dev_costs_the_links_alone(tmp_path: Path) -> None:
+    machine = gpu_machine(tmp_path / "machine")
+    machine.put("/dev/char", "no directory")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
+    """As with a private network, where nspawn leaves /sys/module out."""
+    machine.drop("/sys/module/nvidia/version")
+    (machine.tree / "sys/module/nvidia").rmdir()
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "DriverHidden")
+    assert machine.message("DevicesAllowed").startswith("/sys/module/nvidia cannot be seen in this machine")
+    machine.put("/sys/module/nvidia/version", "550.163.01\n")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
