@@ -13,6 +13,7 @@ from agent.config import Config, load_config
 from agent.detach import attach, detach
 from agent.doctor import as_json as diagnosis_as_json
 from agent.doctor import diagnose, host_findings, in_words, machine_image, sound
+from agent.driver_modules import load_modules
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
 from agent.gpu_users import holders
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("run", help="stay, keep the machines ready, serve metrics (the systemd service)")
     commands.add_parser("version", help="print the version")
     _add_gpus(commands.add_parser("gpus", help="take a GPU out of use before it is removed, and what belongs to that"))
+    commands.add_parser("load-modules", help="where driver.load_modules is set (unbounded-agent-modules.service)")
     before_start = commands.add_parser("prepare", help="before a machine's start (unbounded-agent-prepare@.service)")
     before_start.add_argument("machine", metavar="MACHINE")
     return parser
@@ -110,6 +112,9 @@ def _command(options: argparse.Namespace) -> int:
         case "prepare":
             outcome = prepare(options.machine, make(_as_root(load())))
             return _tell_failures(outcome.failures)
+        case "load-modules":
+            load_modules(_as_root(load()), system, Udev(), _progress)
+            return 0
         case "gpus":
             return _gpus(options.gpus_command, options.address, make(_as_root(load())))
         case "run":

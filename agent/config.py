@@ -121,11 +121,19 @@ class MetricsSettings(Model):
         return value
 
 
+class DriverSettings(Model):
+    """The driver of this host's GPUs."""
+
+    load_modules: bool = False
+    """Load its kernel modules and make its device nodes, where the host has not done so by itself."""
+
+
 class Config(Model):
     """Everything that can be configured."""
 
     machines: dict[MachineName, MachineSettings] = Field(min_length=1)
     metrics: MetricsSettings = MetricsSettings()
+    driver: DriverSettings = DriverSettings()
 
 
 def load_config(system: System, path: str = CONFIG_FILE) -> Config:

@@ -39,7 +39,7 @@ def test_libraries_without_the_module(installed: Bed) -> None:
     installed.run("sh", "-c", UNLOAD)
     conditions = installed.conditions()
     assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
-    assert "modprobe nvidia" in conditions["DriverLoaded"]["message"]
+    assert "modprobe -a nvidia nvidia_uvm" in conditions["DriverLoaded"]["message"]
     assert conditions["Ready"]["status"] == "False"
     found = doctor(installed)
     assert "couldn't communicate with the NVIDIA driver" in found

@@ -28,6 +28,7 @@ def test_defaults(tmp_path: Path) -> None:
     config = load_config(system_with(tmp_path, main="[machines.gpu-node]\n"))
     assert config.machines["gpu-node"].gpus == "all"
     assert config.metrics.address == "127.0.0.1:9788"
+    assert not config.driver.load_modules
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,8 @@ def test_defaults(tmp_path: Path) -> None:
         ('[machines.a.nspawn.environment]\n"A\\nB" = "x"', "machines.a.nspawn.environment.A"),
         ('[machines.a.nspawn.extra.Files]\nBind = "/srv\\\\"', "machines.a.nspawn.extra.Files.Bind: "),
         ("machines = 3", "machines: must be a table"),
+        ('[driver]\nload_modules = "yes"\n[machines.a]', "driver.load_modules: must be true or false"),
+        ("[driver]\nload = true\n[machines.a]", "driver.load: unknown key"),
         ("", "machines: is missing"),
         ("[machines]", "machines: at least one machine is needed"),
         ("[machines.a", "not TOML"),

@@ -34,6 +34,7 @@ LAYERS = (
     (
         "prepare",
         "doctor",
+        "driver_modules",
         "gpu_users",
         "detach",
         "gauges",
@@ -63,8 +64,10 @@ IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
 """Names of what is called. logging's levels are plain numbers."""
 
 VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
-VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?!(?:generators|host|machine|machine_protocol|protocols)(?:\.|$))\w+\.")
-VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py", "vendors/generators.py"}
+VENDOR_IMPORT = re.compile(
+    r"agent\.vendors\.(?!(?:generators|host|kernel_modules|machine|machine_protocol|protocols)(?:\.|$))\w+\."
+)
+VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py", "vendors/generators.py", "vendors/kernel_modules.py"}
 """The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
     # A key of every CDI spec: Resource Director Technology, for whichever vendor's device.

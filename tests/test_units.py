@@ -13,11 +13,15 @@ from agent.config import MachineSettings
 from agent.daemon import START_STEP, Timing
 from agent.inside import node_condition
 from agent.prepare import LOCK_WAIT
+from agent.vendors.nvidia.gpus import DISPLAY_CLASSES, VENDOR_ID
+from agent.vendors.nvidia.kernel_modules import MODPROBE_LIMIT
+from agent.vendors.nvidia.make_nodes import SETTLE
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 UNITS = REPOSITORY / "systemd"
 SERVICE = UNITS / "unbounded-agent.service"
 PREPARE = UNITS / "unbounded-agent-prepare@.service"
+MODULES = UNITS / "unbounded-agent-modules.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
 EXPOSURE_LIMIT = 30
@@ -55,7 +59,7 @@ def test_exposure_is_below_the_limit(analyze: str) -> None:
 @pytest.mark.processes
 def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
     """Where the agent is not installed: with a program in its place that is there."""
-    for unit in (SERVICE, PREPARE):
+    for unit in (SERVICE, PREPARE, MODULES):
         text = unit.read_text()
         assert "/usr/bin/unbounded-agent" in text
         (tmp_path / unit.name).write_text(text.replace("/usr/bin/unbounded-agent", "/bin/true"))
@@ -66,6 +70,7 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
             "--man=no",
             str(tmp_path / SERVICE.name),
             str(tmp_path / PREPARE.name.replace("@", "@gpu-node")),
+            str(tmp_path / MODULES.name),
         ],
         capture_output=True,
         text=True,
@@ -126,6 +131,44 @@ def test_prepare_never_stops_a_machine_from_booting() -> None:
     assert int(service["TimeoutStartSec"]) >= longest + LOCK_WAIT + 60
 
 
+def test_modules_are_loaded_before_whatever_looks_for_gpus() -> None:
+    """Wanted, never required: a driver that cannot be loaded costs its GPUs, and neither service nor machine."""
+    for unit in (SERVICE, PREPARE):
+        text = unit.read_text()
+        assert f"Wants={MODULES.name}\n" in text
+        assert f"After={MODULES.name}\n" in text
+        assert "\nRequires=" not in text
+    service = settings(MODULES, "Service")
+    assert service["Type"] == "oneshot"
+    assert "RemainAfterExit" not in service, "the next machine's start looks again"
+    assert int(service["TimeoutStartSec"]) > MODPROBE_LIMIT + SETTLE
+    assert "[Install]" not in MODULES.read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("[driver]\nload_modules = true\n", 0), ("driver.load_modules = true\n", 0), ("[machines.a]\n", 1), (None, 1)],
+)
+def test_modules_are_looked_at_only_where_they_are_configured(tmp_path: Path, text: str | None, status: int) -> None:
+    """Before Python is started, which each start of a machine would have to wait for; 1 to 254 skip the unit."""
+    if text is not None:
+        (tmp_path / "config.d").mkdir()
+        (tmp_path / "config.d/10-driver.toml").write_text(text)
+    argv = settings(MODULES, "Service")["ExecCondition"].split()
+    assert argv[-1] == str(Path(paths.CONFIG_FILE).parent)
+    directory = tmp_path if text is not None else tmp_path / "missing"
+    found = subprocess.run([*argv[:-1], directory], capture_output=True, timeout=60)
+    assert 0 < found.returncode < 255 if status else found.returncode == 0
+
+
+def test_the_rule_names_the_unit_and_the_classes_of_gpus() -> None:
+    text = (UNITS / "70-unbounded-agent.rules").read_text()
+    assert f'ENV{{SYSTEMD_WANTS}}+="{MODULES.name}"' in text
+    assert {int(each, 16) for each in re.findall(r"0x(03[0-9a-f]{2})\*", text)} == DISPLAY_CLASSES
+    assert f'ATTR{{vendor}}=="{VENDOR_ID:#06x}"' in text
+
+
 def test_prepare_makes_no_mount_namespace() -> None:
     """Its mounts must be seen by PID 1: these settings would hide them."""
     hiding = re.compile(
@@ -181,5 +224,5 @@ def test_gpu_setup_never_waits_for_the_node_condition() -> None:
 def test_no_setting_is_newer_than_debian_12() -> None:
     """systemd 252 warns about what it does not know."""
     newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
-    for unit in (SERVICE, PREPARE, NODE_CONDITION):
+    for unit in (SERVICE, PREPARE, MODULES, NODE_CONDITION):
         assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}

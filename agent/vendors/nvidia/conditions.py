@@ -46,8 +46,9 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return false(
                 kind,
                 "ModuleNotLoaded",
-                f"{state} kernel module nvidia is not loaded; run `modprobe nvidia nvidia_uvm`, and where that fails "
-                "see `dmesg`, install the driver's kernel module for this kernel, or reboot",
+                f"{state} kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, or set "
+                "driver.load_modules = true (`journalctl -u unbounded-agent-modules` tells how that went); where that "
+                "fails see `dmesg`, install the driver's kernel module for this kernel, or reboot",
             )
         case version:
             return true(kind, "Loaded", f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")

@@ -1,0 +1,79 @@
+"""What the host has to bring: a driver that is loaded by configuration, and that machines of every network can see."""
+
+import time
+
+import pytest
+
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -rf /dev/nvidia*"
+LOADING = "unbounded-agent-modules.service"
+CONFIGURATION = b"[driver]\nload_modules = true\n\n[machines.gpu-node]\n"
+PRIVATE = b"[machines.gpu-node.nspawn]\nvirtual_ethernet = true\n"
+MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm")
+REPLUG = "gpu=/sys/bus/pci/devices/0000:01:00.0; echo 1 > $gpu/remove && echo 1 > /sys/bus/pci/rescan"
+
+
+def loaded(bed: Bed) -> set[str]:
+    names = {line.split()[0] for line in bed.run("cat", "/proc/modules").stdout.splitlines()}
+    return names & set(MODULES)
+
+
+def test_an_installed_driver_is_loaded_where_that_is_configured(installed: Bed) -> None:
+    """Refused while it is blacklisted; then by a GPU that is plugged in, and by the service, without a hand."""
+    installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
+    installed.run("sh", "-ec", UNLOAD)
+    assert installed.run("systemctl", "start", LOADING, check=False).status != 0
+    assert "kernel module nvidia is not loaded: it is blacklisted" in installed.run("journalctl", "-u", LOADING).stdout
+    assert loaded(installed) == set()
+    installed.run("sed", "-i", "/^blacklist nvidia$/d", "/etc/modprobe.d/simulated-driver.conf")
+    installed.run("sh", "-ec", REPLUG)
+    deadline = time.monotonic() + 60
+    while installed.run("test", "-c", "/dev/nvidia-uvm-tools", check=False).status != 0:
+        assert time.monotonic() < deadline, installed.run("journalctl", "-u", LOADING, "-n", "20").stdout
+        time.sleep(1)
+    installed.run("systemctl", "start", LOADING)
+    assert loaded(installed) == set(MODULES)
+    installed.run("sh", "-ec", UNLOAD)
+    installed.run("systemctl", "start", "unbounded-agent.service", timeout=240)
+    conditions = installed.wait_ready()
+    assert conditions["DevicesPresent"]["reason"] == "Present"
+    assert loaded(installed) == set(MODULES)
+
+
+def test_nothing_is_loaded_unless_it_is_configured(installed: Bed) -> None:
+    installed.run("sed", "-i", "/^blacklist nvidia$/d", "/etc/modprobe.d/simulated-driver.conf")
+    installed.run("sh", "-ec", UNLOAD)
+    installed.run("systemctl", "start", LOADING)
+    assert loaded(installed) == set()
+    conditions = installed.conditions()
+    assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
+    assert "driver.load_modules = true" in conditions["DriverLoaded"]["message"]
+
+
+def expect_driver_seen(bed: Bed) -> None:
+    """What NVML and container runtimes look for."""
+    node = bed.node
+    version = bed.run("cat", "/sys/module/nvidia/version").stdout
+    assert node.run("cat", "/sys/module/nvidia/version").stdout == version
+    look = "ls -d /sys/module/nvidia_uvm /sys/module/firmware_class/parameters /proc/driver/nvidia/gpus/0000:01:00.0"
+    node.shell(look)
+    links = node.shell("readlink -f /dev/char/195:0 /dev/char/195:255").stdout.split()
+    assert links == ["/dev/nvidia0", "/dev/nvidiactl"]
+
+
+def test_a_machine_with_the_host_s_network_sees_the_driver(ready: Bed) -> None:
+    expect_driver_seen(ready)
+
+
+def test_a_machine_with_a_network_of_its_own_sees_the_driver(installed: Bed) -> None:
+    """systemd-nspawn shows it a /sys of a few directories."""
+    installed.guest.write("/etc/unbounded-agent/config.toml", PRIVATE)
+    installed.agent("apply")
+    conditions = installed.conditions()
+    assert conditions["Ready"]["status"] == "True", conditions
+    interfaces = installed.node.run("cat", "/proc/net/dev").stdout
+    assert "host0:" in interfaces, "a network of its own"
+    expect_driver_seen(installed)
