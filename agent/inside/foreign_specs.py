@@ -110,10 +110,10 @@ def collision(reason: str, shared: Iterable[str], paths: tuple[str, ...], vendor
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
     """A foreign file, and the note on it."""
-    if not system.is_file(path) and _leads_somewhere(system, path):
-        why = "is no regular file: a container runtime that reads it may hang, and then no container with a GPU starts"
-        return ForeignSpec(path, (), why, blocking=True), {}
     try:
+        if not system.is_file(path) and _leads_somewhere(system, path):
+            why = "is no regular file: a container runtime that reads it may hang, and no container with a GPU starts"
+            return ForeignSpec(path, (), why, blocking=True), {}
         content = system.read(path)
     except OSError as error:
         return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
