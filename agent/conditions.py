@@ -41,6 +41,7 @@ IN_MACHINE = (
 )
 """Reported by the machine half alone; the others are seen from the host, DevicesAllowed from both."""
 
+NOT_APPLICABLE = "NotApplicable"
 NOT_NEEDED_FOR_READY = frozenset(
     {
         ConditionType.PERSISTENCE_MODE,
@@ -82,7 +83,7 @@ def unknown(kind: ConditionType, reason: str, message: str) -> Condition:
 
 def not_applicable(kind: ConditionType, message: str) -> Condition:
     """What does not apply does not stand in the way."""
-    return Condition(kind, Status.TRUE, "NotApplicable", message)
+    return Condition(kind, Status.TRUE, NOT_APPLICABLE, message)
 
 
 def summarize(conditions: Iterable[Condition]) -> Condition:
@@ -96,6 +97,18 @@ def summarize(conditions: Iterable[Condition]) -> Condition:
             if each.status is status:
                 return Condition(ConditionType.READY, status, each.reason, f"{each.type}: {each.message}")
     return true(ConditionType.READY, "AllConditionsTrue", "the machine can run GPU workloads")
+
+
+def worst(conditions: Iterable[Condition]) -> Condition:
+    """What several vendors say of one thing: the worst status, in the words of all that have it.
+
+    Of those to whom it does not apply, one speaks where it applies to nobody.
+    """
+    found = list(conditions)
+    applying = [each for each in found if each.reason != NOT_APPLICABLE] or found[:1]
+    status = min((each.status for each in applying), key=(Status.FALSE, Status.UNKNOWN, Status.TRUE).index)
+    same = [each for each in applying if each.status is status]
+    return replace(same[0], message="; ".join(dict.fromkeys(each.message for each in same)))
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:

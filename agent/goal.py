@@ -37,8 +37,10 @@ class Grant:
     gpus: tuple[str, ...] = ()
     """PCI addresses."""
     nodes: tuple[DeviceNode, ...] = ()
+    driver_files: bool = True
+    """Whether its GPUs are of no use without user-space files of the host."""
     driver_root: StagedRoot | None = None
-    """None when the vendor needs no user-space files, or has none that may be used now."""
+    """None where there are no such files that may be used now."""
     waiting_root: StagedRoot | None = None
     """Of the files that the host has by now, while `driver_root` serves, until the kernel module is reloaded."""
     detached: tuple[str, ...] = ()

@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator
 from agent.errors import ConfigError, ObservationError
 from agent.facts import DeviceNode, Facts, Gpu
 from agent.holders import Held, Holder, find_holders
-from agent.identity import DeviceKind
 from agent.reconcile import Reconciler
 from agent.system.files import System
 from agent.vendors.host import host_vendor
@@ -53,7 +52,7 @@ def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
     """Why nobody can tell who uses it; empty where it can be told. Users are found by the node's number alone."""
-    if not gpu.driver or any(node.kind is DeviceKind.GPU for node in nodes):
+    if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (
         f"nobody can tell here who has it open: kernel driver {gpu.driver} has it, and no usable node of it is there. "

@@ -13,6 +13,7 @@ from agent.conditions import (
     summarize,
     true,
     unknown,
+    worst,
 )
 from agent.config import MachineSettings
 from agent.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
@@ -114,19 +115,21 @@ def lacks_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) ->
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
-    """The worst of what the vendors say, of those that have a GPU or a problem here."""
+    """What the vendors say, of those that have a GPU or a problem here."""
     found = []
     for grant in grants:
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
             found += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
-    return min(found, key=lambda each: ("False", "Unknown", "True").index(each.status))
+    return worst(found)
 
 
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     kind = ConditionType.DRIVER_ROOT_STAGED
     roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
     waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
+    if not any(grant.driver_files and (grant.gpus or grant.problems) for grant in goal.grants):
+        return not_applicable(kind, "the granted GPUs need no files of the host's driver")
     if not roots and waiting:
         return false(kind, "NothingFits", f"no driver root fits the loaded kernel module; {'; '.join(waiting)}")
     if not roots:

@@ -14,7 +14,7 @@ import pytest
 from agent.conditions import Condition, ConditionType, Status
 from agent.config import MachineSettings
 from agent.facts import GpuError, VendorFacts
-from agent.goal import DriverRoots, Share
+from agent.goal import DriverRoots
 from agent.gpu_errors import GpuErrors
 from agent.observe.lost_gpus import observe_lost, record_lost
 from agent.paths import KERNEL_LOG_READ, LOST_GPUS
@@ -359,7 +359,8 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
     lost = VendorFacts("nvidia", (replace(facts.gpus[0], lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
 
     def devices(gpus: str) -> Status:
-        grant = grant_nvidia(lost, MachineSettings(gpus=[gpus]), DriverRoots(()), Share())
+        wanted = tuple(gpu for gpu in lost.gpus if gpu.pci_address == gpus)
+        grant = grant_nvidia(lost, MachineSettings(), DriverRoots(()), wanted)
         return next(
             each.status for each in nvidia_conditions(lost, grant) if each.type is ConditionType.DEVICES_PRESENT
         )

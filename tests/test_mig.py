@@ -6,6 +6,7 @@ from agent.config import Config
 from agent.facts import Absent, VendorFacts
 from agent.goal import DriverRoots, Grant, Share
 from agent.identity import DeviceKind
+from agent.plan.selection import select
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.grant import grant_nvidia
 from agent.vendors.nvidia.mig import Instance, complete, parse_instance
@@ -24,7 +25,7 @@ def observe(host: Host) -> VendorFacts:
 
 def granted(facts: VendorFacts, **settings: object) -> Grant:
     machine = Config.model_validate({"machines": {"gpu-node": settings}}).machines["gpu-node"]
-    return grant_nvidia(facts, machine, DriverRoots(()), Share())
+    return grant_nvidia(facts, machine, DriverRoots(()), select((facts,), machine.gpus, Share()).gpus)
 
 
 def capabilities(grant: Grant) -> dict[str, str]:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from agent.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
 from agent.identity import DeviceKind, DeviceNumber
-from agent.vendors.nvidia.devices import parse_majors
 from agent.vendors.nvidia.gpus import Information, parse_information
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.proc_devices import parse_majors
 from agent.vendors.protocols import Sources
 from tests.recorded import PROC_DEVICES, Host
 

@@ -8,7 +8,7 @@ import pytest
 from agent.actions import ChangeDevices
 from agent.config import MachineSettings
 from agent.facts import ServiceDirectory
-from agent.goal import DriverRoots, Share
+from agent.goal import DriverRoots
 from agent.handoff import Handoff, parse_handoff, render_handoff
 from agent.live import LiveSettings
 from agent.plan.nspawn import render_nspawn
@@ -39,7 +39,8 @@ def daemons(host: Host) -> Host:
 
 def granted(host: Host, *names: Any) -> tuple[tuple[str, ...], tuple[ServiceDirectory, ...]]:  # noqa: ANN401
     settings = MachineSettings.model_validate({"sockets": list(names)})
-    grant = grant_nvidia(observe_nvidia(sources(host)), settings, DriverRoots(()), Share())
+    facts = observe_nvidia(sources(host))
+    grant = grant_nvidia(facts, settings, DriverRoots(()), facts.gpus)
     return grant.services, grant.directories
 
 

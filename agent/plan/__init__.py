@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass, replace
 
 from agent.config import Config, MachineSettings
-from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot
+from agent.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
 from agent.granted import Granted
 from agent.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
@@ -14,6 +14,7 @@ from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import bindable, render_nspawn
 from agent.plan.running import still_used
+from agent.plan.selection import Selection, select
 from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
 
@@ -99,12 +100,7 @@ def _ours(facts: Facts, machine: str) -> bool:
 
 
 def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, share: Share) -> MachineGoal:
-    present = named_roots(facts, name) or {}
-    of_vendor = {each.vendor: DriverRoots(facts.staged, present.get(each.vendor)) for each in facts.vendors}
-    grants = tuple(
-        roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, of_vendor[vendor.vendor], share)))
-        for vendor in sorted(facts.vendors, key=lambda each: each.vendor)
-    )
+    grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     nspawn = render_nspawn(name, settings.nspawn, nodes, directories)
@@ -142,6 +138,31 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
             },
         ),
     )
+
+
+def _grants(
+    name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
+) -> tuple[Grant, ...]:
+    """Of the vendors that the machine is to hear of. What was asked for and is not there, one of them says."""
+    vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
+    present = named_roots(facts, name) or {}
+    telling = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
+    grants = []
+    for vendor in vendors:
+        choice = DriverRoots(facts.staged, present.get(vendor.vendor))
+        wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
+        grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
+        problems = selection.problems if vendor.vendor == telling else ()
+        grants.append(replace(grant, problems=problems + grant.problems))
+    return tuple(grants)
+
+
+def _is_handed(vendor: VendorFacts) -> bool:
+    """Without a GPU on the host, machines do not hear of a vendor that is new to some of them.
+
+    Those that it is not new to take back by themselves what they had of it.
+    """
+    return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
 
 
 def _fixed(name: str, settings: MachineSettings, template: tuple[str, ...]) -> str:

@@ -6,6 +6,11 @@ from agent.vendors.protocols import HostVendor
 HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA,)
 
 
+def rank(name: str) -> int:
+    """Its place among all: the order in which a number of GPUs is taken."""
+    return [vendor.name for vendor in HOST_VENDORS].index(name)
+
+
 def host_vendor(name: str) -> HostVendor:
     """Raises KeyError for a name that no vendor has."""
     return {vendor.name: vendor for vendor in HOST_VENDORS}[name]

@@ -6,8 +6,9 @@ from typing import Protocol
 
 from agent.conditions import Condition, ConditionType
 from agent.config import MachineSettings
-from agent.facts import CacheEntry, DrmDevice, GpuError, PciDevice, Seen, VendorFacts
-from agent.goal import DriverRoots, Grant, Share
+from agent.facts import CacheEntry, DrmDevice, Gpu, GpuError, PciDevice, Seen, VendorFacts
+from agent.goal import DriverRoots, Grant
+from agent.identity import DeviceKind
 from agent.system.files import System
 
 
@@ -32,6 +33,12 @@ class HostVendor(Protocol):
     """One vendor on the host."""
 
     name: str
+    always_handed: bool
+    """Whether machines hear of it also where there is no GPU of it: machine halves of older releases know no other."""
+    drivers: tuple[str, ...]
+    """Kernel drivers, by their names on the PCI bus, whose GPUs machines can be given."""
+    own_nodes: frozenset[DeviceKind]
+    """Of a GPU: who has none of these nodes open does not use it."""
     services: tuple[str, ...]
     """Units whose state `observe` wants to know."""
     module_names: tuple[str, ...]
@@ -49,8 +56,10 @@ class HostVendor(Protocol):
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""
         ...
 
-    def grant(self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
-        """What a machine with these settings gets. Pure."""
+    def grant(
+        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
+    ) -> Grant:
+        """What a machine with these settings gets, of which these GPUs were selected, with detached ones. Pure."""
         ...
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:

@@ -15,9 +15,8 @@ from agent.vendors.nvidia.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.gpus import KERNEL_DRIVER, GpuList
 from agent.vendors.nvidia.mig import Instance, complete, half_made, parse_instance
 from agent.vendors.nvidia.sockets import DIRECTORIES
+from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 from agent.vendors.protocols import Sources
-
-PROC_DEVICES = "/proc/devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +59,6 @@ NODE_DIRECTORIES: tuple[str, ...] = (
     # A daemon that starts anew makes a new one.
     *DIRECTORIES.values(),
 )
-
-
-def parse_majors(text: str) -> dict[str, int]:
-    """Majors by name, of the character devices in /proc/devices. A name is a whole word, one major may have several."""
-    _, _, section = text.partition("Character devices:\n")
-    section, _, _ = section.partition("\nBlock devices:")
-    majors: dict[str, int] = {}
-    for line in section.splitlines():
-        number, _, name = line.strip().partition(" ")
-        if number.isdecimal() and name:
-            majors.setdefault(name, int(number))
-    return majors
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""Which of the host's NVIDIA GPUs, nodes and files a machine gets. Pure."""
+"""Which NVIDIA nodes and files a machine gets. Pure."""
 
 from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
-from agent.goal import DriverRoots, Grant, Share
+from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
 from agent.vendors.nvidia.sockets import DIRECTORIES
 
@@ -15,11 +15,10 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
 
 
-def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
-    """GPUs by the machine's settings, their nodes by what the driver made, and the driver root that fits the module."""
-    wanted, problems = _select(facts.gpus, settings.gpus, share)
+def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
+    """Of the wanted GPUs the nodes that the driver made, and the driver root that fits the module."""
     gpus = [gpu for gpu in wanted if not gpu.detached]
-    problems += tuple(
+    problems = tuple(
         f"{gpu.pci_address} has kernel driver {gpu.driver}, not {KERNEL_DRIVER}" for gpu in wrong_driver(facts.gpus)
     )
     nodes: tuple[DeviceNode, ...] = ()
@@ -44,33 +43,6 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
 def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     """GPUs that nouveau, say, took first. vfio-pci is no mistake: somebody gave that GPU to a virtual machine."""
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
-
-
-def _select(present: tuple[Gpu, ...], wanted: str | list[str], share: Share) -> tuple[list[Gpu], tuple[str, ...]]:
-    """With detached ones; where a number is asked for, only while drained or as no other GPU can take their place."""
-    usable = sorted(gpu for gpu in present if gpu.driver in ("", KERNEL_DRIVER))
-    if wanted == "all":
-        return usable, ()
-    if isinstance(wanted, str):
-        count = int(wanted.removeprefix("count="))
-        free = [gpu for gpu in usable if gpu.pci_address not in share.taken]
-        # A GPU that is plugged in at a lower address must not push out one that pods use.
-        # Nor does one that is drained get a replacement before its users have ended: it may be given back.
-        last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
-        ordered = sorted(
-            free, key=lambda gpu: (gpu.pci_address in last, gpu.pci_address not in share.has, gpu.pci_address)
-        )
-        chosen = ordered[:count]
-        others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
-        short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
-        return chosen, () if len(chosen) == count else (short,)
-    chosen, problems = [], []
-    for name in wanted:
-        found = [gpu for gpu in usable if name in (gpu.pci_address, gpu.uuid)]
-        chosen += [gpu for gpu in found if gpu not in chosen]
-        if not found:
-            problems.append(f"GPU {name} is not on this host, or has another driver than {KERNEL_DRIVER}")
-    return chosen, tuple(problems)
 
 
 def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole_host: bool) -> bool:

@@ -2,13 +2,14 @@
 
 from agent.conditions import Condition
 from agent.config import MachineSettings
-from agent.facts import GpuError, VendorFacts
-from agent.goal import DriverRoots, Grant, Share
+from agent.facts import Gpu, GpuError, VendorFacts
+from agent.goal import DriverRoots, Grant
+from agent.identity import DeviceKind
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.daemons import letting_go
 from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
-from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.xid import parse_xid
@@ -19,6 +20,9 @@ class Nvidia:
     """A HostVendor."""
 
     name = "nvidia"
+    always_handed = True
+    drivers: tuple[str, ...] = (KERNEL_DRIVER,)
+    own_nodes = frozenset({DeviceKind.GPU})
     services = SERVICES
     module_names = MODULE_NAMES
     node_names = NODE_NAMES
@@ -29,8 +33,10 @@ class Nvidia:
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)
 
-    def grant(self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, share: Share) -> Grant:
-        return grant_nvidia(facts, settings, roots, share)
+    def grant(
+        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
+    ) -> Grant:
+        return grant_nvidia(facts, settings, roots, wanted)
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
