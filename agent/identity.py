@@ -20,7 +20,7 @@ class FileIdentity:
 
 
 class DeviceKind(StrEnum):
-    """What a device node is for; the names follow NVIDIA's documentation and the kernel's DRM subsystem."""
+    """What a device node is for; the names follow NVIDIA's documentation and the kernel's."""
 
     GPU = "gpu"
     CONTROL = "control"
@@ -33,6 +33,17 @@ class DeviceKind(StrEnum):
     NVLINK = "nvlink"
     DRI_CARD = "dri-card"
     DRI_RENDER = "dri-render"
+    KFD = "kfd"
+    """The kernel fusion driver's node (drivers/gpu/drm/amd/amdkfd), one for all GPUs that compute by it."""
+
+
+DRI_LINKS = {DeviceKind.DRI_CARD: "card", DeviceKind.DRI_RENDER: "render"}
+
+
+def dri_link(kind: str, pci_address: str) -> str:
+    """How udev calls a GPU's DRM node by its address (60-drm.rules of systemd); empty for any other node."""
+    suffix = next((text for each, text in DRI_LINKS.items() if each == kind), "")
+    return f"/dev/dri/by-path/pci-{pci_address}-{suffix}" if suffix and pci_address else ""
 
 
 @dataclass(frozen=True, slots=True, order=True)

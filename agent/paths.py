@@ -57,6 +57,11 @@ NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """In the machine, on disk: the name of the Node object that has a condition of ours."""
 
 
+def spec_file(vendor: str) -> str:
+    """In the machine: where a vendor's CDI spec is published. In JSON, which is YAML as well."""
+    return f"{CDI_DIRECTORIES[0]}/{vendor}.yaml"
+
+
 def spec_directory(vendor: str) -> str:
     """In the machine: where a vendor's generator writes, before its CDI spec is verified and published."""
     return f"{MACHINE_STATE}/cdi-{vendor}"

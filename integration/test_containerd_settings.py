@@ -15,11 +15,11 @@ import pytest
 from agent.conditions import Condition, Status
 from agent.errors import AgentError
 from agent.inside.notes import Notes, Owned
-from agent.inside.runtime import configure_runtime
+from agent.inside.runtime import configure_vendor
 from agent.system.commands import Completed
 from agent.system.files import System
 from agent.system.machine_runner import MachineRunner
-from agent.vendors.nvidia.machine import NvidiaMachine
+from agent.vendors.machine import machine_vendor
 from integration.bed.containerds import debian_root, upstream_root
 from integration.bed.process import run
 
@@ -128,11 +128,12 @@ class ContainerdMachine:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
 
-    def settle(self, *, default: bool = False) -> Condition:
+    def settle(self, vendor: str = "nvidia", *, default: bool = False) -> Condition:
         """One run's step, with notes and ownership as a new process reads them."""
         self.spawned.clear()
-        system = System(self._runner, str(self.root))
-        return configure_runtime(system, Notes(system), Owned(system), NvidiaMachine(), default=default)
+        system, known = System(self._runner, str(self.root)), machine_vendor(vendor)
+        assert known
+        return configure_vendor(system, Notes(system), Owned(system), known, default=default)
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Inode and text of all that is below /etc/containerd: a file that was written again has another inode."""

@@ -21,8 +21,8 @@ from agent.paths import HOST_NVIDIA, spec_directory
 from agent.plan import plan
 from agent.staging import stage
 from agent.system.host_runner import host_runner
-from agent.vendors.machine import MACHINE_VENDORS
 from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.machine import NvidiaMachine
 from integration.bed.cache import cache_root
 from integration.bed.foreign_trees import SOURCE, arm64_root, crowded_root
 from integration.bed.generator import GeneratorMachine, with_simulated_nodes
@@ -33,7 +33,7 @@ from integration.observed_tree import CONFIG, Tree
 
 pytestmark = pytest.mark.scenario("002")
 
-(NVIDIA,) = (vendor for vendor in MACHINE_VENDORS if vendor.name == "nvidia")
+NVIDIA = NvidiaMachine()
 TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "i386": "i386-linux-gnu"}
 # As readelf(1) names them.
 PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i386": "Intel 80386"}

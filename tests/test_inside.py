@@ -68,7 +68,7 @@ def test_import_closure_is_the_standard_library() -> None:
         "inside.links",
         "vendors.nvidia.cdi",
         "vendors.nvidia.cdi_devices",
-        "vendors.nvidia.cdi_document",
+        "vendors.cdi_document",
         "vendors.nvidia.cdi_edits",
         "vendors.nvidia.device_plugin",
         "vendors.nvidia.mig",

@@ -53,9 +53,9 @@ class Configuration:
         return max((each for each in imported if isinstance(each, int)), default=new_version(containerd))
 
 
-def drop_in_path(handler: RuntimeHandler) -> str:
-    """99: behind all other drop-ins, which containerd loads in alphabetical order."""
-    return f"{CONF_D}/99-{handler.name}.toml"
+def drop_in_path(handler: RuntimeHandler | None) -> str:
+    """99: behind all other drop-ins, which containerd loads in alphabetical order. Without a handler, of CDI alone."""
+    return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def covers(pattern: str, path: str) -> bool:
 
 
 def render(
-    configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler, *, default: bool
+    configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
 ) -> Table:
     """The drop-in's content; raises UnsupportedError when this containerd or its configuration cannot do it."""
     if containerd < OLDEST:
@@ -136,29 +136,35 @@ def render(
     return {"version": version, "plugins": {cri_table(version): table}}
 
 
-def problems(before: Table, after: Table, handler: RuntimeHandler, *, default: bool) -> Iterator[str]:
+def problems(before: Table, after: Table, handler: RuntimeHandler | None, *, default: bool) -> Iterator[str]:
     """What is wrong with `containerd config dump` after the drop-in, compared with one of the same files without it."""
-    cri = cri_of(after)
     ours = {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}
     left = dict(_leaves(after.get("plugins", {})))
     for path, value in _leaves(before.get("plugins", {})):
-        if path[-1] in ours or handler.name in path:
+        if path[-1] in ours or (handler and handler.name in path):
             continue
         if path not in left:
             yield f"{'.'.join(path)} is lost"
         elif left[path] != value:
             # Not the values: they may be passwords of a registry, and this is shown on the Node.
             yield f"{'.'.join(path)} is changed"
-    runtime = _at(cri, "containerd", "runtimes", handler.name)
-    if _at(runtime, "options").get("BinaryName") != handler.binary:
-        yield f"runtime {handler.name} does not run {handler.binary}"
-    if not cri.get("enable_cdi", after.get("version", 0) >= 3):
+    if handler:
+        runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
+        if _at(runtime, "options").get("BinaryName") != handler.binary:
+            yield f"runtime {handler.name} does not run {handler.binary}"
+    yield from cdi_problems(after)
+    if handler and default and _at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
+        yield f"default_runtime_name is not {handler.name}"
+
+
+def cdi_problems(dump: Table) -> Iterator[str]:
+    """What keeps pods from CDI devices, by `containerd config dump`."""
+    cri = cri_of(dump)
+    if not cri.get("enable_cdi", dump.get("version", 0) >= 3):
         yield "enable_cdi is not true"
     missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
     if missing:
         yield f"cdi_spec_dirs lacks {', '.join(missing)}"
-    if default and _at(cri, "containerd").get("default_runtime_name") != handler.name:
-        yield f"default_runtime_name is not {handler.name}"
 
 
 def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
@@ -173,12 +179,14 @@ def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Tab
     return merged
 
 
-def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler, *, default: bool) -> None:
+def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool) -> None:
     if version < 3 or effective.get("enable_cdi") is False:
         # The default from containerd 2.0 on, and deprecated in 2.2.
         table["enable_cdi"] = True
     listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
     table["cdi_spec_dirs"] = [*listed, *(each for each in CDI_DIRECTORIES if each not in listed)]
+    if handler is None:
+        return
     containerd = table.setdefault("containerd", {})
     if default:
         containerd["default_runtime_name"] = handler.name

@@ -20,6 +20,8 @@ OPEN_LIMIT = 30
 STACKED = 16
 """Mounts at one node: systemd before 255 puts a new one upon the old one when a node is bound again."""
 
+GRANTED = "granted-"
+"""With a vendor's name the note of its nodes that the machine has: numbers by path."""
 WITHDRAWN = "withdrawn"
 """The note of what was withdrawn since the machine's boot and may still be open: numbers by path."""
 
@@ -98,7 +100,7 @@ def withdraw_nodes(
     `again`: what a newer handoff grants, whose nodes the host has bound already. From the host nothing can be removed:
     machinectl(1) binds into a running machine, and has no opposite.
     """
-    name = f"granted-{request.vendor}"
+    name = f"{GRANTED}{request.vendor}"
     granted = {device.path: [device.major, device.minor] for device in (*request.devices, *again)}
     stale = {path: number for path, number in notes.load(name).items() if path not in granted}
     failures = []

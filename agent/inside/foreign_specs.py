@@ -173,6 +173,8 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
 
 
 def _advice(vendor: MachineVendor) -> str:
+    if not vendor.rival_units:
+        return f"remove {vendor.rival_spec}, and run no more what wrote it"
     return f"`systemctl disable --now {' '.join(vendor.rival_units)}`, then remove {vendor.rival_spec}"
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.conditions import NOT_APPLICABLE, Condition, ConditionType, false, not_applicable, true, unknown
 from agent.errors import DocumentError
 from agent.handoff import Request
 from agent.inside.notes import Notes
@@ -29,6 +29,9 @@ NAMES_SHOWN = 16
 RESTART_NEEDED = "DevicePluginRestartNeeded"
 RESTART_MENDS = (RESTART_NEEDED, "PluginSpecOutdated")
 """Reasons; the second is given by agent.inside.plugin_spec."""
+NO_PLUGIN = "NoDevicePlugin"
+WATCHED = "all"
+"""The id of a resource by which all GPUs are watched, such as `gpu.intel.com/i915_monitoring`: it is no GPU."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 
@@ -61,7 +64,7 @@ def check_advertised(
         plugin = look(system, vendor)
     except DocumentError as error:
         return unknown(KIND, "BadCheckpoint", str(error))
-    granted = {gpu for name in published if (gpu := vendor.gpu_of(name))}
+    granted = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
     if system.listening_process(KUBELET_SOCKET) is None:
         return unknown(KIND, "KubeletDown", f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`")
     if not request.gpus and not any((plugin.registered or {}).values()):
@@ -69,23 +72,23 @@ def check_advertised(
     without = _without_plugin(vendor, plugin)
     if without is not None:
         return without
-    known = _known(notes, vendor, plugin)
-    outdated = spec_changed(system, notes, vendor) > plugin.begun
+    known = _known(notes, vendor, request, plugin)
+    outdated = not vendor.plugin_rescans and spec_changed(system, notes, vendor) > plugin.begun
     return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
 
 
-def _known(notes: Notes, vendor: MachineVendor, plugin: Plugin) -> Set[str]:
+def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
     """The GPUs that were advertised at this run or an earlier one, since the plug-in began to serve."""
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
     before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
-    known = {*before, *_gpus(vendor, plugin.registered or {})}
+    known = {*before, *_gpus(vendor, request, plugin.registered or {})}
     notes.save(name, {"begun": plugin.begun, "known": sorted(known)})
     return known
 
 
-def _gpus(vendor: MachineVendor, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
-    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each))}
+def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
 
 
 def look(system: System, vendor: MachineVendor) -> Plugin:
@@ -142,7 +145,7 @@ def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
             message = f"no device plug-in for {vendor.resource_prefix}* has registered with the kubelet"
-            return unknown(KIND, "NoDevicePlugin", f"{message}; pods can still ask for CDI devices by name")
+            return unknown(KIND, NO_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
         why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
         return false(KIND, "DevicePluginDown", f"the device plug-in does not run: {why}; {advice}")
     if plugin.dead:
@@ -166,8 +169,9 @@ def _compare(
 
     `known` are the GPUs that the plug-in has advertised since it began, if the CDI spec was changed since then.
     """
-    gpus = _gpus(vendor, registered)
-    foreign = {f"{resource} {each}" for resource, ids in registered.items() for each in ids if not vendor.gpu_of(each)}
+    gpus = _gpus(vendor, request, registered)
+    ids = [(resource, each) for resource, listed in registered.items() for each in listed]
+    foreign = {f"{resource} {each}" for resource, each in ids if each != WATCHED and not vendor.gpu_of(each, request)}
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
     if request.gpus and not granted:
         return unknown(KIND, "NotPublished", f"no CDI spec tells which GPUs are granted, see CDISpecCurrent; {counts}")
@@ -187,6 +191,12 @@ def _compare(
     if stale:
         return false(KIND, "StaleGPUs", message)
     return true(KIND, "Advertised", f"every granted GPU is advertised ({counts})")
+
+
+def used_plugins(conditions: list[Condition]) -> list[Condition]:
+    """Of several vendors' conditions of one type: where one's plug-in is used, that another's is not says nothing."""
+    used = [each for each in conditions if each.reason not in (NO_PLUGIN, NOT_APPLICABLE)]
+    return used if conditions[0].type is KIND and used else conditions
 
 
 def _names(names: set[str]) -> str:

@@ -41,6 +41,9 @@ class Owned:
     def may_write(self, path: str) -> bool:
         return path in self._paths or not self._system.exists(path)
 
+    def has(self, path: str) -> bool:
+        return path in self._paths
+
     def claim(self, path: str) -> None:
         """Before the first write: a crash in between leaves a claim on nothing, not a file that nobody owns."""
         if path not in self._paths:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from agent import __version__
-from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
+from agent.conditions import Condition, ConditionType, Status, false, not_applicable, unknown, worst
 from agent.errors import AgentError, ApplyError
 from agent.handoff import (
     SIZE_LIMIT,
@@ -21,9 +21,16 @@ from agent.handoff import (
     render_report,
     with_remark,
 )
-from agent.inside.devices import WITHDRAWN, check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
+from agent.inside.devices import (
+    GRANTED,
+    WITHDRAWN,
+    check_devices,
+    unmount_removed,
+    with_hidden_driver,
+    withdraw_nodes,
+)
 from agent.inside.journal import ERROR, INFO, say, say_changes
-from agent.inside.kubelet import RESTART_MENDS, check_advertised
+from agent.inside.kubelet import RESTART_MENDS, check_advertised, used_plugins
 from agent.inside.libraries import link_libraries
 from agent.inside.notes import Notes, Owned
 from agent.inside.outdated_pods import name_outdated
@@ -31,10 +38,17 @@ from agent.inside.repairs import repairs
 from agent.inside.runtime import configure_runtime
 from agent.inside.runtime_active import RESTART_PENDING, check_active, restart
 from agent.inside.spec import Published, publish_spec, remove_stale_specs
-from agent.paths import CONDITIONS_NAME, HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, REPORT_NAME
+from agent.paths import (
+    CONDITIONS_NAME,
+    HANDOFF_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_REPORT_DIRECTORY,
+    REPORT_NAME,
+    spec_file,
+)
 from agent.system.commands import Runner
 from agent.system.files import System
-from agent.vendors.machine import MACHINE_VENDORS
+from agent.vendors.machine import VENDOR_NAMES, machine_vendor
 from agent.vendors.machine_protocol import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -42,7 +56,6 @@ REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so that it tells the
 # machine's boots apart, not the host's.
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-NO_GPU_GRANTED = "no GPU is granted to this machine"
 ERROR_SHOWN = 200
 """Characters of an error in a remark."""
 ROUNDS = 5
@@ -112,15 +125,13 @@ def run(system: System) -> int:
 def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     """Every request's steps; conditions of several requests are merged, the worst one counts."""
     notes, owned = Notes(system), Owned(system)
-    vendors = {vendor.name: vendor for vendor in MACHINE_VENDORS}
-    named = {request.vendor for request in handoff.requests}
-    remove_stale_specs(system, owned, [vendor.spec_path for vendor in MACHINE_VENDORS if vendor.name in named])
+    remove_stale_specs(system, owned, [spec_file(name) for name in VENDOR_NAMES])
     outcomes = [
-        _settle_request(system, notes, owned, vendors.get(request.vendor), request, handoff, generation)
-        for request in handoff.requests
+        _settle_request(system, notes, owned, machine_vendor(request.vendor), request, handoff, generation)
+        for request in (*handoff.requests, *_given_up(notes, owned, handoff))
     ]
     on_node = _reported_of_node(system, notes)
-    conditions = _worst(condition for outcome in outcomes for condition in outcome.conditions)
+    conditions = _merged(condition for outcome in outcomes for condition in outcome.conditions)
     if any(request.gpus for request in handoff.requests):
         conditions = name_outdated(conditions, system, notes, handoff)
     conditions = _name_left_open(conditions, system, notes, handoff)
@@ -129,6 +140,16 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
         tuple(device for outcome in outcomes for device in outcome.devices),
         counts_repairs=handoff.restart_device_plugin is not None,
     )
+
+
+def _given_up(notes: Notes, owned: Owned, handoff: Handoff) -> list[Request]:
+    """Of vendors that the handoff does not name any more: what the machine has of them is to be taken back."""
+    named = {request.vendor for request in handoff.requests}
+    return [
+        Request(name, (), ())
+        for name in VENDOR_NAMES
+        if name not in named and (owned.has(spec_file(name)) or notes.load(f"{GRANTED}{name}"))
+    ]
 
 
 def _reported_of_node(system: System, notes: Notes) -> Condition | None:
@@ -185,8 +206,7 @@ def _settle_request(
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
     devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
     linked = _attempt(
-        ConditionType.LIBRARIES_LINKED,
-        lambda: link_libraries(system, notes, request, handoff.architecture, vendor.data_directories),
+        ConditionType.LIBRARIES_LINKED, lambda: _linked(system, notes, vendor, request, handoff.architecture)
     )
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
 
@@ -196,8 +216,11 @@ def _settle_request(
         return published.condition
 
     # The generator may have been started early: what does not depend on it comes before its result.
-    configured = _configured(system, notes, owned, vendor, request, default=handoff.default_runtime)
-    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: _active(system, notes, request, configured))
+    configured = _attempt(
+        ConditionType.RUNTIME_CONFIGURED,
+        lambda: configure_runtime(system, notes, owned, vendor, request, handoff),
+    )
+    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(system, notes, configured))
     described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     advertised = ConditionType.GPUS_ADVERTISED
     # The spec first: from then on no pod is given a node that goes.
@@ -213,7 +236,21 @@ def _settle_request(
         needed = on_node
         on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
-    return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), published.devices)
+    names = published.devices
+    if len(handoff.requests) > 1:
+        # Each vendor has an `all`, and a report each name once.
+        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
+    return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), names)
+
+
+def _linked(system: System, notes: Notes, vendor: MachineVendor, request: Request, architecture: str) -> Condition:
+    if not vendor.driver_files:
+        # Only here, as few machines need it. The links into a driver root that are there are another vendor's.
+        from agent.inside.dri_links import link_dri_nodes
+
+        link_dri_nodes(system, notes, request)
+        return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
+    return link_libraries(system, notes, request, architecture, vendor.data_directories)
 
 
 def _advertised(
@@ -249,25 +286,6 @@ def _granted_by_now(system: System) -> tuple[GrantedDevice, ...]:
     return tuple(device for request in handoff.requests for device in request.devices)
 
 
-def _configured(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, *, default: bool
-) -> Condition:
-    kind = ConditionType.RUNTIME_CONFIGURED
-    if not request.gpus:
-        # What is configured stays: GPUs come back, and taking it away would restart containerd twice.
-        return not_applicable(kind, NO_GPU_GRANTED)
-    return _attempt(kind, lambda: configure_runtime(system, notes, owned, vendor, default=default))
-
-
-def _active(system: System, notes: Notes, request: Request, configured: Condition) -> Condition:
-    kind = ConditionType.RUNTIME_ACTIVE
-    if not request.gpus:
-        return not_applicable(kind, NO_GPU_GRANTED)
-    if configured.status is not Status.TRUE:
-        return unknown(kind, "NotConfigured", "see RuntimeConfigured")
-    return check_active(system, notes)
-
-
 def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
     """One failed step never keeps the others from their work."""
     try:
@@ -277,11 +295,9 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
         return false(kind, "Failed", str(error))
 
 
-def _worst(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    order = (Status.FALSE, Status.UNKNOWN, Status.TRUE)
-    worst: dict[ConditionType, Condition] = {}
+def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+    """One of each type."""
+    by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
-        known = worst.get(each.type)
-        if known is None or order.index(each.status) < order.index(known.status):
-            worst[each.type] = each
-    return tuple(worst.values())
+        by_type.setdefault(each.type, []).append(each)
+    return tuple(worst(used_plugins(found)) for found in by_type.values())

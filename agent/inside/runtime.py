@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from agent.conditions import Condition, ConditionType, false, true
+from agent.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.errors import AgentError, DocumentError, ExitCodeError
-from agent.handoff import Repair
+from agent.handoff import Handoff, Repair, Request
 from agent.inside import containerd, runtime_files
 from agent.inside.containerd import MAIN, Configuration, Table
 from agent.inside.notes import Notes, Owned
@@ -16,10 +16,12 @@ from agent.inside.repairs import repaired
 from agent.inside.runtime_active import CHANGED, note_change
 from agent.paths import MACHINE_STATE
 from agent.system.files import System
+from agent.vendors.machine import VENDOR_NAMES, machine_vendor
 from agent.vendors.machine_protocol import MachineVendor
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+ENABLED = true(CONFIGURED, "ReadBack", "`containerd config dump` has CDI enabled without a drop-in of this agent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,22 +36,40 @@ class Wanted:
     """Files that are loaded after the drop-in."""
 
 
-def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
+def configure_runtime(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
+) -> Condition:
     """The RuntimeConfigured condition, after making it true where that is possible."""
+    if not request.gpus:
+        # What is configured stays: GPUs come back, and taking it away would restart containerd twice.
+        return not_applicable(CONFIGURED, "no GPU is granted to this machine")
+    others = (machine_vendor(each.vendor) for each in handoff.requests if each.gpus)
+    if vendor.handler is None and any(each and each.handler for each in others):
+        return not_applicable(CONFIGURED, "another vendor's runtime is configured, and CDI with it")
+    return configure_vendor(system, notes, owned, vendor, default=handoff.default_runtime)
+
+
+def configure_vendor(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
+    """The same for one vendor that has GPUs here, and is the one to have its runtime configured."""
     handler, drop_in = vendor.handler, containerd.drop_in_path(vendor.handler)
+    name = f"containerd-{vendor.name if handler else 'cdi'}"
     program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, "NoContainerd", "containerd is not installed: install it in the image")
-    if not system.exists(handler.binary):
+    if handler and not system.exists(handler.binary):
         return false(CONFIGURED, "NoHandler", f"{handler.binary} is not installed: install it in the image")
     if not owned.may_write(drop_in):
         return false(CONFIGURED, "ForeignFile", f"{drop_in} is not ours and is not overwritten: move it away")
-    _edit_runtime_config(system, notes, vendor)
-    name = f"containerd-{vendor.name}"
+    if handler:
+        _edit_runtime_config(system, notes, vendor)
     noted = notes.load(name)
     # One look for everything that the result depends on: a run that finds it as noted spawns nothing.
-    if noted.get("state") == _state(system, program, vendor, default=default):
-        return _configured(str(noted.get("problem", "")), drop_in)
+    state = _state(system, program, vendor, default=default)
+    if noted.get("state") == state:
+        return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
+    if handler is None and _enabled_by_others(system, owned, drop_in):
+        notes.save(name, {"state": state, "by_others": True})
+        return ENABLED
     version = containerd.parse_version(system.run("containerd", "--version", timeout=10))
     before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in)}
     wanted = _wanted(system, version, vendor, before, default=default)
@@ -60,6 +80,23 @@ def configure_runtime(system: System, notes: Notes, owned: Owned, vendor: Machin
     state = _state(system, program, vendor, default=default)
     notes.save(name, {"state": state, "problem": faults, "drop_in": left})
     return _configured(faults, drop_in)
+
+
+def _enabled_by_others(system: System, owned: Owned, drop_in: str) -> bool:
+    """Where CDI alone is needed: whether pods have it without a drop-in for that.
+
+    What was written for a vendor's runtime enables it too, stays when the last GPU of that vendor goes, and is loaded
+    behind our drop-in, as whose successor containerd 1.x would then take it.
+    """
+    handlers = [vendor.handler for name in VENDOR_NAMES if (vendor := machine_vendor(name)) and vendor.handler]
+    of_vendors = any(owned.has(containerd.drop_in_path(handler)) for handler in handlers)
+    if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
+        return False
+    try:
+        return not list(containerd.cdi_problems(runtime_files.parse(MAIN, _dump(system, MAIN))))
+    except (ExitCodeError, DocumentError):
+        # What follows tells what is wrong with it.
+        return False
 
 
 def _configured(problem: str, drop_in: str) -> Condition:
@@ -199,7 +236,8 @@ def _dump(system: System, main: str) -> bytes:
 
 def _state(system: System, program: str, vendor: MachineVendor, *, default: bool) -> str:
     """A digest of containerd's program, of all files that it loads, and of what is asked for."""
-    digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), astuple(vendor.handler), default]).encode())
+    handler = astuple(vendor.handler) if vendor.handler else None
+    digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())
     drop_in = containerd.drop_in_path(vendor.handler)
     main = runtime_files.read_optional(system, MAIN)
     loaded = runtime_files.loaded_files(system, runtime_files.parse(MAIN, main or b""), drop_in)

@@ -2,8 +2,9 @@
 
 import re
 import time
+from dataclasses import replace
 
-from agent.conditions import Condition, ConditionType, false, true, unknown
+from agent.conditions import NOT_APPLICABLE, Condition, ConditionType, Status, false, true, unknown
 from agent.inside.containerd import MAIN
 from agent.inside.notes import Notes
 from agent.system.files import System
@@ -26,11 +27,15 @@ def note_change(notes: Notes, effective: str = "") -> None:
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
 
 
-def check_active(system: System, notes: Notes) -> Condition:
+def check_active(system: System, notes: Notes, configured: Condition) -> Condition:
     """The RuntimeActive condition: containerd runs, and was started after our last change of its configuration.
 
-    Its reason is RESTART_PENDING when the caller is to call `restart`.
+    Its reason is RESTART_PENDING when the caller is to call `restart`. `configured` is RuntimeConfigured.
     """
+    if configured.reason == NOT_APPLICABLE:
+        return replace(configured, type=ACTIVE)
+    if configured.status is not Status.TRUE:
+        return unknown(ACTIVE, "NotConfigured", "see RuntimeConfigured")
     changed = notes.load(CHANGED)
     properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart"
     output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)

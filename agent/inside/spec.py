@@ -68,15 +68,14 @@ def publish_spec(
 
 
 def remove_stale_specs(system: System, owned: Owned, wanted: Collection[str]) -> None:
-    """Remove specs of ours that nothing asks for any more, and what a killed writer left beside the others.
+    """Remove specs of ours under names of former releases, and what a killed writer left beside `wanted`.
 
-    `wanted`: the paths of the specs of all vendors that the handoff names. A vendor that it does not name is one that
-    an older host half does not know; other paths are names that specs had in former releases.
+    `wanted`: the paths of the specs of all vendors that this release knows.
     """
     try:
         for path in owned.paths:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
-                say(INFO, f"removed {path}: the host grants nothing that it could name")
+                say(INFO, f"removed {path}: this release makes no such specification")
         for path in wanted:
             system.remove_remains(path)
     except OSError as error:
@@ -104,7 +103,7 @@ def _publish(
 ) -> Published:
     live = live_numbers(system, request.devices)
     current = _current(system, vendor, request, live)
-    if not request.driver_root:
+    if vendor.driver_files and not request.driver_root:
         # An empty --driver-root= would mean the machine's own root.
         return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
     inputs = _inputs(system, vendor, request, live, generation)
@@ -121,7 +120,7 @@ def _publish(
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
         why = "; ".join((*faults, *remarks))
-        return _kept(current, "SpecRefused", f"the new spec of {vendor.tools[0]} is refused: {why}")
+        return _kept(current, "SpecRefused", f"the new spec of {_maker(vendor)} is refused: {why}")
     if refused := _collision(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
@@ -154,11 +153,11 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
         return false(
             KIND,
             "GPUMissing",
-            f"{vendor.tools[0]} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
-            f"see `dmesg` on the host for NVRM and Xid lines, and DevicesAllowed",
+            f"{_maker(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
+            f"see `dmesg` on the host for the driver's lines (NVRM, Xid), and DevicesAllowed",
         )
     if verdict.missing_partitions:
-        message = f"{vendor.tools[0]} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
+        message = f"{_maker(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
         return false(KIND, "PartitionMissing", "; ".join((message, "the others are served", *remarks)))
     parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
     if verdict.not_in_spec:
@@ -235,7 +234,7 @@ def _inputs(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber], generation: str
 ) -> str:
     """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
-    tools = {tool: astuple(system.identity(tool)) for tool in vendor.tools if system.exists(tool)}
+    tools = {path: astuple(system.identity(path)) for path in (*vendor.tools, *vendor.inputs) if system.exists(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
     return _digest(json.dumps([generation, tools, numbers, there], sort_keys=True).encode())
@@ -243,6 +242,10 @@ def _inputs(
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def _maker(vendor: MachineVendor) -> str:
+    return vendor.tools[0] if vendor.tools else "this agent"
 
 
 def _foreign(path: str) -> Condition:

@@ -1,6 +1,19 @@
-"""The vendors that the machine half knows: the only place to add one."""
+"""The vendors that the machine half knows: the only place to add one.
+
+Each is loaded where a machine has to do with it: a run that changes nothing takes little longer than loading its code.
+"""
 
 from agent.vendors.machine_protocol import MachineVendor
-from agent.vendors.nvidia.machine import NvidiaMachine
 
-MACHINE_VENDORS: tuple[MachineVendor, ...] = (NvidiaMachine(),)
+VENDOR_NAMES = ("nvidia",)
+
+
+def machine_vendor(name: str) -> MachineVendor | None:
+    """None for one that this release does not know."""
+    match name:
+        case "nvidia":
+            from agent.vendors.nvidia.machine import NvidiaMachine
+
+            return NvidiaMachine()
+        case _:
+            return None

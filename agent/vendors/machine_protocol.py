@@ -53,25 +53,32 @@ class MachineVendor(Protocol):
     """One vendor in the machine."""
 
     name: str
-    handler: RuntimeHandler
+    handler: RuntimeHandler | None
+    """None where pods ask for CDI devices alone."""
+    driver_files: bool
+    """Whether its devices are of no use without a driver root."""
     spec_path: str
-    """Where the CDI spec is published, such as `/etc/cdi/VENDOR.yaml`."""
+    """Where the CDI spec is published: agent.paths.spec_file of its name."""
     spec_kind: str
     """The kind of its devices, such as `vendor.com/class`."""
     rival_spec: str
-    """Where the vendor's own packages publish a spec of the same kind, which would outrank ours."""
+    """Where the vendor's own packages publish a spec of the same kind, which would outrank ours; may be empty."""
     rival_units: tuple[str, ...]
     """The units that do so."""
     data_directories: tuple[str, ...]
     """Below driver roots: what loaders are configured by. The vendor's device plug-in looks for it in the machine."""
     tools: tuple[str, ...]
-    """Programs that the spec depends on: a new one means that it is generated again."""
+    """Programs that the spec depends on: a new one means that it is generated again. The first one generates it."""
+    inputs: tuple[str, ...]
+    """Files that it depends on as well."""
     runtime_config: str
-    """The configuration file of the handler's program."""
+    """The configuration file of the handler's program; empty without one."""
     resource_prefix: str
     """Of the extended resources that the vendor's device plug-in offers, such as `vendor.com/`."""
     plugin_sockets: str
     """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
+    plugin_rescans: bool
+    """Whether it finds by itself the GPUs that come after it has begun to serve."""
 
     kernel_paths: tuple[str, ...]
     """What the kernel shows of the driver while it is loaded, and the vendor's libraries look for; else "()"."""
@@ -121,7 +128,7 @@ class MachineVendor(Protocol):
         """Qualified names of the devices of all valid specs in a directory; raises AgentError."""
         ...
 
-    def gpu_of(self, name: str) -> str:
+    def gpu_of(self, name: str, request: Request) -> str:
         """The GPU's identity in a device id of the kubelet or a device name of the spec, "" if it has none. Pure."""
         ...
 

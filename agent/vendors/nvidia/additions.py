@@ -11,9 +11,9 @@ from typing import Any
 
 from agent.errors import DocumentError
 from agent.handoff import GrantedFile, Request
+from agent.vendors.cdi_document import items, object_of, objects, strings
 from agent.vendors.nvidia import sockets
 from agent.vendors.nvidia.cdi import NEEDED_LIBRARIES
-from agent.vendors.nvidia.cdi_document import items, object_of, objects, strings
 from agent.vendors.nvidia.generate_command import HOOK
 
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")

@@ -11,10 +11,10 @@ from typing import Any
 from agent.errors import DocumentError
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
+from agent.vendors.cdi_document import devices as devices_of
+from agent.vendors.cdi_document import object_of, objects, strings
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi_devices import is_partition, missing_gpus, missing_partitions, name_problems
-from agent.vendors.nvidia.cdi_document import devices as devices_of
-from agent.vendors.nvidia.cdi_document import object_of, objects, strings
 from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
 
 KIND = "nvidia.com/gpu"

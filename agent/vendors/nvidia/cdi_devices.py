@@ -11,8 +11,8 @@ from typing import Any
 from agent.errors import DocumentError
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceKind
-from agent.vendors.nvidia.cdi_document import devices as devices_of
-from agent.vendors.nvidia.cdi_document import object_of, strings
+from agent.vendors.cdi_document import devices as devices_of
+from agent.vendors.cdi_document import object_of, strings
 from agent.vendors.nvidia.mig import Instance, parse_instance
 
 EVERY_GPU = "all"

@@ -11,8 +11,8 @@ from typing import Any
 
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
+from agent.vendors.cdi_document import items, objects, strings
 from agent.vendors.nvidia import sockets
-from agent.vendors.nvidia.cdi_document import items, objects, strings
 from agent.vendors.nvidia.generate_command import HOOK
 
 EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from agent.handoff import Request
 from agent.identity import DeviceNumber
+from agent.paths import spec_file
 from agent.system.files import System
 from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
 from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk, sockets
@@ -30,19 +31,22 @@ class NvidiaMachine:
     """A MachineVendor."""
 
     name = "nvidia"
-    handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
-    spec_path = "/etc/cdi/nvidia.yaml"
+    handler: RuntimeHandler | None = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+    driver_files = True
+    spec_path = spec_file("nvidia")
     spec_kind = cdi.KIND
     rival_spec = nvidia_ctk.REFRESHED_SPEC
     rival_units: tuple[str, ...] = nvidia_ctk.REFRESH_UNITS
     data_directories: tuple[str, ...] = DATA_DIRECTORIES
     tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
+    inputs: tuple[str, ...] = ()
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
     # NVML refuses to work without the first ("GPU access blocked by the operating system", systemd issue 38018).
     kernel_paths: tuple[str, ...] = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
+    plugin_rescans = False
 
     def generate(self, system: System, request: Request, directory: str) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)
@@ -85,7 +89,7 @@ class NvidiaMachine:
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
         return nvidia_ctk.list_devices(system, directory)
 
-    def gpu_of(self, name: str) -> str:
+    def gpu_of(self, name: str, request: Request) -> str:
         return device_plugin.gpu_of(name)
 
     def edit_runtime_config(self, text: str) -> str:

@@ -10,10 +10,10 @@ from agent.errors import AgentError, CommandError, DocumentError, UnsupportedErr
 from agent.handoff import Request
 from agent.paths import MACHINE_STATE
 from agent.system.files import System
+from agent.vendors.cdi_document import devices, object_of
 from agent.vendors.machine_protocol import Generated
 from agent.vendors.nvidia.cdi import KIND, NO_GPU, NO_GPU_EDITS
 from agent.vendors.nvidia.cdi_devices import missing_gpus, without_half_made
-from agent.vendors.nvidia.cdi_document import devices, object_of
 from agent.vendors.nvidia.generate_command import NVIDIA_CTK, generate_command, output_file
 
 OLDEST = (1, 18, 0)
