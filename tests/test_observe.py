@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.config import Config
-from agent.facts import Absent, DrmDevice, PciDevice
+from agent.facts import Absent, DrmDevice, PciDevice, VendorFacts
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
 from agent.observe.udev import Udev
@@ -74,7 +74,8 @@ def test_a_host_without_any_gpu_or_driver(debian: Host, tmp_path: Path) -> None:
     bare.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
     bare.file("/dev/null")
     bare.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\n")
-    (nvidia,) = observe(CONFIG, bare, bare, LoaderCache()).vendors
+    nvidia, *others = observe(CONFIG, bare, bare, LoaderCache()).vendors
+    assert others == [VendorFacts("amd"), VendorFacts("intel")]
     assert (nvidia.gpus, nvidia.devices, nvidia.problems) == ((), (), ())
     assert nvidia.driver
     assert isinstance(nvidia.driver.module_version, Absent)

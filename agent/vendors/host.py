@@ -1,9 +1,11 @@
 """Every vendor that the host half knows."""
 
+from agent.vendors.amd.host import AMD
+from agent.vendors.intel.host import INTEL
 from agent.vendors.nvidia.host import NVIDIA
 from agent.vendors.protocols import HostVendor
 
-HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA,)
+HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL)
 
 
 def rank(name: str) -> int:

@@ -1,0 +1,1 @@
+"""AMD: GPUs of the kernel driver amdgpu."""

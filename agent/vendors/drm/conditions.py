@@ -1,0 +1,76 @@
+"""What the host shows of readiness where GPUs need their nodes alone, with the next step. Pure."""
+
+from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.facts import Absent, Broken, Unseen, VendorFacts
+from agent.goal import Grant
+from agent.identity import DeviceKind
+from agent.vendors.drm.description import Description
+
+
+def drm_conditions(vendor: Description, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
+    """DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
+    no_files = f"pods bring the libraries for {vendor.title}'s GPUs themselves"
+    return (
+        _driver_loaded(vendor, facts, grant),
+        _devices_present(vendor, facts, grant),
+        not_applicable(ConditionType.LIBRARIES_PRESENT, no_files),
+        not_applicable(ConditionType.FABRIC_READY, f"{vendor.title}'s GPUs have no fabric manager"),
+        not_applicable(ConditionType.PERSISTENCE_MODE, f"{vendor.title}'s GPUs have no persistence daemon"),
+    )
+
+
+def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
+    kind = ConditionType.DRIVER_LOADED
+    if isinstance(facts.devices, Unseen):
+        return unknown(kind, "ObservationFailed", facts.devices.why)
+    drivers = [gpu.driver for gpu in facts.gpus if gpu.driver in vendor.drivers]
+    names = " or ".join(vendor.drivers)
+    if not drivers and grant.gpus:
+        return false(kind, "ModuleNotLoaded", f"no GPU of {vendor.title} has a driver; {_load(vendor, grant.gpus)}")
+    if not drivers:
+        return not_applicable(kind, f"no GPU of {vendor.title} has driver {names}")
+    parts = [f"{name} for {drivers.count(name)} GPUs" for name in dict.fromkeys(drivers)]
+    return true(kind, "Loaded", f"kernel driver {', '.join(parts)}")
+
+
+def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
+    return (
+        f"run `modprobe {vendor.drivers[0]}`, and where that changes nothing see `dmesg` for {', '.join(gpus)}: its "
+        f"firmware may be missing ({vendor.firmware}), the kernel too old for it, or `nomodeset` on the kernel's "
+        "command line; a GPU that is for no machine is left out by naming the others in machines.NAME.gpus"
+    )
+
+
+def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
+    kind = ConditionType.DEVICES_PRESENT
+    if isinstance(facts.devices, Unseen):
+        return unknown(kind, "ObservationFailed", facts.devices.why)
+    if isinstance(facts.devices, Absent | Broken):
+        return false(kind, "NodesMissing", facts.devices.why)
+    if grant.problems:
+        return false(kind, "GPUNotFound", "; ".join(grant.problems))
+    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
+    unbound = tuple(address for address in grant.gpus if not drivers.get(address))
+    if unbound:
+        return false(kind, "GPUWithoutDriver", f"no driver is bound to {', '.join(unbound)}; {_load(vendor, unbound)}")
+    with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.DRI_RENDER}
+    missing = [address for address in grant.gpus if address not in with_node]
+    if missing:
+        broken = "".join(f"; {problem}" for problem in facts.problems)
+        return false(
+            kind,
+            "NodesMissing",
+            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`, and `udevadm settle` for one that "
+            f"has just come{broken}",
+        )
+    there = {node.kind for node in grant.nodes}
+    lacking = "".join(
+        f"; there is no usable {each.path}, without which {each.use}"
+        for each in vendor.shared
+        if each.kind not in there
+    )
+    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs of {vendor.title}"
+    if grant.detached:
+        detached = f"detached by an administrator: {', '.join(grant.detached)}"
+        return true(kind, "GPUDetached", f"{present}; {detached}{lacking}")
+    return true(kind, "Present", f"{present}{lacking}")

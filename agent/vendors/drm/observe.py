@@ -1,0 +1,81 @@
+"""GPUs and their nodes: PCI says whose a DRM device is, and what has no PCI device (simpledrm, vgem) is nobody's."""
+
+from agent.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
+from agent.identity import DeviceKind, DeviceNumber
+from agent.system.files import System
+from agent.system.looking import why_not
+from agent.vendors.drm.description import Description, SharedNode
+from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
+from agent.vendors.protocols import Sources
+
+REGISTERED = "drm"
+"""In /proc/devices, for the DRM nodes of all drivers."""
+
+
+def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
+    """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    pci = sources.pci
+    if not isinstance(pci, tuple):
+        # An empty list would take every GPU away.
+        return VendorFacts(vendor.name, devices=Unseen(pci.why))
+    gpus = tuple(
+        Gpu(
+            each.address,
+            vendor.name,
+            each.driver,
+            lost=sources.lost.get(each.address, ""),
+            detached=each.address in sources.detached,
+        )
+        for each in pci
+        if vendor.is_gpu(each)
+    )
+    if not gpus:
+        return VendorFacts(vendor.name)
+    problems: list[str] = []
+    return VendorFacts(vendor.name, gpus, _nodes(vendor, sources, gpus, problems), problems=tuple(problems))
+
+
+def _nodes(
+    vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
+) -> Seen[tuple[DeviceNode, ...]]:
+    """Every usable one; Unseen as a whole when any look failed."""
+    if isinstance(sources.drm, Absent):
+        return ()
+    if not isinstance(sources.drm, tuple):
+        return Unseen(sources.drm.why)
+    driven = {gpu.pci_address for gpu in gpus if gpu.driver in vendor.drivers}
+    try:
+        majors = parse_majors(sources.system.read_text(PROC_DEVICES))
+        nodes = [_node(sources.system, each, majors, problems) for each in sources.drm if each.pci_address in driven]
+        if driven:
+            nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
+    except OSError as error:
+        return Unseen(why_not(error.filename or PROC_DEVICES, error).why)
+    return tuple(sorted(node for node in nodes if node))
+
+
+def _node(system: System, device: DrmDevice, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+    kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+    number = _number(system, device.path, majors.get(REGISTERED), problems)
+    return DeviceNode(device.path, kind, number, device.pci_address) if number else None
+
+
+def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: list[str]) -> DeviceNode | None:
+    number = _number(system, node.path, majors.get(node.registered), problems)
+    return DeviceNode(node.path, node.kind, number) if number else None
+
+
+def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
+    """The node's numbers if they are those of the driver that is loaded now; else None and a problem."""
+    try:
+        number = system.device(path)
+    except FileNotFoundError:
+        # udevd has not made it yet, or the driver has none.
+        return None
+    if number is None:
+        problems.append(f"{path}: not a character device")
+    elif number.major != major:
+        registered = f"major {major}" if major is not None else "no major"
+        problems.append(f"{path}: is {number.major}:{number.minor}, its driver has {registered} in {PROC_DEVICES}")
+        return None
+    return number

@@ -1,0 +1,1 @@
+"""Intel: GPUs of the kernel drivers i915 and xe."""
