@@ -337,3 +337,24 @@ def test_what_cannot_be_used_is_named_and_left(
     assert texts(expect_configured(machine)) >= USER_VALUES
     if settled:
         assert machine.files()[DROP_IN] == before[DROP_IN]
+
+
+@pytest.mark.scenario("004")
+def test_a_vendor_without_a_runtime_needs_cdi_alone(machine: ContainerdMachine) -> None:
+    """Nothing else changes, another vendor's runtime may come and go beside it, and what is settled starts nothing."""
+    for version in versions(machine):
+        machine.reset({MAIN: f"version = {version}\n{user(version)}"})
+        before = machine.dump()
+        for vendor in ("intel", "amd", "nvidia", "intel"):
+            condition = machine.settle(vendor)
+            assert (condition.status, condition.reason) == (Status.TRUE, "ReadBack"), condition.message
+            after = machine.dump()
+            found = {path[-1]: value for path, value in after.items() if path[-1] in OURS}
+            assert found.get("enable_cdi", release(machine) >= (2, 4)) is True
+            assert {"/etc/cdi", "/var/run/cdi"} <= set(found["cdi_spec_dirs"])
+            for path, value in before.items():
+                assert path[0] != "plugins" or path[-1] in OURS or after.get(path) == value, path
+            settled = machine.files()
+            assert machine.settle(vendor) == condition
+            assert (machine.files(), machine.spawned) == (settled, [])
+        assert {path for path in machine.files() if path.startswith(CONF_D)} == {f"{CONF_D}/99-cdi.toml", DROP_IN}

@@ -5,7 +5,7 @@ Each is loaded where a machine has to do with it: a run that changes nothing tak
 
 from agent.vendors.machine_protocol import MachineVendor
 
-VENDOR_NAMES = ("nvidia",)
+VENDOR_NAMES = ("nvidia", "amd", "intel")
 
 
 def machine_vendor(name: str) -> MachineVendor | None:
@@ -15,5 +15,13 @@ def machine_vendor(name: str) -> MachineVendor | None:
             from agent.vendors.nvidia.machine import NvidiaMachine
 
             return NvidiaMachine()
+        case "amd":
+            from agent.vendors.amd.machine import AmdMachine
+
+            return AmdMachine()
+        case "intel":
+            from agent.vendors.intel.machine import IntelMachine
+
+            return IntelMachine()
         case _:
             return None

@@ -1,0 +1,180 @@
+"""Writes the CDI spec of a vendor whose GPUs need their DRM nodes alone, and judges a published one. Pure.
+
+The format is specs-go/config.go of the Container Device Interface. The nodes of a device, the name after the card and
+the mounts are those of Intel's cdi-specs-generator (pkg/gpu/cdihelpers), the name by index and the attributes of nodes
+those of AMD's container toolkit (internal/cdi). The PCI address is a name beside them: it alone outlives a reboot.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.errors import DocumentError
+from agent.handoff import GrantedDevice, Request
+from agent.identity import DeviceKind, DeviceNumber, dri_link
+from agent.vendors.cdi_document import devices as devices_of
+from agent.vendors.cdi_document import object_of, objects, strings
+from agent.vendors.machine_protocol import Verdict
+
+EVERY_GPU = "all"
+WITH_GROUPS, WITHOUT_GROUPS = "0.7.0", "0.5.0"
+"""Lowest versions that know additionalGids, and device names that begin with a digit (version.go of specs-go)."""
+EVERYBODY = 0o006
+GROUPS = {DeviceKind.DRI_CARD: "video"}
+OTHER_GROUP = "render"
+"""As systemd's 50-udev-default.rules have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What a spec is made from beside the request."""
+
+    live: Mapping[str, DeviceNumber]
+    """Numbers, modes and owners of the machine's nodes."""
+    groups: Mapping[str, int]
+    """The machine's own."""
+    links: Collection[str]
+    """Of the names by PCI address, those that are there."""
+
+
+def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground) -> dict[str, Any]:
+    """The spec of the GPUs whose render node is there. `names`: another name of each, by PCI address."""
+    devices, every = [], []
+    for gpu in served(request, ground.live):
+        own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in ground.live]
+        every += [each for each in own if each not in every]
+        edits = _edits(own, ground)
+        devices += [{"name": name, "containerEdits": edits} for name in (names.get(gpu), gpu) if name]
+    if devices:
+        devices.append({"name": EVERY_GPU, "containerEdits": _edits(every, ground)})
+    with_groups = any("additionalGids" in each["containerEdits"] for each in devices)
+    return {"cdiVersion": WITH_GROUPS if with_groups else WITHOUT_GROUPS, "kind": kind, "devices": devices}
+
+
+def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...]:
+    """PCI addresses of the GPUs that can be used."""
+    found = {each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in live}
+    return tuple(gpu for gpu in request.gpus if gpu in found)
+
+
+def group_of(kind: str) -> str:
+    return next((group for each, group in GROUPS.items() if each == kind), OTHER_GROUP)
+
+
+def _edits(devices: list[GrantedDevice], ground: Ground) -> dict[str, Any]:
+    edits: dict[str, Any] = {"deviceNodes": [_node(each, ground) for each in devices]}
+    links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in ground.links]
+    if links:
+        edits["mounts"] = [_mount(link) for link in links]
+    # A runtime that makes nodes gives them the group of the spec, one that may not binds those of the machine, with the
+    # host's number: a process without root's rights opens either by these groups, whatever its own are.
+    closed = [each for each in devices if ground.live[each.path].mode & EVERYBODY != EVERYBODY]
+    groups = {gid for each in closed for gid in (ground.live[each.path].gid, _gid(each, ground))} - {0}
+    if groups:
+        edits["additionalGids"] = sorted(groups)
+    return edits
+
+
+def _node(device: GrantedDevice, ground: Ground) -> dict[str, Any]:
+    number = ground.live[device.path]
+    return {
+        "path": device.path,
+        "type": "c",
+        "major": number.major,
+        "minor": number.minor,
+        "fileMode": number.mode,
+        "permissions": "rw",
+        "uid": number.uid,
+        "gid": _gid(device, ground),
+    }
+
+
+def _gid(device: GrantedDevice, ground: Ground) -> int:
+    return ground.groups.get(group_of(device.kind), ground.live[device.path].gid)
+
+
+def _mount(link: str) -> dict[str, Any]:
+    return {"hostPath": link, "containerPath": link, "type": "none", "options": ["bind", "rw"]}
+
+
+def verify(
+    kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Verdict:
+    """The verdict on a spec for one request; a spec that has not its form has one problem, which names the place."""
+    try:
+        document = object_of(spec, "the spec")
+        devices = devices_of(document)
+        problems = [*_header_problems(document, kind)]
+        for name, edits in devices:
+            problems += _device_problems(name, edits, request, live, present)
+        paths = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
+        every = {path for name, edits in devices if name == EVERY_GPU for path in strings(edits, "deviceNodes", "path")}
+    except DocumentError as error:
+        return Verdict(problems=(error.message,))
+    if paths != every:
+        problems.append(f"device {EVERY_GPU} has not all nodes of the others")
+    renders = {
+        each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in paths
+    }
+    missing = tuple(gpu for gpu in request.gpus if gpu not in renders)
+    if not problems and len(missing) == len(request.gpus):
+        problems.append("no device of the spec is a granted GPU")
+    left_out = sorted(
+        each.path for each in request.devices if each.path not in paths and each.pci_address not in missing
+    )
+    return Verdict(tuple(problems), missing, tuple(left_out), tuple(name for name, _ in devices))
+
+
+def _header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
+    if document.get("kind") != kind:
+        yield f"kind is {document.get('kind')!r}, not {kind}"
+    if document.get("cdiVersion") not in (WITH_GROUPS, WITHOUT_GROUPS):
+        yield f"cdiVersion is {document.get('cdiVersion')!r}"
+    foreign = sorted(set(document) - {"cdiVersion", "kind", "devices"})
+    if foreign:
+        yield f"unknown key {', '.join(foreign)}"
+
+
+def _device_problems(
+    name: str, edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Iterator[str]:
+    where, granted = f"device {name}", {each.path: each for each in request.devices}
+    foreign = sorted(set(edits) - {"deviceNodes", "mounts", "additionalGids"})
+    if foreign:
+        yield f"{where}: unknown key {', '.join(foreign)}"
+    found = []
+    for node in objects(edits, "deviceNodes"):
+        device = granted.get(str(node.get("path")))
+        if device is None:
+            yield f"{where}: device node {node.get('path')!r} is not granted to this machine"
+            continue
+        found.append(device)
+        yield from _node_problems(where, node, device, live.get(device.path))
+    gpus = {each.pci_address for each in found} - {""}
+    if not gpus:
+        yield f"{where} has no node of a GPU"
+    if len(gpus) > 1 and name != EVERY_GPU:
+        yield f"{where} has nodes of {' and '.join(sorted(gpus))}"
+    mounts = [_mount(link) for each in found if (link := dri_link(each.kind, each.pci_address)) in present]
+    for mount in objects(edits, "mounts"):
+        if mount not in mounts:
+            yield f"{where}: mount of {mount.get('hostPath')!r}, which is no link to a node of it"
+    groups = {number.gid for number in live.values()} | {node.get("gid") for node in objects(edits, "deviceNodes")}
+    listed = edits.get("additionalGids", [])
+    if not isinstance(listed, list) or not all(type(gid) is int and gid in groups and gid for gid in listed):
+        yield f"{where}: additionalGids {listed!r}, which are not groups of its nodes"
+
+
+def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live: DeviceNumber | None) -> Iterator[str]:
+    path = device.path
+    if live is None:
+        yield f"{where}: device node {path} is not in this machine"
+        return
+    if (live.major, live.minor) != (device.major, device.minor):
+        is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
+        yield f"{where}: device node {path} is {is_now} in this machine, granted is {granted}"
+    expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
+    expected |= {"path": path, "permissions": "rw", "gid": node.get("gid")}
+    # By type as well: True is 1 here, and no number in a spec.
+    if node != expected or type(node.get("gid")) is not int or any(isinstance(each, bool) for each in node.values()):
+        yield f"{where}: device node {path} is written as {node!r}"

@@ -1,0 +1,41 @@
+"""Intel in the machine."""
+
+import posixpath
+import re
+from collections.abc import Mapping
+
+from agent.handoff import Request
+from agent.identity import DeviceKind
+from agent.vendors.drm.machine import PCI_ADDRESS, DrmMachine
+
+CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
+"""In ids of Intel's device plug-in (cmd/gpu_plugin) with the number of the share behind it, -shared-dev-num."""
+
+
+class IntelMachine(DrmMachine):
+    """A MachineVendor."""
+
+    name = "intel"
+    spec_kind = "intel.com/gpu"
+    mounts_links = True
+    resource_prefix = "gpu.intel.com/"
+    """`gpu.intel.com/i915` and `gpu.intel.com/xe`, by the kernel's driver."""
+    plugin_sockets = "gpu.intel.com-*.sock"
+    """pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
+    plugin_rescans = True
+    """Every five seconds (scanInterval of cmd/gpu_plugin)."""
+
+    def other_names(self, request: Request) -> Mapping[str, str]:
+        """`cardN`: its number may be another one after each boot."""
+        cards = [each for each in request.devices if each.kind == DeviceKind.DRI_CARD]
+        return {each.pci_address: posixpath.basename(each.path) for each in cards}
+
+    def gpu_of(self, name: str, request: Request) -> str:
+        """The PCI address; of a card that is not granted its own name."""
+        if PCI_ADDRESS.fullmatch(name):
+            return name
+        match = CARD.fullmatch(name)
+        if match is None:
+            return ""
+        path = f"/dev/dri/{match[1]}"
+        return next((each.pci_address for each in request.devices if each.path == path), match[1])

@@ -1,0 +1,429 @@
+"""Intel's and AMD's GPUs in the machine: the CDI spec and its verdict, groups, links, containerd, the kubelet."""
+
+import json
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from agent.handoff import GrantedDevice, Request
+from agent.identity import DeviceNumber
+from agent.inside.kubelet import KUBELET_SOCKET, PLUGINS
+from agent.inside.run import run
+from agent.vendors.amd.machine import AmdMachine
+from agent.vendors.drm import cdi
+from agent.vendors.drm.cdi_names import device_names
+from agent.vendors.drm.machine import parse_groups
+from agent.vendors.intel.machine import IntelMachine
+from tests import machine_root
+from tests.kubelet_directory import Kubelet
+from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine, systemctl
+
+pytestmark = pytest.mark.scenario("004")
+
+FIRST, SECOND, THIRD = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0"
+HOST_VIDEO, HOST_RENDER = 44, 993
+VIDEO, RENDER = 44, 107
+"""Of the machine: render has another number there than on the host."""
+GROUP = f"root:x:0:\nvideo:x:{VIDEO}:\nmalformed\nrender:x:4294967295:\nrender:x:{RENDER}:me,you\n"
+BY_PATH = "/dev/dri/by-path"
+
+
+def card(number: int, address: str) -> tuple[GrantedDevice, ...]:
+    return (
+        GrantedDevice(f"/dev/dri/card{number}", "dri-card", 226, number, address),
+        GrantedDevice(f"/dev/dri/renderD{128 + number}", "dri-render", 226, 128 + number, address),
+    )
+
+
+KFD = GrantedDevice("/dev/kfd", "kfd", 234, 0)
+INTEL = Request("intel", (FIRST, SECOND), tuple(sorted((*card(0, FIRST), *card(1, SECOND)))))
+AMD = Request("amd", (THIRD,), (*card(2, THIRD), KFD))
+
+
+def add_nodes(machine: Machine, *requests: Request) -> None:
+    for device in (device for request in requests for device in request.devices):
+        machine.put(device.path)
+        gid = HOST_VIDEO if device.kind == "dri-card" else HOST_RENDER
+        machine.nodes[device.path] = DeviceNumber(device.major, device.minor, 0o660, 0, gid)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Of a host with Intel's GPUs alone; its containerd is 1.7, whose default is without CDI."""
+    machine = gpu_machine(tmp_path / "machine")
+    machine.put("/etc/group", GROUP)
+    add_nodes(machine, INTEL)
+    machine.hand(INTEL, EMPTY)
+    return machine
+
+
+def spec(machine: Machine, vendor: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(machine.read(f"/etc/cdi/{vendor}.yaml"))
+    return loaded
+
+
+def devices(found: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each["containerEdits"] for each in found["devices"]}
+
+
+def nodes(edits: dict[str, Any]) -> list[str]:
+    return [each["path"] for each in edits["deviceNodes"]]
+
+
+def settled(machine: Machine) -> None:
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    machine.calls.clear()
+
+
+def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
+    settled(machine)
+    assert machine.conditions() == {
+        "DevicesAllowed": ("True", "Opened"),
+        "LibrariesLinked": ("True", "NotApplicable"),
+        "CDISpecCurrent": ("True", "Verified"),
+        "RuntimeConfigured": ("True", "ReadBack"),
+        "RuntimeActive": ("True", "Running"),
+        "GPUsAdvertised": ("Unknown", "NoKubelet"),
+    }
+    names = ("card0", FIRST, "card1", SECOND, "all")
+    assert machine.report()["cdi_devices"] == [f"intel.com/gpu={name}" for name in names]
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+
+
+def test_the_spec_has_the_form_of_intels_tool(machine: Machine) -> None:
+    """Each GPU with its two nodes and their links by PCI address, which the machine has as the host does."""
+    run(machine)
+    found = spec(machine, "intel")
+    assert (found["cdiVersion"], found["kind"]) == ("0.7.0", "intel.com/gpu")
+    edits = devices(found)
+    assert edits["card1"] == edits[SECOND]
+    assert nodes(edits["card1"]) == ["/dev/dri/card1", "/dev/dri/renderD129"]
+    assert sorted(nodes(edits["all"])) == [each.path for each in INTEL.devices]
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
+    assert [each["hostPath"] for each in edits["card1"]["mounts"]] == [
+        f"{BY_PATH}/pci-{SECOND}-card",
+        f"{BY_PATH}/pci-{SECOND}-render",
+    ]
+    assert not {"hooks", "env", "containerEdits"} & {*found, *edits["all"]}
+
+
+def test_groups_are_compared_as_numbers(machine: Machine) -> None:
+    """Nodes that a runtime makes get the machine's groups; bound ones keep the host's number: both open."""
+    run(machine)
+    edits = devices(spec(machine, "intel"))["card0"]
+    assert [(each["gid"], each["fileMode"]) for each in edits["deviceNodes"]] == [(VIDEO, 0o660), (RENDER, 0o660)]
+    assert edits["additionalGids"] == sorted({HOST_VIDEO, HOST_RENDER, RENDER})
+
+
+def test_nodes_that_everybody_opens_need_no_groups(machine: Machine) -> None:
+    for path, number in machine.nodes.items():
+        machine.nodes[path] = replace(number, mode=0o666)
+    run(machine)
+    found = spec(machine, "intel")
+    assert found["cdiVersion"] == "0.5.0", "the lowest one that has its names"
+    assert not any("additionalGids" in each for each in devices(found).values())
+
+
+def test_a_machine_without_the_group_says_so(machine: Machine) -> None:
+    machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
+    run(machine)
+    assert "this machine has no group render" in machine.message("CDISpecCurrent")
+    edits = devices(spec(machine, "intel"))["card0"]
+    assert [each["gid"] for each in edits["deviceNodes"]] == [VIDEO, HOST_RENDER]
+    machine.put("/etc/group", GROUP)
+    run(machine)
+    assert devices(spec(machine, "intel"))["card0"]["deviceNodes"][1]["gid"] == RENDER
+    assert "no group" not in machine.message("CDISpecCurrent")
+
+
+def test_amd_shares_one_node_among_its_gpus(machine: Machine) -> None:
+    two = replace(AMD, gpus=(SECOND, THIRD), devices=(*card(1, SECOND), *card(2, THIRD), KFD))
+    add_nodes(machine, two)
+    machine.hand(two, EMPTY)
+    run(machine)
+    found = spec(machine, "amd")
+    edits = devices(found)
+    assert list(edits) == ["0", SECOND, "1", THIRD, "all"]
+    assert nodes(edits["1"]) == ["/dev/dri/card2", "/dev/dri/renderD130", "/dev/kfd"]
+    assert nodes(edits["all"]).count("/dev/kfd") == 1
+    assert not any("mounts" in each for each in edits.values()), "amd-ctk writes none"
+    assert edits["1"]["deviceNodes"][2] == {
+        "path": "/dev/kfd", "type": "c", "major": 234, "minor": 0, "fileMode": 0o660, "permissions": "rw", "uid": 0,
+        "gid": RENDER,
+    }  # fmt: skip
+
+
+def test_a_mixed_machine(machine: Machine) -> None:
+    """Each vendor's own spec; containerd is configured once, for the vendor that has a runtime."""
+    add_nodes(machine, AMD)
+    machine.hand(AMD, INTEL, REQUEST)
+    settled(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+    assert machine.entries("/etc/cdi") == ("amd.yaml", "intel.yaml", "nvidia.yaml")
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
+    assert all(each in machine.message("CDISpecCurrent") for each in machine.entries("/etc/cdi"))
+    reported = machine.report()["cdi_devices"]
+    assert {"amd.com/gpu=all", "intel.com/gpu=all", "nvidia.com/gpu=all"} <= set(reported)
+    assert len(set(reported)) == len(reported)
+    links = machine.entries(f"/{machine_root.LIBRARIES}")
+    assert "libcuda.so.1" in links, "what one vendor does not need is not taken from another"
+
+
+def test_one_vendors_fault_is_told_and_holds_up_no_other(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.drop("/dev/dri/renderD130")
+    machine.nodes.pop("/dev/dri/renderD130")
+    machine.hand(AMD, INTEL, EMPTY)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert devices(spec(machine, "intel"))
+
+
+def test_what_the_handoff_does_not_name_any_more_is_taken_back(machine: Machine) -> None:
+    """The host's last GPU of a vendor has gone: spec, nodes and links go too, in the first run that knows."""
+    machine.mounts = [device.path for device in INTEL.devices]
+    settled(machine)
+    machine.hand(EMPTY)
+    run(machine)
+    assert not machine.exists("/etc/cdi/intel.yaml")
+    assert not machine.mounts
+    assert machine.entries(BY_PATH) == ()
+    assert not machine.exists("/dev/dri/card0")
+
+
+def test_a_gpu_that_goes_leaves_the_others_as_they_are(machine: Machine) -> None:
+    settled(machine)
+    one = replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST))
+    machine.hand(one, EMPTY)
+    run(machine)
+    assert list(devices(spec(machine, "intel"))) == ["card0", FIRST, "all"]
+    assert machine.entries(BY_PATH) == (f"pci-{FIRST}-card", f"pci-{FIRST}-render")
+
+
+def test_a_link_of_somebody_else_is_left_alone(machine: Machine) -> None:
+    machine.make_directory(BY_PATH)
+    machine.link(f"{BY_PATH}/pci-0000:99:00.0-card", "../card9")
+    run(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-0000:99:00.0-card") == "../card9"
+
+
+def test_a_changed_spec_is_mended(machine: Machine) -> None:
+    settled(machine)
+    before = machine.read("/etc/cdi/intel.yaml")
+    machine.put("/etc/cdi/intel.yaml", before.replace(b'"minor": 128', b'"minor": 0'))
+    run(machine)
+    assert machine.read("/etc/cdi/intel.yaml") == before
+    assert machine.report()["repairs"]["spec"] == 1
+
+
+# ---- containerd
+
+
+def test_cdi_alone_needs_a_drop_in_where_it_is_off(machine: Machine) -> None:
+    run(machine)
+    drop_in = tomlkit.parse(machine.read_text("/etc/containerd/conf.d/99-cdi.toml")).unwrap()
+    table = drop_in["plugins"]["io.containerd.grpc.v1.cri"]
+    assert table == {"enable_cdi": True, "cdi_spec_dirs": ["/etc/cdi", "/var/run/cdi"]}
+
+
+def test_cdi_that_is_on_already_needs_none(machine: Machine) -> None:
+    """As in containerd 2, and where another vendor's GPUs were before: nothing is written, nothing restarted."""
+    main = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\ncdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
+    machine.put("/etc/containerd/config.toml", f"version = 3\n{main}")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v2.1.9"))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert not machine.exists("/etc/containerd/conf.d")
+
+
+def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
+    """What its drop-in says goes on to serve: none of ours would be read behind it."""
+    add_nodes(machine, INTEL)
+    machine.hand(INTEL, EMPTY)
+    settled(machine)
+    machine.hand(INTEL, REQUEST)
+    settled(machine)
+    assert machine.entries("/etc/containerd/conf.d") == ("99-cdi.toml", "99-nvidia.toml")
+    machine.hand(INTEL, EMPTY)
+    settled(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+# ---- the verdict
+
+
+def judged(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    return cdi.verify("intel.com/gpu", document, request, live, ()).problems
+
+
+def document() -> dict[str, Any]:
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    ground = cdi.Ground(live, {"render": RENDER}, ())
+    rendered = cdi.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, ground)
+    copied: dict[str, Any] = json.loads(json.dumps(rendered))
+    return copied
+
+
+FAULTS: list[tuple[str, Any, str]] = [
+    ("path", "/dev/mem", "not granted"),
+    ("minor", 1, "is written as"),
+    ("permissions", "rwm", "is written as"),
+    ("hostPath", "/dev/sda", "is written as"),
+    ("gid", "render", "is written as"),
+    ("gid", True, "is written as"),
+    ("fileMode", 0o666, "is written as"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), FAULTS)
+def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object, problem: str) -> None:
+    faulty = document()
+    faulty["devices"][0]["containerEdits"]["deviceNodes"][0][key] = value
+    assert any(problem in each for each in judged(faulty)), judged(faulty)
+
+
+def test_a_spec_of_another_form_is_refused() -> None:
+    base = document()
+    first = base["devices"][0]
+    edits = first["containerEdits"]
+    other = base["devices"][2]["containerEdits"]["deviceNodes"]
+    for faulty in (
+        None,
+        base | {"kind": "nvidia.com/gpu"},
+        base | {"cdiVersion": "1.1.0"},
+        base | {"containerEdits": {"env": ["A=b"]}},
+        base | {"devices": []},
+        base | {"devices": base["devices"][:-1]},
+        base | {"devices": [{"name": "card0", "containerEdits": {}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"env": ["A=b"]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"additionalGids": [0]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"additionalGids": 5}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"mounts": [{}]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": {"deviceNodes": other + edits["deviceNodes"]}},
+                            *base["devices"][1:]]},
+    ):  # fmt: skip
+        assert judged(faulty), faulty
+
+
+def test_a_spec_without_a_granted_gpu_lacks_that() -> None:
+    one = replace(INTEL, gpus=(FIRST,))
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    rendered = cdi.render("intel.com/gpu", {}, one, cdi.Ground(live, {}, ()))
+    verdict = cdi.verify("intel.com/gpu", rendered, INTEL, live, ())
+    assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
+
+
+def test_a_node_with_another_number_is_refused() -> None:
+    renumbered = replace(INTEL, devices=tuple(replace(each, minor=each.minor + 1) for each in INTEL.devices))
+    assert any("granted is 226:" in each for each in judged(document(), renumbered))
+
+
+# ---- names and groups
+
+
+def test_groups_by_name() -> None:
+    assert parse_groups(GROUP) == {"root": 0, "video": VIDEO, "render": RENDER}
+
+
+GENERATED = """\
+---
+cdiVersion: 0.5.0
+kind: intel.com/gpu
+containerEdits: {}
+devices:
+- containerEdits:
+    deviceNodes:
+    - path: /dev/dri/card0
+      type: c
+    hooks:
+    - name: hook
+  name: card0
+- name: "0000:03:00.0"
+  containerEdits: {}
+"""
+
+
+def test_names_of_other_specs() -> None:
+    """By Go's generators in YAML, and in JSON."""
+    expected = ("intel.com/gpu=card0", "intel.com/gpu=0000:03:00.0")
+    assert device_names(GENERATED) == expected
+    nvidia_like = 'kind: nvidia.com/gpu\ndevices:\n    - name: "0"\n      containerEdits:\n        deviceNodes:\n'
+    assert device_names(nvidia_like) == ("nvidia.com/gpu=0",)
+    assert device_names(json.dumps(document()))[0] == "intel.com/gpu=card0"
+    for other in ("", "[]", "{}", "name: x\n", '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}'):
+        assert device_names(other) == ()
+
+
+def test_a_spec_that_outranks_ours_is_named(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.hand(AMD, EMPTY)
+    machine.put("/var/run/cdi/amd.json", json.dumps({"kind": "amd.com/gpu", "devices": [{"name": "0"}]}))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert "remove /var/run/cdi/amd.json" in machine.message("CDISpecCurrent")
+    assert "systemctl" not in machine.message("CDISpecCurrent")
+
+
+# ---- the kubelet's checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("card0-0", FIRST), ("card1-7", SECOND), ("card1", SECOND), (FIRST, FIRST), ("card9-0", "card9"), ("all", "")],
+)
+def test_ids_of_intels_plugin(name: str, gpu: str) -> None:
+    assert IntelMachine().gpu_of(name, INTEL) == gpu
+
+
+@pytest.mark.parametrize(("name", "gpu"), [(THIRD, THIRD), ("amdgpu_xcp_30", ""), ("0", ""), ("all", "")])
+def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
+    assert AmdMachine().gpu_of(name, AMD) == gpu
+
+
+@pytest.mark.parametrize(
+    ("ids", "condition", "message"),
+    [
+        (["card0-0", "card0-1", "card1-0", "card1-1"], ("True", "Advertised"), "gpu.intel.com/i915: 4"),
+        (["card0-0"], ("False", "GPUsMissing"), f"{SECOND} is granted, but not advertised"),
+        (["card0-0", "card1-0", "card2-0"], ("False", "StaleGPUs"), "card2 is advertised, but not granted"),
+    ],
+)
+def test_what_intels_plugin_advertises(
+    machine: Machine, ids: list[str], condition: tuple[str, str], message: str
+) -> None:
+    """By card, in shares; it looks for GPUs every five seconds, so that no restart of it is asked for."""
+    with ExitStack() as stack:
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        kubelet.listen(f"{PLUGINS}/gpu.intel.com-i915.sock")
+        registered = {"gpu.intel.com/i915": ids, "gpu.intel.com/i915_monitoring": ["all"]}
+        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": registered}}))
+        assert kubelet.condition() == condition
+        assert message in kubelet.message()
+
+
+def test_a_plugin_that_is_not_used_says_nothing_against_another(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.hand(AMD, INTEL, EMPTY)
+    with ExitStack() as stack:
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
+        assert "amd.com/*" in kubelet.message()
+        assert "gpu.intel.com/*" in kubelet.message()
+        kubelet.listen(f"{PLUGINS}/amd.com_gpu")
+        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"amd.com/gpu": [THIRD]}}}))
+        assert kubelet.condition() == ("True", "Advertised")
