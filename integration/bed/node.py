@@ -26,10 +26,12 @@ class Pod:
 
     command: tuple[str, ...]
     cdi: tuple[str, ...] = ()
-    """CDI device names, such as `1` or a UUID, as a device plugin's answer puts them into the CRI."""
+    """CDI device names, as a device plugin's answer puts them into the CRI; of KIND such as `1` or a UUID."""
     runtime: str = ""
     """runtimeClassName's handler."""
     environment: dict[str, str] = field(default_factory=dict)
+    user: int = 0
+    """Not root: without its rights, and in no group but its own."""
 
 
 class Node:
@@ -96,7 +98,11 @@ def _container_config(pod: Pod) -> dict[str, Any]:
         "image": {"image": CUDA_TEST},
         "command": list(pod.command),
         "envs": [{"key": key, "value": value} for key, value in pod.environment.items()],
-        "CDI_devices": [{"name": f"{KIND}={name}"} for name in pod.cdi],
+        "CDI_devices": [{"name": name if "=" in name else f"{KIND}={name}"} for name in pod.cdi],
         "log_path": "main.log",
-        "linux": {},
+        "linux": {"security_context": _user(pod.user)} if pod.user else {},
     }
+
+
+def _user(number: int) -> dict[str, Any]:
+    return {"run_as_user": {"value": number}, "run_as_group": {"value": number}}

@@ -74,9 +74,9 @@ class Qemu:
         except (TimeoutError, ClosedError) as error:
             raise QemuError(f"QMP {command} {arguments}: {error}; {self.evidence()}") from error
 
-    def plug(self, port: int) -> None:
-        """Hot-plugs a simulated GPU into an empty port (0 to PORTS - 1)."""
-        self.execute("device_add", driver="edu", id=gpu_id(port), bus=f"port{port}")
+    def plug(self, port: int, model: str = "edu") -> None:
+        """Hot-plugs a simulated GPU into an empty port (0 to PORTS - 1). Of a snapshot all have the default model."""
+        self.execute("device_add", driver=model, id=gpu_id(port), bus=f"port{port}")
         self.plugged.add(port)
 
     def unplug(self, port: int, timeout: float = 60) -> None:
