@@ -50,7 +50,8 @@ def started(machine: Machine) -> None:
 
 def test_import_closure_is_the_standard_library() -> None:
     """Start-up time is spent before containerd at every boot."""
-    code = "import sys, agent.inside.__main__, agent.inside.run; print(*sys.modules)"
+    vendors = "from agent.vendors.machine import VENDOR_NAMES, machine_vendor; list(map(machine_vendor, VENDOR_NAMES))"
+    code = f"import sys, agent.inside.__main__, agent.inside.run; {vendors}; print(*sys.modules)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[1])}
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     modules = set(loaded.stdout.split())
