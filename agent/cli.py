@@ -101,12 +101,8 @@ def _command(options: argparse.Namespace) -> int:
         return Reconciler(config, system, Udev(), progress)
 
     match options.command:
-        case "plan":
-            return _plan(make(load()))
-        case "status":
-            return _status(make(load()), options.json)
-        case "doctor":
-            return _doctor(make(load()), options.json)
+        case "plan" | "status" | "doctor":
+            return _look(options, make(load()))
         case "apply":
             return _apply(make(_as_root(load())))
         case "prepare":
@@ -141,6 +137,16 @@ def _tell_failures(failures: Sequence[str]) -> int:
     for failure in failures:
         print(f"unbounded-agent: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _look(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    match options.command:
+        case "plan":
+            return _plan(reconciler)
+        case "status":
+            return _status(reconciler, options.json)
+        case _:
+            return _doctor(reconciler, options.json)
 
 
 def _plan(reconciler: Reconciler) -> int:

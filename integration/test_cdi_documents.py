@@ -16,7 +16,7 @@ from agent.inside.cdi_form import settled
 from agent.paths import HOST_NVIDIA, spec_directory
 from agent.plan import plan
 from agent.staging import stage
-from agent.vendors.machine import MACHINE_VENDORS
+from agent.vendors.nvidia.machine import NvidiaMachine
 from agent.vendors.nvidia.nvidia_ctk import with_no_gpu
 from integration.bed.cache import cache_root
 from integration.bed.foreign_trees import crowded_root
@@ -30,7 +30,7 @@ from tests.test_cdi_form import VERSIONS
 
 pytestmark = pytest.mark.scenario("002")
 
-(NVIDIA,) = (vendor for vendor in MACHINE_VENDORS if vendor.name == "nvidia")
+NVIDIA = NvidiaMachine()
 TREES = {
     "Debian 13": lambda: host_root("split", "trixie"),
     "Debian 12": lambda: host_root("split", "bookworm"),

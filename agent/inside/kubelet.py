@@ -56,6 +56,19 @@ def check_advertised(
     system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
 ) -> Condition:
     """The GPUsAdvertised condition; `published` are the device names of the CDI spec. Raises OSError."""
+    condition = _kubelets(system, notes, vendor, request, published)
+    if not vendor.plugin_spec or not system.exists(vendor.plugin_spec):
+        return condition
+    # Only there: few plug-ins make a spec of their own.
+    from agent.inside.plugin_spec import beside_plugin_spec
+
+    return beside_plugin_spec(system, vendor, request, condition)
+
+
+def _kubelets(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
+    """By the kubelet's directory alone."""
     if not system.is_directory(PLUGINS):
         if not request.gpus:
             return not_applicable(KIND, "no GPU is granted to this machine")

@@ -228,7 +228,7 @@ def _settle_request(
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
         described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    on_node = _attempt(advertised, lambda: _advertised(system, notes, vendor, request, published.devices))
+    on_node = _attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
     if handoff.restart_device_plugin and on_node.reason in RESTART_MENDS:
         # Only where it is asked for and due, as with the condition on the Node.
         from agent.inside.plugin_restart import restart_plugin
@@ -251,18 +251,6 @@ def _linked(system: System, notes: Notes, vendor: MachineVendor, request: Reques
         link_dri_nodes(system, notes, request)
         return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
     return link_libraries(system, notes, request, architecture, vendor.data_directories)
-
-
-def _advertised(
-    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
-) -> Condition:
-    condition = check_advertised(system, notes, vendor, request, published)
-    if not system.exists(vendor.plugin_spec):
-        return condition
-    # Only there: few plug-ins make a spec of their own.
-    from agent.inside.plugin_spec import beside_plugin_spec
-
-    return beside_plugin_spec(system, vendor, request, condition)
 
 
 def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:

@@ -1,6 +1,8 @@
 """A vendor on the host whose GPUs need their DRM nodes alone."""
 
-from agent.conditions import Condition
+from collections.abc import Mapping
+
+from agent.conditions import Condition, ConditionType
 from agent.config import MachineSettings
 from agent.facts import DeviceNode, Gpu, GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant
@@ -11,6 +13,11 @@ from agent.vendors.drm.observe import observe_drm
 from agent.vendors.protocols import Sources
 
 DRI = "/dev/dri"
+NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
+SYMPTOMS = {
+    (ConditionType.DRIVER_LOADED, "ModuleNotLoaded"): NO_NODES,
+    (ConditionType.DEVICES_PRESENT, ""): NO_NODES,
+}
 
 
 class DrmHost:
@@ -20,6 +27,8 @@ class DrmHost:
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
     services: tuple[str, ...] = ()
     node_directories: tuple[str, ...] = (DRI,)
+    image = "agent-ubuntu2404"
+    symptoms: Mapping[tuple[ConditionType, str], str] = SYMPTOMS
 
     def __init__(self, description: Description) -> None:
         self.description = description

@@ -2,7 +2,7 @@
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from agent.errors import DocumentError
 from agent.handoff import Request
@@ -36,6 +36,8 @@ class DrmMachine(ABC):
     tools: tuple[str, ...] = ()
     inputs: tuple[str, ...] = (GROUP_FILE,)
     runtime_config = ""
+    kernel_paths: tuple[str, ...] = ()
+    plugin_spec = ""
     mounts_links = False
     """Whether pods get the names of their nodes by PCI address as well, as from the vendor's own tool."""
 
@@ -82,6 +84,17 @@ class DrmMachine(ABC):
             )
         except DocumentError:
             return ()
+
+    def plugin_spec_problems(
+        self,
+        spec: object,
+        own: object,
+        request: Request,
+        live: Mapping[str, DeviceNumber],
+        exists: Callable[[str], bool],
+    ) -> tuple[str, ...]:
+        """Their device plug-ins make none."""
+        return ()
 
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
         return tuple(

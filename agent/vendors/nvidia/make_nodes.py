@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from agent.errors import AgentError, ApplyError
 from agent.facts import Gpu
 from agent.system.files import System
-from agent.vendors.nvidia.devices import FRONTEND, PROC_DEVICES, parse_majors
+from agent.vendors.nvidia.devices import FRONTEND
+from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
 PARAMETERS = "/proc/driver/nvidia/params"
 MODESET = "/sys/module/nvidia_modeset"

@@ -11,7 +11,7 @@ from typing import Any
 from agent.errors import DocumentError
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
-from agent.vendors.nvidia.cdi_document import devices, object_of, objects, strings
+from agent.vendors.cdi_document import devices, object_of, objects, strings
 from agent.vendors.nvidia.device_plugin import SPEC_KIND
 
 
