@@ -30,6 +30,8 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
 PORT_LIMIT = 65535
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
+DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
+"""A path that containerd's imports can name: nothing in it is a pattern's, and no directory is hidden."""
 
 
 class Model(BaseModel):
@@ -87,6 +89,8 @@ class MachineSettings(Model):
     """Daemons of the driver whose sockets the machine and all its pods with GPUs get: each speaks to the whole host."""
     default_runtime: bool = False
     """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
+    containerd_drop_in: str = ""
+    """Path in the machine of our part of containerd's configuration; empty for the usual one."""
     restart_device_plugin: bool = False
     """Restart the container of the vendor's device plug-in when it cannot know of a GPU that came or went."""
     node_condition: bool = False
@@ -105,6 +109,16 @@ class MachineSettings(Model):
         for each in value:
             if not PCI_ADDRESS.fullmatch(each) and not GPU_UUID.fullmatch(each):
                 raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
+        return value
+
+    @field_validator("containerd_drop_in")
+    @classmethod
+    def _drop_in(cls, value: str) -> str:
+        if value and not DROP_IN.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
+                "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
+            )
         return value
 
 

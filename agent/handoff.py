@@ -22,7 +22,7 @@ from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, R
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
-SINCE_2 = ("capability", "sockets")
+SINCE_2 = ("capability", "sockets", "containerd_drop_in")
 """Keys that version 1 does not know."""
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
@@ -85,6 +85,8 @@ class Handoff:
     """Whether containerd's default runtime is to be the vendor's."""
     restart_device_plugin: bool | None = False
     """Whether the vendor's device plug-in may be restarted. None: of an older host half, which does not write it."""
+    containerd_drop_in: str = ""
+    """Path of our part of containerd's configuration; empty for the usual one. Since version 2."""
 
     @property
     def generation(self) -> str:
@@ -101,7 +103,7 @@ def render_handoff(handoff: Handoff) -> bytes:
     It has the oldest version that says all of it, so that an older image goes on as long as nothing newer is granted.
     """
     newer = any(request.sockets or any(device.capability for device in request.devices) for request in handoff.requests)
-    version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
+    version = HANDOFF_VERSION if newer or handoff.containerd_drop_in else OLDEST_HANDOFF
     document = {"version": version, "generation": handoff.generation, **_content(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
@@ -126,6 +128,7 @@ def parse_handoff(data: bytes) -> Handoff:
         restart_device_plugin=get(where, document, "restart_device_plugin", bool)
         if "restart_device_plugin" in document
         else None,
+        containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")

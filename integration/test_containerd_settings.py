@@ -28,6 +28,7 @@ pytestmark = pytest.mark.scenario("002")
 MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
 DROP_IN = f"{CONF_D}/99-nvidia.toml"
+PART = "/etc/cri/conf.d/20-nvidia.part"
 HANDLER = "/usr/bin/nvidia-container-runtime"
 IMPORTS = f'imports = ["{CONF_D}/*.toml"]\n'
 OURS = ("enable_cdi", "cdi_spec_dirs")
@@ -118,7 +119,13 @@ class ContainerdMachine:
 
     def reset(self, files: Files) -> None:
         """A machine that nobody has settled yet, with these files."""
-        for directory in ("etc/containerd", "etc/nvidia-container-runtime", "run/unbounded-agent", "var/lib"):
+        for directory in (
+            "etc/containerd",
+            "etc/cri",
+            "etc/nvidia-container-runtime",
+            "run/unbounded-agent",
+            "var/lib",
+        ):
             shutil.rmtree(self.root / directory, ignore_errors=True)
         for path, text in files.items():
             self.put(path, text)
@@ -128,12 +135,12 @@ class ContainerdMachine:
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_text(text)
 
-    def settle(self, vendor: str = "nvidia", *, default: bool = False) -> Condition:
+    def settle(self, vendor: str = "nvidia", *, default: bool = False, drop_in: str = "") -> Condition:
         """One run's step, with notes and ownership as a new process reads them."""
         self.spawned.clear()
         system, known = System(self._runner, str(self.root)), machine_vendor(vendor)
         assert known
-        return configure_vendor(system, Notes(system), Owned(system), known, default=default)
+        return configure_vendor(system, Notes(system), Owned(system), known, default=default, chosen=drop_in)
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Inode and text of all that is below /etc/containerd: a file that was written again has another inode."""
@@ -291,6 +298,23 @@ def test_file_behind_ours(machine: ContainerdMachine, path: str) -> None:
     assert machine.files() == before
     (machine.root / path[1:]).rename(machine.root / CONF_D[1:] / "11-user.toml")
     assert texts(expect_configured(machine)) >= USER_VALUES
+
+
+@pytest.mark.scenario("001")
+def test_drop_in_at_a_configured_place(machine: ContainerdMachine) -> None:
+    """Talos's directory and suffix: containerd loads it there, and the former one is gone; then the way back."""
+    for version in versions(machine):
+        machine.reset({MAIN: f"# top\nversion = {version}\n{user(version)}"})
+        expect_configured(machine)
+        usual = machine.dump()
+        for drop_in, former in ((PART, DROP_IN), ("", PART)):
+            condition = machine.settle(drop_in=drop_in)
+            assert (condition.status, condition.reason) == (Status.TRUE, "ReadBack"), condition.message
+            assert not (machine.root / former[1:]).exists()
+            moved = {path: value for path, value in machine.dump().items() if path[0] != "imports"}
+            assert moved == {path: value for path, value in usual.items() if path[0] != "imports"}
+            machine.settle(drop_in=drop_in)
+            assert machine.spawned == []
 
 
 BROKEN = "version = 2\n\nx = = 1\n"

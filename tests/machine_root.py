@@ -125,9 +125,15 @@ class Machine(System):
             answer if callable(answer) else lambda _: Completed(status, str(text).encode(), stderr.encode())
         )
 
-    def hand(self, *requests: Request, default_runtime: bool = False, restart_device_plugin: bool = False) -> Handoff:
+    def hand(
+        self,
+        *requests: Request,
+        default_runtime: bool = False,
+        restart_device_plugin: bool = False,
+        containerd_drop_in: str = "",
+    ) -> Handoff:
         """Publish a handoff."""
-        handoff = Handoff("kube1", "x86_64", requests, default_runtime, restart_device_plugin)
+        handoff = Handoff("kube1", "x86_64", requests, default_runtime, restart_device_plugin, containerd_drop_in)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

@@ -29,10 +29,11 @@ from agent.inside.containerd import (
 )
 from agent.inside.run import run
 from agent.inside.runtime_files import with_import
+from agent.paths import MACHINE_STATE
 from agent.system.commands import Completed
 from agent.vendors.machine_protocol import RuntimeHandler
 from agent.vendors.nvidia.nvidia_ctk import edit_runtime_config
-from tests.machine_root import Machine, containerd, gpu_machine, hang, systemctl
+from tests.machine_root import REQUEST, Machine, containerd, gpu_machine, hang, systemctl
 
 HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
 DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
@@ -199,7 +200,7 @@ def test_version_of_the_configuration(main: str, imported: list[str], version: i
 def test_file_behind_ours_is_refused_where_it_would_win() -> None:
     """containerd 1.x takes a plug-in's table from the file loaded last."""
     files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
-    configuration = Configuration({"version": 2}, files, DUMP, behind=tuple(files))
+    configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
     with pytest.raises(UnsupportedError, match=f"99-zz.toml is loaded after {DROP_IN}"):
         render(configuration, V17, HANDLER, default=False)
     assert render(configuration, V21, HANDLER, default=False)["version"] == 2
@@ -461,6 +462,99 @@ def test_foreign_drop_in_stays(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
     assert machine.read_text(DROP_IN) == "# theirs"
+
+
+PART = "/etc/cri/conf.d/20-nvidia.part"
+PART_IMPORT = "/etc/cri/conf.d/20-nvidia*.part"
+
+
+def place(machine: Machine, path: str) -> None:
+    machine.hand(REQUEST, containerd_drop_in=path)
+
+
+@pytest.mark.scenario("001")
+def test_drop_in_at_a_configured_place(machine: Machine) -> None:
+    """The main file imports it, and nothing of others' in that directory."""
+    machine.put(MAIN, MAIN_2)
+    machine.put("/etc/cri/conf.d/10-others.part", "not TOML, and nobody asked containerd to load it")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert PART in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == f'imports = ["{PART_IMPORT}"]\n{MAIN_2}'
+    assert tomllib.loads(machine.read_text(PART))["plugins"][CRI_2]["enable_cdi"] is True
+    assert not machine.exists(DROP_IN)
+
+
+def test_import_that_is_there_already_is_used(machine: Machine) -> None:
+    main = f'imports = ["/etc/cri/conf.d/*.part"]\n{MAIN_2}'
+    machine.put(MAIN, main)
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_text(MAIN) == main
+
+
+@pytest.mark.scenario("001")
+def test_drop_in_moves_with_its_place(machine: Machine) -> None:
+    """There and back: the former one goes, also in another boot of the machine, whose notes are empty."""
+    machine.put(MAIN, MAIN_2)
+    run(machine)
+    ours = machine.read(DROP_IN)
+    for path, former in ((PART, DROP_IN), (DROP_IN, PART)):
+        machine.remove_tree(MACHINE_STATE)
+        place(machine, path if path != DROP_IN else "")
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+        assert machine.read(path) == ours
+        assert not machine.exists(former)
+        assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+        before = machine.read(MAIN)
+        run(machine)
+        assert (machine.read(MAIN), machine.read(path)) == (before, ours)
+    assert machine.report().get("repairs", {}).get("containerd", 0) == 0, "nobody changed anything"
+
+
+def test_file_of_others_at_the_former_place_stays(machine: Machine) -> None:
+    machine.put(DROP_IN, "# theirs")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_text(DROP_IN) == "# theirs"
+
+
+def test_file_of_others_at_the_configured_place_stays(machine: Machine) -> None:
+    run(machine)
+    ours = machine.read(DROP_IN)
+    machine.put(PART, "# theirs")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert (machine.read_text(PART), machine.read(DROP_IN)) == ("# theirs", ours)
+
+
+def test_move_that_containerd_refuses_is_put_back(machine: Machine) -> None:
+    """As where something imports the former file by its name, which containerd then misses."""
+    machine.put(MAIN, f'imports = ["{DROP_IN}"]\n{MAIN_2}')
+    run(machine)
+    before = {path: machine.read(path) for path in (MAIN, DROP_IN)}
+
+    def misses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and not machine.exists(DROP_IN):
+            return Completed(1, b"", b"containerd: no such file")
+        return containerd(machine, argv)
+
+    machine.program("containerd", misses)
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert {path: machine.read(path) for path in before} == before
+    assert not machine.exists(PART)
+    machine.put(MAIN, before[MAIN].decode().replace(DROP_IN, IMPORT))
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert not machine.exists(DROP_IN)
 
 
 def test_edited_drop_in_is_mended(machine: Machine) -> None:

@@ -45,6 +45,7 @@ def version_1() -> dict[str, Any]:
     """The content that the release before knows."""
     content = asdict(HANDOFF)
     del content["restart_device_plugin"]
+    del content["containerd_drop_in"]
     (request,) = content["requests"]
     del request["sockets"]
     for device in request["devices"]:
@@ -94,10 +95,14 @@ def test_a_document_has_the_oldest_version_that_says_it() -> None:
     assert document["version"] == 1
     assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
     request = replace(HANDOFF.requests[0], devices=(*HANDOFF.requests[0].devices, CAPABILITY))
-    newer = replace(HANDOFF, requests=(request,))
-    assert json.loads(render_handoff(newer))["version"] == 2
-    assert parse_handoff(render_handoff(newer)) == newer
-    assert newer.generation != HANDOFF.generation
+    assert "containerd_drop_in" not in document
+    for newer in (
+        replace(HANDOFF, requests=(request,)),
+        replace(HANDOFF, containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
+    ):
+        assert json.loads(render_handoff(newer))["version"] == 2
+        assert parse_handoff(render_handoff(newer)) == newer
+        assert newer.generation != HANDOFF.generation
 
 
 def test_what_version_1_had_written_is_understood() -> None:

@@ -22,6 +22,8 @@ MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
 IMPORT = f"{CONF_D}/*.toml"
 """As in containerd 2.2's default configuration; a pattern without a match is no error, a missing file is one."""
+SUFFIXES = (".toml", ".part")
+"""Of our drop-in; `.part` is Talos's, for files that it puts together."""
 
 CRI_2 = "io.containerd.grpc.v1.cri"
 CRI_3 = "io.containerd.cri.v1.runtime"
@@ -40,6 +42,8 @@ class Configuration:
     """What `containerd config dump` prints for these files: with all defaults."""
     behind: tuple[str, ...] = ()
     """Those of the imported files that are loaded after our drop-in."""
+    drop_in: str = ""
+    """Its path."""
 
     def version(self, containerd: tuple[int, ...]) -> int:
         """What decides on the names of the tables: the main file's, which without one is of version 1.
@@ -56,6 +60,12 @@ class Configuration:
 def drop_in_path(handler: RuntimeHandler | None) -> str:
     """99: behind all other drop-ins, which containerd loads in alphabetical order. Without a handler, of CDI alone."""
     return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
+
+
+def import_pattern(drop_in: str) -> str:
+    """What the main file has to import: in a directory that is not containerd's own, nothing of others' beside ours."""
+    stem, suffix = posixpath.splitext(drop_in)
+    return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
 
 
 def parse_version(text: str) -> tuple[int, ...]:
@@ -121,8 +131,8 @@ def render(
     later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
     if replaces and later:
         raise UnsupportedError(
-            f"{', '.join(later)} is loaded after {drop_in_path(handler)}, whose table it would replace",
-            "import it before, under a name that sorts before 99, or move its settings into the main file",
+            f"{', '.join(later)} is loaded after {configuration.drop_in}, whose table it would replace",
+            "import it before, under a name that sorts before ours, or move its settings into the main file",
         )
     effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}

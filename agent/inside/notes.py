@@ -44,6 +44,10 @@ class Owned:
     def has(self, path: str) -> bool:
         return path in self._paths
 
+    def ending(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        """Paths of ours, sorted, by how they end."""
+        return tuple(path for path in sorted(self._paths) if path.endswith(suffixes))
+
     def claim(self, path: str) -> None:
         """Before the first write: a crash in between leaves a claim on nothing, not a file that nobody owns."""
         if path not in self._paths:

@@ -36,6 +36,15 @@ class Wanted:
     """Files that are loaded after the drop-in."""
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Of our part of containerd's configuration."""
+
+    drop_in: str
+    former: tuple[str, ...]
+    """Where it was put before: it goes from there."""
+
+
 def configure_runtime(
     system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
 ) -> Condition:
@@ -46,13 +55,19 @@ def configure_runtime(
     others = (machine_vendor(each.vendor) for each in handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
         return not_applicable(CONFIGURED, "another vendor's runtime is configured, and CDI with it")
-    return configure_vendor(system, notes, owned, vendor, default=handoff.default_runtime)
+    default, chosen = handoff.default_runtime, handoff.containerd_drop_in
+    return configure_vendor(system, notes, owned, vendor, default=default, chosen=chosen)
 
 
-def configure_vendor(system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool) -> Condition:
-    """The same for one vendor that has GPUs here, and is the one to have its runtime configured."""
-    handler, drop_in = vendor.handler, containerd.drop_in_path(vendor.handler)
-    name = f"containerd-{vendor.name if handler else 'cdi'}"
+def configure_vendor(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool, chosen: str = ""
+) -> Condition:
+    """The same for one vendor that has GPUs here, and is the one to have its runtime configured.
+
+    `chosen`: the path of our part of the configuration, if it is not to be the usual one.
+    """
+    handler, places = vendor.handler, _places(owned, vendor, chosen)
+    drop_in, name = places.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
     program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, "NoContainerd", "containerd is not installed: install it in the image")
@@ -64,22 +79,35 @@ def configure_vendor(system: System, notes: Notes, owned: Owned, vendor: Machine
         _edit_runtime_config(system, notes, vendor)
     noted = notes.load(name)
     # One look for everything that the result depends on: a run that finds it as noted spawns nothing.
-    state = _state(system, program, vendor, default=default)
+    state = _state(system, program, vendor, drop_in, default=default)
     if noted.get("state") == state:
         return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
-    if handler is None and _enabled_by_others(system, owned, drop_in):
+    if handler is None and not places.former and _enabled_by_others(system, owned, drop_in):
         notes.save(name, {"state": state, "by_others": True})
         return ENABLED
     version = containerd.parse_version(system.run("containerd", "--version", timeout=10))
-    before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in)}
-    wanted = _wanted(system, version, vendor, before, default=default)
-    faults = _write_and_read_back(system, notes, owned, vendor, wanted, before, default=default)
+    before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
+    wanted = _wanted(system, version, vendor, places, before, default=default)
+    faults = _write_and_read_back(system, notes, owned, vendor, places, wanted, before, default=default)
     left = _digest(runtime_files.read_optional(system, drop_in))
     if not faults and (found := _changed_by_others(noted, _digest(before[drop_in]), wanted, drop_in)):
         repaired(notes, Repair.CONTAINERD, found)
-    state = _state(system, program, vendor, default=default)
-    notes.save(name, {"state": state, "problem": faults, "drop_in": left})
+    state = _state(system, program, vendor, drop_in, default=default)
+    notes.save(name, {"state": state, "problem": faults, "drop_in": left, "path": drop_in})
     return _configured(faults, drop_in)
+
+
+def _places(owned: Owned, vendor: MachineVendor, chosen: str) -> Places:
+    """What was written for a vendor's runtime does not go where CDI alone is needed: that would restart containerd."""
+    drop_in = chosen or containerd.drop_in_path(vendor.handler)
+    kept = {drop_in} if vendor.handler else {drop_in, *_of_vendors()}
+    return Places(drop_in, tuple(path for path in owned.ending(containerd.SUFFIXES) if path not in kept))
+
+
+def _of_vendors() -> list[str]:
+    """The usual places of the drop-ins for vendors' runtimes."""
+    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
+    return [containerd.drop_in_path(vendor.handler) for vendor in vendors if vendor and vendor.handler]
 
 
 def _enabled_by_others(system: System, owned: Owned, drop_in: str) -> bool:
@@ -88,8 +116,7 @@ def _enabled_by_others(system: System, owned: Owned, drop_in: str) -> bool:
     What was written for a vendor's runtime enables it too, stays when the last GPU of that vendor goes, and is loaded
     behind our drop-in, as whose successor containerd 1.x would then take it.
     """
-    handlers = [vendor.handler for name in VENDOR_NAMES if (vendor := machine_vendor(name)) and vendor.handler]
-    of_vendors = any(owned.has(containerd.drop_in_path(handler)) for handler in handlers)
+    of_vendors = any(owned.has(path) for path in _of_vendors())
     if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
         return False
     try:
@@ -107,7 +134,7 @@ def _configured(problem: str, drop_in: str) -> Condition:
 
 def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
     """What somebody did to our part since it was noted, in words; empty if only what it follows changed."""
-    if not noted.get("drop_in"):
+    if not noted.get("drop_in") or noted.get("path") != drop_in:
         return ""
     if wanted.drop_in is not None and found != noted["drop_in"]:
         return f"somebody {'changed' if found else 'removed'} {drop_in}"
@@ -136,24 +163,26 @@ def _wanted(
     system: System,
     version: tuple[int, ...],
     vendor: MachineVendor,
+    places: Places,
     before: dict[str, bytes | None],
     *,
     default: bool,
 ) -> Wanted:
-    drop_in = containerd.drop_in_path(vendor.handler)
+    drop_in = places.drop_in
     text = before[MAIN] or b""
     main = runtime_files.parse(MAIN, text)
     if not main:
         # No file, or nothing but comments, which stay.
         text = runtime_files.render_toml({"version": containerd.new_version(version)}) + text
     if not any(containerd.covers(pattern, drop_in) for pattern in containerd.imports(MAIN, main)):
-        text = runtime_files.with_import(text, containerd.IMPORT)
+        text = runtime_files.with_import(text, containerd.import_pattern(drop_in))
     main = runtime_files.parse(MAIN, text)
-    loaded = runtime_files.loaded_files(system, main, drop_in)
-    order = list(loaded)
+    everything = runtime_files.loaded_files(system, main, drop_in)
+    # As it will be without what was put elsewhere before.
+    order = [path for path in everything if path not in places.former]
     behind = tuple(order[order.index(drop_in) + 1 :])
-    del loaded[drop_in]
-    configuration = Configuration(main, loaded, _baseline(system, main, loaded), behind)
+    loaded = {path: everything[path] for path in order if path != drop_in}
+    configuration = Configuration(main, loaded, _baseline(system, main, loaded), behind, drop_in)
     document = containerd.render(configuration, version, vendor.handler, default=default)
     try:
         same = before[drop_in] is not None and runtime_files.parse(drop_in, before[drop_in] or b"") == document
@@ -184,6 +213,7 @@ def _write_and_read_back(
     notes: Notes,
     owned: Owned,
     vendor: MachineVendor,
+    places: Places,
     wanted: Wanted,
     before: dict[str, bytes | None],
     *,
@@ -193,16 +223,17 @@ def _write_and_read_back(
 
     Raises AgentError or OSError, after that too, where the result is not known: a full disk, a time limit.
     """
-    drop_in = containerd.drop_in_path(vendor.handler)
-    changes = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
+    drop_in = places.drop_in
+    written = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
+    # Removed last: a containerd that starts meanwhile has the handler in any case.
+    changes: dict[str, bytes | None] = {**written, **{path: None for path in places.former if before[path] is not None}}
     noted, effective = notes.load(CHANGED), ""
     try:
         if changes:
             owned.claim(drop_in)
             # Before the first write: a run that is killed in between must not leave files that nobody loads.
             note_change(notes)
-        for path, text in changes.items():
-            runtime_files.write(system, path, text)
+        runtime_files.put(system, changes)
         with_ours = runtime_files.parse(MAIN, _dump(system, MAIN))
         # Without the list of files, which containerd 1.7 prints in another order each time (a map of Go's).
         effective = _digest(json.dumps(with_ours | {"imports": []}, sort_keys=True, default=str).encode())
@@ -220,13 +251,15 @@ def _write_and_read_back(
     if changes:
         # Again: a containerd that started since may have read the first file without the second.
         note_change(notes, effective)
+    for path in places.former:
+        owned.remove(path)
     return ""
 
 
 def _put_back(
     system: System, notes: Notes, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]
 ) -> None:
-    runtime_files.restore(system, {path: before[path] for path in changes})
+    runtime_files.put(system, {path: before[path] for path in reversed(tuple(changes))})
     notes.save(CHANGED, noted)
 
 
@@ -234,11 +267,10 @@ def _dump(system: System, main: str) -> bytes:
     return system.run("containerd", "--config", main, "config", "dump").encode(errors="surrogateescape")
 
 
-def _state(system: System, program: str, vendor: MachineVendor, *, default: bool) -> str:
+def _state(system: System, program: str, vendor: MachineVendor, drop_in: str, *, default: bool) -> str:
     """A digest of containerd's program, of all files that it loads, and of what is asked for."""
     handler = astuple(vendor.handler) if vendor.handler else None
     digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())
-    drop_in = containerd.drop_in_path(vendor.handler)
     main = runtime_files.read_optional(system, MAIN)
     loaded = runtime_files.loaded_files(system, runtime_files.parse(MAIN, main or b""), drop_in)
     for path in dict.fromkeys((MAIN, drop_in, *loaded)):

@@ -94,9 +94,9 @@ def with_import(text: bytes, pattern: str) -> bytes:
     return tomlkit.dumps(document).encode()
 
 
-def restore(system: System, before: Mapping[str, bytes | None]) -> None:
-    """Put files back as they were; None removes."""
-    for path, content in before.items():
+def put(system: System, files: Mapping[str, bytes | None]) -> None:
+    """Write what differs, in this order; None removes."""
+    for path, content in files.items():
         if content is None:
             system.remove(path)
         elif read_optional(system, path) != content:

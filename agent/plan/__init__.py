@@ -113,6 +113,7 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
         tuple(_request(grant) for grant in grants),
         default_runtime=settings.default_runtime,
         restart_device_plugin=settings.restart_device_plugin,
+        containerd_drop_in=settings.containerd_drop_in,
     )
     return MachineGoal(
         name=name,
