@@ -3,9 +3,18 @@
 import re
 import tomllib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
@@ -30,6 +39,16 @@ VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
 PORT_LIMIT = 65535
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
+
+
+def _absolute(value: str) -> str:
+    if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
+        raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
+    return "/" + "/".join(part for part in value.split("/") if part)
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+"""Normalised: no slash at its end, and none doubled."""
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
 """A path that containerd's imports can name: nothing in it is a pattern's, and no directory is hidden."""
 
@@ -114,12 +133,41 @@ class MachineSettings(Model):
     @field_validator("containerd_drop_in")
     @classmethod
     def _drop_in(cls, value: str) -> str:
-        if value and not DROP_IN.fullmatch(value):
+        # A file of that name is what drop-ins are added to: containerd's, that of the handler's program.
+        if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
             raise ValueError(
                 f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
                 "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
             )
         return value
+
+
+class DriverSettings(Model):
+    """The driver of this host's GPUs. While neither root nor libraries are named, its user space is looked for."""
+
+    load_modules: bool = False
+    """Load its kernel modules and make its device nodes, where the host has not done so by itself."""
+    root: AbsolutePath = "/"
+    """A directory with a whole system in it, whose loader cache and links hold below it."""
+    library_directories: list[AbsolutePath] = []
+    """Below the root, in the order of a loader; instead of a loader cache."""
+    binary_directories: list[AbsolutePath] = []
+    """Below the root, before the usual ones."""
+    data_directories: list[AbsolutePath] = []
+    """Below the root, before the usual ones: what has `vulkan`, `glvnd`, `egl` and the like in it."""
+
+    @property
+    def configured(self) -> str:
+        """The key that says where the libraries are; empty while that is to be found out."""
+        if self.library_directories:
+            return "driver.library_directories"
+        return "driver.root" if "root" in self.model_fields_set else ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.binary_directories or self.data_directories) and not self.configured:
+            raise ValueError("needs root or library_directories too, to say where the driver's libraries are")
+        return self
 
 
 class MetricsSettings(Model):
@@ -133,13 +181,6 @@ class MetricsSettings(Model):
         if int(value.rpartition(":")[2]) > PORT_LIMIT:
             raise ValueError(f"ports end at {PORT_LIMIT}")
         return value
-
-
-class DriverSettings(Model):
-    """The driver of this host's GPUs."""
-
-    load_modules: bool = False
-    """Load its kernel modules and make its device nodes, where the host has not done so by itself."""
 
 
 class Config(Model):
@@ -218,6 +259,7 @@ WORDS = {
     "model_type": "must be a table",
     "dict_type": "must be a table",
     "bool_type": "must be true or false",
+    "list_type": "must be a list",
     "int_type": "must be a whole number",
     "string_type": "must be a string, or a list of strings where the documentation has one",
 }

@@ -98,10 +98,10 @@ class Daemon:
         self._metrics.convergence.sources(tally.name for tally in wakeups.tallies)
         self._gpu_errors = gpu_errors
         gpu_errors.counted = self._metrics.gpu_error
-        self._config = load()
+        self.config = load()
         self._config_loaded, self._config_good = time.time(), True
-        self._reconciler = self._make(self._config, self._progress)
-        self._endpoint, self._local = Endpoint(self._config.metrics.address), local
+        self._reconciler = self._make(self.config, self._progress)
+        self._endpoint, self._local = Endpoint(self.config.metrics.address), local
         self._outcome: Outcome | None = None
         self._observed = 0.0
         self._why_not = "the first observation is not done"
@@ -147,7 +147,7 @@ class Daemon:
             for line in str(error).splitlines():
                 log.error("the configuration stays as it was: %s", one_line(line))
         else:
-            self._config, self._reconciler = config, reconciler
+            self.config, self._reconciler = config, reconciler
             self._config_loaded, self._config_good = time.time(), True
             log.info("configuration read again")
         self._metrics.reloaded(self._config_good)
@@ -228,7 +228,7 @@ class Daemon:
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Every configured machine, as far as it is known."""
         known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
-        return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self._config.machines))
+        return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
         """Give the servers both editions: as it is now, and for when no pass ends in time."""
@@ -283,7 +283,7 @@ def run(
     busy = "another unbounded-agent serves this host"
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
-        wakeups = Wakeups((*host_sources(system, HOST_VENDORS), gpu_errors))
+        wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
         local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET)
         daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
         signals = Signals(notifier, timing.grace)

@@ -139,6 +139,8 @@ class Library:
     size: int = 0
     mtime_ns: int = 0
     executable: bool = False
+    text: str = ""
+    """What the copy holds instead of the source's content, which names paths that only the host has."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -165,6 +167,12 @@ class Driver:
     """What drivers have beside that and this host lacks, in words; none of it is necessary."""
     other_version: tuple[str, ...] = ()
     """Paths of files that were left out, as they are of another version."""
+    place: str = ""
+    """Where the host keeps it, in words."""
+    other_places: tuple[str, ...] = ()
+    """Further drivers on this host that are not used, with their places, in words."""
+    configured: str = ""
+    """The key of the configuration that names the place, if one does."""
     fabric: Seen[str] = Absent("no NVSwitch")
     """Where NVSwitch exists: ActiveState of the fabric manager's unit (`active`, `failed`, `inactive`)."""
     persistence: Seen[str] = Absent("no persistence daemon")

@@ -34,7 +34,8 @@ def render_manifest(root: StagedRoot, identities: Mapping[str, FileIdentity]) ->
         "index": root.index,
         "vendor": root.vendor,
         "driver_version": root.version,
-        "files": [asdict(file) for file in root.files],
+        # `text` only where there is one: a release before it refuses the key, and would stage all anew.
+        "files": [{key: each for key, each in asdict(file).items() if each or key != "text"} for file in root.files],
         "staged": {target: asdict(staged_identity(each)) for target, each in sorted(identities.items())},
     }
     return json.dumps(document, indent=1).encode() + b"\n"
@@ -51,6 +52,7 @@ class _File(_Model):
     size: int
     mtime_ns: int
     executable: bool
+    text: str = ""
 
 
 class _Identity(_Model):

@@ -50,9 +50,15 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
 
 
 def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> FileIdentity:
-    system.copy(file.source, path, 0o755 if file.executable else 0o644, progress)
+    if file.text:
+        system.write(path, file.text.encode())
+    else:
+        system.copy(file.source, path, 0o755 if file.executable else 0o644, progress)
     source, copied = system.identity(file.source), system.identity(path)
-    if (source.size, source.mtime_ns) != (file.size, file.mtime_ns) or copied.size != file.size:
+    unchanged = (source.size, source.mtime_ns) == (file.size, file.mtime_ns)
+    # A link that took a directory's place since would lead elsewhere: out of a foreign root, for one.
+    unchanged = unchanged and system.real_path(file.source) == file.source
+    if not unchanged or copied.size != (len(file.text.encode()) or file.size):
         raise ApplyError(f"{file.source}: changed while it was staged", "the next pass looks again")
     return copied
 

@@ -22,13 +22,15 @@ QEMU_ARM64 = "qemu-aarch64-static"
 class TreeRunner(ScriptedRunner):
     """The tree's own ldconfig runs, in the environment that the agent gives to every program."""
 
-    def __init__(self, *prefix: str) -> None:
+    def __init__(self, tree: Path, *prefix: str) -> None:
         super().__init__()
-        self._prefix = prefix
+        self._tree, self._prefix = tree, prefix
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] == "/sbin/ldconfig":
-            return host_runner((*self._prefix, *argv[1:]), timeout)
+            # Run in the tree, it knows no path of the machine that it stands on.
+            arguments = (each.removeprefix(str(self._tree)) for each in argv[1:])
+            return host_runner((*self._prefix, *arguments), timeout)
         return super().__call__(argv, timeout)
 
 
@@ -41,7 +43,7 @@ class Tree(Host):
         if architecture == "arm64":
             self.ldconfig = (QEMU_ARM64, f"{tree}/sbin/ldconfig", "-r", str(tree))
         machine = {"amd64": "x86_64", "arm64": "aarch64"}[architecture]
-        super().__init__(tree, machine, TreeRunner(*self.ldconfig))
+        super().__init__(tree, machine, TreeRunner(tree, *self.ldconfig))
         run(self.ldconfig)
         # systemd does not run here; what it would say is no subject of these tests.
         units = [machine_unit(MACHINE), *(service for vendor in HOST_VENDORS for service in vendor.services)]

@@ -129,7 +129,7 @@ def test_what_is_not_installed_is_told_and_is_no_fault(driver: Host) -> None:
     found = libraries_present(driver)
     assert (found.status, found.reason) == (Status.TRUE, "Present")
     told = "not installed on this host: Vulkan, EGL, OpenCL, GSP firmware, nvidia-smi"
-    assert found.message == f"2 files of driver {V}; {told}"
+    assert found.message == f"2 files of driver {V} from the host's loader cache; {told}"
 
 
 def test_files_of_another_version_are_left_out_and_named(driver: Host) -> None:

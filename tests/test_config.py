@@ -55,6 +55,17 @@ def test_defaults(tmp_path: Path) -> None:
         ('[driver]\nload_modules = "yes"\n[machines.a]', "driver.load_modules: must be true or false"),
         ("[driver]\nload = true\n[machines.a]", "driver.load: unknown key"),
         ("", "machines: is missing"),
+        ('[driver]\nroot = "run/nvidia"\n[machines.a]', "driver.root: 'run/nvidia' is not an absolute path"),
+        ('[driver]\nroot = "/run/../etc"\n[machines.a]', "driver.root: '/run/../etc' is not an absolute path"),
+        ('[driver]\nlibrary_directories = "/lib"\n[machines.a]', "driver.library_directories: must be a list"),
+        ('[driver]\nlibrary_directories = ["/a", "b"]\n[machines.a]', "driver.library_directories: 'b' is not"),
+        ('[driver]\nbinary_directories = ["/a"]\n[machines.a]', "driver: needs root or library_directories too"),
+        ('[driver]\nroots = "/a"\n[machines.a]', "driver.roots: unknown key"),
+        ('[machines.a]\ncontainerd_drop_in = "conf.d/a.toml"', "machines.a.containerd_drop_in: 'conf.d/a.toml' is not"),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/*.part"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/../a.part"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/containerd/config.toml"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/nvidia.yaml"', "machines.a.containerd_drop_in: "),
         ("[machines]", "machines: at least one machine is needed"),
         ("[machines.a", "not TOML"),
     ],
@@ -65,6 +76,22 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None
     assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}") or (
         named == "not TOML" and f"{CONFIG_FILE}: not TOML" in str(raised.value)
     )
+
+
+@pytest.mark.scenario("001")
+def test_where_the_driver_is(tmp_path: Path) -> None:
+    """Paths are normalised; a root that is named is configured, also if it is the host's own."""
+    text = (
+        '[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\nroot = "/run//nvidia/driver/"'
+    )
+    config = load_config(system_with(tmp_path, main=text))
+    assert (config.driver.root, config.driver.configured) == ("/run/nvidia/driver", "driver.root")
+    assert config.machines["a"].containerd_drop_in == "/etc/cri/conf.d/20-nvidia.part"
+    own = load_config(system_with(tmp_path, main='[driver]\nroot = "/"\n[machines.a]\n'))
+    assert (own.driver.root, own.driver.configured) == ("/", "driver.root")
+    listed = load_config(system_with(tmp_path, main='[driver]\nlibrary_directories = ["/opt/lib"]\n[machines.a]\n'))
+    assert (listed.driver.root, listed.driver.configured) == ("/", "driver.library_directories")
+    assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.configured == ""
 
 
 def test_missing_file_says_what_to_write(tmp_path: Path) -> None:

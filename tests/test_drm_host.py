@@ -57,7 +57,7 @@ class Cards(Host):
             self.drm = (*self.drm, DrmDevice(path, "", ""))
 
     def look(self) -> tuple[VendorFacts, ...]:
-        sources = Sources(self, "x86_64", self.pci, self.drm, Absent("no cache"), {})
+        sources = Sources(self, "x86_64", self.pci, self.drm, lambda root: Absent("no cache"), {})
         return tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
 
 
@@ -238,7 +238,7 @@ def test_a_missing_kfd_is_said_and_stops_nothing(cards: Cards) -> None:
 def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(FLEX, INTEL, "i915", number=1)
-    sources = Sources(cards, "x86_64", cards.pci, cards.drm, Absent(""), {}, detached=frozenset({IGPU}))
+    sources = Sources(cards, "x86_64", cards.pci, cards.drm, lambda root: Absent(""), {}, detached=frozenset({IGPU}))
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     grant = grants(vendors)["intel"]
     assert (grant.gpus, grant.detached) == ((FLEX,), (IGPU,))

@@ -20,7 +20,7 @@ CAPABILITIES = "/proc/driver/nvidia/capabilities"
 
 
 def observe(host: Host) -> VendorFacts:
-    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, Absent("no cache"), {}))
+    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
 
 
 def granted(facts: VendorFacts, **settings: object) -> Grant:

@@ -16,7 +16,7 @@ from tests.recorded import PROC_DEVICES, Host
 
 
 def observe(host: Host) -> VendorFacts:
-    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, Absent("no cache"), {}))
+    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
 
 
 def nodes(facts: VendorFacts) -> tuple[DeviceNode, ...]:

@@ -38,7 +38,7 @@ def test_absent_broken_and_unseen_are_three_facts(host: Host) -> None:
 
 
 def fabric(host: Host, units: Mapping[str, Seen[str]]) -> Seen[str]:
-    facts = observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, Absent("no cache"), units))
+    facts = observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), units))
     assert facts.driver
     return facts.driver.fabric
 
@@ -59,6 +59,6 @@ def test_with_nvswitch_the_fabric_manager_s_state_counts(host: Host) -> None:
 
 def test_persistence(host: Host) -> None:
     units: dict[str, Seen[str]] = {PERSISTENCE_UNIT: "active"}
-    facts = observe_nvidia(Sources(host, "x86_64", (), (), Absent("no cache"), units))
+    facts = observe_nvidia(Sources(host, "x86_64", (), (), lambda _: Absent("no cache"), units))
     assert facts.driver
     assert facts.driver.persistence == "active"

@@ -1,13 +1,15 @@
 """Which files make a driver root: Debian's and Ubuntu's real packages, and what can be wrong with them."""
 
 import posixpath
+from typing import Any
 
 import pytest
 
-from agent.facts import Absent, Broken, Library, Unseen, VendorFacts
+from agent.config import DriverSettings
+from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, VendorFacts
 from agent.observe.loader_cache import CACHE, Listing, LoaderCache
-from agent.vendors.nvidia.libraries import UserSpace, observe_user_space
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.user_space import UserSpace, observe_user_space
 from agent.vendors.protocols import Sources
 from tests.recorded import Host
 
@@ -16,14 +18,17 @@ MAIN = ("libcuda", "libnvidia-ml")
 MAIN_FILES = [f"{X86}/{name}.so.550.163.01" for name in MAIN]
 
 
-def sources(host: Host) -> Sources:
-    listing = LoaderCache().read(host)
-    entries = listing.entries if isinstance(listing, Listing) else listing
-    return Sources(host, host.architecture(), host.pci, host.drm, entries, {})
+def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
+    def entries(root: str) -> Seen[tuple[CacheEntry, ...]]:
+        listing = LoaderCache().read(host, root)
+        return listing.entries if isinstance(listing, Listing) else listing
+
+    settings = DriverSettings.model_validate(driver)
+    return Sources(host, host.architecture(), host.pci, host.drm, entries, {}, driver=settings)
 
 
-def user_space(host: Host, module: str = "") -> UserSpace:
-    return observe_user_space(sources(host), module)
+def user_space(host: Host, module: str = "", **driver: Any) -> UserSpace:  # noqa: ANN401
+    return observe_user_space(sources(host, **driver), module)
 
 
 def by_target(found: UserSpace) -> dict[str, Library]:

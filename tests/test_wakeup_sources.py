@@ -11,9 +11,19 @@ from pathlib import Path
 
 import pytest
 
+from agent.config import DriverSettings
 from agent.vendors.host import HOST_VENDORS
 from agent.wakeups.directories import Directories
-from agent.wakeups.host import HEARTBEAT, MANY, PERIOD, NewReports, device_nodes, host_sources, loader_cache, machined
+from agent.wakeups.host import (
+    HEARTBEAT,
+    MANY,
+    PERIOD,
+    NewReports,
+    device_nodes,
+    driver_libraries,
+    host_sources,
+    machined,
+)
 from agent.wakeups.udev import CONTROL, Udev, matters
 from tests.recorded import Host
 
@@ -38,7 +48,7 @@ def nodes(host: Host, dev: Path) -> Iterator[Directories]:
 @pytest.fixture
 def cache(host: Host, tmp_path: Path) -> Iterator[Directories]:
     (tmp_path / "host/etc").mkdir()
-    source = loader_cache(host)
+    source = driver_libraries(host, HOST_VENDORS, DriverSettings)
     source.open()
     yield source
     source.close()
@@ -151,6 +161,28 @@ def test_the_loader_cache_asks_when_it_is_replaced_or_touched(cache: Directories
     assert not cache.asks()
 
 
+@pytest.mark.scenario("001")
+def test_libraries_of_other_places_ask(host: Host, cache: Directories, tmp_path: Path) -> None:
+    """A directory that was not there is watched from the next pass on; other libraries are of no interest."""
+    directory = tmp_path / "host/usr/local/glibc/usr/lib"
+    directory.mkdir(parents=True)
+    assert cache.asks()
+    (directory / "libssl.so.3").touch()
+    assert not cache.asks()
+    (directory / "libcuda.so.570.211.01").touch()
+    assert cache.asks()
+    settings = DriverSettings.model_validate({"root": "/srv/image"})
+    configured = driver_libraries(host, HOST_VENDORS, lambda: settings)
+    configured.open()
+    (tmp_path / "host/srv/image/etc").mkdir(parents=True)
+    assert configured.asks()
+    (directory / "libcuda.so.1").touch()
+    assert not configured.asks()
+    (tmp_path / "host/srv/image/etc/ld.so.cache").touch()
+    assert configured.asks()
+    configured.close()
+
+
 class Reports:
     """The reports of one machine, at times of its own."""
 
@@ -208,7 +240,7 @@ def test_a_machine_that_writes_much_does_not_delay_another(reports: Reports, hos
 
 
 def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Path) -> None:
-    (source,) = (each for each in host_sources(host, HOST_VENDORS) if each.name == "reports")
+    (source,) = (each for each in host_sources(host, HOST_VENDORS, DriverSettings) if each.name == "reports")
     source.open()
     try:
         assert not source.asks()

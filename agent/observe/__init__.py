@@ -1,10 +1,10 @@
-"""Look at the host: everything afresh in each pass, but for the loader's cache while its file is the same."""
+"""Look at the host: everything afresh in each pass, but for loaders' caches while their files are the same."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 from agent.config import Config
-from agent.facts import Facts, Seen
+from agent.facts import CacheEntry, Facts, Seen
 from agent.observe.detached import observe_detached
 from agent.observe.files import observe_files, read_owned
 from agent.observe.loader_cache import Listing, LoaderCache
@@ -31,25 +31,24 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     detached = observe_detached(system)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     units = observe_units([*map(machine_unit, names), *services], system)
-    listing: Seen[Listing] = loader_cache.read(system)
     sources = Sources(
         system=system,
         architecture=system.architecture(),
         pci=_listed("the PCI devices in sysfs", devices.pci_devices),
         drm=_listed("the DRM devices in sysfs", devices.drm_devices),
-        loader_cache=listing.entries if isinstance(listing, Listing) else listing,
+        loader_cache=lambda root: _entries(loader_cache.read(system, root)),
+        driver=config.driver,
         units={service: units[service].state for service in services},
         lost=observe_lost(system),
         detached=detached.gpus,
     )
     staged = observe_staged(system)
-    skipped = listing.skipped if isinstance(listing, Listing) else 0
-    garbled = f"ldconfig -p: {skipped} lines have an unknown form and were skipped" if skipped else ""
+    vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     return Facts(
         architecture=sources.architecture,
         systemd_version=observe_version(system),
         template_device_allow=observe_template(system),
-        vendors=tuple(vendor.observe(sources) for vendor in HOST_VENDORS),
+        vendors=vendors,
         machines=tuple(
             observe_machine(name, with_properties(units[machine_unit(name)], system), system) for name in names
         ),
@@ -60,10 +59,14 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         staged_unseen=staged.unseen,
         staged_problems=staged.problems,
         draining=detached.draining,
-        problems=tuple(problem for problem in (discarded, garbled, detached.problem) if problem),
+        problems=tuple(problem for problem in (discarded, *loader_cache.skipped(), detached.problem) if problem),
         reload_owed=system.exists(RELOAD_OWED),
         files=observe_files(names, owned, system),
     )
+
+
+def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
+    return listing.entries if isinstance(listing, Listing) else listing
 
 
 def _listed(what: str, listing: Callable[[], Seen[D]]) -> Seen[D]:

@@ -7,7 +7,7 @@ from agent.errors import CommandError
 from agent.facts import Absent, Broken, CacheEntry, Seen, Unseen
 from agent.identity import FileIdentity
 from agent.system.files import System
-from agent.system.looking import look
+from agent.system.looking import look, why_not
 
 CACHE = "/etc/ld.so.cache"
 LDCONFIG = "/sbin/ldconfig"
@@ -60,26 +60,46 @@ def _architecture(tags: str) -> str:
 
 
 class LoaderCache:
-    """Runs ldconfig only when the cache file is another one than last time; nothing else outlives a pass."""
+    """Runs ldconfig only when a root's cache file is another one than last time; nothing else outlives a pass."""
 
     def __init__(self) -> None:
-        self._known: tuple[FileIdentity, Listing] | None = None
+        self._known: dict[str, tuple[FileIdentity, Listing]] = {}
+        """By root."""
 
-    def read(self, system: System) -> Seen[Listing]:
-        """What the loader knows."""
-        identity = look(system.identity, CACHE)
+    def read(self, system: System, root: str = "/") -> Seen[Listing]:
+        """What the loader knows, or that of a system in another directory: with paths as they are below that."""
+        where = "" if root == "/" else f"{root}: "
+        try:
+            inner = system if root == "/" else system.below(root)
+        except OSError as error:
+            return why_not(root, error)
+        identity = look(inner.identity, CACHE)
+        if isinstance(identity, Absent):
+            return Absent(f"{where}{CACHE}: there is no such file; run ldconfig")
         if not isinstance(identity, FileIdentity):
-            return Absent(f"{CACHE}: there is no such file; run ldconfig") if isinstance(identity, Absent) else identity
-        if self._known and self._known[0] == identity:
-            return self._known[1]
-        listing = self._list(system)
+            return identity
+        known = self._known.get(root)
+        if known and known[0] == identity:
+            return known[1]
+        # The host's ldconfig reads any glibc's cache. Not by `-r`, which wants chroot(2): the service may not do that.
+        listing = self._list(system, *(("-C", inner.place(CACHE)) if where else ()))
         if isinstance(listing, Listing):
-            self._known = (identity, listing)
+            self._known[root] = (identity, listing)
         return listing
 
-    def _list(self, system: System) -> Listing | Broken | Unseen:
+    def skipped(self) -> tuple[str, ...]:
+        """What could not be understood, a sentence for each root."""
+        return tuple(
+            f"ldconfig -p{'' if root == '/' else f' of {root}'}: {listing.skipped} lines have an unknown form and were "
+            "skipped"
+            for root, (_, listing) in self._known.items()
+            if listing.skipped
+        )
+
+    def _list(self, system: System, *options: str) -> Listing | Broken | Unseen:
         try:
             # A service's PATH may lack /sbin; and some systems have ldconfig elsewhere.
-            return parse_listing(system.run(LDCONFIG if system.exists(LDCONFIG) else "ldconfig", "-p"))
+            program = LDCONFIG if system.exists(LDCONFIG) else "ldconfig"
+            return parse_listing(system.run(program, "-p", *options))
         except CommandError as error:
             return Unseen(str(error))

@@ -47,6 +47,10 @@ class System(Rooted):
         """A regular file's content (files of /proc and /sys are regular); no FIFO and no device is ever opened."""
         return self._read(os.open(self._at(path), os.O_PATH | os.O_CLOEXEC), path, limit)[0]
 
+    def head(self, path: str, size: int) -> bytes:
+        """The first bytes of a regular file of any length."""
+        return self._read(os.open(self._at(path), os.O_PATH | os.O_CLOEXEC), path, size, whole=False)[0]
+
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         """As `read`, of a file that somebody else may replace: a link is refused (ELOOP). Also its change time.
 
@@ -55,7 +59,7 @@ class System(Rooted):
         flags = os.O_PATH | os.O_CLOEXEC | os.O_NOFOLLOW
         return self._read(os.open(self._at(path, follow=False), flags), path, limit)
 
-    def _read(self, probe: int, path: str, limit: int) -> tuple[bytes, float]:
+    def _read(self, probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
         # O_PATH first: to open a device is to act on it, a watchdog for example.
         try:
             status = os.fstat(probe)
@@ -67,9 +71,9 @@ class System(Rooted):
                 content = file.read(limit + 1)
         finally:
             os.close(probe)
-        if len(content) > limit:
+        if whole and len(content) > limit:
             raise OSError(errno.EFBIG, f"larger than {limit} bytes", path)
-        return content, status.st_ctime
+        return content[:limit], status.st_ctime
 
     def read_text(self, path: str) -> str:
         """As `read`; bytes that are not UTF-8 are kept by surrogateescape."""

@@ -2,6 +2,7 @@
 
 import errno
 import os
+from typing import Self
 
 LINK_LIMIT = 40
 """Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
@@ -12,6 +13,17 @@ class Rooted:
 
     def __init__(self, root: str = "/") -> None:
         self.root = root.rstrip("/") or "/"
+
+    def below(self, directory: str) -> Self:
+        """The same, with a directory of it as the root: no link in there leads out of it. Raises OSError."""
+        # Here, as the machine half never does this.
+        import copy
+
+        root = self._below_root(self._resolve(directory))
+        os.lstat(root)
+        inner = copy.copy(self)
+        inner.root = root.rstrip("/") or "/"
+        return inner
 
     def _below_root(self, path: str) -> str:
         return path if self.root == "/" else self.root + path

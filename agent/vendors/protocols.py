@@ -1,11 +1,11 @@
 """What a vendor offers to the host half. Data in, data out, but for `observe`, which looks and never writes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent.conditions import Condition, ConditionType
-from agent.config import MachineSettings
+from agent.config import DriverSettings, MachineSettings
 from agent.facts import CacheEntry, DrmDevice, Gpu, GpuError, PciDevice, Seen, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
@@ -20,13 +20,15 @@ class Sources:
     architecture: str
     pci: Seen[tuple[PciDevice, ...]]
     drm: Seen[tuple[DrmDevice, ...]]
-    loader_cache: Seen[tuple[CacheEntry, ...]]
+    loader_cache: Callable[[str], Seen[tuple[CacheEntry, ...]]]
+    """Of a root: `/`, or a directory that has a whole system in it."""
     units: Mapping[str, Seen[str]]
     """ActiveState by unit name, of the units that vendors named in `services`; Absent when there is no such unit."""
     lost: Mapping[str, str] = field(default_factory=dict)
     """What the kernel's log said, by PCI address, of GPUs that do not answer any more."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of GPUs that an administrator takes out of use."""
+    driver: DriverSettings = field(default_factory=DriverSettings)
 
 
 class HostVendor(Protocol):
@@ -51,6 +53,12 @@ class HostVendor(Protocol):
     """In containerfiles/: the machine image that has the programs of the vendor's that its part in the machine runs."""
     symptoms: Mapping[tuple[ConditionType, str], str]
     """What users see of a condition that is False, by condition and reason; an empty reason stands for any other."""
+    library_names: tuple[str, ...]
+    """Patterns of the files that tell which user space is installed, in `library_directories`."""
+
+    def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
+        """Where these files may come and go; the directories may be missing. Pure."""
+        ...
 
     def observe(self, sources: Sources) -> VendorFacts:
         """Look at everything of this vendor; what cannot be seen is Unseen, never an exception."""

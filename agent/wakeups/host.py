@@ -6,8 +6,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
+from agent.config import DriverSettings
 from agent.handoff import SIZE_LIMIT
-from agent.observe.loader_cache import CACHE
 from agent.paths import MACHINED_STATE, MACHINES_RUNTIME, REPORT_NAME, report_directory
 from agent.system.files import System
 from agent.vendors.protocols import HostVendor
@@ -26,12 +26,14 @@ NONE = b""
 """Instead of a report's digest."""
 
 
-def host_sources(system: System, vendors: tuple[HostVendor, ...]) -> tuple[Source, ...]:
-    """Everything that tells of a change."""
+def host_sources(
+    system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
+) -> tuple[Source, ...]:
+    """Everything that tells of a change. `driver`: the present configuration."""
     return (
         Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
         device_nodes(system, vendors),
-        loader_cache(system),
+        driver_libraries(system, vendors, driver),
         machined(system),
         Directories(
             REPORTS, system, lambda: report_directories(system), NewReports(system).matters, FILES, mounts=True
@@ -53,10 +55,19 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
 
 
-def loader_cache(system: System) -> Directories:
-    """Its directory: ldconfig replaces the file, and a watch stays with the old one."""
-    directory, _, cache = CACHE.rpartition("/")
-    return Directories("loader-cache", system, lambda: (directory,), lambda _, name: name in (cache, ANY), FILES)
+def driver_libraries(
+    system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
+) -> Directories:
+    """Loaders' caches and the libraries themselves. A directory that is made anew is watched from the next pass on."""
+    patterns = tuple(pattern for vendor in vendors for pattern in vendor.library_names)
+
+    def where() -> tuple[str, ...]:
+        return tuple(dict.fromkeys(each for vendor in vendors for each in vendor.library_directories(driver())))
+
+    def matters(_: str, name: str) -> bool:
+        return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    return Directories("loader-cache", system, where, matters, FILES)
 
 
 def machined(system: System) -> Directories:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from agent.conditions import Condition, ConditionType
-from agent.config import MachineSettings
+from agent.config import DriverSettings, MachineSettings
 from agent.facts import DeviceNode, Gpu, GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
@@ -27,6 +27,7 @@ class DrmHost:
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
     services: tuple[str, ...] = ()
     node_directories: tuple[str, ...] = (DRI,)
+    library_names: tuple[str, ...] = ()
     image = "agent-ubuntu2404"
     symptoms: Mapping[tuple[ConditionType, str], str] = SYMPTOMS
 
@@ -37,6 +38,10 @@ class DrmHost:
         self.module_names = description.drivers
         shared = (each.path.removeprefix("/dev/") for each in description.shared)
         self.node_names: tuple[str, ...] = (DRI.removeprefix("/dev/"), *shared)
+
+    def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
+        """Pods bring their user space along: Mesa, oneAPI or ROCm."""
+        return ()
 
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_drm(self.description, sources)

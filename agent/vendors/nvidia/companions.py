@@ -16,8 +16,12 @@ from agent.vendors.nvidia.driver_files import (
     RELEASE,
     Group,
 )
+from agent.vendors.nvidia.driver_places import Place
 
 VERSION = "{version}"
+DATA = "data"
+USUAL_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
+"""Where loaders look; another place's directories have the same in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +35,23 @@ class Companions:
     """Paths of another version's files, of groups that are there in no other version."""
 
 
-def observe_companions(system: System, version: str, triplet: str, libraries: Sequence[str]) -> Companions:
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the driver is on its host."""
+
+    place: Place
+    root: str
+    """The real path of the place's, as a prefix of paths: empty for the host's own."""
+    host: System
+    """Whose kernel it is, while the place may be another system's root."""
+
+
+def observe_companions(
+    system: System, version: str, triplet: str, libraries: Sequence[str], around: Surroundings
+) -> Companions:
     """`libraries` are the directories of the driver's libraries, libcuda's first. Raises OSError if looking fails."""
-    places = {"libraries": tuple(libraries), "firmware": _firmware_directories(system)}
+    firmware = _firmware_directories(around)
+    places = {"libraries": tuple(libraries), "firmware": firmware, DATA: around.place.data}
     by_target: dict[str, Library] = {}
     found: set[str] = set()
     others: dict[str, tuple[str, ...]] = {}
@@ -48,7 +66,7 @@ def observe_companions(system: System, version: str, triplet: str, libraries: Se
             found.add(group.name)
         else:
             others[group.name] = tuple(_of_other_versions(system, group, version, places))
-    binaries = _binaries(system)
+    binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES))
     lacking = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         lacking.append(BINARIES[0])
@@ -93,6 +111,8 @@ def _of_other_versions(
 
 
 def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    relative = [each.removeprefix(base) for each in group.directories for base in USUAL_DATA if each.startswith(base)]
+    yield from (f"{base}/{each}" for base in places[DATA] for each in dict.fromkeys(relative))
     for directory in group.directories:
         key = next((key for key in places if directory.startswith(f"{{{key}}}")), None)
         if key is None:
@@ -111,10 +131,14 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
         raise
 
 
-def _firmware_directories(system: System) -> tuple[str, ...]:
-    release, path = _line(system, RELEASE), _line(system, FIRMWARE_PATH)
+def _firmware_directories(around: Surroundings) -> tuple[str, ...]:
+    """Of a root, as paths below it."""
+    release, path = _line(around.host, RELEASE), _line(around.host, FIRMWARE_PATH)
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
-    return (*([path] if path.startswith("/") else []), *standard)
+    # Driver containers give the kernel one of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
+    roots = (around.root, around.place.root.rstrip("/"))
+    own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
+    return (*own, *standard)
 
 
 def _line(system: System, path: str) -> str:
@@ -126,11 +150,11 @@ def _line(system: System, path: str) -> str:
         raise
 
 
-def _binaries(system: System) -> list[Library]:
+def _binaries(system: System, directories: Sequence[str]) -> list[Library]:
     """The first executable file of each name; their names have no version, packages install one at a time."""
     found = []
     for name in BINARIES:
-        for directory in BINARY_DIRECTORIES:
+        for directory in directories:
             path = f"{directory}/{name}"
             if system.is_file(path) and system.identity(path).executable:
                 found.append(library(system, f"usr/bin/{name}", system.real_path(path)))

@@ -96,16 +96,25 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     if isinstance(library, Unseen):
         return unknown(kind, "ObservationFailed", library.why)
     serving = grant.driver_root.version if grant.driver_root else ""
+    if driver.configured and isinstance(library, Absent | Broken):
+        return false(
+            kind,
+            "NotInConfiguredPlace",
+            f"{driver.configured} names {driver.place}, which holds no usable driver: {library.why}; correct that key "
+            "of the configuration, or take it out to have the driver looked for",
+        )
     if isinstance(library, Absent):
         wanted = f" {module}" if isinstance(module, str) else ""
         return false(
             kind,
             "NotInstalled",
-            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture; install the driver's user-space "
-            f"libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: libnvidia-compute) and run ldconfig",
+            f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
+            f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
+            "libnvidia-compute) and run ldconfig, or name their place by driver.root or driver.library_directories",
         )
     if isinstance(library, Broken):
-        return false(kind, "LibrariesBroken", f"{library.why}; {REINSTALL}")
+        where = f"{driver.place}: " if driver.place else ""
+        return false(kind, "LibrariesBroken", f"{where}{library.why}; {REINSTALL}")
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(
@@ -117,11 +126,13 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         return false(
             kind,
             "VersionMismatch",
-            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host",
+            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host"
+            f"{_others(driver)}",
         )
     if isinstance(driver.files, Absent | Broken | Unseen):
         return false(kind, "LibrariesBroken", f"{driver.files.why}; {REINSTALL}")
-    parts = [f"{len(driver.files)} files of driver {library}"]
+    where = f" from {driver.place}" if driver.place else ""
+    parts = [f"{len(driver.files)} files of driver {library}{where}{_others(driver)}"]
     if driver.not_installed:
         parts.append(f"not installed on this host: {', '.join(driver.not_installed)}")
     if driver.other_version:
@@ -129,6 +140,10 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         parts.append(f"left out, as they are of another version: {left_out}; {REINSTALL}")
         return true(kind, "PartlyOtherVersion", "; ".join(parts))
     return true(kind, "Present", "; ".join(parts))
+
+
+def _others(driver: Driver) -> str:
+    return f"; not used: {', '.join(driver.other_places)}" if driver.other_places else ""
 
 
 def _fabric_ready(fabric: Seen[str]) -> Condition:

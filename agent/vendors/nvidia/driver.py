@@ -8,8 +8,8 @@ from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.looking import look
 from agent.vendors.nvidia.gpus import has_nvswitch
-from agent.vendors.nvidia.libraries import UserSpace
 from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
+from agent.vendors.nvidia.user_space import UserSpace
 from agent.vendors.protocols import Sources
 
 MODULE_VERSION = "/sys/module/nvidia/version"
@@ -34,6 +34,9 @@ def observe_driver(
         files=user_space.files,
         not_installed=user_space.not_installed,
         other_version=user_space.other_version,
+        place=user_space.place,
+        other_places=user_space.other_places,
+        configured=user_space.configured,
         fabric=_fabric(sources, nodes),
         persistence=sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for")),
     )

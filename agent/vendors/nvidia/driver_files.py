@@ -8,7 +8,16 @@ internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go). DEBIAN: the package
 driver libraries, libcuda's first, `{firmware}` each directory that the kernel searches.
 """
 
+import re
 from dataclasses import dataclass
+
+LIBRARY = re.compile(
+    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
+    r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
+)
+"""As in libnvidia-container's nvc_info.c, but for its own libraries and nvidia-settings' toolkit parts."""
+DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
+"""Such as 550.163.01, against a soname's 1 and an external platform library's 1.1.18."""
 
 RUN, CTK, DEBIAN = "RUN", "CTK", "DEBIAN"
 

@@ -1,7 +1,7 @@
 """NVIDIA on the host: the parts, wired."""
 
 from agent.conditions import Condition
-from agent.config import MachineSettings
+from agent.config import DriverSettings, MachineSettings
 from agent.facts import Gpu, GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
@@ -9,6 +9,7 @@ from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.daemons import letting_go
 from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
+from agent.vendors.nvidia.driver_places import LIBRARY_NAMES, watched_directories
 from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.symptoms import SYMPTOMS
@@ -29,6 +30,10 @@ class Nvidia:
     node_directories = NODE_DIRECTORIES
     image = "agent-ubuntu2404-nvidia"
     symptoms = SYMPTOMS
+    library_names = LIBRARY_NAMES
+
+    def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
+        return watched_directories(driver)
 
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_nvidia(sources)

@@ -1,51 +1,30 @@
-"""The driver's user-space files: which belong into a driver root, and where in it.
+"""The driver's libraries: which belong into a driver root, and where in it.
 
 The loader's cache says which libraries there are; their real files may lie elsewhere (Debian: behind absolute
 links of the alternatives system) and beside others that the cache does not list. One driver version only.
 """
 
 import os.path
-import re
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
 from agent.system.looking import why_not
-from agent.vendors.nvidia.companions import library, observe_companions
-from agent.vendors.nvidia.driver_files import GBM_LIBRARY, GBM_LINK
-from agent.vendors.protocols import Sources
+from agent.vendors.nvidia.companions import library
+from agent.vendors.nvidia.driver_files import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
 """Debian's multiarch names; the layout of a driver root is the same whatever the host's is."""
 SETS = {"x86_64": ("x86_64", "i686"), "aarch64": ("aarch64",)}
 """The native architecture, then the 32-bit set that its driver package may bring."""
 
-LIBRARY = re.compile(
-    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
-    r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
-)
-"""As in libnvidia-container's nvc_info.c, but for its own libraries and nvidia-settings' toolkit parts."""
-DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
-"""Such as 550.163.01, against a soname's 1 and an external platform library's 1.1.18."""
-
 MAIN = ("libcuda", "libnvidia-ml")
 """Without them there is no driver. CUDA's compatibility packages have libcuda, of another version, and no NVML."""
 
 
-@dataclass(frozen=True, slots=True)
-class UserSpace:
-    """The files of one version."""
-
-    version: Seen[str]
-    files: Seen[tuple[Library, ...]]
-    problems: tuple[str, ...] = ()
-    not_installed: tuple[str, ...] = ()
-    other_version: tuple[str, ...] = ()
-    """As Companions has both."""
-
-
 @dataclass(slots=True)
-class _Found:
+class Found:
     """What one architecture's part of the loader's cache leads to."""
 
     architecture: str
@@ -53,6 +32,8 @@ class _Found:
     """Real paths by name, in the loader's order."""
     links: set[str] = field(default_factory=set)
     """Names by which libraries are looked for: sonames and development links."""
+    directories: dict[str, None] = field(default_factory=dict)
+    """Real ones, in the loader's order."""
 
     def versions(self, stem: str) -> list[str]:
         """Driver versions of one library, in the loader's order."""
@@ -82,37 +63,14 @@ class _Found:
         return chosen
 
 
-def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Of the version that `module` (or an empty string) names if that is installed, else of the loader's choice."""
-    cache = sources.loader_cache
-    if not isinstance(cache, tuple):
-        return UserSpace(cache, cache)
-    if sources.architecture not in SETS:
-        none = Absent(f"NVIDIA has no driver for {sources.architecture}")
-        return UserSpace(none, none)
-    problems: list[str] = []
-    try:
-        found = [_search(sources.system, cache, each, problems) for each in SETS[sources.architecture]]
-        version = _choose(found[0], module)
-        if not isinstance(version, str):
-            return UserSpace(version, version, tuple(problems))
-        files = [file for each in found for file in _libraries(sources.system, each, version)]
-        directories = _directories(found[0], version)
-        beside = observe_companions(sources.system, version, TRIPLETS[sources.architecture], directories)
-    except OSError as error:
-        unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
-        return UserSpace(unseen, unseen, tuple(problems))
-    return UserSpace(version, (*files, *beside.files), tuple(problems), beside.not_installed, beside.other_version)
-
-
-def _directories(found: _Found, version: str) -> list[str]:
+def own_directories(found: Found, version: str) -> list[str]:
     """Those of the version's own files, libcuda's first."""
     chosen = {name: path for name, path in found.of_version(version).items() if _version(name)}
     ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
     return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
 
 
-def _choose(found: _Found, module: str) -> Seen[str]:
+def choose(found: Found, module: str) -> Seen[str]:
     """A version that has both main libraries; that of the module if there are several."""
     installed = {stem: found.versions(stem) for stem in MAIN}
     complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
@@ -122,14 +80,15 @@ def _choose(found: _Found, module: str) -> Seen[str]:
         there = " and ".join(f"{stem} {', '.join(versions) or 'in no version'}" for stem, versions in installed.items())
         return Broken(f"no version of the driver has both libraries that it needs: there is {there}")
     if found.links:
-        return Broken("the loader's cache names NVIDIA's libraries, but libcuda and libnvidia-ml are not among them")
-    return Absent("no library of NVIDIA's driver is in the loader's cache")
+        return Broken("there are libraries of NVIDIA's, but libcuda and libnvidia-ml are not among them")
+    return Absent("there is no library of NVIDIA's driver")
 
 
-def _search(system: System, cache: tuple[CacheEntry, ...], architecture: str, problems: list[str]) -> _Found:
-    """Raises OSError where looking failed."""
-    found = _Found(architecture)
-    directories: dict[str, None] = {}
+def search(
+    system: System, cache: tuple[CacheEntry, ...], architecture: str, problems: list[str], known: Set[str] = frozenset()
+) -> Found:
+    """Not of directories that are `known`. Raises OSError where looking failed."""
+    found = Found(architecture)
     # libcuda's directory first: it has the complete set.
     entries = sorted(
         (each for each in cache if each.architecture == architecture and _ours(each)),
@@ -146,10 +105,13 @@ def _search(system: System, cache: tuple[CacheEntry, ...], architecture: str, pr
         if not real.isprintable():
             problems.append(f"{real!a}: the path has characters that no library's path has")
             continue
+        directory = os.path.dirname(real)
+        if directory in known:
+            continue
         found.links.add(entry.soname)
         _add(system, found, real)
-        directories[os.path.dirname(real)] = None
-    for directory in directories:
+        found.directories[directory] = None
+    for directory in found.directories:
         for place in (directory, f"{directory}/vdpau"):
             _scan(system, found, place, problems)
     return found
@@ -160,7 +122,7 @@ def _ours(entry: CacheEntry) -> bool:
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
 
 
-def _scan(system: System, found: _Found, directory: str, problems: list[str]) -> None:
+def _scan(system: System, found: Found, directory: str, problems: list[str]) -> None:
     """Add what lies beside the libraries that the cache lists."""
     try:
         names = system.entries(directory)
@@ -178,13 +140,13 @@ def _scan(system: System, found: _Found, directory: str, problems: list[str]) ->
             found.links.add(name)
 
 
-def _add(system: System, found: _Found, real: str) -> None:
+def _add(system: System, found: Found, real: str) -> None:
     name = os.path.basename(real)
     if LIBRARY.fullmatch(name) and system.is_file(real) and real not in found.files.setdefault(name, []):
         found.files[name].append(real)
 
 
-def _libraries(system: System, found: _Found, version: str) -> list[Library]:
+def libraries(system: System, found: Found, version: str) -> list[Library]:
     """Files of the version, and files that have a numbering of their own, with the links that name them."""
     by_target: dict[str, Library] = {}
     chosen = found.of_version(version)

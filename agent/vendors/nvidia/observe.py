@@ -4,7 +4,7 @@ from agent.facts import VendorFacts
 from agent.vendors.nvidia.devices import observe_devices
 from agent.vendors.nvidia.driver import observe_driver, observe_module, observe_services
 from agent.vendors.nvidia.gpus import observe_gpus
-from agent.vendors.nvidia.libraries import observe_user_space
+from agent.vendors.nvidia.user_space import observe_user_space
 from agent.vendors.protocols import Sources
 
 

@@ -1,0 +1,151 @@
+"""The driver's user space: in which of a host's places it is, and its files. Exactly one place is used."""
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
+
+from agent.facts import Absent, CacheEntry, Library, Seen, Unseen
+from agent.system.deadlines import ask_device
+from agent.system.files import System
+from agent.system.looking import why_not
+from agent.vendors.nvidia import libraries
+from agent.vendors.nvidia.companions import Surroundings, observe_companions
+from agent.vendors.nvidia.driver_places import PLACES, Place, configured_place
+from agent.vendors.nvidia.libraries import SETS, TRIPLETS, Found
+from agent.vendors.nvidia.library_directories import list_libraries
+from agent.vendors.nvidia.library_paths import with_paths_of_pods
+from agent.vendors.protocols import Sources
+
+LOOK = 15.0
+"""Seconds for a look at one place; a busy host needs one of them for the headers of all libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserSpace:
+    """The files of one version."""
+
+    version: Seen[str]
+    files: Seen[tuple[Library, ...]]
+    problems: tuple[str, ...] = ()
+    not_installed: tuple[str, ...] = ()
+    other_version: tuple[str, ...] = ()
+    """As Companions has both."""
+    place: str = ""
+    other_places: tuple[str, ...] = ()
+    configured: str = ""
+    """As Driver has the three."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """What one place holds."""
+
+    place: Place
+    version: Seen[str]
+    system: System
+    """With the place's root."""
+    root: str = ""
+    """The same, on the host: its real path, or empty for the host's own."""
+    found: tuple[Found, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def directories(self) -> frozenset[str]:
+        """Of a whole driver's libraries, in the host's own root: no other place has another driver there."""
+        if self.root or not isinstance(self.version, str):
+            return frozenset()
+        return frozenset(directory for each in self.found for directory in each.directories)
+
+
+def observe_user_space(sources: Sources, module: str) -> UserSpace:
+    """Of the version that `module` (or an empty string) names if that is installed, else of the loader's choice."""
+    if sources.architecture not in SETS:
+        none = Absent(f"NVIDIA has no driver for {sources.architecture}")
+        return UserSpace(none, none)
+    place = configured_place(sources.driver)
+    if place is not None:
+        return replace(_assemble(sources, _look(sources, place, module)), configured=place.name)
+    candidates: list[_Candidate] = []
+    for place in PLACES:
+        known = frozenset[str]().union(*(each.directories for each in candidates))
+        candidates.append(_look(sources, place, module, known))
+    chosen = _choose(candidates, module)
+    others = (each for each in candidates if each is not chosen and isinstance(each.version, str))
+    return replace(
+        _assemble(sources, chosen), other_places=tuple(f"driver {each.version} in {each.place}" for each in others)
+    )
+
+
+def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
+    """The first that is complete and fits the module, else the first that holds anything, else the first of all.
+
+    What follows a place that could not be looked at does not take its turn for that: nothing is known then.
+    """
+    there = []
+    for each in candidates:
+        if isinstance(each.version, Unseen):
+            return each
+        if isinstance(each.version, str) and each.version == (module or each.version):
+            return each
+        if not isinstance(each.version, Absent):
+            there.append(each)
+    return there[0] if there else candidates[0]
+
+
+def _look(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
+    """Not in directories of the host's own root that are `known`."""
+    if place.root == "/" and not place.libraries:
+        return _search(sources, place, module, known)
+    try:
+        # In bounded time: /home and /opt may be file systems of a network, on hosts that have no driver there.
+        return ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
+    except OSError as error:
+        return _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
+
+
+def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
+    system, root = sources.system, ""
+    if place.root != "/":
+        try:
+            system, root = system.below(place.root), system.real_path(place.root).rstrip("/")
+        except OSError as error:
+            return _Candidate(place, why_not(place.root, error), sources.system)
+    problems: list[str] = []
+    try:
+        entries = _entries(sources, place, system)
+        if not isinstance(entries, tuple):
+            return _Candidate(place, entries, system, root)
+        architectures = SETS[sources.architecture]
+        skipped = frozenset[str]() if root else known
+        found = tuple(libraries.search(system, entries, each, problems, skipped) for each in architectures)
+    except OSError as error:
+        unseen = Unseen(why_not(error.filename or str(place), error).why)
+        return _Candidate(place, unseen, system, root)
+    told = tuple(f"{root}: {each}" if root else each for each in problems)
+    return _Candidate(place, libraries.choose(found[0], module), system, root, found, told)
+
+
+def _entries(sources: Sources, place: Place, system: System) -> Seen[tuple[CacheEntry, ...]]:
+    """Raises OSError."""
+    if not place.libraries:
+        return sources.loader_cache(place.root)
+    return list_libraries(system, place.libraries, sources.architecture)
+
+
+def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
+    """All files of the version that the place holds, or why there are none."""
+    place, system, root, version = candidate.place, candidate.system, candidate.root, candidate.version
+    if not isinstance(version, str):
+        return UserSpace(version, version, candidate.problems, place=str(place))
+    try:
+        files = [file for each in candidate.found for file in libraries.libraries(system, each, version)]
+        directories = libraries.own_directories(candidate.found[0], version)
+        triplet = TRIPLETS[sources.architecture]
+        beside = observe_companions(system, version, triplet, directories, Surroundings(place, root, sources.system))
+        companions, astray = with_paths_of_pods(system, beside.files, files)
+    except OSError as error:
+        unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
+        return UserSpace(unseen, unseen, candidate.problems, place=str(place))
+    problems = (*candidate.problems, *(f"{root}: {each}" if root else each for each in astray))
+    all_files = (*files, *companions)
+    on_host = tuple(replace(each, source=f"{root}{each.source}") if each.source else each for each in all_files)
+    return UserSpace(version, on_host, problems, beside.not_installed, beside.other_version, str(place))
