@@ -127,3 +127,34 @@ def test_a_device_behind_a_link_is_told_as_by_stat(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(OSError, match="symbolic links"):
         system.device_behind(str(tmp_path / "loop"))
+
+
+def test_the_head_of_a_file(tmp_path: Path) -> None:
+    """However long it is; nothing but a regular file is opened."""
+    system = System(no_process, str(tmp_path))
+    (tmp_path / "long").write_bytes(b"head" + bytes(1 << 21))
+    assert system.head("/long", 4) == b"head"
+    assert system.head("/long", 1 << 10) == b"head" + bytes(1020)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        system.head("/fifo", 4)
+
+
+def test_a_system_below_another(tmp_path: Path) -> None:
+    """Its links hold below it, and so do those that lead to it."""
+    (tmp_path / "inner/etc").mkdir(parents=True)
+    (tmp_path / "inner/etc/name").write_text("inner")
+    (tmp_path / "name").write_text("outer")
+    (tmp_path / "link").symlink_to("/inner")
+    (tmp_path / "inner/absolute").symlink_to("/etc/name")
+    (tmp_path / "inner/out").symlink_to("../../../name")
+    system = System(no_process, str(tmp_path))
+    inner = system.below("/link")
+    assert inner.read("/absolute") == b"inner"
+    assert inner.place("/etc") == str(tmp_path / "inner/etc")
+    assert not inner.is_file("/out")
+    assert system.read("/name") == b"outer"
+    assert system.below("/").root == system.root
+    with pytest.raises(FileNotFoundError):
+        system.below("/none")
+    assert System(no_process).below(str(tmp_path)).read("/inner/etc/name") == b"inner"

@@ -21,6 +21,8 @@ class Place:
     """Searched before the usual directories."""
     data: tuple[str, ...] = ()
     """What has `vulkan`, `glvnd`, `egl` and the like in it; searched before /etc, /usr/local/share and /usr/share."""
+    local: bool = True
+    """No host has a network's file system there: inotify_add_watch(2) would wait for one that hangs."""
 
     def __str__(self) -> str:
         within = f" in {self.root}" if self.root != "/" else ""
@@ -43,6 +45,7 @@ def _prefix(name: str, *prefixes: str) -> Place:
         libraries=tuple(f"{prefix}/{each}" for prefix in prefixes for each in ("lib64", "lib")),
         binaries=tuple(f"{prefix}/bin" for prefix in prefixes),
         data=tuple(f"{prefix}{each}" for prefix in prefixes for each in ("", "/share", "/etc")),
+        local=False,
     )
 
 
@@ -93,7 +96,7 @@ LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cach
 
 
 def watched_directories(settings: DriverSettings) -> tuple[str, ...]:
-    """Of the configured place, or of all that are looked at."""
+    """Of the configured place, or of those that are looked at, as far as they are local: passes look at the others."""
     configured = configured_place(settings)
-    places = (configured,) if configured else PLACES
+    places = (configured,) if configured else tuple(place for place in PLACES if place.local)
     return tuple(dict.fromkeys(directory for place in places for directory in place.watched))
