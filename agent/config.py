@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.pod_environment import PodEnvironment, VariableName, VariableValue
 from agent.system.files import System
 
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
@@ -35,7 +36,6 @@ MachineName = Annotated[
 OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?$")]
 """Text for a line of a unit file: a line break would start a setting of its own, a backslash at the end join two."""
 KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
-VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
 PORT_LIMIT = 65535
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
@@ -106,6 +106,8 @@ class MachineSettings(Model):
     """Grant the IMEX channels, which reach the memory of other nodes' GPUs."""
     sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
     """Daemons of the driver whose sockets the machine and all its pods with GPUs get: each speaks to the whole host."""
+    pod_environment: PodEnvironment = {}
+    """Variables that every pod gets with a device of the vendor."""
     default_runtime: bool = False
     """Make the vendor's runtime containerd's default, so that pods need no RuntimeClass."""
     containerd_drop_in: str = ""
@@ -277,4 +279,5 @@ FORMS = {
     _pattern(SectionName): "the name of a section, such as Files",
     _pattern(KeyName): "the name of a setting, such as Bind",
     _pattern(VariableName): "the name of an environment variable",
+    _pattern(VariableValue): "text of one line",
 }

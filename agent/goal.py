@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from agent.facts import DeviceNode, ServiceDirectory, StagedRoot
 from agent.granted import Granted
-from agent.handoff import Handoff
+from agent.handoff import Handoff, Variable
 from agent.live import LiveSettings
 
 
@@ -49,6 +49,8 @@ class Grant:
     """Names of daemons whose sockets it may use, whether or not they run."""
     directories: tuple[ServiceDirectory, ...] = ()
     """Of those that run."""
+    environment: tuple[Variable, ...] = ()
+    """What pods get with any of its devices."""
     problems: tuple[str, ...] = ()
     """What was asked for and cannot be granted, one sentence each."""
 

@@ -22,7 +22,7 @@ from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, R
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
-SINCE_2 = ("capability", "sockets", "containerd_drop_in")
+SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in")
 """Keys that version 1 does not know."""
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
@@ -59,6 +59,14 @@ class GrantedFile:
     link: str = ""
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Variable:
+    """An environment variable."""
+
+    name: str
+    value: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """What one vendor's part of the machine half is to set up."""
@@ -72,6 +80,8 @@ class Request:
     files: tuple[GrantedFile, ...] = ()
     sockets: tuple[str, ...] = ()
     """Names of daemons on the host whose sockets pods may use. Since version 2."""
+    environment: tuple[Variable, ...] = ()
+    """What pods get with any device. Since version 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +112,14 @@ def render_handoff(handoff: Handoff) -> bytes:
 
     It has the oldest version that says all of it, so that an older image goes on as long as nothing newer is granted.
     """
-    newer = any(request.sockets or any(device.capability for device in request.devices) for request in handoff.requests)
-    version = HANDOFF_VERSION if newer or handoff.containerd_drop_in else OLDEST_HANDOFF
+    newer = handoff.containerd_drop_in or any(map(_needs_2, handoff.requests))
+    version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     document = {"version": version, "generation": handoff.generation, **_content(handoff)}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _needs_2(request: Request) -> bool:
+    return bool(request.sockets or request.environment or any(device.capability for device in request.devices))
 
 
 def _content(handoff: Handoff) -> dict[str, Any]:
@@ -181,6 +195,7 @@ def _request(where: str, document: dict[str, Any]) -> Request:
         driver_root=get(where, document, "driver_root", str),
         files=objects(where, document, "files", _file),
         sockets=strings(where, document, "sockets") if "sockets" in document else (),
+        environment=objects(where, document, "environment", _variable) if "environment" in document else (),
     )
 
 
@@ -193,6 +208,10 @@ def _device(where: str, document: dict[str, Any]) -> GrantedDevice:
         pci_address=get(where, document, "pci_address", str),
         capability=get(where, document, "capability", str) if "capability" in document else "",
     )
+
+
+def _variable(where: str, document: dict[str, Any]) -> Variable:
+    return Variable(name=get(where, document, "name", str), value=get(where, document, "value", str))
 
 
 def _file(where: str, document: dict[str, Any]) -> GrantedFile:

@@ -47,7 +47,7 @@ def version_1() -> dict[str, Any]:
     del content["restart_device_plugin"]
     del content["containerd_drop_in"]
     (request,) = content["requests"]
-    del request["sockets"]
+    del request["sockets"], request["environment"]
     for device in request["devices"]:
         del device["capability"]
     return content

@@ -26,7 +26,7 @@ LAYERS = (
         "manifest",
     ),
     ("system",),
-    ("config",),
+    ("pod_environment", "config"),
     ("vendors",),
     ("observe", "plan", "staging", "running", "apply", "holders", "inside"),
     ("readiness", "locks", "history", "node_condition", "gpu_errors"),
@@ -75,6 +75,9 @@ ALLOWED_NAMES = {
     # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
     ("paths.py", "/host-nvidia"),
     ("paths.py", "/run/host-nvidia"),
+    # A key of the configuration, and names of variables that it may not set.
+    ("pod_environment.py", "nvidia"),
+    ("pod_environment.py", "(NVIDIA|NVCT)_.*"),
 }
 
 

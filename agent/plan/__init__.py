@@ -191,6 +191,7 @@ def _request(grant: Grant) -> Request:
         driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
         files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
         sockets=grant.services,
+        environment=grant.environment,
     )
 
 

@@ -37,6 +37,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         mounted = strings(common, "mounts", "hostPath")
         hooks = objects(common, "hooks")
         linked = {each.partition("::")[2] for hook in hooks for each in items(hook, "args") if isinstance(each, str)}
+        environment = _environment(items(common, "env"), request)
     except DocumentError:
         return spec, ()
     paths = (_host_path(request, each) for each in request.files)
@@ -53,7 +54,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     known = {each for hook in hooks if _kind(hook) == "update-ldcache" for each in items(hook, "args")}
     arguments = [argument for folder in sorted(folders - known) for argument in ("--folder", folder)]
     hooks = _extended(hooks, "update-ldcache", arguments)
-    added = document | {"containerEdits": common | {"mounts": mounts, "hooks": hooks}}
+    added = document | {"containerEdits": common | environment | {"mounts": mounts, "hooks": hooks}}
     return added, tuple(file.target for file in files)
 
 
@@ -76,6 +77,12 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
         "containerPath": f"/{file.target}",
         "options": list(MOUNT_OPTIONS),
     }
+
+
+def _environment(present: list[Any], request: Request) -> dict[str, Any]:
+    """The edit `env` with what was asked for; none where nothing was."""
+    asked = [f"{each.name}={each.value}" for each in request.environment]
+    return {"env": [*present, *(each for each in asked if each not in present)]} if asked else {}
 
 
 def _links(request: Request) -> dict[str, str]:

@@ -12,7 +12,7 @@ from agent.errors import DocumentError
 from agent.handoff import Request
 from agent.identity import DeviceKind, DeviceNumber
 from agent.vendors.cdi_document import devices as devices_of
-from agent.vendors.cdi_document import object_of, objects, strings
+from agent.vendors.cdi_document import items, object_of, objects, strings
 from agent.vendors.machine_protocol import Verdict
 from agent.vendors.nvidia.cdi_devices import is_partition, missing_gpus, missing_partitions, name_problems
 from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
@@ -46,6 +46,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
             *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, ground)),
             *_common_problems(common, request),
             *_library_problems(common, request),
+            *_environment_problems(common, request),
             *name_problems(with_gpus, request),
         ]
         missing = missing_gpus(devices, request)
@@ -112,6 +113,14 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
         yield f"device node {path} is not in it"
     for path in sorted(path for path in present if path in kinds and kinds[path] not in SHARED):
         yield f"every container would get the {kinds[path]} node {path}"
+
+
+def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    """Of what was asked for; anything else is foreign already."""
+    present = items(common, "env")
+    for variable in request.environment:
+        if f"{variable.name}={variable.value}" not in present:
+            yield f"environment variable {variable.name} is not set to {variable.value!r}"
 
 
 def _library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:

@@ -51,6 +51,7 @@ class Ground:
         targets = [file.target for file in request.files]
         self.files = {f"{self.driver_root}/{target}": target for target in targets} if self.driver_root else {}
         """Path below the driver root by path in the machine."""
+        self.environment = {f"{each.name}={each.value}" for each in request.environment}
         self.sockets = sockets.mount_points(request.sockets)
         """Of daemons on the host: path in pods by path in the machine."""
         self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
@@ -183,6 +184,8 @@ def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool
 def _known_environment(setting: object, ground: Ground) -> bool:
     if not isinstance(setting, str):
         return False
+    if setting in ground.environment:
+        return True
     name, _, value = setting.partition("=")
     if name == "NVIDIA_VISIBLE_DEVICES":
         # Tells nvidia-container-runtime, should it come behind CDI, to add nothing.

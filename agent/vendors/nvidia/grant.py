@@ -3,6 +3,7 @@
 from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant
+from agent.handoff import Variable
 from agent.identity import DeviceKind
 from agent.vendors.nvidia.sockets import DIRECTORIES
 
@@ -36,8 +37,13 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         services=tuple(name for name in DIRECTORIES if gpus and name in settings.sockets),
         directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
+        environment=_pod_environment(settings) if gpus else (),
         problems=problems,
     )
+
+
+def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
+    return tuple(Variable(*item) for item in sorted(settings.pod_environment.get("nvidia", {}).items()))
 
 
 def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:

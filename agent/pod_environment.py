@@ -1,0 +1,39 @@
+"""Environment variables that the configuration gives to pods. Pure.
+
+They go into the CDI specification, whose variables replace those that a pod's manifest and its image set (CDI's
+container-edits.go adds them to the finished process). So those that others depend on are refused.
+"""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, StringConstraints
+
+VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
+VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
+"""Text of one line: a break would be no fault, but no variable of a driver has one, and a mistake in TOML does."""
+NUMBER_LIMIT = 32
+"""Variables; far more than the drivers know, and few enough for every container's start."""
+
+REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it as a request for devices, or sets it itself"),
+    (re.compile("LD_.*|GLIBC_TUNABLES"), "the loader would obey it in each program of each image"),
+    (re.compile("PATH"), "it would replace the image's own, by which its programs are found"),
+    (re.compile("HOME|HOSTNAME|KUBERNETES_.*"), "each pod has its own"),
+)
+"""What is asked to stay away, and why."""
+
+
+def _acceptable(variables: dict[str, str]) -> dict[str, str]:
+    if len(variables) > NUMBER_LIMIT:
+        raise ValueError(f"{len(variables)} variables are too many, {NUMBER_LIMIT} may be set")
+    for name in variables:
+        for pattern, why in REFUSED:
+            if pattern.fullmatch(name):
+                raise ValueError(f"{name} may not be set for all pods: {why}")
+    return variables
+
+
+Variables = Annotated[dict[VariableName, VariableValue], AfterValidator(_acceptable)]
+PodEnvironment = dict[Literal["nvidia"], Variables]
+"""By the vendor whose devices a pod is given: on a host with several, what helps one would mislead the others."""
