@@ -248,15 +248,16 @@ def test_cdi_that_is_on_already_needs_none(machine: Machine) -> None:
 
 
 def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
-    """What its drop-in says goes on to serve: none of ours would be read behind it."""
+    """Its drop-in takes the place of the one that was there for CDI alone, and goes on to serve: it enables CDI too."""
     add_nodes(machine, INTEL)
     machine.hand(INTEL, EMPTY)
     settled(machine)
     machine.hand(INTEL, REQUEST)
     settled(machine)
-    assert machine.entries("/etc/containerd/conf.d") == ("99-cdi.toml", "99-nvidia.toml")
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     machine.hand(INTEL, EMPTY)
     settled(machine)
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
