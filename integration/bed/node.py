@@ -32,6 +32,7 @@ class Pod:
     environment: dict[str, str] = field(default_factory=dict)
     user: int = 0
     """Not root: without its rights, and in no group but its own."""
+    image: str = CUDA_TEST
 
 
 class Node:
@@ -95,7 +96,7 @@ def _pod_config(name: str) -> dict[str, Any]:
 def _container_config(pod: Pod) -> dict[str, Any]:
     return {
         "metadata": {"name": "main", "attempt": 0},
-        "image": {"image": CUDA_TEST},
+        "image": {"image": pod.image},
         "command": list(pod.command),
         "envs": [{"key": key, "value": value} for key, value in pod.environment.items()],
         "CDI_devices": [{"name": name if "=" in name else f"{KIND}={name}"} for name in pod.cdi],

@@ -1,7 +1,7 @@
 """Container images of the pods that the bed runs, made here from Debian's packages and two small C programs."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from integration.bed import debian
@@ -32,18 +32,19 @@ def device_plugin_image() -> Path:
     """An archive of NVIDIA's device plugin, which only a cluster needs: its program on the base of cuda-test."""
 
     def build(output: Path) -> None:
-        _write_image(output, "device-plugin", DEVICE_PLUGIN, DEVICE_PLUGIN_ENTRY_POINT, _fill_device_plugin)
+        write_image(output, "device-plugin", DEVICE_PLUGIN, DEVICE_PLUGIN_ENTRY_POINT, _fill_device_plugin)
 
     inputs: list[Path | str] = [str(device_plugin()), Path(__file__), Path(debian.__file__)]
     return cached("device-plugin-image", inputs, build) / "device-plugin.tar"
 
 
 def _build(output: Path) -> None:
-    _write_image(output, "pause", PAUSE, '["/pause"]', _fill_pause)
-    _write_image(output, "cuda-test", CUDA_TEST, "[]", _fill_cuda_test)
+    write_image(output, "pause", PAUSE, '["/pause"]', _fill_pause)
+    write_image(output, "cuda-test", CUDA_TEST, "[]", _fill_cuda_test)
 
 
-def _write_image(output: Path, name: str, image: str, entry_point: str, fill: Callable[[Path], None]) -> None:
+def write_image(output: Path, name: str, image: str, entry_point: str, fill: Callable[[Path], None]) -> None:
+    """The archive NAME.tar in `output`, of the root file system that `fill` makes."""
     root = output / name
     fill(root)
     import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
@@ -53,12 +54,12 @@ def _write_image(output: Path, name: str, image: str, entry_point: str, fill: Ca
 
 def _fill_pause(root: Path) -> None:
     root.mkdir()
-    _compile("pause", root / "pause", "-static")
+    compile_program("pause", root / "pause", "-static")
 
 
 def _fill_cuda_test(root: Path) -> None:
     _fill_base(root)
-    _compile("gpu-probe", root / "usr" / "bin" / "gpu-probe")
+    compile_program("gpu-probe", root / "usr" / "bin" / "gpu-probe")
 
 
 def _fill_device_plugin(root: Path) -> None:
@@ -69,9 +70,14 @@ def _fill_device_plugin(root: Path) -> None:
 def _fill_base(root: Path) -> None:
     # Unpacked, not configured: the packages' own scripts would need a whole system.
     debian.debian_tree(root, "extract", CUDA_PACKAGES)
+    finish_root(root, UNNEEDED)
+
+
+def finish_root(root: Path, unneeded: Iterable[str]) -> None:
+    """Without those directories; with busybox for whatever the packages have no program for, and a loader cache."""
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).unlink()
-    for directory in UNNEEDED:
+    for directory in unneeded:
         shutil.rmtree(root / directory)
     (root / "dev").mkdir()
     for applet in run([root / "usr/bin/busybox", "--list"]).split():
@@ -82,7 +88,8 @@ def _fill_base(root: Path) -> None:
     run(["ldconfig", "-r", root])
 
 
-def _compile(name: str, program: Path, *options: str) -> None:
+def compile_program(name: str, program: Path, *options: str) -> None:
+    """One of the C programs beside this file."""
     run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
 
 
