@@ -1,0 +1,66 @@
+"""A host whose driver is where Talos has it, without an entry in the loader's cache: from there into a pod."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from agent.manifest import parse_manifest
+from agent.paths import MANIFESTS, handoff_file
+from integration.bed.host_roots import LIBRARIES
+from integration.bed.moved_drivers import TALOS, talos
+from integration.bed.node import MACHINE
+from integration.conftest import Bed
+from integration.test_pods import expect_gpus, look
+
+pytestmark = pytest.mark.scenario("001")
+
+# Debian's own links of the alternatives system then lead nowhere. The last line: what Talos has no counterpart of.
+REST = """
+find /usr /etc -xdev -xtype l -delete
+rm -rf /usr/lib/nvidia /{libraries}/nvidia
+ldconfig
+! ldconfig -p | grep libcuda
+"""
+
+
+def move(bed: Bed) -> str:
+    """A shell script on the host, by what the agent has staged; the driver's version."""
+    (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
+    manifest = f"{MANIFESTS}/{request['driver_root'].rpartition('/')[2]}.json"
+    root, _ = parse_manifest(manifest, bed.guest.read(manifest))
+    lines = ["set -e"]
+    elsewhere = [file for file in root.files if file.source != f"/{talos(file.target)}"]
+    for file in elsewhere:
+        if place := talos(file.target):
+            lines.append(f"mkdir -p /{place.rpartition('/')[0]}")
+            lines.append(f"ln -s {file.link} /{place}" if file.link else f"ln {file.source} /{place}")
+    lines += [f"rm -f {source}" for source in sorted({file.source for file in elsewhere if file.source})]
+    bed.run("sh", "-c", "\n".join(lines) + REST.format(libraries=LIBRARIES), timeout=120)
+    return root.version
+
+
+def in_pods(spec: dict[str, Any]) -> set[str]:
+    return {each["containerPath"] for each in spec["containerEdits"]["mounts"]}
+
+
+def test_a_pod_sees_its_gpu(ready: Bed) -> None:
+    """The driver moves under a running machine; what the spec names exists, and both ways of device plugins work."""
+    before, starts = ready.node.spec(), ready.starts()
+    version = move(ready)
+    deadline = time.monotonic() + 200
+    while "(Talos)" not in (message := ready.conditions()["LibrariesPresent"]["message"]):
+        assert time.monotonic() < deadline, message
+        time.sleep(1)
+    assert f"driver {version} from /{TALOS}, /{TALOS}64 (Talos)" in message
+    ready.wait_ready()
+    spec = ready.node.spec()
+    paths = [each["hostPath"] for each in spec["containerEdits"]["mounts"]]
+    assert {path.split("/")[3] for path in paths} == {"1"}, "another driver root, as its files have other sources"
+    assert in_pods(spec) == {path for path in in_pods(before) if talos(path.lstrip("/"))}
+    ready.node.run("ls", "--", *paths)
+    # As the plugin's strategies have it: cdi-cri and cdi-annotations, then envvar.
+    expect_gpus(look(ready.node, cdi=("1",)).probe, {1})
+    expect_gpus(look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "2"}).probe, {2})
+    assert ready.restarted(starts) == "nothing"
