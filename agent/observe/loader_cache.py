@@ -69,6 +69,7 @@ class LoaderCache:
     def read(self, system: System, root: str = "/") -> Seen[Listing]:
         """What the loader knows, or that of a system in another directory: with paths as they are below that."""
         where = "" if root == "/" else f"{root}: "
+        known = self._known.pop(root, None)
         try:
             inner = system if root == "/" else system.below(root)
         except OSError as error:
@@ -78,8 +79,8 @@ class LoaderCache:
             return Absent(f"{where}{CACHE}: there is no such file; run ldconfig")
         if not isinstance(identity, FileIdentity):
             return identity
-        known = self._known.get(root)
         if known and known[0] == identity:
+            self._known[root] = known
             return known[1]
         # The host's ldconfig reads any glibc's cache. Not by `-r`, which wants chroot(2): the service may not do that.
         listing = self._list(system, *(("-C", inner.place(CACHE)) if where else ()))

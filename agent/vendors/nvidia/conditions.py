@@ -100,8 +100,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         return false(
             kind,
             "NotInConfiguredPlace",
-            f"{driver.configured} names {driver.place}, which holds no usable driver: {library.why}; correct that key "
-            "of the configuration, or take it out to have the driver looked for",
+            f"the configured {driver.place} holds no usable driver: {library.why}; correct the key "
+            f"{driver.configured}, or take it out to have the driver looked for",
         )
     if isinstance(library, Absent):
         wanted = f" {module}" if isinstance(module, str) else ""
