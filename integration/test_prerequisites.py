@@ -74,7 +74,7 @@ def test_a_machine_with_the_host_s_network_sees_the_driver(ready: Bed) -> None:
 
 
 def test_a_machine_with_a_network_of_its_own_sees_the_driver(installed: Bed) -> None:
-    """systemd-nspawn shows it a /sys of a few directories."""
+    """As with the default settings, systemd-nspawn shows it a /sys of a few directories."""
     installed.guest.write("/etc/unbounded-agent/config.toml", PRIVATE)
     installed.agent("apply")
     conditions = installed.conditions()

@@ -74,12 +74,12 @@ def test_a_full_dev_costs_the_links_alone(tmp_path: Path) -> None:
 
 
 def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
-    """As with a private network, where nspawn leaves /sys/module out."""
+    """As nspawn leaves /sys/module out. Whether NVML minds is told by the spec, which is made with it."""
     machine.drop("/sys/module/nvidia/version")
     (machine.tree / "sys/module/nvidia").rmdir()
     run(machine)
-    assert machine.conditions()["DevicesAllowed"] == ("False", "DriverHidden")
-    assert machine.message("DevicesAllowed").startswith("/sys/module/nvidia cannot be seen in this machine")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "DriverHidden")
+    assert "; /sys/module/nvidia cannot be seen in this machine" in machine.message("DevicesAllowed")
     machine.put("/sys/module/nvidia/version", "550.163.01\n")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")

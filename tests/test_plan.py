@@ -1,5 +1,6 @@
 """The goal is a pure function of configuration and facts."""
 
+import hashlib
 import json
 import random
 from dataclasses import replace
@@ -16,8 +17,8 @@ from agent.live import LiveSettings
 from agent.paths import nspawn_file, set_device_allow, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import diff
-from agent.plan.drop_in import quote
-from agent.plan.nspawn import bindable, escape
+from agent.plan.drop_in import quote, render_drop_in
+from agent.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
 from tests.example import facts, node, nvidia, staged
 
 CONFIG = Config(machines={"gpu-node": MachineSettings()})
@@ -64,6 +65,8 @@ def network(**settings: object) -> dict[str, object]:
 
 NETWORKS: list[tuple[dict[str, object], bool]] = [
     ({}, False),
+    ({"environment": {"SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"}}, True),
+    ({"environment": {"SYSTEMD_NSPAWN_API_VFS_WRITABLE": "yes"}}, False),
     ({"virtual_ethernet": True}, True),
     (network(Private="yes"), True),
     (network(Private="On"), True),
@@ -80,10 +83,23 @@ NETWORKS: list[tuple[dict[str, object], bool]] = [
 
 
 @pytest.mark.parametrize(("settings", "private"), NETWORKS)
-def test_a_machine_with_its_own_network_sees_the_kernel_s_modules(settings: dict[str, object], private: bool) -> None:
-    """nspawn leaves /sys/module out there, and NVML calls the GPUs blocked; elsewhere no setting changes."""
-    machine = plan(configured(nspawn=settings), facts()).goal.machines[0]
-    assert ("BindReadOnly=/sys/module" in machine.nspawn.content.decode().splitlines()) is private
+def test_where_nspawn_leaves_the_kernel_s_modules_out_they_are_bound(
+    settings: dict[str, object], private: bool
+) -> None:
+    """NVML looks for the driver's directory there."""
+    machine = plan(configured(nspawn={"environment": {}} | settings), facts()).goal.machines[0]
+    assert (SYS_MODULE in machine.nspawn.content.decode().splitlines()) is private
+
+
+def test_a_machine_that_runs_without_that_bind_needs_no_restart() -> None:
+    """It has gone on without until now; a release that adds it must not call every running machine outdated."""
+    settings = MachineSettings()
+    (machine,) = plan(CONFIG, facts()).goal.machines
+    lines = render_nspawn("gpu-node", settings.nspawn, ()).splitlines(keepends=True)
+    assert f"{SYS_MODULE}\n".encode() in lines
+    before = b"".join(line for line in lines if line != f"{SYS_MODULE}\n".encode())
+    drop_in = render_drop_in("gpu-node", settings, facts().template_device_allow)
+    assert machine.live.fixed == hashlib.sha256(before + drop_in).hexdigest()
 
 
 @pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])

@@ -79,16 +79,18 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
 
 
 def with_hidden_driver(system: System, condition: Condition, paths: Iterable[str]) -> Condition:
-    """DevicesAllowed; False where nodes open, and `paths`, which the kernel has while they do, are not here."""
+    """DevicesAllowed by another reason where nodes open and `paths`, which the kernel has then, are not here.
+
+    Not False: whether NVML of this driver minds is proven by the CDI spec, which is made with it.
+    """
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != OPENED or not hidden:
         return condition
-    return false(
+    return true(
         condition.type,
         "DriverHidden",
-        f"{', '.join(hidden)} cannot be seen in this machine, so that NVML says that the operating system blocks the "
-        "GPU: a machine with a network of its own has no /sys/module but by a bind, which its next start brings; on "
-        "the host, `unbounded-agent apply`, then `machinectl reboot` it when its pods allow that",
+        f"{condition.message}; {', '.join(hidden)} cannot be seen in this machine, for which NVML may call the GPUs "
+        "blocked by the operating system; the machine's next start shows it",
     )
 
 

@@ -12,7 +12,7 @@ from agent.live import READ_ONLY, READ_WRITE, LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
-from agent.plan.nspawn import bindable, render_nspawn
+from agent.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.plan.running import still_used
 from agent.plan.selection import Selection, select
 from agent.plan.shares import Shares, in_turn, unknown_grants
@@ -168,8 +168,10 @@ def _is_handed(vendor: VendorFacts) -> bool:
 
 def _fixed(name: str, settings: MachineSettings, template: tuple[str, ...]) -> str:
     """A digest of the settings without the devices, which alone can be changed in a running machine."""
-    without = render_nspawn(name, settings.nspawn, ()) + render_drop_in(name, settings, template)
-    return hashlib.sha256(without).hexdigest()
+    nspawn = render_nspawn(name, settings.nspawn, ())
+    # Wanted, and no reason to call a machine that runs without it outdated: DevicesAllowed tells.
+    nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"")
+    return hashlib.sha256(nspawn + render_drop_in(name, settings, template)).hexdigest()
 
 
 def _bindable(grant: Grant) -> Grant:

@@ -13,6 +13,8 @@ from agent.paths import (
     report_directory,
 )
 
+SYS_MODULE = "BindReadOnly=/sys/module"
+"""Whole, as a module that is not loaded now has no directory, and a source that is missing would stop the start."""
 TRUE = ("yes", "y", "true", "t", "on", "1")
 """systemd's (parse_boolean)."""
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
@@ -54,10 +56,8 @@ def render_nspawn(
     }
     if settings.modules:
         sections["Files"].append("BindReadOnly=/lib/modules")
-    if _private_network(settings):
-        # nspawn shows such a machine a /sys without it (mount_sysfs in nspawn-mount.c). Whole, as a module that is not
-        # loaded now has no directory, and a source that is missing would stop the start.
-        sections["Files"].append("BindReadOnly=/sys/module")
+    if _reduced_sys(settings):
+        sections["Files"].append(SYS_MODULE)
     if settings.kmsg:
         sections["Files"].append("Bind=/dev/kmsg")
     sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
@@ -72,13 +72,18 @@ def render_nspawn(
     return (HEADER + "\n" + body).encode()
 
 
-def _private_network(settings: NspawnSettings) -> bool:
-    """Whether the machine has a network namespace of its own (settings_private_network in nspawn-settings.c)."""
+def _reduced_sys(settings: NspawnSettings) -> bool:
+    """Whether nspawn shows the machine a /sys of a few directories (mount_sysfs in nspawn-mount.c).
+
+    It does with a network namespace of its own (settings_private_network in nspawn-settings.c), and where of the
+    kernel's file systems just those of the network are to be writable.
+    """
     network = settings.extra.get("Network", {})
     values = network.get("Private", "no")
     # Of several assignments the last one counts.
     private = values if isinstance(values, str) else "".join(values[-1:])
-    return settings.virtual_ethernet or private.lower() in TRUE or any(network.get(key) for key in OWN_NETWORK)
+    own = settings.virtual_ethernet or private.lower() in TRUE or any(network.get(key) for key in OWN_NETWORK)
+    return own or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
 
 
 def _yes(value: bool) -> str:

@@ -43,7 +43,7 @@ class NvidiaMachine:
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
-    # NVML refuses to work without the first ("GPU access blocked by the operating system", systemd issue 38018).
+    # Without the first, NVML was seen to say "GPU access blocked by the operating system" (systemd issue 38018).
     kernel_paths: tuple[str, ...] = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
     plugin_rescans = False
