@@ -76,8 +76,6 @@ def test_each_node_goes_to_its_own_vendor(ready: Bed) -> None:
 
     assert opened(bed, (f"intel.com/gpu={intel}",), nodes) == set(own["intel"])
     assert opened(bed, ("amd.com/gpu=0",), nodes) == set(own["amd"])
-    assert opened(bed, ("intel.com/gpu=all", f"amd.com/gpu={amd}"), nodes) == {*own["intel"], *own["amd"]}
-    assert opened(bed, (), nodes) == set()
 
     bed.host.qemu.unplug(INTEL_PORT)
     wait_for_specs(bed, "amd", "nvidia")
