@@ -1,5 +1,6 @@
 """Links by number in the machine's /dev/char, which udev makes on a host."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,5 +82,15 @@ def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "DriverHidden")
     assert "; /sys/module/nvidia cannot be seen in this machine" in machine.message("DevicesAllowed")
     machine.put("/sys/module/nvidia/version", "550.163.01\n")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_driver_that_was_unloaded_is_not_hidden(machine: Machine) -> None:
+    """Its nodes stay and opened once; a restart of the machine would bring nothing."""
+    run(machine)
+    machine.drop("/sys/module/nvidia/version")
+    (machine.tree / "sys/module/nvidia").rmdir()
+    shutil.rmtree(machine.tree / "proc/driver/nvidia")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")

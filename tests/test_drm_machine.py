@@ -1,5 +1,6 @@
 """Intel's and AMD's GPUs in the machine: the CDI spec and its verdict, groups, links, containerd, the kubelet."""
 
+import errno
 import json
 import time
 from contextlib import ExitStack
@@ -12,8 +13,11 @@ import tomlkit
 
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceNumber
+from agent.inside.devices import GRANTED, withdraw_nodes
 from agent.inside.kubelet import KUBELET_SOCKET, PLUGINS
+from agent.inside.notes import Notes
 from agent.inside.run import run
+from agent.system.commands import Completed
 from agent.vendors.amd.machine import AmdMachine
 from agent.vendors.drm import cdi
 from agent.vendors.drm.cdi_names import device_names
@@ -260,6 +264,87 @@ def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
     assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_a_runtime_at_a_configured_place_stays_while_its_gpus_are_away(machine: Machine) -> None:
+    """The one of CDI alone would have the same name there: containerd would lose the handler, and restart twice."""
+    place = "/etc/cri/conf.d/20-gpu.part"
+    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
+    settled(machine)
+    before = machine.read(place)
+    assert b"nvidia-container-runtime" in before
+    machine.hand(INTEL, EMPTY, containerd_drop_in=place)
+    settled(machine)
+    assert machine.read(place) == before
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
+    settled(machine)
+    assert machine.read(place) == before
+    assert machine.report()["repairs"]["containerd"] == 0
+
+
+# ---- two vendors in one machine
+
+
+@pytest.fixture
+def both(machine: Machine) -> Machine:
+    add_nodes(machine, AMD)
+    machine.hand(INTEL, AMD, EMPTY)
+    settled(machine)
+    return machine
+
+
+def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
+    for request in (INTEL, AMD):
+        noted = Notes(both).load(f"{GRANTED}{request.vendor}")
+        assert sorted(noted) == sorted(device.path for device in request.devices)
+
+
+def test_a_handoff_that_cannot_be_read_again_takes_nothing_away(both: Machine) -> None:
+    before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
+    without_one = replace(AMD, gpus=(), devices=())
+    assert withdraw_nodes(both, Notes(both), without_one, None) == ((), None)
+    assert {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")} == before
+    assert both.exists("/dev/kfd")
+
+
+def test_a_path_that_another_vendor_has_by_now_is_left_alone(both: Machine) -> None:
+    """Numbers of cards are given anew when drivers are loaded in another order."""
+    taken = replace(INTEL, devices=(*INTEL.devices, *(replace(each, pci_address=FIRST) for each in card(2, FIRST))))
+    both.hand(taken, EMPTY)
+    settled(both)
+    assert both.exists("/dev/dri/card2")
+    assert not both.exists("/dev/kfd")
+    assert Notes(both).load(f"{GRANTED}amd") == {}
+
+
+def test_a_node_to_be_bound_anew_is_told_whatever_else_is_wrong(both: Machine) -> None:
+    """The host goes by the reason, and one vendor's lasting fault must not hide it."""
+    (wrong,) = (each for each in AMD.devices if each.path == "/dev/dri/card2")
+    both.nodes[wrong.path] = DeviceNumber(226, 200, 0o660, 0, HOST_VIDEO)
+    first = INTEL.devices[0].path
+
+    def opened(argv: tuple[str, ...]) -> Completed:
+        lines = "".join(f"{errno.EIO * (path == first)} {path}\n" for path in argv[5:])
+        return Completed(0, lines.encode(), b"")
+
+    both.program("open_nodes", opened)
+    Notes(both).save("opened-intel", {})
+    run(both)
+    assert both.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert first in both.message("DevicesAllowed"), "the other fault is told as well"
+
+
+def test_links_of_the_hosts_udev_stay_when_a_gpu_goes(machine: Machine) -> None:
+    """Where the whole of the host's /dev/dri is bound into the machine."""
+    machine.make_directory(BY_PATH)
+    machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
+    settled(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
+    machine.hand(replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
+    run(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-card") == "../card1"
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") is None
 
 
 # ---- the verdict

@@ -2,13 +2,13 @@
 
 import errno
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import agent.inside.open_nodes
 from agent.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.errors import AgentError, ApplyError
-from agent.handoff import GrantedDevice, Request
+from agent.handoff import GrantedDevice, Handoff, Request
 from agent.identity import DeviceNumber
 from agent.inside.journal import WARNING, say
 from agent.inside.notes import Notes
@@ -26,6 +26,8 @@ WITHDRAWN = "withdrawn"
 """The note of what was withdrawn since the machine's boot and may still be open: numbers by path."""
 
 OPENED = "Opened"
+WRONG_NODE = "WrongNode"
+"""The reason for which the host binds nodes anew."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 """The driver tried and failed: trying again each minute would only do harm."""
@@ -67,7 +69,7 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
     live = live_numbers(system, request.devices)
     wrong = _wrong_numbers(system, request.devices, live)
     if wrong:
-        return false(ConditionType.DEVICES_ALLOWED, "WrongNode", "; ".join(wrong))
+        return false(ConditionType.DEVICES_ALLOWED, WRONG_NODE, "; ".join(wrong))
     name = f"opened-{request.vendor}"
     known = _still_valid(notes.load(name), live, generation)
     due = tuple(device.path for device in request.devices if device.path not in known)
@@ -78,13 +80,14 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
     return _condition(known)
 
 
-def with_hidden_driver(system: System, condition: Condition, paths: Iterable[str]) -> Condition:
-    """DevicesAllowed by another reason where nodes open and `paths`, which the kernel has then, are not here.
+def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
+    """DevicesAllowed by another reason where nodes open and some of `paths`, which the kernel has then, are not here.
 
-    Not False: whether NVML of this driver minds is proven by the CDI spec, which is made with it.
+    Where all are missing, the driver was unloaded since. Not False: whether NVML of this driver minds is proven by the
+    CDI spec, which is made with it.
     """
     hidden = [path for path in paths if not system.exists(path)]
-    if condition.reason != OPENED or not hidden:
+    if condition.reason != OPENED or len(hidden) in (0, len(paths)):
         return condition
     return true(
         condition.type,
@@ -95,16 +98,24 @@ def with_hidden_driver(system: System, condition: Condition, paths: Iterable[str
 
 
 def withdraw_nodes(
-    system: System, notes: Notes, request: Request, again: Iterable[GrantedDevice]
+    system: System, notes: Notes, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
     """Remove nodes that were granted since the machine's start and are no more; a condition only where that failed.
 
-    `again`: what a newer handoff grants, whose nodes the host has bound already. From the host nothing can be removed:
-    machinectl(1) binds into a running machine, and has no opposite.
+    `newest`: the handoff as it is by now; the host has bound the nodes of a newer one already. None: it cannot be read,
+    and nothing is removed. From the host nothing can be: machinectl(1) binds into a machine, and has no opposite.
     """
     name = f"{GRANTED}{request.vendor}"
-    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *again)}
-    stale = {path: number for path, number in notes.load(name).items() if path not in granted}
+    noted = notes.load(name)
+    by_now = newest.requests if newest else ()
+    of_vendor = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
+    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *of_vendor)}
+    if newest is None:
+        notes.save(name, {**noted, **granted})
+        return (), None
+    # A path may be another vendor's node by now, which then is in the note of that one.
+    kept = {*granted, *(device.path for each in by_now for device in each.devices)}
+    stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []
     for path, number in stale.items():
         try:

@@ -19,13 +19,15 @@ def link_dri_nodes(system: System, notes: Notes, request: Request) -> None:
         if (link := dri_link(device.kind, device.pci_address))
     }
     name = f"dri-links-{request.vendor}"
+    made = notes.load(name)
+    # A link that is there as it should be and was not made here is udev's, as where the whole of /dev/dri is bound.
+    ours = {link: text for link, text in wanted.items() if made.get(link) == text or system.read_link(link) != text}
     # Noted first: of a run that is killed in between, none is left behind.
-    made = {**notes.load(name), **wanted}
-    notes.save(name, made)
+    notes.save(name, {**made, **ours})
     for link in made.keys() - wanted:
         if system.read_link(link) == made[link]:
             system.remove(link)
-    for link, target in wanted.items():
-        if system.read_link(link) != target:
-            system.link(link, target)
-    notes.save(name, wanted)
+    for link, text in ours.items():
+        if system.read_link(link) != text:
+            system.link(link, text)
+    notes.save(name, ours)

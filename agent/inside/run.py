@@ -13,7 +13,6 @@ from agent.conditions import Condition, ConditionType, Status, false, not_applic
 from agent.errors import AgentError, ApplyError
 from agent.handoff import (
     SIZE_LIMIT,
-    GrantedDevice,
     Handoff,
     Request,
     one_line,
@@ -24,6 +23,7 @@ from agent.handoff import (
 from agent.inside.devices import (
     GRANTED,
     WITHDRAWN,
+    WRONG_NODE,
     check_devices,
     unmount_removed,
     with_hidden_driver,
@@ -224,7 +224,7 @@ def _settle_request(
     described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     advertised = ConditionType.GPUS_ADVERTISED
     # The spec first: from then on no pod is given a node that goes.
-    removed, withdrawn = withdraw_nodes(system, notes, request, _granted_by_now(system))
+    removed, withdrawn = withdraw_nodes(system, notes, request, _newest(system))
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
         described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
@@ -265,13 +265,12 @@ def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Reque
     return with_hidden_driver(system, condition, vendor.kernel_paths)
 
 
-def _granted_by_now(system: System) -> tuple[GrantedDevice, ...]:
-    """The nodes of the handoff as it is now: the host may have published another one meanwhile."""
+def _newest(system: System) -> Handoff | None:
+    """The handoff as it is now: the host may have published another one meanwhile."""
     try:
-        handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+        return parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
     except (AgentError, OSError):
-        return ()
-    return tuple(device for request in handoff.requests for device in request.devices)
+        return None
 
 
 def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
@@ -284,8 +283,10 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """One of each type."""
+    """One of each type; of several words for DevicesAllowed that by which the host binds nodes anew."""
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)
+    for found in by_type.values():
+        found.sort(key=lambda each: each.reason != WRONG_NODE)
     return tuple(worst(used_plugins(found)) for found in by_type.values())

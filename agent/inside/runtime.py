@@ -17,7 +17,7 @@ from agent.inside.runtime_active import CHANGED, note_change
 from agent.paths import MACHINE_STATE
 from agent.system.files import System
 from agent.vendors.machine import VENDOR_NAMES, machine_vendor
-from agent.vendors.machine_protocol import MachineVendor
+from agent.vendors.machine_protocol import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
@@ -106,8 +106,18 @@ def _places(owned: Owned, vendor: MachineVendor, chosen: str) -> Places:
 
 def _of_vendors() -> list[str]:
     """The usual places of the drop-ins for vendors' runtimes."""
+    return [containerd.drop_in_path(handler) for handler in _handlers()]
+
+
+def _names_a_runtime(system: System, drop_in: str) -> bool:
+    """Whether it was written for a vendor's runtime: at a configured place all of ours have one name."""
+    content = runtime_files.read_optional(system, drop_in) or b""
+    return any(handler.binary.encode() in content for handler in _handlers())
+
+
+def _handlers() -> list[RuntimeHandler]:
     vendors = (machine_vendor(name) for name in VENDOR_NAMES)
-    return [containerd.drop_in_path(vendor.handler) for vendor in vendors if vendor and vendor.handler]
+    return [vendor.handler for vendor in vendors if vendor and vendor.handler]
 
 
 def _enabled_by_others(system: System, owned: Owned, drop_in: str) -> bool:
@@ -116,7 +126,7 @@ def _enabled_by_others(system: System, owned: Owned, drop_in: str) -> bool:
     What was written for a vendor's runtime enables it too, stays when the last GPU of that vendor goes, and is loaded
     behind our drop-in, as whose successor containerd 1.x would then take it.
     """
-    of_vendors = any(owned.has(path) for path in _of_vendors())
+    of_vendors = any(owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
     if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
         return False
     try:
