@@ -81,6 +81,19 @@ def test_layers_and_opencl_with_paths(fedora: Host) -> None:
     assert f"/{X86}/libGLX_nvidia.so.0" in files[ICD.format("x86_64")].text
 
 
+@pytest.mark.parametrize("path", ["/x\0", "/x\ud800", "/x\ny"])
+def test_a_path_that_no_file_can_have_is_named(fedora: Host, path: str) -> None:
+    fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
+    found = user_space(fedora, VERSION)
+    assert found.problems == (f"/{ICD.format('x86_64')}: names {path!a}, which is no library of this driver",)
+    assert not by_target(found)[ICD.format("x86_64")].text
+
+
+def test_objects_nested_too_deep_stay_as_they_are(fedora: Host) -> None:
+    fedora.file(f"/{ICD.format('x86_64')}", '{"ICD":' * 600 + "1" + "}" * 600)
+    assert not by_target(user_space(fedora, VERSION))[ICD.format("x86_64")].text
+
+
 @pytest.mark.parametrize("path", ["/usr/lib64/libother.so.1", "/usr/lib64/libnothing.so", "/usr/lib64/libcircle.so"])
 def test_what_is_no_library_of_the_driver_is_named(fedora: Host, path: str) -> None:
     fedora.file("/usr/lib64/libother.so.1", X86_64)

@@ -51,6 +51,9 @@ def with_paths_of_pods(
 
 def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
     """By the name that was asked for where the driver root has it, else by the file's own; empty for another file."""
+    if not path.isprintable():
+        # JSON can write a NUL or half a surrogate pair, for which system calls raise ValueError.
+        return ""
     try:
         target = by_source.get(system.real_path(path), "")
     except OSError as error:
@@ -72,14 +75,14 @@ def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> 
             name = text.strip()
             return f"{there}\n" if (there := in_pods(name)) != name else ""
         document = json.loads(text)
+        changed = _replaced(document, in_pods)
+        return json.dumps(changed, indent=4) + "\n" if changed != document else ""
     except OSError as error:
         if error.errno in NOT_THERE | UNUSABLE:
             return ""
         raise
     except (ValueError, RecursionError):
         return ""
-    changed = _replaced(document, in_pods)
-    return json.dumps(changed, indent=4) + "\n" if changed != document else ""
 
 
 def _replaced(value: Any, in_pods: Callable[[str], str]) -> Any:  # noqa: ANN401
