@@ -88,6 +88,7 @@ def configured_place(settings: DriverSettings) -> Place | None:
         tuple(settings.library_directories),
         tuple(settings.binary_directories),
         tuple(settings.data_directories),
+        local=settings.root == "/" and not settings.library_directories,
     )
 
 
@@ -98,5 +99,5 @@ LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cach
 def watched_directories(settings: DriverSettings) -> tuple[str, ...]:
     """Of the configured place, or of those that are looked at, as far as they are local: passes look at the others."""
     configured = configured_place(settings)
-    places = (configured,) if configured else tuple(place for place in PLACES if place.local)
-    return tuple(dict.fromkeys(directory for place in places for directory in place.watched))
+    places = (configured,) if configured else PLACES
+    return tuple(dict.fromkeys(directory for place in places if place.local for directory in place.watched))
