@@ -13,6 +13,7 @@ from agent.config import MachineSettings
 from agent.daemon import START_STEP, Timing
 from agent.inside import node_condition
 from agent.prepare import LOCK_WAIT
+from agent.vendors.nvidia.driver_places import PLACES
 from agent.vendors.nvidia.gpus import DISPLAY_CLASSES, VENDOR_ID
 from agent.vendors.nvidia.kernel_modules import MODPROBE_LIMIT
 from agent.vendors.nvidia.make_nodes import SETTLE
@@ -105,6 +106,16 @@ def test_everything_that_the_agent_writes_is_writable() -> None:
     writable = settings(SERVICE, "Service")["ReadWritePaths"].split()
     for path in (paths.STATE, paths.RUNTIME, paths.NSPAWN, paths.UNITS):
         assert path in writable
+
+
+def test_every_place_of_a_driver_is_seen_also_one_that_comes_later() -> None:
+    """A bind of one directory that is not there at the start stays empty; a whole directory shows what comes."""
+    service = settings(SERVICE, "Service")
+    assert service["ProtectHome"] == "read-only"
+    assert "BindReadOnlyPaths" not in service
+    hidden = [path.lstrip("-") for path in service["InaccessiblePaths"].split()]
+    places = [f"{place.root.rstrip('/')}{each}/" for place in PLACES for each in place.libraries or ("",)]
+    assert not [place for place in places for path in hidden if place.startswith(f"{path}/")]
 
 
 def test_the_service_is_supervised_and_ends_soon() -> None:
