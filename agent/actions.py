@@ -92,7 +92,7 @@ class ChangeDevices:
             ("forget", [path for path in before.nodes if path not in after.nodes]),
         ]
         told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
-        return f"change the devices of machine {self.machine}: {told or 'none is missing any more'}"
+        return f"change the devices of machine {self.machine}: {told or 'note what it has'}"
 
 
 Clearing: TypeAlias = RemoveDriverRoot | ClearRemains

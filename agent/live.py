@@ -5,7 +5,7 @@ Kept in /run by the host half. A start of the machine makes it anew; without it 
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from agent.documents import accept_version, get, mapping, parse_object, strings
 from agent.paths import LIVE_NAME
@@ -31,6 +31,8 @@ class LiveSettings:
     """The generation of the handoff for which all nodes were bound anew, as the machine said that it lacked some."""
     unsure: bool = False
     """The last change of `allow` may not have been made, so that it has to be made again; `allow` has what may be."""
+    owners: Mapping[str, str] = field(default_factory=dict)
+    """By device of `allow`, what had its number then: a GPU's PCI address, or the path of a node of no GPU alone."""
 
 
 def render_live(live: LiveSettings) -> bytes:
@@ -49,4 +51,5 @@ def parse_live(data: bytes) -> LiveSettings:
         rebound=get(LIVE_NAME, document, "rebound", str),
         # Not there in what an older version noted of a machine that still runs.
         unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
+        owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
     )

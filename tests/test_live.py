@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from agent.actions import ChangeDevices, RemoveFile
 from agent.apply import apply
+from agent.config import Config, MachineSettings
 from agent.errors import ApplyError, BusAnswerError, BusError, DocumentError
 from agent.facts import Facts, VendorFacts
 from agent.live import LiveSettings, parse_live, render_live
@@ -46,6 +47,7 @@ def bind(path: str) -> tuple[object, ...]:
 @given(st.builds(
     LiveSettings, st.text(), st.lists(st.text()).map(tuple),
     st.dictionaries(st.text(), st.text()), st.text(), st.booleans(),
+    st.dictionaries(st.text(), st.text()),
 ))  # fmt: skip
 def test_what_is_noted_is_read_again(live: LiveSettings) -> None:
     assert parse_live(render_live(live)) == live
@@ -96,8 +98,55 @@ def test_what_may_not_have_been_done_is_done_again() -> None:
 
 def test_what_an_older_version_noted_is_sure(host: Host) -> None:
     document = json.loads(render_live(BEFORE))
-    del document["unsure"]
+    del document["unsure"], document["owners"]
     assert parse_live(json.dumps(document).encode()) == BEFORE
+
+
+def swapped() -> VendorFacts:
+    """As nvidia(), after the driver found its two GPUs in the other order."""
+    vendor = nvidia()
+    assert isinstance(vendor.devices, tuple)
+    first, second = (gpu.pci_address for gpu in vendor.gpus)
+    other = {first: second, second: first, "": ""}
+    return replace(vendor, devices=tuple(replace(node, pci_address=other[node.pci_address]) for node in vendor.devices))
+
+
+def test_what_was_permitted_of_a_gpu_is_not_kept_for_another_one_that_has_its_number_now() -> None:
+    """The machine has the same GPU before and after; the other GPU may be another machine's."""
+    first, second = nvidia().gpus
+    of_first = Config(machines={MACHINE: MachineSettings(gpus=[first.pci_address])})
+    before = plan(of_first, facts()).goal.machines[0].live
+    seen = running(facts(swapped()), before)
+    actions = diff(plan(of_first, seen), seen, NOTHING).actions
+    (change,) = (action for action in actions if isinstance(action, ChangeDevices))
+    assert "/dev/char/195:0 rw" in before.allow
+    assert "/dev/char/195:0 rw" not in change.after.allow
+    assert change.after.owners["/dev/char/195:1"] == first.pci_address
+    # As an older version noted it: that the number is still the GPU's cannot be told.
+    taken = running(facts(), replace(before, owners={}))
+    of_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
+    actions = diff(plan(of_second, taken), taken, NOTHING).actions
+    (change,) = (action for action in actions if isinstance(action, ChangeDevices))
+    assert "/dev/char/195:0 rw" not in change.after.allow
+
+
+def test_a_drained_gpus_number_is_kept_for_who_used_that_gpu() -> None:
+    first, second = nvidia().gpus
+    of_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
+    before = plan(of_second, facts()).goal.machines[0].live
+    vendor = replace(swapped(), gpus=(replace(first, detached=True), second))
+    seen = replace(running(facts(vendor), before), draining=frozenset([first.pci_address]))
+    assert "/dev/char/195:1 rw" in before.allow
+    assert "/dev/char/195:1 rw" not in plan(of_second, seen).goal.machines[0].live.allow
+
+
+def test_whose_the_numbers_are_is_noted_in_what_an_older_version_noted(host: Host) -> None:
+    seen = facts()
+    live = plan(CONFIG, seen).goal.machines[0].live
+    (change,) = changes(running(seen, replace(live, owners={})))
+    change_devices(change, host)
+    assert host.bus.changes == []
+    assert parse_live(host.read(live_file(MACHINE))) == live
 
 
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:

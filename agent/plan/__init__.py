@@ -13,7 +13,7 @@ from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import SYS_MODULE, bindable, render_nspawn
-from agent.plan.running import still_used
+from agent.plan.running import owners, still_used
 from agent.plan.selection import Selection, select
 from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
@@ -137,6 +137,7 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
                 **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
                 **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
             },
+            owners=owners(allow, facts),
         ),
     )
 

@@ -19,26 +19,35 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     before = machine.live
     if machine.unit_state != "active" or before is None:
         return []
-    allow = (*goal.live.allow, *(entry for entry in _leftover(goal, before, facts) if not released))
+    leftover = [] if released else _leftover(goal, before, facts)
+    allow = (*goal.live.allow, *leftover)
+    noted = {**goal.live.owners, **{device: before.owners[device] for device in map(_device, leftover)}}
     rebind = lacking and before.rebound != goal.handoff.generation
     # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
     rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
-    if same and not before.unsure:
+    if same and noted == before.owners and not before.unsure:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
-    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound)
+    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound, owners=noted)
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
 
 
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[str]:
     """Permissions for devices that are there and not granted any more: a pod may still be given them by the CDI spec.
 
-    One for a device that is gone goes at once: its number may be another device's soon.
+    One for a device that is gone goes at once: its number may be another device's soon. So does one whose number is
+    another device's already, as after a driver found its GPUs in another order, or of which that cannot be told.
     """
-    present = {device_entry(node.number) for node in _all_nodes(facts)}
-    wanted = {entry.split()[0] for entry in goal.live.allow}
-    return [entry for entry in live.allow if (device := entry.split()[0]) in present and device not in wanted]
+    present, wanted = _owners(facts), set(map(_device, goal.live.allow))
+    known = [entry for entry in live.allow if (device := _device(entry)) in present and device not in wanted]
+    return [entry for entry in known if live.owners.get(_device(entry)) == present[_device(entry)]]
+
+
+def owners(allow: Collection[str], facts: Facts) -> dict[str, str]:
+    """What has each number of these entries now, as LiveSettings notes it."""
+    present = _owners(facts)
+    return {device: present[device] for device in map(_device, allow) if device in present}
 
 
 def still_used(name: str, facts: Facts, allow: Collection[str]) -> tuple[str, ...]:
@@ -47,13 +56,30 @@ def still_used(name: str, facts: Facts, allow: Collection[str]) -> tuple[str, ..
     A part of its settings: else the next daemon-reload, whose ever, would take them away.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
-    draining = {device_entry(node.number) for node in _draining(facts)} - {entry.split()[0] for entry in allow}
-    return tuple(entry for entry in live.allow if entry.split()[0] in draining) if live else ()
+    if live is None:
+        return ()
+    draining = {device_entry(node.number): _owner(node) for node in _draining(facts)}
+    may_need = draining.keys() - set(map(_device, allow))
+    # By the same GPU, or by an older version, which did not note whose the numbers were.
+    same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
+    return tuple(entry for entry in live.allow if _device(entry) in same)
 
 
 def _draining(facts: Facts) -> list[DeviceNode]:
     """What the last users of GPUs may go on to open: with those, the nodes that belong to no GPU alone."""
     return [node for node in _all_nodes(facts) if facts.draining and node.pci_address in ("", *facts.draining)]
+
+
+def _owners(facts: Facts) -> dict[str, str]:
+    return {device_entry(node.number): _owner(node) for node in _all_nodes(facts)}
+
+
+def _owner(node: DeviceNode) -> str:
+    return node.pci_address or node.path
+
+
+def _device(entry: str) -> str:
+    return entry.split()[0]
 
 
 def _all_nodes(facts: Facts) -> list[DeviceNode]:
