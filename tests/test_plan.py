@@ -79,6 +79,10 @@ NETWORKS: list[tuple[dict[str, object], bool]] = [
     (network(MACVLAN=["eth0", "eth1"]), True),
     (network(Interface=[]), False),
     (network(Port="tcp:80"), False),
+    (network(VirtualEthernet="yes"), True),
+    (network(VirtualEthernet=["no", "yes"]), True),
+    ({"virtual_ethernet": True} | network(VirtualEthernet="no"), False),
+    ({"virtual_ethernet": True} | network(VirtualEthernet=[]), True),
 ]
 
 

@@ -79,11 +79,15 @@ def _reduced_sys(settings: NspawnSettings) -> bool:
     kernel's file systems just those of the network are to be writable.
     """
     network = settings.extra.get("Network", {})
-    values = network.get("Private", "no")
-    # Of several assignments the last one counts.
-    private = values if isinstance(values, str) else "".join(values[-1:])
-    own = settings.virtual_ethernet or private.lower() in TRUE or any(network.get(key) for key in OWN_NETWORK)
+    virtual_ethernet = _last(network.get("VirtualEthernet", []), _yes(settings.virtual_ethernet)).lower() in TRUE
+    private = _last(network.get("Private", []), "no").lower() in TRUE
+    own = virtual_ethernet or private or any(network.get(key) for key in OWN_NETWORK)
     return own or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
+
+
+def _last(values: str | list[str], default: str) -> str:
+    """Of several assignments the last one counts."""
+    return values if isinstance(values, str) else [default, *values][-1]
 
 
 def _yes(value: bool) -> str:
