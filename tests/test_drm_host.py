@@ -25,6 +25,7 @@ pytestmark = pytest.mark.scenario("004")
 INTEL, AMD, NVIDIA, ASPEED, VIRTIO, QEMU = 0x8086, 0x1002, 0x10DE, 0x1A03, 0x1AF4, 0x1234
 VGA, THREE_D, OTHER, ACCELERATOR, ETHERNET = 0x030000, 0x030200, 0x038000, 0x120000, 0x020000
 IGPU, FLEX, INSTINCT, BMC = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0", "0000:03:00.0"
+DISPLAY = "0000:2b:00.0"
 
 
 class Cards(Host):
@@ -148,6 +149,31 @@ def test_a_gpu_of_another_driver_is_left_alone(cards: Cards) -> None:
         f"GPU {IGPU} has kernel driver vfio-pci, not i915 or xe",
         "GPU 0000:99:00.0 is not on this host",
     ]
+
+
+def reasons(vendors: tuple[VendorFacts, ...], gpus: object) -> dict[ConditionType, str]:
+    """Of the machine's conditions on the host, with all vendors'."""
+    config, facts = Config.model_validate({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
+    goal = plan(config, facts).goal.machines[0]
+    return {each.type: each.reason for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
+
+
+def test_a_gpu_that_nouveau_has_is_a_fault_where_it_was_asked_for(cards: Cards) -> None:
+    """A display's on the host stands in no way of a machine that has another vendor's."""
+    cards.card(DISPLAY, NVIDIA, "nouveau", number=1)
+    alone = cards.look()
+    for gpus in ("all", "count=1", [DISPLAY]):
+        assert reasons(alone, gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
+        assert reasons(alone, gpus)[ConditionType.DEVICES_PRESENT] == "GPUNotFound"
+    cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 0)
+    for gpus in ("all", "count=1", [INSTINCT]):
+        assert not any(grant.problems for grant in grants(cards.look(), gpus).values())
+        assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "Loaded"
+        assert reasons(cards.look(), gpus)[ConditionType.DEVICES_PRESENT] == "Present"
+    for gpus in ("count=2", [DISPLAY, INSTINCT]):
+        given = grants(cards.look(), gpus)
+        assert given["nvidia"].problems == (f"GPU {DISPLAY} has kernel driver nouveau, not nvidia",)
+        assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
 
 
 def test_machines_hear_of_a_vendor_only_where_it_has_a_gpu(cards: Cards) -> None:

@@ -14,7 +14,7 @@ from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
 from agent.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.plan.running import owners, still_used
-from agent.plan.selection import Selection, select
+from agent.plan.selection import Selection, other_driver, select
 from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
 
@@ -155,6 +155,10 @@ def _grants(
         wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
         grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
         problems = selection.problems if vendor.vendor == telling else ()
+        # By the vendor itself, whose conditions have the next step.
+        problems += tuple(
+            other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
+        )
         grants.append(replace(grant, problems=problems + grant.problems))
     return tuple(grants)
 

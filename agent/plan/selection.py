@@ -1,6 +1,6 @@
 """Which of the host's GPUs a machine's settings ask for, of whichever vendor they are. Pure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.facts import Gpu, VendorFacts
 from agent.goal import Share
@@ -15,24 +15,31 @@ class Selection:
     """With detached ones; where a number is asked for, only while drained or as no other GPU can take their place."""
     problems: tuple[str, ...] = ()
     """What was asked for and is not there, one sentence each."""
+    wrong_driver: tuple[Gpu, ...] = ()
+    """What was asked for and is there, but that another driver took it first."""
 
 
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
     """`wanted` as the setting `gpus` has it."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
     usable = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
+    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
     if wanted == "all":
-        return Selection(tuple(usable))
+        # Beside GPUs of another vendor it may be meant for the host's own display.
+        missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
+        return Selection(tuple(usable), wrong_driver=missed)
     if isinstance(wanted, str):
-        return _count(usable, int(wanted.removeprefix("count=")), share)
+        selection = _count(usable, int(wanted.removeprefix("count=")), share)
+        return replace(selection, wrong_driver=wrong) if selection.problems else selection
     chosen: list[Gpu] = []
     problems = []
+    missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
     for name in wanted:
         found = [gpu for gpu in usable if name in (gpu.pci_address, gpu.uuid)]
         chosen += [gpu for gpu in found if gpu not in chosen]
-        if not found:
+        if not found and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
             problems.append(_missing(name, present))
-    return Selection(tuple(chosen), tuple(problems))
+    return Selection(tuple(chosen), tuple(problems), missed)
 
 
 def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
@@ -52,7 +59,10 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
 
 
 def _missing(name: str, present: list[Gpu]) -> str:
-    for gpu in present:
-        if name in (gpu.pci_address, gpu.uuid):
-            return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"
-    return f"GPU {name} is not on this host"
+    found = (other_driver(gpu, name) for gpu in present if name in (gpu.pci_address, gpu.uuid))
+    return next(found, f"GPU {name} is not on this host")
+
+
+def other_driver(gpu: Gpu, name: str) -> str:
+    """Why it cannot be given to a machine."""
+    return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"

@@ -70,6 +70,10 @@ class HostVendor(Protocol):
         """What a machine with these settings gets, of which these GPUs were selected, with detached ones. Pure."""
         ...
 
+    def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        """Those that another driver took first, for want of a setting of the host. Pure."""
+        ...
+
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
         ...

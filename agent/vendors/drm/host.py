@@ -62,6 +62,10 @@ class DrmHost:
             detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         )
 
+    def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        """None: other drivers in the kernel, such as radeon, are for GPUs that these do not know."""
+        return ()
+
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)
 

@@ -19,9 +19,6 @@ FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
     """Of the wanted GPUs the nodes that the driver made, and the driver root that fits the module."""
     gpus = [gpu for gpu in wanted if not gpu.detached]
-    problems = tuple(
-        f"{gpu.pci_address} has kernel driver {gpu.driver}, not {KERNEL_DRIVER}" for gpu in wrong_driver(facts.gpus)
-    )
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
         # With detached ones: they still hang on the fabric, and may come back to another machine.
@@ -38,7 +35,6 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         services=tuple(name for name in DIRECTORIES if gpus and name in settings.sockets),
         directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
         environment=_pod_environment(settings) if gpus else (),
-        problems=problems,
     )
 
 

@@ -10,7 +10,7 @@ from agent.vendors.nvidia.daemons import letting_go
 from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.driver_places import LIBRARY_NAMES, watched_directories
-from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia
+from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.xid import parse_xid
@@ -42,6 +42,9 @@ class Nvidia:
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
         return grant_nvidia(facts, settings, roots, wanted)
+
+    def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
+        return wrong_driver(gpus)
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
