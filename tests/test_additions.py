@@ -129,6 +129,14 @@ def test_a_spec_without_its_form_is_left_to_the_verdict(spec: object) -> None:
     assert with_additions(spec, COMPLETE) == (spec, ())
 
 
+@pytest.mark.parametrize("argument", [["--folder"], {"a": 1}, 1, None])
+def test_a_hook_argument_that_is_no_string_is_left_to_the_verdict(argument: object) -> None:
+    spec = recorded_spec()
+    for hook in spec["containerEdits"]["hooks"]:
+        hook["args"].append(argument)
+    assert any("foreign hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
+
+
 def test_what_was_added_in_words() -> None:
     added = (*(f"a/b/{number}" for number in range(4)), "a/c", "a/d/e")
     assert in_words(added) == "a/c, a/b/ (4 files), a/d/e"

@@ -370,6 +370,8 @@ FAULTS: list[tuple[str, Any, str]] = [
     ("hostPath", "/dev/sda", "is written as"),
     ("gid", "render", "is written as"),
     ("gid", True, "is written as"),
+    ("gid", [HOST_RENDER], "is written as"),
+    ("path", ["/dev/dri/card0"], "not granted"),
     ("fileMode", 0o666, "is written as"),
 ]
 
@@ -422,6 +424,10 @@ def test_a_node_with_another_number_is_refused() -> None:
 
 def test_groups_by_name() -> None:
     assert parse_groups(GROUP) == {"root": 0, "video": VIDEO, "render": RENDER}
+
+
+def test_a_group_whose_number_int_refuses_is_left_out() -> None:
+    assert parse_groups(f"many:x:{'9' * 5000}:\nsuper:x:²:\nvideo:x:{VIDEO}:\n") == {"video": VIDEO}
 
 
 GENERATED = """\

@@ -377,6 +377,22 @@ def test_nesting_without_end_is_no_crash(machine: Machine, depth: int) -> None:
     assert machine.conditions()["CDISpecCurrent"][0] == "False"
 
 
+@pytest.mark.parametrize("error", [TypeError("unhashable type: 'list'"), ValueError("too many digits\n\0")])
+def test_a_defect_costs_its_step_alone(machine: Machine, error: Exception) -> None:
+    """Also one of a step beside the others: the report comes, and has its type."""
+
+    def fail(_: object) -> Completed:
+        raise error
+
+    machine.program("open_nodes", fail)
+    machine.program("nvidia-ctk", fail)
+    run(machine)
+    for kind in ("DevicesAllowed", "CDISpecCurrent"):
+        assert machine.conditions()[kind] == ("False", "Failed")
+        assert machine.message(kind).startswith(f"{type(error).__name__}: {str(error).split(chr(10))[0]}")
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
 def test_bottomless_handoff_is_said(machine: Machine) -> None:
     """It has no generation to report on."""
     machine.put(HANDOFF, b"[" * 100_000)

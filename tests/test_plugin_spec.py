@@ -52,6 +52,14 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
         lambda spec: spec["devices"][0]["containerEdits"]["deviceNodes"].append({"path": "/dev/nvidia7"}),
         "device node '/dev/nvidia7' is not granted to this machine",
     ),
+    "path that is a list": (
+        lambda spec: spec["containerEdits"]["deviceNodes"][1].update(path=["/dev/nvidia-uvm"]),
+        "device node ['/dev/nvidia-uvm'] is not granted to this machine",
+    ),
+    "host path that is an object": (
+        lambda spec: spec["containerEdits"]["deviceNodes"][1].update(hostPath={"a": 1}),
+        "device node {'a': 1} is not granted to this machine",
+    ),
     "major changed": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(major=511),
         "device node /dev/nvidia-uvm is written as 511:0, it is 234:0",

@@ -76,14 +76,17 @@ class Beside:
     """A step in a thread: it and those that go on beside it do little more than wait for programs."""
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
-        self._conditions: list[Condition] = []
-        self._thread = threading.Thread(target=lambda: self._conditions.append(_attempt(kind, step)))
+        self._condition = unknown(kind, "NotTried", "")
+        self._thread = threading.Thread(target=self._take, args=(kind, step))
         self._thread.start()
+
+    def _take(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
+        self._condition = _attempt(kind, step)
 
     def condition(self) -> Condition:
         """Once the step is done."""
         self._thread.join()
-        return self._conditions[0]
+        return self._condition
 
 
 def main(runner: Runner) -> int:
@@ -277,9 +280,12 @@ def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
     """One failed step never keeps the others from their work."""
     try:
         return step()
-    # RecursionError: a document may be too deep to be copied or written, though not to be parsed.
-    except (AgentError, OSError, RecursionError) as error:
+    except (AgentError, OSError) as error:
         return false(kind, "Failed", str(error))
+    # Whatever it is: what a file of somebody else holds, such as a pod, must not cost the report. The condition's
+    # message goes to the journal too.
+    except Exception as error:
+        return false(kind, "Failed", f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:

@@ -159,7 +159,8 @@ def _device_problems(
     for mount in objects(edits, "mounts"):
         if mount not in mounts:
             yield f"{where}: mount of {mount.get('hostPath')!r}, which is no link to a node of it"
-    groups = {number.gid for number in live.values()} | {node.get("gid") for node in objects(edits, "deviceNodes")}
+    written = [node.get("gid") for node in objects(edits, "deviceNodes")]
+    groups = {number.gid for number in live.values()} | {gid for gid in written if isinstance(gid, int)}
     listed = edits.get("additionalGids", [])
     if not isinstance(listed, list) or not all(type(gid) is int and gid in groups and gid for gid in listed):
         yield f"{where}: additionalGids {listed!r}, which are not groups of its nodes"

@@ -17,6 +17,8 @@ from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
 GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
 """chown(2) takes it for "as it is"; greater numbers are none."""
+GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
+"""No more digits: int() refuses what has thousands."""
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
@@ -111,7 +113,7 @@ def parse_groups(text: str) -> dict[str, int]:
     groups: dict[str, int] = {}
     for line in text.splitlines():
         match line.split(":"):
-            case [name, _, number, _] if name and number.isdecimal() and int(number) < NO_GROUP:
+            case [name, _, number, _] if name and GROUP_NUMBER.fullmatch(number) and int(number) < NO_GROUP:
                 groups.setdefault(name, int(number))
     return groups
 

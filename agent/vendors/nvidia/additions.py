@@ -37,6 +37,13 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         mounted = strings(common, "mounts", "hostPath")
         hooks = objects(common, "hooks")
         linked = {each.partition("::")[2] for hook in hooks for each in items(hook, "args") if isinstance(each, str)}
+        known = {
+            each
+            for hook in hooks
+            if _kind(hook) == "update-ldcache"
+            for each in items(hook, "args")
+            if isinstance(each, str)
+        }
         environment = _environment(items(common, "env"), request)
     except DocumentError:
         return spec, ()
@@ -51,7 +58,6 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     arguments = [argument for path, target in sorted(links.items()) for argument in ("--link", f"{target}::{path}")]
     hooks = _extended(hooks, "create-symlinks", arguments, first=True)
     folders = {f"/{posixpath.dirname(file.target)}" for file in files if _is_library(file)}
-    known = {each for hook in hooks if _kind(hook) == "update-ldcache" for each in items(hook, "args")}
     arguments = [argument for folder in sorted(folders - known) for argument in ("--folder", folder)]
     hooks = _extended(hooks, "update-ldcache", arguments)
     added = document | {"containerEdits": common | environment | {"mounts": mounts, "hooks": hooks}}

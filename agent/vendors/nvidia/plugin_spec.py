@@ -44,7 +44,10 @@ def _problems(
     granted = {device.path for device in request.devices}
     for node in objects(edits, "deviceNodes"):
         path = node.get("hostPath") or node.get("path")
-        number = live.get(path) if isinstance(path, str) else None
+        if not isinstance(path, str):
+            yield f"device node {path!r} is not granted to this machine"
+            continue
+        number = live.get(path)
         if number is None:
             what = "is not in this machine" if path in granted else "is not granted to this machine"
             yield f"device node {path!r} {what}"
