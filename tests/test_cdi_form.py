@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.inside.cdi_form import lowest_version, settled
+from agent.inside.cdi_form import settled
 from agent.inside.run import run
+from agent.vendors.cdi_version import lowest_version
 from tests.machine_root import gpu_machine, nvidia_ctk, recorded_spec
 from tests.test_cdi import JSON, drm_spec
 

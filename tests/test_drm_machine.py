@@ -30,6 +30,7 @@ from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine, systemctl
 pytestmark = pytest.mark.scenario("004")
 
 FIRST, SECOND, THIRD = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0"
+LETTER = "abcd:00:02.0"
 HOST_VIDEO, HOST_RENDER = 44, 993
 VIDEO, RENDER = 44, 107
 """Of the machine: render has another number there than on the host."""
@@ -117,6 +118,18 @@ def test_the_spec_has_the_form_of_intels_tool(machine: Machine) -> None:
         f"{BY_PATH}/pci-{SECOND}-render",
     ]
     assert not {"hooks", "env", "containerEdits"} & {*found, *edits["all"]}
+
+
+def test_addresses_that_begin_with_a_letter_need_no_newer_version(machine: Machine) -> None:
+    """PCI domains of Hyper-V's and VMD's may: then no name begins with a digit, and mounts have a type (0.4.0)."""
+    domain = replace(INTEL, gpus=(LETTER,), devices=card(0, LETTER))
+    for path, number in machine.nodes.items():
+        machine.nodes[path] = replace(number, mode=0o666)
+    machine.hand(domain, EMPTY)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec(machine, "intel")["cdiVersion"] == "0.4.0"
+    assert list(devices(spec(machine, "intel"))) == ["card0", LETTER, "all"]
 
 
 def test_groups_are_compared_as_numbers(machine: Machine) -> None:
@@ -392,6 +405,8 @@ def test_a_spec_of_another_form_is_refused() -> None:
         None,
         base | {"kind": "nvidia.com/gpu"},
         base | {"cdiVersion": "1.1.0"},
+        base | {"cdiVersion": ["0.7.0"]},
+        {key: value for key, value in base.items() if key != "devices"},
         base | {"containerEdits": {"env": ["A=b"]}},
         base | {"devices": []},
         base | {"devices": base["devices"][:-1]},

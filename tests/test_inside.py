@@ -70,6 +70,7 @@ def test_import_closure_is_the_standard_library() -> None:
         "vendors.nvidia.cdi",
         "vendors.nvidia.cdi_devices",
         "vendors.cdi_document",
+        "vendors.cdi_version",
         "vendors.nvidia.cdi_edits",
         "vendors.nvidia.device_plugin",
         "vendors.nvidia.mig",

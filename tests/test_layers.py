@@ -65,13 +65,11 @@ IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
 
 VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
 VENDOR_IMPORT = re.compile(
-    r"agent\.vendors\.(?!(?:generators|host|kernel_modules|machine|machine_protocol|protocols)(?:\.|$))\w+\."
+    r"agent\.vendors\.(?!(?:cdi_version|generators|host|kernel_modules|machine|machine_protocol|protocols)(?:\.|$))\w+\."
 )
 VENDOR_LISTS = {"vendors/host.py", "vendors/machine.py", "vendors/generators.py", "vendors/kernel_modules.py"}
 """The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
-    # A key of every CDI spec: Resource Director Technology, for whichever vendor's device.
-    ("inside/cdi_form.py", "intelRdt"),
     # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
     ("paths.py", "/host-nvidia"),
     ("paths.py", "/run/host-nvidia"),

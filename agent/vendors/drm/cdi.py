@@ -14,11 +14,10 @@ from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceKind, DeviceNumber, dri_link
 from agent.vendors.cdi_document import devices as devices_of
 from agent.vendors.cdi_document import object_of, objects, strings
+from agent.vendors.cdi_version import lowest_version
 from agent.vendors.machine_protocol import Verdict
 
 EVERY_GPU = "all"
-WITH_GROUPS, WITHOUT_GROUPS = "0.7.0", "0.5.0"
-"""Lowest versions that know additionalGids, and device names that begin with a digit (version.go of specs-go)."""
 EVERYBODY = 0o006
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
@@ -47,8 +46,8 @@ def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground
         devices += [{"name": name, "containerEdits": edits} for name in (names.get(gpu), gpu) if name]
     if devices:
         devices.append({"name": EVERY_GPU, "containerEdits": _edits(every, ground)})
-    with_groups = any("additionalGids" in each["containerEdits"] for each in devices)
-    return {"cdiVersion": WITH_GROUPS if with_groups else WITHOUT_GROUPS, "kind": kind, "devices": devices}
+    spec = {"kind": kind, "devices": devices}
+    return {"cdiVersion": lowest_version(spec), **spec}
 
 
 def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...]:
@@ -128,7 +127,7 @@ def verify(
 def _header_problems(document: dict[str, Any], kind: str) -> Iterator[str]:
     if document.get("kind") != kind:
         yield f"kind is {document.get('kind')!r}, not {kind}"
-    if document.get("cdiVersion") not in (WITH_GROUPS, WITHOUT_GROUPS):
+    if document.get("cdiVersion") != lowest_version(document):
         yield f"cdiVersion is {document.get('cdiVersion')!r}"
     foreign = sorted(set(document) - {"cdiVersion", "kind", "devices"})
     if foreign:
