@@ -191,6 +191,8 @@ class VendorFacts:
     problems: tuple[str, ...] = ()
     """Nodes and entries that were refused or are broken, one sentence each."""
     half_made: tuple[HalfMade, ...] = ()
+    driver_awaited: bool = True
+    """Whether a GPU that no driver has is expected to get one, so that machines that do not name it wait for that."""
 
 
 UNSTAGED = -1

@@ -10,7 +10,7 @@ from agent.live import LiveSettings
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """PCI addresses of GPUs, for a machine whose settings ask for a number of them."""
+    """PCI addresses of GPUs, for one machine; `has` also where its settings do not ask for a number of them."""
 
     taken: frozenset[str] = frozenset()
     """Of other machines."""

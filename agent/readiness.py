@@ -41,8 +41,8 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
     reason, message = "NoGPU", "this host has no GPU"
     if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
         reason, message = "GPUDetached", f"an administrator detached {', '.join(detached)}, and no other GPU is for it"
-    elif drivers := sorted({gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}):
-        reason, message = "NoGPUGranted", f"the GPUs of this host have another driver ({', '.join(drivers)})"
+    elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
+        reason, message = "NoGPUGranted", f"the GPUs of this host have another driver, or none ({', '.join(drivers)})"
     conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
     if settings.require_gpus:
         ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")

@@ -10,6 +10,7 @@ from agent.config import Config
 from agent.facts import Absent, DrmDevice, Facts, FileState, MachineFacts, PciDevice, Unseen, VendorFacts
 from agent.goal import Grant, Share
 from agent.gpu_users import gpu_nodes, why_unknown
+from agent.granted import Granted
 from agent.identity import DeviceKind
 from agent.observe.report import Report
 from agent.paths import machine_files
@@ -243,6 +244,7 @@ def test_the_conditions_of_a_host_with_intel_only(cards: Cards) -> None:
 
 def test_a_gpu_without_a_driver_comes_with_the_next_step(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/i915/refcnt", "0\n")
     found = conditions(cards.look(), "intel")
     assert found[ConditionType.DRIVER_LOADED].reason == "ModuleNotLoaded"
     assert "`modprobe i915`" in found[ConditionType.DRIVER_LOADED].message
@@ -252,6 +254,43 @@ def test_a_gpu_without_a_driver_comes_with_the_next_step(cards: Cards) -> None:
     assert found[ConditionType.DEVICES_PRESENT].reason == "GPUWithoutDriver"
     assert IGPU in found[ConditionType.DEVICES_PRESENT].message
     assert FLEX not in found[ConditionType.DEVICES_PRESENT].message
+
+
+def test_a_gpu_that_is_to_have_no_driver_is_waited_for_by_who_names_or_has_it(cards: Cards) -> None:
+    """A processor's own, where the host has no module for it."""
+    cards.card(IGPU, AMD, "")
+    cards.card(FLEX, INTEL, "xe", number=0)
+    vendors = cards.look()
+    assert grants(vendors)["amd"].gpus == ()
+    assert reasons(vendors, "all")[ConditionType.DEVICES_PRESENT] == "Present"
+    assert grants(vendors, "count=1")["intel"].gpus == (FLEX,)
+    assert select(vendors, "count=2", Share()).problems == ("2 GPUs are wanted and the host has 1",)
+    assert grants(vendors, [IGPU])["amd"].gpus == (IGPU,)
+    facts = facts_of(vendors)
+    machine = facts.machines[0]
+    for gpus in ("all", "count=1"):
+        config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
+        had = replace(facts, machines=(replace(machine, granted=Granted("", (IGPU,), {})),))
+        assert IGPU in plan(config, had).goal.machines[0].granted.gpus
+        unseen = Unseen("granted.json: Input/output error")
+        assert plan(config, replace(facts, machines=(replace(machine, granted=unseen),))).held == {"node": unseen.why}
+
+
+def test_a_gpu_whose_module_is_loaded_is_waited_for_but_one_that_works_is_preferred(cards: Cards) -> None:
+    cards.card(IGPU, AMD, "")
+    cards.file("/sys/module/amdgpu/refcnt", "0\n")
+    cards.card(FLEX, INTEL, "xe", number=0)
+    assert grants(cards.look())["amd"].gpus == (IGPU,)
+    assert grants(cards.look(), "count=1")["intel"].gpus == (FLEX,)
+    assert grants(cards.look(), "count=1")["amd"].gpus == ()
+
+
+def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "")
+    config, facts = Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())
+    goal = plan(config, facts).goal.machines[0]
+    ready = evaluate(config.machines["node"], goal, facts, Absent("none"), "")[-1]
+    assert (ready.reason, "or none (none)" in ready.message) == ("NoGPUGranted", True)
 
 
 def test_a_missing_kfd_is_said_and_stops_nothing(cards: Cards) -> None:
@@ -291,6 +330,7 @@ def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
 def test_one_vendors_missing_driver_is_told_beside_anothers_that_is_there(cards: Cards) -> None:
     cards.driver("550.163.01", gpus=1)
     cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/i915/refcnt", "0\n")
     config = Config.model_validate({"machines": {"node": {}}})
     facts = facts_of(cards.look())
     goal = plan(config, facts).goal.machines[0]

@@ -22,7 +22,8 @@ class Selection:
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
     """`wanted` as the setting `gpus` has it."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
-    usable = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
+    fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
+    usable = [gpu for gpu in fitting if _counts(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
     if wanted == "all":
         # Beside GPUs of another vendor it may be meant for the host's own display.
@@ -35,11 +36,17 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     problems = []
     missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
     for name in wanted:
-        found = [gpu for gpu in usable if name in (gpu.pci_address, gpu.uuid)]
+        found = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
         chosen += [gpu for gpu in found if gpu not in chosen]
         if not found and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
             problems.append(_missing(name, present))
     return Selection(tuple(chosen), tuple(problems), missed)
+
+
+def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
+    """Whether it is one of `all`, or of a number. A processor's own, say, may be meant to have no driver at all."""
+    awaited = any(vendor.driver_awaited for vendor in vendors if vendor.vendor == gpu.vendor)
+    return bool(gpu.driver) or awaited or gpu.pci_address in share.has
 
 
 def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
@@ -48,9 +55,10 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
     # Nor does one that is drained get a replacement before its users have ended: it may be given back.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
-    def order(gpu: Gpu) -> tuple[bool, bool, int, str]:
+    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, str]:
         # By vendor before the address: a processor's own GPU has a low one, and is rarely what is meant.
-        return gpu.pci_address in last, gpu.pci_address not in share.has, rank(gpu.vendor), gpu.pci_address
+        has = gpu.pci_address in share.has
+        return gpu.pci_address in last, not has, not gpu.driver, rank(gpu.vendor), gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
     others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""

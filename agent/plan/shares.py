@@ -27,18 +27,15 @@ class Shares:
         self._given = named | {gpu.pci_address for gpu in present if gpu.uuid in named}
         """With the names themselves, as some are addresses: also of GPUs whose machine is not there yet."""
         self._draining = facts.draining
-        has = {each.name: each.granted for each in facts.machines if each.name in config.machines}
-        self._has = {
-            name: frozenset(granted.gpus)
-            for name, granted in has.items()
-            # Of one that names its GPUs by UUID, which are unknown until the driver has initialised them.
-            if isinstance(granted, Granted) and config.machines[name].gpus != "all"
-        }
+        granted = {each.name: each.granted for each in facts.machines if each.name in config.machines}
+        self._had = {name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)}
+        # Of one that names its GPUs by UUID, which are unknown until the driver has initialised them.
+        self._has = {name: gpus for name, gpus in self._had.items() if config.machines[name].gpus != "all"}
 
     def of(self, machine: str) -> Share:
         """For a machine whose turn it is."""
         of_others = {gpu for name, gpus in self._has.items() if name != machine for gpu in gpus}
-        has = self._has.get(machine, frozenset())
+        has = self._had.get(machine, frozenset())
         return Share(taken=frozenset(self._given | of_others), has=has, draining=has & self._draining)
 
     def give(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
@@ -50,6 +47,9 @@ class Shares:
 
 def unknown_grants(config: Config, facts: Facts) -> str:
     """Why it cannot be told which GPUs are taken; empty when it can be, or need not be."""
-    if not any(isinstance(each.gpus, str) and each.gpus != "all" for each in config.machines.values()):
+    counted = any(isinstance(each.gpus, str) and each.gpus != "all" for each in config.machines.values())
+    # What a machine has of these it keeps.
+    unawaited = any(not gpu.driver for vendor in facts.vendors if not vendor.driver_awaited for gpu in vendor.gpus)
+    if not counted and not unawaited:
         return ""
     return "; ".join(each.granted.why for each in facts.machines if isinstance(each.granted, Unseen))

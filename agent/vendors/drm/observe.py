@@ -32,7 +32,14 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
     if not gpus:
         return VendorFacts(vendor.name)
     problems: list[str] = []
-    return VendorFacts(vendor.name, gpus, _nodes(vendor, sources, gpus, problems), problems=tuple(problems))
+    return VendorFacts(
+        vendor.name,
+        gpus,
+        _nodes(vendor, sources, gpus, problems),
+        problems=tuple(problems),
+        # The kernel loads them for the GPU by itself: where it has not, they are not installed, or not wanted.
+        driver_awaited=any(sources.system.exists(f"/sys/module/{name}") for name in vendor.drivers),
+    )
 
 
 def _nodes(
