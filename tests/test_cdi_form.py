@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.inside.cdi_form import settled
+from agent.inside.cdi_form import settled, without_groups
 from agent.inside.run import run
 from agent.vendors.cdi_version import lowest_version
 from tests.machine_root import gpu_machine, nvidia_ctk, recorded_spec
@@ -100,7 +100,16 @@ def test_no_json_breaks_it(value: object, data: st.DataObject) -> None:
         keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
         key = data.draw(st.sampled_from(keys))
     container[key] = value
-    settled(place[""])
+    without_groups(settled(place[""]))
+
+
+def test_groups_are_left_out_of_devices_and_of_what_all_have() -> None:
+    document = settled(spec({"deviceNodes": [NODE], "additionalGids": [44]}, {"additionalGids": [44]}))
+    assert isinstance(document, dict)
+    assert document["cdiVersion"] == "0.7.0"
+    assert without_groups(document) == settled(spec())
+    recorded = settled(recorded_spec())
+    assert without_groups(recorded) == recorded
 
 
 def test_what_is_published_has_this_form(tmp_path: Path) -> None:

@@ -140,6 +140,49 @@ def test_groups_are_compared_as_numbers(machine: Machine) -> None:
     assert edits["additionalGids"] == sorted({HOST_VIDEO, HOST_RENDER, RENDER})
 
 
+@pytest.mark.parametrize("version", ["v1.7.0", "v1.7.15"])
+def test_a_containerd_that_knows_no_groups_gets_none(machine: Machine, version: str) -> None:
+    """It would skip the whole spec; its successor gets them, in the first run that sees it."""
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, version))
+    settled(machine)
+    found = spec(machine, "intel")
+    assert found["cdiVersion"] == "0.5.0"
+    assert not any("additionalGids" in each for each in devices(found).values())
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert f"containerd {version[1:]} does not know additionalGids (1.7.16 does)" in machine.message("CDISpecCurrent")
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+    machine.put("/usr/bin/containerd", "another build")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.16"))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
+
+
+def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
+    """Neither by the next steps, nor by runs that make another spec."""
+    settled(machine)
+    asked = ("containerd", "--version")
+    machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
+    run(machine)
+    assert "no group render" in machine.message("CDISpecCurrent")
+    assert asked not in machine.calls
+    machine.put("/usr/bin/containerd", "another build")
+    run(machine)
+    assert machine.calls.count(asked) == 1
+
+
+@pytest.mark.parametrize("answer", ["containerd somewhere (devel)\n", None])
+def test_a_containerd_of_unknown_version_is_taken_for_a_new_one(machine: Machine, answer: str | None) -> None:
+    """Also where there is none, as with another runtime."""
+    if answer is None:
+        machine.drop("/usr/bin/containerd")
+    else:
+        machine.program("containerd", answer)
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+
+
 def test_nodes_that_everybody_opens_need_no_groups(machine: Machine) -> None:
     for path, number in machine.nodes.items():
         machine.nodes[path] = replace(number, mode=0o666)

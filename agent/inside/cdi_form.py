@@ -3,6 +3,8 @@
 A runtime refuses a spec of a version that it does not know, so the lowest that has all that the spec uses is written.
 """
 
+from typing import Any
+
 from agent.vendors.cdi_version import lowest_version
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
@@ -30,6 +32,20 @@ def settled(spec: object) -> object:
     if common not in EMPTY:
         document["containerEdits"] = common
     return document | {"cdiVersion": lowest_version(document)}
+
+
+def without_groups(spec: object) -> object:
+    """The spec, which is settled, without additionalGids and with the version that this takes."""
+    if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
+        return spec
+    return settled(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})
+
+
+def _groupless(holder: object) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """A spec or a device of it."""
+    if not isinstance(holder, dict) or not isinstance(edits := holder.get("containerEdits"), dict):
+        return holder
+    return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}
 
 
 def _edits(edits: object) -> object:

@@ -85,7 +85,10 @@ def configure_vendor(
     if handler is None and not places.former and _enabled_by_others(system, owned, drop_in):
         notes.save(name, {"state": state, "by_others": True})
         return ENABLED
-    version = containerd.parse_version(system.run("containerd", "--version", timeout=10))
+    # Only here: most runs need no version.
+    from agent.inside.containerd_version import containerd_version
+
+    version = containerd_version(system, notes, program)
     before = {path: runtime_files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
     wanted = _wanted(system, version, vendor, places, before, default=default)
     faults = _write_and_read_back(system, notes, owned, vendor, places, wanted, before, default=default)

@@ -114,7 +114,7 @@ def _publish(
     if noted.get("inputs") == inputs and (refused := _collision(system, vendor, noted.get("colliding", ()), foreign)):
         return Published(refused)
     try:
-        new, remarks = _generate(system, vendor, request, live)
+        new, remarks = _generate(system, notes, vendor, request, live)
     except (AgentError, OSError) as error:
         return _kept(current, "GenerationFailed", f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked")
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
@@ -181,21 +181,30 @@ def _better(new: Verdict, current: Verdict) -> bool:
 
 
 def _generate(
-    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> tuple[Candidate, tuple[str, ...]]:
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
     # Only here: most runs generate nothing.
-    from agent.inside.cdi_form import settled
+    from agent.inside.cdi_form import settled, without_groups
+    from agent.inside.containerd_version import GROUPS_SINCE, containerd_without_groups
 
     generated = vendor.generate(system, request, directory)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec = settled(generated.spec)
+    spec, remarks = settled(generated.spec), generated.remarks
+    groupless = without_groups(spec)
+    if groupless != spec and (version := containerd_without_groups(system, notes)):
+        spec = groupless
+        since = ".".join(map(str, GROUPS_SINCE))
+        remarks += (
+            f"containerd {version} does not know additionalGids ({since} does), so that they are left out: "
+            "containers that do not run as root need the groups of the nodes as supplementalGroups",
+        )
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
-    return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), generated.remarks
+    return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
 def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
@@ -234,7 +243,9 @@ def _inputs(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber], generation: str
 ) -> str:
     """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
-    tools = {path: astuple(system.identity(path)) for path in (*vendor.tools, *vendor.inputs) if system.exists(path)}
+    # What the spec may hold depends on containerd's version.
+    programs = (*vendor.tools, *vendor.inputs, system.find_program("containerd") or "")
+    tools = {path: astuple(system.identity(path)) for path in programs if path and system.exists(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
     return _digest(json.dumps([generation, tools, numbers, there], sort_keys=True).encode())
