@@ -276,13 +276,20 @@ def test_a_gpu_that_is_to_have_no_driver_is_waited_for_by_who_names_or_has_it(ca
         assert plan(config, replace(facts, machines=(replace(machine, granted=unseen),))).held == {"node": unseen.why}
 
 
-def test_a_gpu_whose_module_is_loaded_is_waited_for_but_one_that_works_is_preferred(cards: Cards) -> None:
-    cards.card(IGPU, AMD, "")
-    cards.file("/sys/module/amdgpu/refcnt", "0\n")
+def test_a_gpu_whose_module_is_loaded_is_waited_for_but_another_that_works_is_preferred(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/xe/refcnt", "0\n")
     cards.card(FLEX, INTEL, "xe", number=0)
-    assert grants(cards.look())["amd"].gpus == (IGPU,)
+    assert grants(cards.look())["intel"].gpus == (IGPU, FLEX)
     assert grants(cards.look(), "count=1")["intel"].gpus == (FLEX,)
-    assert grants(cards.look(), "count=1")["amd"].gpus == ()
+
+
+def test_a_late_driver_of_nvidias_does_not_leave_the_machine_with_the_processors_gpu(cards: Cards) -> None:
+    """It would keep that: what a machine was given first it has for good."""
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(FLEX, 0x10DE, "")
+    assert grants(cards.look(), "count=1")["nvidia"].gpus == (FLEX,)
+    assert grants(cards.look(), "count=1")["intel"].gpus == ()
 
 
 def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:

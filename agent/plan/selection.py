@@ -55,10 +55,11 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
     # Nor does one that is drained get a replacement before its users have ended: it may be given back.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
-    def order(gpu: Gpu) -> tuple[bool, bool, bool, int, str]:
-        # By vendor before the address: a processor's own GPU has a low one, and is rarely what is meant.
+    def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
+        # By vendor before the address: a processor's own GPU has a low one, and is rarely what is meant. So also before
+        # whether it has a driver, which may come late, and a machine keeps what it was given first.
         has = gpu.pci_address in share.has
-        return gpu.pci_address in last, not has, not gpu.driver, rank(gpu.vendor), gpu.pci_address
+        return gpu.pci_address in last, not has, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
     others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
