@@ -3,14 +3,18 @@
 import errno
 import json
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tomlkit
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
+from agent.errors import DocumentError
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceNumber
 from agent.inside.devices import GRANTED, withdraw_nodes
@@ -25,7 +29,7 @@ from agent.vendors.drm.machine import parse_groups
 from agent.vendors.intel.machine import IntelMachine
 from tests import machine_root
 from tests.kubelet_directory import Kubelet
-from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine, systemctl
+from tests.machine_root import EMPTY, REQUEST, Machine, gpu_machine, recorded_spec, systemctl
 
 pytestmark = pytest.mark.scenario("004")
 
@@ -513,8 +517,89 @@ def test_names_of_other_specs() -> None:
     nvidia_like = 'kind: nvidia.com/gpu\ndevices:\n    - name: "0"\n      containerEdits:\n        deviceNodes:\n'
     assert device_names(nvidia_like) == ("nvidia.com/gpu=0",)
     assert device_names(json.dumps(document()))[0] == "intel.com/gpu=card0"
-    for other in ("", "[]", "{}", "name: x\n", '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}'):
+    for other in (
+        "",
+        "[]",
+        "{}",
+        "name: x\n",
+        "kind: a.b/c\ndevices:\n",
+        '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}',
+    ):
         assert device_names(other) == ()
+
+
+@pytest.mark.parametrize("style", [None, "'", '"'])
+@pytest.mark.parametrize("indent", [2, 4])
+def test_names_are_those_that_a_parser_finds(style: str | None, indent: int) -> None:
+    """In what PyYAML writes, quoted or not, keys too."""
+    for each in (recorded_spec(), document()):
+        text = yaml.safe_dump(each, default_style=style, indent=indent, sort_keys=False)
+        assert device_names(text) == tuple(f"{each['kind']}={device['name']}" for device in each["devices"])
+
+
+BY_HAND = """\
+# mine
+kind: 'intel.com/gpu'   # quoted
+cdiVersion: "0.5.0"
+devices: # mine
+  # the first
+  -   containerEdits:
+          deviceNodes:
+              - path: /dev/dri/card0
+                name: x
+      "name": card0 # here
+  - name: 'all'
+    containerEdits: {deviceNodes: [{path: /dev/dri/card0}]}
+"""
+
+
+def test_names_in_what_somebody_wrote_by_hand() -> None:
+    parsed = yaml.safe_load(BY_HAND)
+    assert [each["name"] for each in parsed["devices"]] == ["card0", "all"]
+    assert device_names(BY_HAND) == ("intel.com/gpu=card0", "intel.com/gpu=all")
+    assert device_names(BY_HAND.replace("\n", "\r\n")) == ("intel.com/gpu=card0", "intel.com/gpu=all")
+
+
+NOT_UNDERSTOOD = [
+    "{kind: intel.com/gpu, devices: [{name: all}]}",
+    "kind: intel.com/gpu\ndevices: [{name: all}]\n",
+    "kind: intel.com/gpu\ndevices:\n- {name: all}\n",
+    "kind: intel.com/gpu\ndevices:\n- &first\n  name: all\n",
+    "kind: intel.com/gpu\ndevices:\n-\n  name: all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: >-\n    all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: &x all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: card0\n- <<: *x\n",
+    "kind: intel.com/gpu\ndevices:\n- containerEdits: {}\n",
+    "kind: intel.com/gpu\ndevices:\n  name: all\n",
+    "kind:\n  intel.com/gpu\ndevices:\n- name: all\n",
+    'kind: "intel.com\\/gpu"\ndevices:\n- name: all\n',
+    "kind: intel.com/gpu\n? devices\n: - name: all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: all\n---\nkind: a.b/c\n",
+    "cdiVersion: 0.5.0\nkind: intel.com/gpu\ndevices:\n\t- name: all\n",
+    "{",
+]
+
+
+@pytest.mark.parametrize("text", NOT_UNDERSTOOD)
+def test_what_is_not_understood_is_no_spec_without_devices(text: str) -> None:
+    with pytest.raises(DocumentError, match="neither JSON nor YAML in block style"):
+        device_names(text)
+
+
+@given(st.text(alphabet="kind: devices\n-nm'\"#{}[]&ax/\t", max_size=60))
+def test_no_text_breaks_it(text: str) -> None:
+    with suppress(DocumentError):
+        device_names(f"kind: a/b\n{text}")
+
+
+def test_a_spec_that_cannot_be_looked_into_is_said(machine: Machine) -> None:
+    machine.put("/var/run/cdi/site.yaml", NOT_UNDERSTOOD[1])
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert "/var/run/cdi/site.yaml cannot be looked into: neither JSON" in machine.message("CDISpecCurrent")
+    machine.put("/var/run/cdi/site.yaml", BY_HAND)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
 
 
 def test_a_spec_that_outranks_ours_is_named(machine: Machine) -> None:
