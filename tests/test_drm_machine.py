@@ -176,14 +176,17 @@ def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
     assert machine.calls.count(asked) == 1
 
 
-@pytest.mark.parametrize("answer", ["containerd somewhere (devel)\n", None])
-def test_a_containerd_of_unknown_version_is_taken_for_a_new_one(machine: Machine, answer: str | None) -> None:
+@pytest.mark.parametrize("what", ["own build", "none", "dangling link"])
+def test_a_containerd_of_unknown_version_is_taken_for_a_new_one(machine: Machine, what: str) -> None:
     """Also where there is none, as with another runtime."""
-    if answer is None:
-        machine.drop("/usr/bin/containerd")
+    if what == "own build":
+        machine.program("containerd", "containerd somewhere (devel)\n")
     else:
-        machine.program("containerd", answer)
+        machine.drop("/usr/bin/containerd")
+    if what == "dangling link":
+        machine.link("/usr/bin/containerd", "/opt/containerd")
     run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
 
 

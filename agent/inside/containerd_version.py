@@ -26,7 +26,7 @@ def containerd_version(system: System, notes: Notes, program: str) -> tuple[int,
 def containerd_without_groups(system: System, notes: Notes) -> str:
     """The version of a containerd that does not know additionalGids, else "". Raises CommandError or OSError."""
     program = system.find_program("containerd")
-    if program is None:
+    if program is None or not system.is_file(program):
         return ""
     try:
         version = containerd_version(system, notes, program)

@@ -245,7 +245,7 @@ def _inputs(
     """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
     # What the spec may hold depends on containerd's version.
     programs = (*vendor.tools, *vendor.inputs, system.find_program("containerd") or "")
-    tools = {path: astuple(system.identity(path)) for path in programs if path and system.exists(path)}
+    tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
     return _digest(json.dumps([generation, tools, numbers, there], sort_keys=True).encode())
