@@ -5,6 +5,7 @@ adds, GPUs above all, is synthetic: written after the driver's sources, not seen
 """
 
 import os
+import stat
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +117,8 @@ class Host(System):
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()
         self.failing: dict[str, OSError] = {}
+        self.owners: dict[str, tuple[int, int]] = {}
+        """Permission bits and user id by path; all else is root's and not others' to write, whoever runs the tests."""
         self._architecture = architecture
         self._nodes: dict[str, DeviceNumber] = {}
         self._tree = tree
@@ -153,6 +156,14 @@ class Host(System):
     def real_path(self, path: str) -> str:
         self._fail(path)
         return super().real_path(path)
+
+    def owner(self, path: str) -> tuple[int, int]:
+        self._fail(path)
+        mode, _ = super().owner(path)
+        # Below an inner root too: the path of the whole tree.
+        place = self.root.removeprefix(str(self._tree)) + path
+        permissions, uid = self.owners.get(place.rstrip("/") or "/", (stat.S_IMODE(mode) & ~0o022, 0))
+        return stat.S_IFMT(mode) | permissions, uid
 
     def _fail(self, path: str) -> None:
         """Tests may run as root, whom no permission bits stop."""

@@ -275,6 +275,99 @@ def test_nowhere(host: Host) -> None:
     assert "driver.library_directories" in found.message
 
 
+# ---- whose they are
+
+USERS = "/home/kubernetes/bin/nvidia"
+COS = "/home/kubernetes/bin/nvidia/lib64, /home/kubernetes/bin/nvidia/lib, /var/lib/nvidia/lib64, /var/lib/nvidia/lib"
+
+
+@pytest.fixture
+def user_s(host: Host) -> Host:
+    """A user of the host called kubernetes, who would have everybody read root's files."""
+    put(bare(host), f"{USERS}/lib64")
+    host.file("/etc/shadow", "root:secret")
+    host.owners |= {"/home/kubernetes": (0o755, 1000), "/etc/shadow": (0o640, 0)}
+    host.symlink(f"{USERS}/share/vulkan/icd.d/nvidia_x.json", "/etc/shadow")
+    return host
+
+
+def test_a_place_that_a_user_can_write_is_passed_over_and_named(user_s: Host) -> None:
+    found = user_space(user_s, VERSION)
+    assert isinstance(found.version, Absent)
+    assert isinstance(found.files, Absent)
+    why = "/home/kubernetes belongs to user 1000, not to root"
+    assert found.other_places == (f"driver {VERSION} in {COS} (Container-Optimized OS), as {why}",)
+    told = condition(user_s)
+    assert (told.reason, told.message.endswith(why)) == ("NotInstalled", True)
+    for name in MAIN:
+        user_s.owners[f"{USERS}/lib64/{name}.so.{VERSION}"] = (0o644, 1000)
+    assert user_space(user_s, VERSION).other_places == (f"what is in {COS} (Container-Optimized OS), as {why}",)
+    put(user_s, "/opt/nvidia/lib64")
+    assert user_space(user_s, VERSION).place.endswith("(/opt/nvidia)")
+
+
+def test_its_owner_cannot_hide_the_places_behind_it(user_s: Host) -> None:
+    """By a FUSE file system, say, which denies root a look."""
+    put(user_s, "/opt/nvidia/lib64")
+    user_s.failing[f"{USERS}/lib64"] = PermissionError(errno.EACCES, "Permission denied", f"{USERS}/lib64")
+    assert user_space(user_s, VERSION).place.endswith("(/opt/nvidia)")
+
+
+def test_what_is_not_known_to_be_root_s_is_unseen(user_s: Host) -> None:
+    user_s.failing["/home"] = PermissionError(errno.EACCES, "Permission denied", "/home")
+    assert isinstance(user_space(user_s, VERSION).version, Unseen)
+
+
+def test_a_link_out_of_root_s_directories(host: Host) -> None:
+    put(bare(host), "/home/user/lib64")
+    host.owners["/home/user"] = (0o755, 1000)
+    host.symlink("/usr/local/nvidia/lib64", "/home/user/lib64")
+    assert isinstance(user_space(host, VERSION).version, Absent)
+
+
+def test_a_driver_container_s_files_are_its_root_s(host: Host) -> None:
+    other_root(bare(host))
+    assert user_space(host, VERSION).version == VERSION
+    host.owners[f"{DRIVER_CONTAINER}/usr/lib"] = (0o775, 0)
+    assert isinstance(user_space(host, VERSION).version, Absent)
+
+
+def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
+    """Also where the administrator named the place, who answers for its owners."""
+    user_s.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
+    user_s.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
+    settings = {"library_directories": [f"{USERS}/lib64"], "data_directories": [f"{USERS}/share"]}
+    found = user_space(user_s, VERSION, **settings)
+    files = by_target(found)
+    assert {"usr/share/glvnd/egl_vendor.d/10_nvidia.json", f"{X86}/libcuda.so.{VERSION}"} < set(files)
+    assert not [each for each in files.values() if each.source.startswith("/etc") or "GLX" in each.source]
+    assert found.problems == (
+        f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}: left out, as not everybody may read it (mode 0600)",
+        f"{USERS}/share/vulkan/icd.d/nvidia_x.json: left out, as not everybody may read it (mode 0640)",
+    )
+
+
+def test_companions_and_libraries_beside_the_loader_cache_s(host: Host) -> None:
+    put(host, "/usr/lib/x86_64-linux-gnu")
+    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    host.file("/usr/local/share/vulkan/icd.d/nvidia_icd.json", "{}")
+    host.file("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}")
+    host.file("/usr/local/bin/nvidia-smi", executable=True)
+    host.file("/usr/bin/nvidia-smi", executable=True)
+    glcore = f"/usr/lib/x86_64-linux-gnu/libnvidia-glcore.so.{VERSION}"
+    host.owners |= {"/usr/local/share": (0o775, 0), "/usr/local/bin/nvidia-smi": (0o755, 1000), glcore: (0o666, 0)}
+    found = user_space(host, VERSION)
+    files = by_target(found)
+    assert files["usr/share/vulkan/icd.d/nvidia_icd.json"].source == "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    assert files["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
+    assert f"{X86}/libnvidia-glcore.so.{VERSION}" not in files
+    assert [each.partition(":")[0] for each in found.problems] == [
+        glcore,
+        "/usr/local/share/vulkan/icd.d/nvidia_icd.json",
+        "/usr/local/bin/nvidia-smi",
+    ]
+
+
 # ---- the configuration
 
 

@@ -25,6 +25,11 @@ class Rooted:
         inner.root = root.rstrip("/") or "/"
         return inner
 
+    def owner(self, path: str) -> tuple[int, int]:
+        """Mode with the type of file, and user id; of a link its own. Raises OSError."""
+        status = os.lstat(self._at(path, follow=False))
+        return status.st_mode, status.st_uid
+
     def _below_root(self, path: str) -> str:
         return path if self.root == "/" else self.root + path
 

@@ -1,12 +1,13 @@
 """Finds what the driver ships beside its libraries, by the names of `driver_files`."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from agent.facts import Library
 from agent.system.files import System
 from agent.system.looking import NOT_THERE, UNUSABLE
+from agent.system.owners import files_fault, others_way
 from agent.vendors.nvidia.driver_files import (
     BINARIES,
     BINARY_DIRECTORIES,
@@ -33,6 +34,8 @@ class Companions:
     """Groups that each driver has and this host lacks."""
     other_version: tuple[str, ...]
     """Paths of another version's files, of groups that are there in no other version."""
+    problems: tuple[str, ...] = ()
+    """Files that were left out, with why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,23 +58,38 @@ def observe_companions(
     by_target: dict[str, Library] = {}
     found: set[str] = set()
     others: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+
+    def permitted(path: str) -> bool:
+        fault = _fault(system, path, around.place)
+        if fault:
+            refused[path] = f"{path}: left out, as {fault}"
+        return not fault
+
     for group in GROUPS:
         if group.needs and group.needs not in found:
             continue
         target = group.target.format(version=version, triplet=triplet)
-        files = _find(system, group, version, places)
+        files = _find(system, group, version, places, permitted)
         for name, real in files.items():
             by_target.setdefault(f"{target}/{name}", library(system, f"{target}/{name}", real))
         if files:
             found.add(group.name)
         else:
             others[group.name] = tuple(_of_other_versions(system, group, version, places))
-    binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES))
+    binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES), permitted)
     lacking = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         lacking.append(BINARIES[0])
     other = tuple(path for paths in others.values() for path in paths)
-    return Companions((*by_target.values(), *binaries), tuple(lacking), other)
+    return Companions((*by_target.values(), *binaries), tuple(lacking), other, tuple(refused.values()))
+
+
+def _fault(system: System, path: str, place: Place) -> str:
+    """Why a file must not come into a driver root, whose files everybody in a machine may read."""
+    return (not place.configured and others_way(system, path)) or files_fault(
+        system, system.real_path(path), of_root=not place.configured
+    )
 
 
 def library(system: System, target: str, real: str) -> Library:
@@ -80,14 +98,21 @@ def library(system: System, target: str, real: str) -> Library:
     return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
 
 
-def _find(system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+def _find(
+    system: System,
+    group: Group,
+    version: str,
+    places: Mapping[str, tuple[str, ...]],
+    permitted: Callable[[str], bool],
+) -> dict[str, str]:
     """Real paths by name."""
     found: dict[str, str] = {}
     patterns = [pattern.replace(VERSION, version) for pattern in group.names]
     for directory in _directories(group, places):
         for name in _entries(system, directory.replace(VERSION, version)):
             path = f"{directory.replace(VERSION, version)}/{name}"
-            if name not in found and any(fnmatchcase(name, pattern) for pattern in patterns) and system.is_file(path):
+            wanted = name not in found and any(fnmatchcase(name, pattern) for pattern in patterns)
+            if wanted and system.is_file(path) and permitted(path):
                 found[name] = system.real_path(path)
     return found
 
@@ -150,13 +175,13 @@ def _line(system: System, path: str) -> str:
         raise
 
 
-def _binaries(system: System, directories: Sequence[str]) -> list[Library]:
+def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
     """The first executable file of each name; their names have no version, packages install one at a time."""
     found = []
     for name in BINARIES:
         for directory in directories:
             path = f"{directory}/{name}"
-            if system.is_file(path) and system.identity(path).executable:
+            if system.is_file(path) and system.identity(path).executable and permitted(path):
                 found.append(library(system, f"usr/bin/{name}", system.real_path(path)))
                 break
     return found

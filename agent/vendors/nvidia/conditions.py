@@ -110,11 +110,12 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             "NotInstalled",
             f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
             f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
-            "libnvidia-compute) and run ldconfig, or name their place by driver.root or driver.library_directories",
+            "libnvidia-compute) and run ldconfig, or name their place by driver.root or driver.library_directories"
+            f"{_others(driver)}",
         )
     if isinstance(library, Broken):
         where = f"{driver.place}: " if driver.place else ""
-        return false(kind, "LibrariesBroken", f"{where}{library.why}; {REINSTALL}")
+        return false(kind, "LibrariesBroken", f"{where}{library.why}; {REINSTALL}{_others(driver)}")
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(

@@ -21,6 +21,8 @@ class Place:
     """Searched before the usual directories."""
     data: tuple[str, ...] = ()
     """What has `vulkan`, `glvnd`, `egl` and the like in it; searched before /etc, /usr/local/share and /usr/share."""
+    configured: bool = False
+    """An administrator named it, who answers for the owners of what is there."""
     local: bool = True
     """No host has a network's file system there: inotify_add_watch(2) would wait for one that hangs."""
 
@@ -88,6 +90,7 @@ def configured_place(settings: DriverSettings) -> Place | None:
         tuple(settings.library_directories),
         tuple(settings.binary_directories),
         tuple(settings.data_directories),
+        configured=True,
         local=settings.root == "/" and not settings.library_directories,
     )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
 from agent.system.looking import why_not
+from agent.system.owners import files_fault
 from agent.vendors.nvidia.companions import library
 from agent.vendors.nvidia.driver_files import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY
 
@@ -34,6 +35,10 @@ class Found:
     """Names by which libraries are looked for: sonames and development links."""
     directories: dict[str, None] = field(default_factory=dict)
     """Real ones, in the loader's order."""
+    ways: set[str] = field(default_factory=set)
+    """Paths by which they were found, links and all."""
+    of_root: bool = True
+    """Files that are others' to write are left out."""
 
     def versions(self, stem: str) -> list[str]:
         """Driver versions of one library, in the loader's order."""
@@ -85,13 +90,12 @@ def choose(found: Found, module: str) -> Seen[str]:
 
 
 def search(
-    system: System, cache: tuple[CacheEntry, ...], architecture: str, problems: list[str], known: Set[str] = frozenset()
+    system: System, cache: tuple[CacheEntry, ...], found: Found, problems: list[str], known: Set[str] = frozenset()
 ) -> Found:
-    """Not of directories that are `known`. Raises OSError where looking failed."""
-    found = Found(architecture)
+    """Fills `found`, not from directories that are `known`. Raises OSError where looking failed."""
     # libcuda's directory first: it has the complete set.
     entries = sorted(
-        (each for each in cache if each.architecture == architecture and _ours(each)),
+        (each for each in cache if each.architecture == found.architecture and _ours(each)),
         key=lambda each: _stem(each.soname) != "libcuda",
     )
     for entry in entries:
@@ -109,7 +113,8 @@ def search(
         if directory in known:
             continue
         found.links.add(entry.soname)
-        _add(system, found, real)
+        found.ways.add(entry.path)
+        _add(system, found, real, problems)
         found.directories[directory] = None
     for directory in found.directories:
         for place in (directory, f"{directory}/vdpau"):
@@ -135,15 +140,20 @@ def _scan(system: System, found: Found, directory: str, problems: list[str]) -> 
             continue
         elif system.read_link(f"{directory}/{name}") is None:
             if _version(name):
-                _add(system, found, f"{directory}/{name}")
+                _add(system, found, f"{directory}/{name}", problems)
         elif not _version(name):
             found.links.add(name)
 
 
-def _add(system: System, found: Found, real: str) -> None:
+def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
     name = os.path.basename(real)
-    if LIBRARY.fullmatch(name) and system.is_file(real) and real not in found.files.setdefault(name, []):
-        found.files[name].append(real)
+    if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
+        return
+    if fault := files_fault(system, real, of_root=found.of_root):
+        if (told := f"{real}: left out, as {fault}") not in problems:
+            problems.append(told)
+        return
+    found.files.setdefault(name, []).append(real)
 
 
 def libraries(system: System, found: Found, version: str) -> list[Library]:

@@ -3,10 +3,11 @@
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from agent.facts import Absent, CacheEntry, Library, Seen, Unseen
+from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.deadlines import ask_device
 from agent.system.files import System
 from agent.system.looking import why_not
+from agent.system.owners import others_way
 from agent.vendors.nvidia import libraries
 from agent.vendors.nvidia.companions import Surroundings, observe_companions
 from agent.vendors.nvidia.driver_places import PLACES, Place, configured_place
@@ -47,11 +48,22 @@ class _Candidate:
     """The same, on the host: its real path, or empty for the host's own."""
     found: tuple[Found, ...] = ()
     problems: tuple[str, ...] = ()
+    refused: str = ""
+    """Why nothing of it may be used, whatever it holds."""
+
+    @property
+    def told(self) -> str:
+        """What is not used of it, in words; empty where it holds no driver."""
+        holds = f"driver {self.version}" if isinstance(self.version, str) else ""
+        if self.refused and isinstance(self.version, Broken):
+            # Its own files were left out for their owner.
+            holds = "what is"
+        return f"{holds} in {self.place}{f', as {self.refused}' if self.refused else ''}" if holds else ""
 
     @property
     def directories(self) -> frozenset[str]:
         """Of a whole driver's libraries, in the host's own root: no other place has another driver there."""
-        if self.root or not isinstance(self.version, str):
+        if self.root or self.refused or not isinstance(self.version, str):
             return frozenset()
         return frozenset(directory for each in self.found for directory in each.directories)
 
@@ -69,10 +81,8 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         known = frozenset[str]().union(*(each.directories for each in candidates))
         candidates.append(_look(sources, place, module, known))
     chosen = _choose(candidates, module)
-    others = (each for each in candidates if each is not chosen and isinstance(each.version, str))
-    return replace(
-        _assemble(sources, chosen), other_places=tuple(f"driver {each.version} in {each.place}" for each in others)
-    )
+    others = (each.told for each in candidates if each is not chosen)
+    return replace(_assemble(sources, chosen), other_places=tuple(filter(None, others)))
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
@@ -82,6 +92,8 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """
     there = []
     for each in candidates:
+        if each.refused:
+            continue
         if isinstance(each.version, Unseen):
             return each
         if isinstance(each.version, str) and each.version == (module or each.version):
@@ -97,9 +109,29 @@ def _look(sources: Sources, place: Place, module: str, known: Set[str] = frozens
         return _search(sources, place, module, known)
     try:
         # In bounded time: /home and /opt may be file systems of a network, on hosts that have no driver there.
-        return ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
+        found = ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
     except OSError as error:
-        return _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
+        found = _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
+    if place.configured or isinstance(found.version, Absent):
+        return found
+    try:
+        why = ask_device(f"the owners of the driver's place {place}", lambda: _others_way(sources, found), LOOK)
+    except OSError as error:
+        return _Candidate(place, Unseen(why_not(error.filename or str(place), error).why), sources.system)
+    return replace(found, refused=why) if why else found
+
+
+def _others_way(sources: Sources, candidate: _Candidate) -> str:
+    """What of the way to a place's libraries somebody but root may change; who may, decides what all pods load.
+
+    Of one that could not be looked at: of all its directories, so that its owner cannot hide those behind it.
+    """
+    if of_root := others_way(sources.system, candidate.place.root):
+        return of_root
+    ways = sorted(way for each in candidate.found for way in each.ways) or candidate.place.libraries
+    told = (others_way(candidate.system, way) for way in ways)
+    why = next(filter(None, told), "")
+    return f"{candidate.root}: {why}" if why and candidate.root else why
 
 
 def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
@@ -116,7 +148,10 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
         skipped = frozenset[str]() if root else known
-        found = tuple(libraries.search(system, entries, each, problems, skipped) for each in architectures)
+        found = tuple(
+            libraries.search(system, entries, Found(each, of_root=not place.configured), problems, skipped)
+            for each in architectures
+        )
     except OSError as error:
         unseen = Unseen(why_not(error.filename or str(place), error).why)
         return _Candidate(place, unseen, system, root)
@@ -145,7 +180,8 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
     except OSError as error:
         unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
         return UserSpace(unseen, unseen, candidate.problems, place=str(place))
-    problems = (*candidate.problems, *(f"{root}: {each}" if root else each for each in astray))
+    of_files = (*beside.problems, *astray)
+    problems = (*candidate.problems, *(f"{root}: {each}" if root else each for each in of_files))
     all_files = (*files, *companions)
     on_host = tuple(replace(each, source=f"{root}{each.source}") if each.source else each for each in all_files)
     return UserSpace(version, on_host, problems, beside.not_installed, beside.other_version, str(place))

@@ -1,0 +1,80 @@
+"""Who could have put a file where it is: what root copies for all machines has to be root's, and no secret."""
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+
+from agent.system.files import System
+from agent.system.looking import NOT_THERE
+from agent.system.rooted import LINK_LIMIT
+
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+
+def others_way(system: System, path: str) -> str:
+    """What on the way to a path, links followed, is another's than root's, in words; empty where nothing is.
+
+    The way ends where there is nothing. Raises OSError where it could not be looked at.
+    """
+    shared = ""
+    try:
+        for here, mode, uid, last in _way(system, path):
+            link = stat.S_ISLNK(mode)
+            if shared and link:
+                return shared
+            # Nobody changes a link but who may write in its directory.
+            if uid and not link:
+                return f"{here} belongs to user {uid}, not to root"
+            shared = ""
+            if mode & OTHERS and not link:
+                shared = f"others than root may write in {here} (mode {stat.S_IMODE(mode):04o})"
+                # In a sticky directory, as /nix/store is, nobody can replace a directory of root's.
+                if last or not mode & stat.S_ISVTX:
+                    return shared
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+    return ""
+
+
+def _way(system: System, path: str) -> Iterator[tuple[str, int, int, bool]]:
+    """Path, mode and user id of each directory and link from / on, and whether it is the last one."""
+    here, ahead, links = "/", _parts(path), 0
+    while True:
+        mode, uid = system.owner(here)
+        yield here, mode, uid, not ahead
+        if stat.S_ISLNK(mode):
+            links += 1
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            target = system.read_link(here) or ""
+            ahead = _parts(target) + ahead
+            here = "/" if target.startswith("/") else os.path.dirname(here)
+        if not ahead:
+            return
+        part = ahead.pop(0)
+        here = os.path.dirname(here) if part == ".." else os.path.join(here, part)
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
+    """Why a file is not for everybody's eyes, or with `of_root` not surely root's; empty where nothing is against it.
+
+    Raises OSError.
+    """
+    mode, uid = system.owner(real_path)
+    if not real_path.isprintable():
+        return "the path has characters that no file of a driver has"
+    if not stat.S_ISREG(mode):
+        return "it is no regular file"
+    if not mode & stat.S_IROTH:
+        return f"not everybody may read it (mode {stat.S_IMODE(mode):04o})"
+    if of_root and uid:
+        return f"it belongs to user {uid}, not to root"
+    if of_root and mode & OTHERS:
+        return f"others than root may write it (mode {stat.S_IMODE(mode):04o})"
+    return ""
