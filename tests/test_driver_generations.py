@@ -13,7 +13,7 @@ import pytest
 from agent.actions import ClearRemains, RemoveDriverRoot, StageDriverRoot, WriteFile
 from agent.conditions import Condition, ConditionType
 from agent.config import Config, MachineSettings
-from agent.facts import Absent, Broken, Facts, Seen, StagedRoot, Unseen
+from agent.facts import Absent, Broken, Facts, Library, Seen, StagedRoot, Unseen
 from agent.goal import Goal
 from agent.handoff import parse_handoff
 from agent.manifest import parse_handed, render_handed
@@ -25,6 +25,7 @@ from agent.plan.driver_roots import collect
 from agent.prepare import prepare
 from agent.reconcile import CLEAR_AGAIN, Outcome
 from agent.system.commands import Completed
+from agent.vendors.nvidia.driver_places import HOST_CACHE
 from tests.example import FILES, VERSION, facts, nvidia
 from tests.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
 from tests.recorded import HOSTS, Host, ScriptedRunner
@@ -243,6 +244,39 @@ def test_the_waiting_root_is_staged_after_the_handoffs() -> None:
 def test_without_a_fitting_root_the_machine_keeps_the_one_it_has(module: Seen[str]) -> None:
     found = with_handoff(seen(OLD, NEW, module=module), OLD)
     assert plan(CONFIG, found).goal.driver_roots == (OLD,)
+
+
+def of_version(version: str, directory: str) -> tuple[Library, ...]:
+    return (Library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
+
+
+@pytest.mark.parametrize(
+    ("place", "directory", "configured", "stays"),
+    [
+        ("/opt/nvidia/lib64 (/opt/nvidia)", "/opt/nvidia/lib64", "", True),
+        ("/opt/nvidia/lib64 (driver.library_directories)", "/opt/nvidia/lib64", "driver.library_directories", False),
+        ("/usr/lib64 (a runfile's)", "/usr/lib64", "", False),
+        (HOST_CACHE, "/usr/lib", "", False),
+    ],
+)
+def test_a_machine_does_not_change_to_the_same_version_of_another_place(
+    place: str, directory: str, configured: str, stays: bool
+) -> None:
+    """As when the packages' driver is upgraded while the module is loaded: what else has that version is not taken."""
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
+    files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
+    vendor = nvidia()
+    assert vendor.driver is not None
+    driver = replace(vendor.driver, files=files, place=place, configured=configured)
+    found = with_handoff(seen(kept), kept)
+    found = replace(found, vendors=(replace(vendor, driver=driver),))
+    goal = plan(CONFIG, found).goal
+    assert goal.driver_roots == (kept if stays else StagedRoot(1, "nvidia", VERSION, files),)
+    assert goal.waiting_roots == ()
+    alone = replace(found, staged=(), next_driver_root_index=1)
+    assert plan(CONFIG, alone).goal.driver_roots == (StagedRoot(1, "nvidia", VERSION, files),), (
+        "the kept one is spoiled"
+    )
 
 
 def test_on_a_host_that_booted_without_the_module_the_newest_is_taken() -> None:

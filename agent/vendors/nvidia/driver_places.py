@@ -51,8 +51,9 @@ def _prefix(name: str, *prefixes: str) -> Place:
     )
 
 
+HOST_CACHE = "the host's loader cache"
 PLACES = (
-    Place("the host's loader cache"),
+    Place(HOST_CACHE),
     # gpu-operator, assets/state-driver: the container's root, with a loader cache of its own.
     Place("GPU Operator's driver container", root="/run/nvidia/driver"),
     # siderolabs/extensions, nvidia-gpu: a glibc apart from Talos's musl; its Vulkan files are in /etc.

@@ -1,10 +1,13 @@
 """Which NVIDIA nodes and files a machine gets. Pure."""
 
+import posixpath
+
 from agent.config import MachineSettings
 from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.handoff import Variable
 from agent.identity import DeviceKind
+from agent.vendors.nvidia.driver_places import HOST_CACHE
 from agent.vendors.nvidia.sockets import DIRECTORIES
 
 KERNEL_DRIVER = "nvidia"
@@ -71,6 +74,20 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
     return wanted.get(capability, False)
 
 
+def _stays(kept: StagedRoot, new: StagedRoot, driver: Driver) -> bool:
+    """Whether a root of the module's version goes on to serve, as the host has that version in another place only.
+
+    Such as while the packages' driver is upgraded already: a machine does not change to what else is found then.
+    """
+    found_elsewhere = not driver.configured and driver.place not in ("", HOST_CACHE)
+    return kept.version == new.version and found_elsewhere and _directories(kept).isdisjoint(_directories(new))
+
+
+def _directories(root: StagedRoot) -> set[str]:
+    """Where the host had libcuda."""
+    return {posixpath.dirname(file.source) for file in root.files if "/libcuda.so" in file.source}
+
+
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
     """The one for the loaded module, and the one of the host's files that waits until their module is loaded."""
     if driver is None:
@@ -84,6 +101,8 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
         new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files)
     serving: StagedRoot | None
     if new and driver.module_version == new.version:
+        if stays := next((root for root in kept if _stays(root, new, driver)), None):
+            return stays, None
         serving = new
     elif isinstance(driver.module_version, str):
         fitting = [root for root in ours if root.version == driver.module_version]
