@@ -9,8 +9,10 @@ import pytest
 from agent.manifest import parse_manifest
 from agent.paths import MANIFESTS, handoff_file
 from integration.bed.host_roots import LIBRARIES
+from integration.bed.installation import CONFIGURATION
 from integration.bed.moved_drivers import TALOS, talos
 from integration.bed.node import MACHINE
+from integration.bed.restarts import AGENT
 from integration.conftest import Bed
 from integration.test_pods import expect_gpus, look
 
@@ -23,6 +25,15 @@ rm -rf /usr/lib/nvidia /{libraries}/nvidia
 ldconfig
 ! ldconfig -p | grep libcuda
 """
+
+
+NAMED = f"""
+[driver]
+library_directories = ["/{TALOS}", "/{TALOS}64"]
+binary_directories = ["/usr/local/glibc/usr/bin"]
+data_directories = ["/usr/local/glibc/etc", "/usr/local/glibc/usr/share", "/usr/local/share"]
+"""
+"""What is found there without it."""
 
 
 def move(bed: Bed) -> str:
@@ -45,21 +56,38 @@ def in_pods(spec: dict[str, Any]) -> set[str]:
     return {each["containerPath"] for each in spec["containerEdits"]["mounts"]}
 
 
-def test_a_pod_sees_its_gpu(ready: Bed) -> None:
-    """The driver moves under a running machine; what the spec names exists, and both ways of device plugins work."""
-    before, starts = ready.node.spec(), ready.starts()
-    version = move(ready)
-    deadline = time.monotonic() + 200
-    while "(Talos)" not in (message := ready.conditions()["LibrariesPresent"]["message"]):
+def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
+    """Until the driver is found in that place; the condition's message."""
+    deadline = time.monotonic() + seconds
+    while f"({place})" not in (message := bed.conditions()["LibrariesPresent"]["message"]):
         assert time.monotonic() < deadline, message
         time.sleep(1)
-    assert f"driver {version} from /{TALOS}, /{TALOS}64 (Talos)" in message
+    return str(message)
+
+
+def staged(bed: Bed) -> set[str]:
+    """Indices of the driver roots that the published spec's mounts are of."""
+    return {each["hostPath"].split("/")[3] for each in bed.node.spec()["containerEdits"]["mounts"]}
+
+
+def test_a_pod_sees_its_gpu(ready: Bed) -> None:
+    """The driver moves under a running machine, which keeps its own copy of that version until the place is named."""
+    before, starts = ready.node.spec(), ready.starts()
+    version = move(ready)
+    assert f"driver {version} from /{TALOS}, /{TALOS}64 (Talos)" in wait_found(ready, "Talos")
+    ready.wait_ready()
+    assert staged(ready) == {"0"}
+    ready.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + NAMED).encode())
+    ready.run("systemctl", "reload", AGENT)
+    wait_found(ready, "driver.library_directories")
+    deadline = time.monotonic() + 200
+    while staged(ready) != {"1"}:
+        assert time.monotonic() < deadline, ready.agent("status").stdout
+        time.sleep(1)
     ready.wait_ready()
     spec = ready.node.spec()
-    paths = [each["hostPath"] for each in spec["containerEdits"]["mounts"]]
-    assert {path.split("/")[3] for path in paths} == {"1"}, "another driver root, as its files have other sources"
     assert in_pods(spec) == {path for path in in_pods(before) if talos(path.lstrip("/"))}
-    ready.node.run("ls", "--", *paths)
+    ready.node.run("ls", "--", *(each["hostPath"] for each in spec["containerEdits"]["mounts"]))
     # As the plugin's strategies have it: cdi-cri and cdi-annotations, then envvar.
     expect_gpus(look(ready.node, cdi=("1",)).probe, {1})
     expect_gpus(look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "2"}).probe, {2})
