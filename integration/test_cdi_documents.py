@@ -82,7 +82,7 @@ def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
     staged = tree.tree / HOST_NVIDIA.lstrip("/") / str(driver_root.index)
     machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
-    spec: Any = settled(NVIDIA.generate(machine, request, spec_directory("nvidia")).spec)
+    spec: Any = settled(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
     present = {
         path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
     }

@@ -319,7 +319,7 @@ def specified(tree: Tree, found: Planned, work: Path) -> dict[str, Any]:
     staged = tree.tree / HOST_NVIDIA.lstrip("/") / str(grant.driver_root.index)
     machine = GeneratorMachine(work, staged, request, toolkit() / "nvidia-ctk")
     machine.make_directory(spec_directory("nvidia"))
-    spec = NVIDIA.generate(machine, request, spec_directory("nvidia")).spec
+    spec = NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec
     present = {
         path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
     }

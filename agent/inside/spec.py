@@ -189,7 +189,7 @@ def _generate(
     from agent.inside.cdi_form import settled, without_groups
     from agent.inside.containerd_version import GROUPS_SINCE, containerd_without_groups
 
-    generated = vendor.generate(system, request, directory)
+    generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
     spec, remarks = settled(generated.spec), generated.remarks

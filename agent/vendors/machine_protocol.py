@@ -85,8 +85,8 @@ class MachineVendor(Protocol):
     plugin_spec: str
     """Where that plug-in writes a CDI spec of its own, whose devices it then gives to pods; "" if it never does."""
 
-    def generate(self, system: System, request: Request, directory: str) -> Generated:
-        """A new spec, made in an empty directory; raises AgentError or OSError."""
+    def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
+        """A new spec, made in an empty directory; `live` as in `verify`. Raises AgentError or OSError."""
         ...
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:

@@ -53,8 +53,7 @@ class DrmMachine(ABC):
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str: ...
 
-    def generate(self, system: System, request: Request, directory: str) -> Generated:
-        live = _live_numbers(system, request)
+    def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         groups = parse_groups(system.read_text(GROUP_FILE)) if system.exists(GROUP_FILE) else {}
         links = {path for path in self.optional_paths(request) if system.exists(path)}
         ground = cdi.Ground(live, groups, links)
@@ -116,15 +115,3 @@ def parse_groups(text: str) -> dict[str, int]:
             case [name, _, number, _] if name and GROUP_NUMBER.fullmatch(number) and int(number) < NO_GROUP:
                 groups.setdefault(name, int(number))
     return groups
-
-
-def _live_numbers(system: System, request: Request) -> dict[str, DeviceNumber]:
-    numbers = {}
-    for device in request.devices:
-        try:
-            number = system.device(device.path)
-        except FileNotFoundError:
-            continue
-        if number is not None:
-            numbers[device.path] = number
-    return numbers

@@ -48,7 +48,7 @@ class NvidiaMachine:
     plugin_spec = device_plugin.SPEC
     plugin_rescans = False
 
-    def generate(self, system: System, request: Request, directory: str) -> Generated:
+    def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)
         present = {path for path in self.optional_paths(request) if system.exists(path)}
         spec, added = with_additions(generated.spec, request, present)
