@@ -1,9 +1,10 @@
 """What the host shows of readiness where GPUs need their nodes alone, with the next step. Pure."""
 
 from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
-from agent.facts import Absent, Broken, Unseen, VendorFacts
+from agent.facts import Unseen, VendorFacts
 from agent.goal import Grant
 from agent.identity import DeviceKind
+from agent.vendors.devices_present import before_nodes
 from agent.vendors.drm.description import Description
 
 
@@ -43,16 +44,8 @@ def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if isinstance(facts.devices, Unseen):
-        return unknown(kind, "ObservationFailed", facts.devices.why)
-    if isinstance(facts.devices, Absent | Broken):
-        return false(kind, "NodesMissing", facts.devices.why)
-    if grant.problems:
-        return false(kind, "GPUNotFound", "; ".join(grant.problems))
-    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
-    unbound = tuple(address for address in grant.gpus if not drivers.get(address))
-    if unbound:
-        return false(kind, "GPUWithoutDriver", f"no driver is bound to {', '.join(unbound)}; {_load(vendor, unbound)}")
+    if in_the_way := before_nodes(facts, grant, lambda unbound: _load(vendor, unbound)):
+        return in_the_way
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.DRI_RENDER}
     missing = [address for address in grant.gpus if address not in with_node]
     if missing:

@@ -4,6 +4,7 @@ from agent.conditions import Condition, ConditionType, false, not_applicable, tr
 from agent.facts import Absent, Broken, Driver, Seen, Unseen, VendorFacts
 from agent.goal import Grant
 from agent.identity import DeviceKind
+from agent.vendors.devices_present import before_nodes
 from agent.vendors.nvidia.grant import wrong_driver
 
 NEEDED_BY_ALL = {
@@ -56,18 +57,8 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if isinstance(facts.devices, Unseen):
-        return unknown(kind, "ObservationFailed", facts.devices.why)
-    if isinstance(facts.devices, Absent | Broken):
-        return false(kind, "NodesMissing", facts.devices.why)
-    if grant.problems:
-        return false(kind, "GPUNotFound", "; ".join(grant.problems))
-    drivers = {gpu.pci_address: gpu.driver for gpu in facts.gpus}
-    unbound = [address for address in grant.gpus if not drivers.get(address)]
-    if unbound:
-        return false(
-            kind, "GPUWithoutDriver", f"no driver is bound to {', '.join(unbound)}; run `modprobe nvidia`, see `dmesg`"
-        )
+    if in_the_way := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, see `dmesg`"):
+        return in_the_way
     lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
     if lost:
         return false(kind, "GPUFallenOffBus", "; ".join(lost))
