@@ -284,6 +284,21 @@ def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
     assert list(observe_lost(gpu_host)) == [FIRST]
 
 
+def test_what_is_noted_already_is_not_written_again(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    found.keep([FIRST, SECOND])
+    gpu_host.remove_file(KERNEL_LOG_READ)
+    found.keep([FIRST, SECOND])
+    assert not gpu_host.exists(KERNEL_LOG_READ)
+    bind(gpu_host, FIRST)
+    found.keep([FIRST, SECOND])
+    assert gpu_host.exists(KERNEL_LOG_READ)
+
+
 def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
