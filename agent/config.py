@@ -5,19 +5,11 @@ import tomllib
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
+from agent.extras import AbsolutePath, ExtraDevices, Switches
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
 from agent.pod_environment import PodEnvironment, VariableName, VariableValue
 from agent.system.files import System
@@ -41,14 +33,6 @@ PORT_LIMIT = 65535
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
 
 
-def _absolute(value: str) -> str:
-    if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
-        raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
-    return "/" + "/".join(part for part in value.split("/") if part)
-
-
-AbsolutePath = Annotated[str, AfterValidator(_absolute)]
-"""Normalised: no slash at its end, and none doubled."""
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
 """A path that containerd's imports can name: nothing in it is a pattern's, and no directory is hidden."""
 
@@ -116,7 +100,16 @@ class MachineSettings(Model):
     """Restart the container of the vendor's device plug-in when it cannot know of a GPU that came or went."""
     node_condition: bool = False
     """Set the condition GPUReady on the machine's Node object, with its kubelet's identity."""
+    devices: Switches = []
+    """Devices that are no GPUs, by kind: each is a set of the host's nodes."""
+    extra_devices: ExtraDevices = []
+    """Further ones, each by its path."""
     nspawn: NspawnSettings = NspawnSettings()
+
+    @property
+    def beside_gpus(self) -> bool:
+        """Whether it gets anything on a host without GPUs too."""
+        return bool(self.devices or self.extra_devices)
 
     @field_validator("gpus")
     @classmethod
@@ -241,9 +234,11 @@ def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], defa
         # pydantic adds the names of union members and "[key]" to the location; they are no keys of the file.
         keys = tuple(str(part) for part in each["loc"])
         known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
-        if each["type"] == "missing":
+        file = origins.get(known, default)
+        if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
+            # Of a table in a list, whose keys no file's record has.
             known = keys
-        sentences.setdefault(known, f"{origins.get(known, default)}: {'.'.join(known or keys)}: {_what(each)}")
+        sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what(each)}")
     return "\n".join(sentences.values())
 
 
@@ -251,12 +246,14 @@ def _what(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
         # By the names' patterns rather than by pydantic's words, which quote them.
         return f"{error['input']!r} is not {FORMS[error['ctx']['pattern']]}"
+    if error["type"] == "missing" and error["loc"] == ("machines",):
+        return "is missing; a table [machines.NAME] for each machine is needed"
     return WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
 
 
 WORDS = {
     "extra_forbidden": "unknown key",
-    "missing": "is missing; a table [machines.NAME] for each machine is needed",
+    "missing": "is missing",
     "too_short": "at least one machine is needed, as a table [machines.NAME]",
     "model_type": "must be a table",
     "dict_type": "must be a table",

@@ -53,6 +53,8 @@ class Grant:
     """What pods get with any of its devices."""
     problems: tuple[str, ...] = ()
     """What was asked for and cannot be granted, one sentence each."""
+    lacking: tuple[str, ...] = ()
+    """What was asked for beside GPUs and is not there, in words: it stands in the way of nothing else."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,16 @@ class DeviceKind(StrEnum):
     DRI_RENDER = "dri-render"
     KFD = "kfd"
     """The kernel fusion driver's node (drivers/gpu/drm/amd/amdkfd), one for all GPUs that compute by it."""
+    KVM = "kvm"
+    TUN = "tun"
+    VHOST = "vhost"
+    INFINIBAND = "infiniband"
+    GDRCOPY = "gdrcopy"
+    NVIDIA_FS = "nvidia-fs"
+    ACCEL = "accel"
+    """drivers/accel: NPUs and the like, which are no GPUs."""
+    EXTRA = "extra"
+    """Named by a machine's settings."""
 
 
 DRI_LINKS = {DeviceKind.DRI_CARD: "card", DeviceKind.DRI_RENDER: "render"}

@@ -19,6 +19,7 @@ from agent.config import MachineSettings
 from agent.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
 from agent.goal import Grant, MachineGoal
 from agent.granted import Granted
+from agent.handoff import with_remark
 from agent.observe.report import Report
 from agent.vendors.host import host_vendor
 
@@ -73,7 +74,7 @@ def evaluate(
     """Every condition in the order of ConditionType, Ready last. `refused`: why the settings cannot be written."""
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
-        return without_gpus(settings, facts)
+        return _with_lacking(_without_gpus(settings, machine, goal, facts, report, refused), goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
     if not settings.node_condition:
@@ -87,7 +88,31 @@ def evaluate(
         _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
         *(inside[kind] for kind in IN_MACHINE),
     ]
-    return (*conditions, summarize(conditions))
+    return _with_lacking((*conditions, summarize(conditions)), goal)
+
+
+def _without_gpus(
+    settings: MachineSettings,
+    machine: MachineFacts,
+    goal: MachineGoal,
+    facts: Facts,
+    report: Report | Absent | Broken | Unseen,
+    refused: str,
+) -> tuple[Condition, ...]:
+    """With what is to be said of other devices, which Ready, being about GPUs, does not count."""
+    conditions = without_gpus(settings, facts)
+    if not any(grant.nodes for grant in goal.grants):
+        return conditions
+    inside = _inside(machine, goal, report)[ConditionType.DEVICES_ALLOWED]
+    allowed = _devices_allowed(machine, goal, refused, inside)
+    return tuple(allowed if each.type is ConditionType.DEVICES_ALLOWED else each for each in conditions)
+
+
+def _with_lacking(conditions: tuple[Condition, ...], goal: MachineGoal) -> tuple[Condition, ...]:
+    """What lacks of other devices, in DevicesPresent's message: no other change, as pods with GPUs do without."""
+    lacking = [each for grant in goal.grants for each in grant.lacking]
+    remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
+    return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
 
 def pending(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:

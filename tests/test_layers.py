@@ -26,7 +26,7 @@ LAYERS = (
         "manifest",
     ),
     ("system",),
-    ("pod_environment", "config"),
+    ("pod_environment", "extras", "config"),
     ("vendors",),
     ("observe", "plan", "staging", "running", "apply", "holders", "inside"),
     ("readiness", "locks", "history", "node_condition", "gpu_errors"),
@@ -73,6 +73,10 @@ ALLOWED_NAMES = {
     # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
     ("paths.py", "/host-nvidia"),
     ("paths.py", "/run/host-nvidia"),
+    # A switch of the configuration, and what no path in it may name.
+    ("extras.py", "nvidia-fs"),
+    ("extras.py", "/dev/nvidia*"),
+    ("identity.py", "nvidia-fs"),
     # A key of the configuration, and names of variables that it may not set.
     ("pod_environment.py", "nvidia"),
     ("pod_environment.py", "(NVIDIA|NVCT)_.*"),

@@ -75,7 +75,7 @@ def test_a_host_without_any_gpu_or_driver(debian: Host, tmp_path: Path) -> None:
     bare.file("/dev/null")
     bare.file("/usr/lib/systemd/system/systemd-nspawn@.service", "[Service]\n")
     nvidia, *others = observe(CONFIG, bare, bare, LoaderCache()).vendors
-    assert others == [VendorFacts("amd"), VendorFacts("intel")]
+    assert others == [VendorFacts("amd"), VendorFacts("intel"), VendorFacts("other-devices")]
     assert (nvidia.gpus, nvidia.devices, nvidia.problems) == ((), (), ())
     assert nvidia.driver
     assert isinstance(nvidia.driver.module_version, Absent)

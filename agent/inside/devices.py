@@ -67,7 +67,7 @@ def check_devices(system: System, notes: Notes, request: Request, generation: st
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
     live = live_numbers(system, request.devices)
-    wrong = _wrong_numbers(system, request.devices, live)
+    wrong = wrong_numbers(system, request.devices, live)
     if wrong:
         return false(ConditionType.DEVICES_ALLOWED, WRONG_NODE, "; ".join(wrong))
     name = f"opened-{request.vendor}"
@@ -163,9 +163,10 @@ def _withdraw(system: System, path: str) -> None:
         system.remove(path)
 
 
-def _wrong_numbers(
+def wrong_numbers(
     system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
 ) -> tuple[str, ...]:
+    """A sentence for each node that is not here, or is another one."""
     wrong = []
     for device in devices:
         number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"

@@ -48,7 +48,7 @@ from agent.paths import (
 )
 from agent.system.commands import Runner
 from agent.system.files import System
-from agent.vendors.machine import VENDOR_NAMES, machine_vendor
+from agent.vendors.machine import OTHER_DEVICES, VENDOR_NAMES, machine_vendor
 from agent.vendors.machine_protocol import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
@@ -130,7 +130,7 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     notes, owned = Notes(system), Owned(system)
     remove_stale_specs(system, owned, [spec_file(name) for name in VENDOR_NAMES])
     outcomes = [
-        _settle_request(system, notes, owned, machine_vendor(request.vendor), request, handoff, generation)
+        _settle_request(system, notes, owned, request, handoff, generation)
         for request in (*handoff.requests, *_given_up(notes, owned, handoff))
     ]
     on_node = _reported_of_node(system, notes)
@@ -150,7 +150,7 @@ def _given_up(notes: Notes, owned: Owned, handoff: Handoff) -> list[Request]:
     named = {request.vendor for request in handoff.requests}
     return [
         Request(name, (), ())
-        for name in VENDOR_NAMES
+        for name in (*VENDOR_NAMES, OTHER_DEVICES)
         if name not in named and (owned.has(spec_file(name)) or notes.load(f"{GRANTED}{name}"))
     ]
 
@@ -196,14 +196,14 @@ def report(system: System, generation: str, outcome: Outcome) -> None:
 
 
 def _settle_request(
-    system: System,
-    notes: Notes,
-    owned: Owned,
-    vendor: MachineVendor | None,
-    request: Request,
-    handoff: Handoff,
-    generation: str,
+    system: System, notes: Notes, owned: Owned, request: Request, handoff: Handoff, generation: str
 ) -> Outcome:
+    if request.vendor == OTHER_DEVICES:
+        # Only here, as few machines are given any.
+        from agent.inside.other_devices import settle_others
+
+        return Outcome(settle_others(system, notes, request, _newest(system)))
+    vendor = machine_vendor(request.vendor)
     if vendor is None:
         message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))

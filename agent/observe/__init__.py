@@ -38,6 +38,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         drm=_listed("the DRM devices in sysfs", devices.drm_devices),
         loader_cache=lambda root: _entries(loader_cache.read(system, root)),
         driver=config.driver,
+        machines=config.machines,
         units={service: units[service].state for service in services},
         lost=observe_lost(system),
         detached=detached.gpus,

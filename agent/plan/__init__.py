@@ -17,6 +17,7 @@ from agent.plan.running import owners, still_used
 from agent.plan.selection import Selection, other_driver, select
 from agent.plan.shares import Shares, in_turn, unknown_grants
 from agent.vendors.host import host_vendor
+from agent.vendors.machine import OTHER_DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,7 @@ def plan(config: Config, facts: Facts) -> Plan:
             held[name] = gone[name]
         elif unseen:
             held[name] = "; ".join(unseen)
-        elif not any(vendor.gpus for vendor in facts.vendors) and not _ours(facts, name):
+        elif not any(vendor.gpus for vendor in facts.vendors) and not settings.beside_gpus and not _ours(facts, name):
             skipped[name] = "no GPU on this host"
         else:
             machine = _machine(name, settings, facts, roots, shares.of(name))
@@ -110,7 +111,7 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
     handoff = Handoff(
         name,
         facts.architecture,
-        tuple(_request(grant) for grant in grants),
+        tuple(_request(grant) for grant in grants if grant.vendor != OTHER_DEVICES or grant.nodes),
         default_runtime=settings.default_runtime,
         restart_device_plugin=settings.restart_device_plugin,
         containerd_drop_in=settings.containerd_drop_in,
@@ -160,7 +161,8 @@ def _grants(
             other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
         )
         grants.append(replace(grant, problems=problems + grant.problems))
-    return tuple(grants)
+    # With nothing asked for beside GPUs there is nothing to say of it.
+    return tuple(each for each in grants if each.vendor != OTHER_DEVICES or each.nodes or each.lacking)
 
 
 def _is_handed(vendor: VendorFacts) -> bool:

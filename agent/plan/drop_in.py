@@ -12,7 +12,9 @@ def device_allow(
     """The whole DeviceAllow= list. `template` is that of the installed template unit."""
     # Bound, but not allowed by DevicePolicy=closed: open() would fail with EPERM (systemd 257).
     kmsg = ("/dev/kmsg rw",) if settings.nspawn.kmsg else ()
-    return (*template, *kmsg, *(f"{device_entry(node.number)} {settings.device_mode}" for node in nodes))
+    modes = {device.path: device.mode for device in settings.extra_devices}
+    ours = (f"{device_entry(node.number)} {modes.get(node.path, settings.device_mode)}" for node in nodes)
+    return (*template, *kmsg, *ours)
 
 
 def device_entry(number: DeviceNumber) -> str:

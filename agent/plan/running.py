@@ -67,7 +67,8 @@ def still_used(name: str, facts: Facts, allow: Collection[str]) -> tuple[str, ..
 
 def _draining(facts: Facts) -> list[DeviceNode]:
     """What the last users of GPUs may go on to open: with those, the nodes that belong to no GPU alone."""
-    return [node for node in _all_nodes(facts) if facts.draining and node.pci_address in ("", *facts.draining)]
+    of_gpus = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
+    return [node for node in _all_nodes(of_gpus) if facts.draining and node.pci_address in ("", *facts.draining)]
 
 
 def _owners(facts: Facts) -> dict[str, str]:

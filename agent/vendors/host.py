@@ -3,9 +3,10 @@
 from agent.vendors.amd.host import AMD
 from agent.vendors.intel.host import INTEL
 from agent.vendors.nvidia.host import NVIDIA
+from agent.vendors.other.host import OTHER
 from agent.vendors.protocols import HostVendor
 
-HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL)
+HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL, OTHER)
 
 
 def rank(name: str) -> int:

@@ -6,6 +6,8 @@ Each is loaded where a machine has to do with it: a run that changes nothing tak
 from agent.vendors.machine_protocol import MachineVendor
 
 VENDOR_NAMES = ("nvidia", "amd", "intel")
+OTHER_DEVICES = "other-devices"
+"""In the place of a vendor, in a request for devices that are no GPUs (agent.inside.other_devices settles those)."""
 
 
 def machine_vendor(name: str) -> MachineVendor | None:

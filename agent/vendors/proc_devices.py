@@ -13,3 +13,21 @@ def parse_majors(text: str) -> dict[str, int]:
         if number.isdecimal() and name:
             majors.setdefault(name, int(number))
     return majors
+
+
+def names_by_major(text: str) -> dict[int, frozenset[str]]:
+    """The same the other way round: some names have several majors, and some majors several names."""
+    _, _, section = text.partition("Character devices:\n")
+    section, _, _ = section.partition("\nBlock devices:")
+    names: dict[int, set[str]] = {}
+    for line in section.splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdecimal() and name:
+            names.setdefault(int(number), set()).add(name)
+    return {major: frozenset(found) for major, found in names.items()}
+
+
+def parse_misc(text: str) -> dict[str, int]:
+    """Minors by name, of the miscellaneous devices in /proc/misc (drivers/char/misc.c)."""
+    fields = (line.split(maxsplit=1) for line in text.splitlines())
+    return {each[1].strip(): int(each[0]) for each in fields if len(each) == 2 and each[0].isdecimal()}

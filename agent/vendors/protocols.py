@@ -29,6 +29,8 @@ class Sources:
     detached: frozenset[str] = frozenset()
     """PCI addresses of GPUs that an administrator takes out of use."""
     driver: DriverSettings = field(default_factory=DriverSettings)
+    machines: Mapping[str, MachineSettings] = field(default_factory=dict)
+    """By name: what is looked for only where a machine asks for it."""
 
 
 class HostVendor(Protocol):
