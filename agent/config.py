@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
-from agent.extras import AbsolutePath, ExtraDevices, Switches
+from agent.extras import AbsolutePath, ExtraDevices, ExtraMounts, Switches
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
 from agent.pod_environment import PodEnvironment, VariableName, VariableValue
 from agent.system.files import System
@@ -104,12 +104,14 @@ class MachineSettings(Model):
     """Devices that are no GPUs, by kind: each is a set of the host's nodes."""
     extra_devices: ExtraDevices = []
     """Further ones, each by its path."""
+    extra_mounts: ExtraMounts = []
+    """Directories and files of the host that it has from its start on."""
     nspawn: NspawnSettings = NspawnSettings()
 
     @property
     def beside_gpus(self) -> bool:
         """Whether it gets anything on a host without GPUs too."""
-        return bool(self.devices or self.extra_devices)
+        return bool(self.devices or self.extra_devices or self.extra_mounts)
 
     @field_validator("gpus")
     @classmethod

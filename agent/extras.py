@@ -4,12 +4,15 @@ nspawn's own `Bind=` and `BindReadOnly=` take anything; what is refused here wou
 agent does in it.
 """
 
+import posixpath
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from agent.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
 
 DeviceSwitch = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 
@@ -22,6 +25,25 @@ OF_NSPAWN = (
 KMSG = "/dev/kmsg"
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
 """What a Bind= line takes as it is: outer blanks are stripped, a backslash escapes."""
+
+NO_SOURCE = {
+    "each machine has its own": ("/proc", "/sys"),
+    "`devices` and `extra_devices` give nodes": ("/dev",),
+    "the service does not see it as the machine's start does": ("/root", "/run/user", "/tmp", "/var/tmp", "/var/run"),
+}
+SECRET = (STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS)
+"""What decides over all machines, and their file systems: no source lies there or holds one of these."""
+NO_TARGET = {
+    "each machine has its own": ("/proc", "/sys", "/dev"),
+    "the machine's systemd-tmpfiles removes what is old there": ("/tmp", "/var/tmp"),
+    "the agent has something there": (
+        MACHINE_HOST_NVIDIA, RUNTIME, STATE, *CDI_DIRECTORIES, "/run/cdi", "/lib/modules", "/usr/lib/modules",
+        "/etc/containerd", "/etc/nvidia-container-runtime",
+    ),
+    "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
+}  # fmt: skip
+LINKED = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
+"""Directories in which the machine half makes links: single files may be mounted there, but not over all of it."""
 
 
 def _absolute(value: str) -> str:
@@ -52,6 +74,31 @@ def _device(value: str) -> str:
     return value
 
 
+def mountable(value: str) -> str:
+    """A source; raises ValueError for one that no machine may have."""
+    for why, places in NO_SOURCE.items():
+        if _is_below(value, places):
+            raise ValueError(f"{value} cannot be mounted into a machine: {why}")
+    if _is_below(value, SECRET) or _holds(value, SECRET):
+        raise ValueError(f"{value} has the agent's own files or other machines in it: name something further below")
+    return value
+
+
+def _target(value: str) -> str:
+    for why, places in NO_TARGET.items():
+        if _is_below(value, places):
+            raise ValueError(f"nothing can be mounted at {value}: {why}")
+    covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
+    if value in LINKED or _holds(value, covered):
+        raise ValueError(f"a mount at {value} would hide what is below it and the machine needs: name a place there")
+    return value
+
+
+def _holds(path: str, places: Iterable[str]) -> bool:
+    """Whether one of these places lies below it."""
+    return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
+
+
 def _is_below(path: str, places: Iterable[str]) -> bool:
     """Whether it is one of these places (patterns of fnmatch) or lies below one."""
     return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in places)
@@ -65,6 +112,16 @@ class ExtraDevice(BaseModel):
     path: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_device)]
     mode: Literal["r", "rw", "rwm"] = "rw"
     """What the machine's cgroup permits: reading, writing, mknod."""
+
+
+class ExtraMount(BaseModel):
+    """A directory or file of the host, with what is mounted below it, at a path of the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(mountable)]
+    target: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_target)]
+    read_only: bool = True
 
 
 def once(kind: str, values: Iterable[str]) -> None:
@@ -86,5 +143,11 @@ def switches_once(names: list[DeviceSwitch]) -> list[DeviceSwitch]:
     return names
 
 
+def targets_once(mounts: list[ExtraMount]) -> list[ExtraMount]:
+    once("a mount at", (mount.target for mount in mounts))
+    return mounts
+
+
 Switches = Annotated[list[DeviceSwitch], AfterValidator(switches_once)]
 ExtraDevices = Annotated[list[ExtraDevice], AfterValidator(devices_once)]
+ExtraMounts = Annotated[list[ExtraMount], AfterValidator(targets_once)]

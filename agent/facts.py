@@ -3,6 +3,7 @@
 Absent, Broken and Unseen are three different facts: only the first may ever remove something (fail static).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
@@ -268,6 +269,8 @@ class Facts:
     staged_problems: tuple[str, ...] = ()
     draining: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs that processes may go on to open until the last one has ended."""
+    mount_sources: Mapping[str, Seen[str]] = field(default_factory=dict)
+    """What machines' settings mount: its path without symbolic links, by the path that they name."""
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
     reload_owed: bool = False

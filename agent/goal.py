@@ -80,6 +80,8 @@ class MachineGoal:
     """By that handoff."""
     live: LiveSettings
     """What the machine has of these settings once it runs with them."""
+    lacking: tuple[str, ...] = ()
+    """What it is to have mounted and is not there, in words."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,6 +33,8 @@ class LiveSettings:
     """The last change of `allow` may not have been made, so that it has to be made again; `allow` has what may be."""
     owners: Mapping[str, str] = field(default_factory=dict)
     """By device of `allow`, what had its number then: a GPU's PCI address, or the path of a node of no GPU alone."""
+    mounts: tuple[str, ...] = ()
+    """Where what its settings mount is: what was not there when it started is not."""
 
 
 def render_live(live: LiveSettings) -> bytes:
@@ -52,4 +54,5 @@ def parse_live(data: bytes) -> LiveSettings:
         # Not there in what an older version noted of a machine that still runs.
         unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
         owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
+        mounts=strings(LIVE_NAME, {"mounts": []} | document, "mounts"),
     )

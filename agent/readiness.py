@@ -101,7 +101,7 @@ def _without_gpus(
 ) -> tuple[Condition, ...]:
     """With what is to be said of other devices, which Ready, being about GPUs, does not count."""
     conditions = without_gpus(settings, facts)
-    if not any(grant.nodes for grant in goal.grants):
+    if not settings.extra_mounts and not any(grant.nodes for grant in goal.grants):
         return conditions
     inside = _inside(machine, goal, report)[ConditionType.DEVICES_ALLOWED]
     allowed = _devices_allowed(machine, goal, refused, inside)
@@ -110,7 +110,7 @@ def _without_gpus(
 
 def _with_lacking(conditions: tuple[Condition, ...], goal: MachineGoal) -> tuple[Condition, ...]:
     """What lacks of other devices, in DevicesPresent's message: no other change, as pods with GPUs do without."""
-    lacking = [each for grant in goal.grants for each in grant.lacking]
+    lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
     remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
     return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
@@ -207,6 +207,9 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str, ins
     reboot = f"`machinectl reboot {machine.name}`"
     if machine.live is None or machine.live.fixed != goal.live.fixed:
         why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
+        return false(kind, "MachineRestartNeeded", why)
+    if late := [path for path in goal.live.mounts if path not in machine.live.mounts]:
+        why = f"what is to be mounted at {', '.join(late)} came after the machine's start: it has it after {reboot}"
         return false(kind, "MachineRestartNeeded", why)
     lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
     lacking += [entry for entry in goal.live.allow if entry not in machine.live.allow]

@@ -76,6 +76,7 @@ ALLOWED_NAMES = {
     # A switch of the configuration, and what no path in it may name.
     ("extras.py", "nvidia-fs"),
     ("extras.py", "/dev/nvidia*"),
+    ("extras.py", "/etc/nvidia-container-runtime"),
     ("identity.py", "nvidia-fs"),
     # A key of the configuration, and names of variables that it may not set.
     ("pod_environment.py", "nvidia"),

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from agent.actions import ChangeDevices
 from agent.conditions import ConditionType
 from agent.config import Config, MachineSettings
-from agent.facts import Absent, Facts, Unseen, VendorFacts
+from agent.facts import Absent, DeviceNode, Facts, Unseen, VendorFacts
 from agent.goal import MachineGoal
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceKind
@@ -135,8 +135,10 @@ def test_no_path_leads_to_a_gpu(devices: Host, number: tuple[int, int]) -> None:
 
 
 def test_a_device_by_its_path(devices: Host) -> None:
-    (node,) = look(devices, extra_devices=[{"path": "/dev/fuse"}]).devices or ()
-    assert (node.path, node.kind, node.number.minor) == ("/dev/fuse", DeviceKind.EXTRA, 229)  # type: ignore[union-attr]
+    number = devices.device("/dev/fuse")
+    assert number
+    fuse = look(devices, extra_devices=[{"path": "/dev/fuse"}])
+    assert fuse.devices == (DeviceNode("/dev/fuse", DeviceKind.EXTRA, number),)
     devices.symlink("/dev/link", "fuse")
     devices.file("/dev/file")
     found = look(devices, extra_devices=[{"path": "/dev/link"}, {"path": "/dev/file"}, {"path": "/dev/fuse/below"}])

@@ -10,6 +10,7 @@ from agent.observe.files import observe_files, read_owned
 from agent.observe.loader_cache import Listing, LoaderCache
 from agent.observe.lost_gpus import observe_lost
 from agent.observe.machine import observe_machine
+from agent.observe.mounts import observe_sources
 from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version, with_properties
@@ -60,6 +61,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         staged_unseen=staged.unseen,
         staged_problems=staged.problems,
         draining=detached.draining,
+        mount_sources=observe_sources(config, system),
         problems=tuple(problem for problem in (discarded, *loader_cache.skipped(), detached.problem) if problem),
         reload_owed=system.exists(RELOAD_OWED),
         files=observe_files(names, owned, system),

@@ -12,6 +12,7 @@ from agent.live import READ_ONLY, READ_WRITE, LiveSettings
 from agent.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 from agent.plan.driver_roots import named_roots
 from agent.plan.drop_in import device_allow, render_drop_in
+from agent.plan.mounts import there
 from agent.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.plan.running import owners, still_used
 from agent.plan.selection import Selection, other_driver, select
@@ -104,7 +105,8 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
     grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
-    nspawn = render_nspawn(name, settings.nspawn, nodes, directories)
+    mounts, unmounted = there(settings.extra_mounts, facts)
+    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts)
     allow = device_allow(settings, facts.template_device_allow, nodes)
     allow += still_used(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
@@ -139,7 +141,9 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
                 **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
             },
             owners=owners(allow, facts),
+            mounts=tuple(mount.target for mount in mounts),
         ),
+        lacking=unmounted,
     )
 
 
@@ -175,7 +179,8 @@ def _is_handed(vendor: VendorFacts) -> bool:
 
 def _fixed(name: str, settings: MachineSettings, template: tuple[str, ...]) -> str:
     """A digest of the settings without the devices, which alone can be changed in a running machine."""
-    nspawn = render_nspawn(name, settings.nspawn, ())
+    # With all that is configured: what is not there now is no other setting.
+    nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
     # Wanted, and no reason to call a machine that runs without it outdated: DevicesAllowed tells.
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"")
     return hashlib.sha256(nspawn + render_drop_in(name, settings, template)).hexdigest()

@@ -1,6 +1,7 @@
 """The text of a machine's settings file, systemd.nspawn(5)."""
 
 from agent.config import NspawnSettings
+from agent.extras import ExtraMount
 from agent.facts import DeviceNode, ServiceDirectory
 from agent.ownership import MARK
 from agent.paths import (
@@ -38,6 +39,7 @@ def render_nspawn(
     settings: NspawnSettings,
     nodes: tuple[DeviceNode, ...],
     directories: tuple[ServiceDirectory, ...] = (),
+    mounts: tuple[ExtraMount, ...] = (),
 ) -> bytes:
     """The whole file."""
     sections: dict[str, list[str]] = {
@@ -63,6 +65,10 @@ def render_nspawn(
     sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
     sections["Files"] += [
         f"{'Bind' if directory.writable else 'BindReadOnly'}={escape(directory.path)}" for directory in directories
+    ]
+    sections["Files"] += [
+        f"{'BindReadOnly' if mount.read_only else 'Bind'}={escape(mount.source)}:{escape(mount.target)}"
+        for mount in mounts
     ]
     for section, extra in sorted(settings.extra.items()):
         lines = sections.setdefault(section, [])

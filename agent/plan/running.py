@@ -29,7 +29,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     if same and noted == before.owners and not before.unsure:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
-    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound, owners=noted)
+    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound, owners=noted, mounts=before.mounts)
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
 
 
