@@ -18,7 +18,7 @@ from agent.readiness import evaluate
 from tests.example import facts
 from tests.recorded import Host
 
-DATA = {"source": "/srv/data", "target": "/mnt/data"}
+DATA: dict[str, object] = {"source": "/srv/data", "target": "/mnt/data"}
 
 
 def config(*mounts: dict[str, object]) -> Config:
