@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 from pydantic_core import ErrorDetails
 
 from agent.errors import ConfigError
-from agent.extras import AbsolutePath, ExtraDevices, ExtraMounts, Switches
+from agent.extras import CDI_MODES, AbsolutePath, CdiModes, ExtraDevices, ExtraMounts, Switches
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
 from agent.pod_environment import PodEnvironment, VariableName, VariableValue
 from agent.system.files import System
@@ -104,6 +104,8 @@ class MachineSettings(Model):
     """Devices that are no GPUs, by kind: each is a set of the host's nodes."""
     extra_devices: ExtraDevices = []
     """Further ones, each by its path."""
+    cdi_modes: CdiModes = []
+    """Modes of the vendor's generator, for CDI specs of what is granted beside GPUs, and of their management."""
     extra_mounts: ExtraMounts = []
     """Directories and files of the host that it has from its start on."""
     nspawn: NspawnSettings = NspawnSettings()
@@ -137,6 +139,16 @@ class MachineSettings(Model):
                 "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
             )
         return value
+
+    @model_validator(mode="after")
+    def _modes_have_devices(self) -> Self:
+        for mode in self.cdi_modes:
+            match CDI_MODES[mode]:
+                case ("devices", switch) if switch not in self.devices:
+                    raise ValueError(f'cdi_modes "{mode}" needs "{switch}" in devices')
+                case ("imex_channels", _) if not self.imex_channels:
+                    raise ValueError(f'cdi_modes "{mode}" needs imex_channels = true')
+        return self
 
 
 class DriverSettings(Model):

@@ -16,6 +16,8 @@ from agent.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHI
 
 DeviceSwitch = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 
+CdiMode = Literal["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
+
 OF_GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
 OF_NSPAWN = (
     *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
@@ -124,6 +126,17 @@ class ExtraMount(BaseModel):
     read_only: bool = True
 
 
+CDI_MODES = {
+    "gds": ("devices", "nvidia-fs"),
+    "mofed": ("devices", "infiniband"),
+    "gdrcopy": ("devices", "gdrcopy"),
+    "imex": ("imex_channels", ""),
+    "nvswitch": ("", ""),
+    "management": ("", ""),
+}
+"""The key that gives the nodes that a mode is about, where one has to be set, and what has to be in it."""
+
+
 def once(kind: str, values: Iterable[str]) -> None:
     """Raises ValueError for what is there twice."""
     seen: set[str] = set()
@@ -148,6 +161,12 @@ def targets_once(mounts: list[ExtraMount]) -> list[ExtraMount]:
     return mounts
 
 
+def modes_once(modes: list[CdiMode]) -> list[CdiMode]:
+    once("mode", modes)
+    return modes
+
+
+CdiModes = Annotated[list[CdiMode], AfterValidator(modes_once)]
 Switches = Annotated[list[DeviceSwitch], AfterValidator(switches_once)]
 ExtraDevices = Annotated[list[ExtraDevice], AfterValidator(devices_once)]
 ExtraMounts = Annotated[list[ExtraMount], AfterValidator(targets_once)]

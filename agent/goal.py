@@ -49,6 +49,8 @@ class Grant:
     """Names of daemons whose sockets it may use, whether or not they run."""
     directories: tuple[ServiceDirectory, ...] = ()
     """Of those that run."""
+    cdi_modes: tuple[str, ...] = ()
+    """In which its generator makes further CDI specs."""
     environment: tuple[Variable, ...] = ()
     """What pods get with any of its devices."""
     problems: tuple[str, ...] = ()

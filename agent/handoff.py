@@ -22,7 +22,7 @@ from agent.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, R
 SIZE_LIMIT = 1 << 20
 """Bytes; both documents stay far below it."""
 
-SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in")
+SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes")
 """Keys that version 1 does not know."""
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
@@ -82,6 +82,8 @@ class Request:
     """Names of daemons on the host whose sockets pods may use. Since version 2."""
     environment: tuple[Variable, ...] = ()
     """What pods get with any device. Since version 2."""
+    cdi_modes: tuple[str, ...] = ()
+    """Of the vendor's generator, in which it makes CDI specs beside that of GPUs. Since version 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,8 @@ def render_handoff(handoff: Handoff) -> bytes:
 
 
 def _needs_2(request: Request) -> bool:
-    return bool(request.sockets or request.environment or any(device.capability for device in request.devices))
+    newer = request.sockets or request.environment or request.cdi_modes
+    return bool(newer or any(device.capability for device in request.devices))
 
 
 def _content(handoff: Handoff) -> dict[str, Any]:
@@ -196,6 +199,7 @@ def _request(where: str, document: dict[str, Any]) -> Request:
         files=objects(where, document, "files", _file),
         sockets=strings(where, document, "sockets") if "sockets" in document else (),
         environment=objects(where, document, "environment", _variable) if "environment" in document else (),
+        cdi_modes=strings(where, document, "cdi_modes") if "cdi_modes" in document else (),
     )
 
 

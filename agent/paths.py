@@ -62,6 +62,11 @@ def spec_file(vendor: str) -> str:
     return f"{CDI_DIRECTORIES[0]}/{vendor}.yaml"
 
 
+def mode_spec_file(vendor: str, mode: str) -> str:
+    """In the machine: the same for what its generator makes in another mode."""
+    return spec_file(f"{vendor}-{mode}")
+
+
 def spec_directory(vendor: str) -> str:
     """In the machine: where a vendor's generator writes, before its CDI spec is verified and published."""
     return f"{MACHINE_STATE}/cdi-{vendor}"

@@ -47,7 +47,7 @@ def version_1() -> dict[str, Any]:
     del content["restart_device_plugin"]
     del content["containerd_drop_in"]
     (request,) = content["requests"]
-    del request["sockets"], request["environment"]
+    del request["sockets"], request["environment"], request["cdi_modes"]
     for device in request["devices"]:
         del device["capability"]
     return content

@@ -128,11 +128,9 @@ def run(system: System) -> int:
 def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     """Every request's steps; conditions of several requests are merged, the worst one counts."""
     notes, owned = Notes(system), Owned(system)
-    remove_stale_specs(system, owned, [spec_file(name) for name in VENDOR_NAMES])
-    outcomes = [
-        _settle_request(system, notes, owned, request, handoff, generation)
-        for request in (*handoff.requests, *_given_up(notes, owned, handoff))
-    ]
+    remove_stale_specs(system, owned, handoff.requests)
+    requests = (*handoff.requests, *_given_up(notes, owned, handoff))
+    outcomes = [_settle_request(system, notes, owned, each, handoff, generation) for each in requests]
     on_node = _reported_of_node(system, notes)
     conditions = _merged(condition for outcome in outcomes for condition in outcome.conditions)
     if any(request.gpus for request in handoff.requests):
@@ -216,7 +214,11 @@ def _settle_request(
     def publish() -> Condition:
         nonlocal published
         published = publish_spec(system, notes, owned, vendor, request, generation)
-        return published.condition
+        if not request.cdi_modes:
+            return published.condition
+        from agent.inside.cdi_modes import with_modes
+
+        return with_modes(system, notes, owned, request, handoff, published.condition)
 
     # The generator may have been started early: what does not depend on it comes before its result.
     configured = _attempt(

@@ -18,8 +18,9 @@ from agent.inside.foreign_specs import Foreign
 from agent.inside.journal import INFO, WARNING, say
 from agent.inside.notes import Notes, Owned
 from agent.inside.repairs import repaired
-from agent.paths import CDI_DIRECTORIES, spec_directory
+from agent.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
 from agent.system.files import System
+from agent.vendors.machine import VENDOR_NAMES
 from agent.vendors.machine_protocol import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
@@ -67,11 +68,13 @@ def publish_spec(
     return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
 
 
-def remove_stale_specs(system: System, owned: Owned, wanted: Collection[str]) -> None:
-    """Remove specs of ours under names of former releases, and what a killed writer left beside `wanted`.
+def remove_stale_specs(system: System, owned: Owned, requests: Iterable[Request]) -> None:
+    """Remove specs of ours under names of former releases, and of modes that no request names any more.
 
-    `wanted`: the paths of the specs of all vendors that this release knows.
+    And what a killed writer left beside the specs of all vendors that this release knows.
     """
+    modes = (mode_spec_file(request.vendor, mode) for request in requests for mode in request.cdi_modes)
+    wanted = (*map(spec_file, VENDOR_NAMES), *modes)
     try:
         for path in owned.paths:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):

@@ -206,6 +206,7 @@ def _request(grant: Grant) -> Request:
         files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
         sockets=grant.services,
         environment=grant.environment,
+        cdi_modes=grant.cdi_modes,
     )
 
 

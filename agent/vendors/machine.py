@@ -3,7 +3,7 @@
 Each is loaded where a machine has to do with it: a run that changes nothing takes little longer than loading its code.
 """
 
-from agent.vendors.machine_protocol import MachineVendor
+from agent.vendors.machine_protocol import CdiModes, MachineVendor
 
 VENDOR_NAMES = ("nvidia", "amd", "intel")
 OTHER_DEVICES = "other-devices"
@@ -27,3 +27,12 @@ def machine_vendor(name: str) -> MachineVendor | None:
             return IntelMachine()
         case _:
             return None
+
+
+def cdi_modes(name: str) -> CdiModes | None:
+    """None for a vendor whose generator makes specs of GPUs alone."""
+    if name != "nvidia":
+        return None
+    from agent.vendors.nvidia.cdi_modes import NvidiaModes
+
+    return NvidiaModes()

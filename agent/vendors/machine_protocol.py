@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent.handoff import Request
+from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceNumber
 from agent.system.files import System
 
@@ -134,4 +134,33 @@ class MachineVendor(Protocol):
 
     def edit_runtime_config(self, text: str) -> str:
         """The file's text as it must be: `text` itself when nothing is to change; raises AgentError. Pure."""
+        ...
+
+
+class CdiModes(Protocol):
+    """Further CDI specs that a vendor's generator makes, each in a mode of its own."""
+
+    tools: tuple[str, ...]
+    """As of a MachineVendor."""
+
+    def kind(self, mode: str) -> str:
+        """Of its devices. Pure; raises KeyError for a mode that this release does not know, as the others do."""
+        ...
+
+    def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:
+        """Those that it is about. Pure."""
+        ...
+
+    def optional_paths(self, mode: str) -> tuple[str, ...]:
+        """What it mounts where it is there. Pure."""
+        ...
+
+    def generate(self, system: System, mode: str, request: Request, directory: str) -> object:
+        """A new spec of the request's devices, made in an empty directory; raises AgentError or OSError."""
+        ...
+
+    def verify(
+        self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> tuple[str, ...]:
+        """What forbids to publish it. Pure; arguments as of a MachineVendor's."""
         ...

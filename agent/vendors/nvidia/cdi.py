@@ -45,7 +45,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
             *edits_problems("containerEdits", common, ground),
             *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, ground)),
             *_common_problems(common, request),
-            *_library_problems(common, request),
+            *library_problems(common, request),
             *_environment_problems(common, request),
             *name_problems(with_gpus, request),
         ]
@@ -123,7 +123,8 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
             yield f"environment variable {variable.name} is not set to {variable.value!r}"
 
 
-def _library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    """Of the edits that every container with the driver's files gets."""
     mounted = strings(common, "mounts", "hostPath")
     names = [posixpath.basename(path) for path in mounted]
     for library in NEEDED_LIBRARIES:

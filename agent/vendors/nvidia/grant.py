@@ -37,6 +37,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         services=tuple(name for name in DIRECTORIES if gpus and name in settings.sockets),
         directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
+        cdi_modes=tuple(settings.cdi_modes),
         environment=_pod_environment(settings) if gpus else (),
     )
 

@@ -48,12 +48,7 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 
 def generate(system: System, request: Request, directory: str) -> Generated:
     """What nvidia-ctk writes for the GPUs that NVML lists now, with NO_GPU and without half-made MIG devices."""
-    version = _version(system)
-    if version < OLDEST:
-        raise UnsupportedError(
-            f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
-            f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
-        )
+    version = check_version(system)
     try:
         system.run(*generate_command(request.driver_root, directory), timeout=GENERATE_LIMIT)
     except CommandError as error:
@@ -108,6 +103,17 @@ def _without_instance(gpus: tuple[str, ...]) -> str:
         f"no pod can use GPU {', '.join(gpus)}: MIG mode is on and there is no complete instance "
         "(`nvidia-smi mig -cgi PROFILE -C` on the host makes one)"
     )
+
+
+def check_version(system: System) -> tuple[int, ...]:
+    """The version; raises UnsupportedError for one that is too old for our arguments."""
+    version = _version(system)
+    if version < OLDEST:
+        raise UnsupportedError(
+            f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
+            f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
+        )
+    return version
 
 
 def _version(system: System) -> tuple[int, ...]:

@@ -1,0 +1,118 @@
+"""Publishes the further CDI specs that a vendor's generator makes in other modes, each in a file of its own.
+
+As with that of GPUs: made aside, verified, put in place by one rename, made anew when what it depends on has changed.
+"""
+
+import hashlib
+import json
+from dataclasses import astuple, dataclass, replace
+from typing import Any
+
+from agent.conditions import Condition, ConditionType, Status, false
+from agent.errors import AgentError
+from agent.handoff import Handoff, Request
+from agent.inside.devices import live_numbers
+from agent.inside.notes import Notes, Owned
+from agent.paths import mode_spec_file, spec_directory
+from agent.system.files import System
+from agent.vendors.machine import cdi_modes
+from agent.vendors.machine_protocol import CdiModes
+
+KIND = ConditionType.CDI_SPEC_CURRENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """One spec: what it is made of, and where it goes."""
+
+    name: str
+    vendor: CdiModes
+    request: Request
+    """With the mode's devices alone, of whichever request they are."""
+    path: str
+    directory: str
+
+
+def with_modes(
+    system: System, notes: Notes, owned: Owned, request: Request, handoff: Handoff, condition: Condition
+) -> Condition:
+    """CDISpecCurrent, with what is to be said of the modes that this request asks for."""
+    vendor = cdi_modes(request.vendor)
+    granted = [device for each in handoff.requests for device in each.devices]
+    served, lacking, failed = [], [], []
+    for name in request.cdi_modes:
+        try:
+            if vendor is None:
+                raise AgentError("this vendor has no such modes")
+            path, directory = mode_spec_file(request.vendor, name), spec_directory(f"{request.vendor}-{name}")
+            of_mode = replace(request, devices=vendor.devices(name, granted))
+            mode = _Mode(name, vendor, of_mode, path, directory)
+            if not of_mode.devices:
+                # No pod may be given what is not this machine's any more.
+                owned.remove(path)
+                lacking.append(name)
+            else:
+                _publish(system, notes, owned, mode, handoff.generation)
+                served.append(f"{path} has {vendor.kind(name)}")
+        except KeyError:
+            failed.append(f"mode {name}: this image's agent does not know it, bring it to the host's release")
+        except (AgentError, OSError) as error:
+            failed.append(f"mode {name}: {error}")
+    parts = [condition.message, *served, *([f"no device for mode {', '.join(lacking)}"] if lacking else [])]
+    if failed and condition.status is Status.TRUE:
+        return false(KIND, "ModeNotServed", "; ".join((*failed, *parts)))
+    return replace(condition, message="; ".join((*parts, *failed)))
+
+
+def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, generation: str) -> None:
+    """Raises AgentError or OSError; what is published then stays."""
+    if not owned.may_write(mode.path):
+        raise AgentError(f"{mode.path} is not ours and is not overwritten", "move it away if nothing needs it")
+    note, inputs = f"spec-{mode.request.vendor}-{mode.name}", _inputs(system, mode, generation)
+    noted = notes.load(note)
+    if system.exists(mode.path) and noted == {"inputs": inputs, "digest": _digest(system.read(mode.path))}:
+        return
+    text, problems = _generate(system, mode)
+    if problems:
+        raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
+    owned.claim(mode.path)
+    system.write(mode.path, text)
+    notes.save(note, {"inputs": inputs, "digest": _digest(text)})
+
+
+def _generate(system: System, mode: _Mode) -> tuple[bytes, tuple[str, ...]]:
+    """The text, and what forbids to publish it."""
+    # Only here: most runs generate nothing.
+    from agent.inside.cdi_form import settled
+
+    system.make_directory(mode.directory)
+    try:
+        spec = settled(mode.vendor.generate(system, mode.name, mode.request, mode.directory))
+    finally:
+        for name in system.entries(mode.directory):
+            system.remove(f"{mode.directory}/{name}")
+    present = {path for path in _host_paths(spec) if path.startswith("/") and system.exists(path)}
+    live = live_numbers(system, mode.request.devices)
+    problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
+    return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n", problems
+
+
+def _host_paths(spec: object) -> set[str]:
+    """Of mounts, wherever they are: what has not its form is found by `verify`."""
+    if isinstance(spec, dict):
+        own = {spec["hostPath"]} if isinstance(spec.get("hostPath"), str) else set()
+        return own.union(*map(_host_paths, spec.values()))
+    return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
+
+
+def _inputs(system: System, mode: _Mode, generation: str) -> str:
+    """A digest of all that the spec is made from."""
+    tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.exists(path)}
+    live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
+    there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
+    content: list[Any] = [generation, tools, live, there]
+    return _digest(json.dumps(content, sort_keys=True).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

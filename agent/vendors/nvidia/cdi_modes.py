@@ -1,0 +1,163 @@
+"""nvidia-ctk's other modes: CDI specs of what is no GPU, and of all GPUs with the right to manage them.
+
+Kinds are those of the toolkit's own library (getClassOrDefault in pkg/nvcdi/options.go, management.go): its command
+writes nvidia.com/gpu for each mode if it is not told another one.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.errors import AgentError, DocumentError
+from agent.handoff import GrantedDevice, Request
+from agent.identity import DeviceKind, DeviceNumber
+from agent.system.files import System
+from agent.vendors.cdi_document import devices as devices_of
+from agent.vendors.cdi_document import object_of, objects, strings
+from agent.vendors.nvidia.cdi import library_problems
+from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
+from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK, generate_command, output_file
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, check_version
+
+ALL = "all"
+"""The device that each mode makes of all its nodes; in mode imex beside one for each channel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One mode of `nvidia-ctk cdi generate`."""
+
+    vendor: str
+    device_class: str
+    kinds: frozenset[DeviceKind]
+    """Of the nodes that it is about."""
+    mounts: tuple[str, ...] = ()
+    """What it mounts beside the driver's files, at the same path, where it is there (internal/discover/gds.go)."""
+    driver_files: bool = False
+
+    @property
+    def kind(self) -> str:
+        return f"{self.vendor}/{self.device_class}"
+
+
+MODES: Mapping[str, Mode] = {
+    "gds": Mode("nvidia.com", "gds", frozenset({DeviceKind.NVIDIA_FS}), ("/run/udev", "/etc/cufile.json")),
+    "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
+    "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
+    "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
+    "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH})),
+    "management": Mode(
+        "management.nvidia.com",
+        "gpu",
+        frozenset(
+            {
+                *(DeviceKind.GPU, DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS),
+                *(DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL),
+            }
+        ),
+        driver_files=True,
+    ),
+}
+
+
+class NvidiaModes:
+    """A CdiModes."""
+
+    tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
+
+    def kind(self, mode: str) -> str:
+        return MODES[mode].kind
+
+    def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:
+        return tuple(device for device in granted if device.kind in MODES[mode].kinds)
+
+    def optional_paths(self, mode: str) -> tuple[str, ...]:
+        return MODES[mode].mounts
+
+    def generate(self, system: System, mode: str, request: Request, directory: str) -> object:
+        """Without nodes that are not the request's: those that are about to be taken back are still in /dev."""
+        check_version(system)
+        system.run(*mode_command(mode, request.driver_root, directory), timeout=GENERATE_LIMIT)
+        try:
+            spec = json.loads(system.read(output_file(directory)))
+        except (ValueError, RecursionError) as error:
+            raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
+        return _narrowed(spec, {device.path for device in request.devices})
+
+    def verify(
+        self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> tuple[str, ...]:
+        try:
+            return tuple(_problems(MODES[mode], object_of(spec, "the spec"), request, live, present))
+        except DocumentError as error:
+            return (error.message,)
+
+
+def mode_command(mode: str, driver_root: str, directory: str) -> tuple[str, ...]:
+    """As for GPUs but for mode, kind and driver root. Raises AgentError where that is needed and there is none."""
+    wanted = MODES[mode]
+    if wanted.driver_files and not driver_root:
+        raise AgentError(
+            f"mode {mode} needs the driver's files, and none are granted: see DriverRootStaged on the host"
+        )
+    # What is mounted is the machine's own. For the others an empty directory: else NVML would be started for nothing.
+    root = driver_root if wanted.driver_files else "/" if wanted.mounts else directory
+    command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
+    command[command.index("--mode=nvml")] = f"--mode={mode}"
+    return (*command, f"--vendor={wanted.vendor}", f"--class={wanted.device_class}")
+
+
+def _narrowed(spec: object, paths: Collection[str]) -> object:
+    """Without other nodes, and without devices that nothing is left of. What has not its form is left to `verify`."""
+    try:
+        document = object_of(spec, "the spec")
+        kept = []
+        for name, edits in devices_of(document):
+            nodes = [node for node in objects(edits, "deviceNodes") if node.get("path") in paths]
+            if nodes:
+                kept.append({"name": name, "containerEdits": edits | {"deviceNodes": nodes}})
+    except DocumentError:
+        return spec
+    return document | {"devices": kept}
+
+
+def _problems(
+    mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Iterator[str]:
+    """`request` has the mode's nodes and no others."""
+    if document.get("kind") != mode.kind:
+        yield f"kind is {document.get('kind')!r}, not {mode.kind}"
+    if not isinstance(document.get("cdiVersion"), str):
+        yield "cdiVersion is missing"
+    if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"}):
+        yield f"unknown key {', '.join(foreign)}"
+    ground = Ground(request, live, present)
+    if not mode.driver_files:
+        ground.files = {}
+    common = object_of(document.get("containerEdits", {}), "containerEdits")
+    yield from edits_problems("containerEdits", common, ground)
+    if mode.driver_files:
+        yield from library_problems(common, request)
+    elif foreign := sorted(set(common) - {"env"}):
+        yield f"containerEdits of this mode have {', '.join(foreign)}"
+    devices = devices_of(document)
+    for name, edits in devices:
+        mounts = [mount for mount in objects(edits, "mounts") if not _expected(mode, mount, present)]
+        yield from edits_problems(f"device {name}", edits | {"mounts": mounts}, ground)
+    served = {path for name, edits in devices if name == ALL for path in strings(edits, "deviceNodes", "path")}
+    for path in sorted(device.path for device in request.devices if device.path not in served):
+        yield f"device {ALL} has no node {path}"
+
+
+def _expected(mode: Mode, mount: dict[str, Any], present: Collection[str]) -> bool:
+    path, options = mount.get("hostPath"), mount.get("options")
+    return (
+        path in mode.mounts
+        and path in present
+        and mount == {"hostPath": path, "containerPath": path, "options": options}
+        and isinstance(options, list)
+        and {"ro", "nosuid", "nodev"}
+        <= set(map(str, options))
+        <= {"ro", "nosuid", "nodev", "rbind", "bind", "rprivate"}
+    )

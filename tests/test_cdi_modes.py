@@ -1,0 +1,263 @@
+"""CDI specs of nvidia-ctk's other modes.
+
+`specs/nvidia-ctk-1.19.1-mode-*.json` is what the real nvidia-ctk 1.19.1 wrote for the commands of `mode_command`, with
+nodes made by mknod(1) in a /dev of its own and a driver root of empty files: no driver and no device is behind them.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agent.config import MachineSettings
+from agent.facts import VendorFacts
+from agent.goal import DriverRoots
+from agent.handoff import GrantedDevice, Request, parse_handoff, render_handoff
+from agent.inside.run import run
+from agent.paths import OWNED
+from agent.system.commands import Completed
+from agent.vendors.nvidia.cdi_modes import MODES, NvidiaModes, mode_command
+from agent.vendors.nvidia.grant import grant_nvidia
+from tests.machine_root import DEVICES, EMPTY, REQUEST, ROOT, SPEC, Machine, gpu_machine, nvidia_ctk, recorded_spec
+
+FS = (GrantedDevice("/dev/nvidia-fs0", "nvidia-fs", 237, 0), GrantedDevice("/dev/nvidia-fs1", "nvidia-fs", 237, 1))
+INFINIBAND = (
+    GrantedDevice("/dev/infiniband/rdma_cm", "infiniband", 10, 122),
+    GrantedDevice("/dev/infiniband/uverbs0", "infiniband", 231, 192),
+)
+GDRDRV = GrantedDevice("/dev/gdrdrv", "gdrcopy", 236, 0)
+OTHERS = Request("other-devices", (), (GDRDRV, *INFINIBAND, *FS))
+CHANNELS = tuple(
+    GrantedDevice(f"/dev/nvidia-caps-imex-channels/channel{number}", "imex-channel", 509, number) for number in (0, 1)
+)
+SWITCHES = (
+    GrantedDevice("/dev/nvidia-nvswitch0", "nvswitch", 510, 0),
+    GrantedDevice("/dev/nvidia-nvswitchctl", "nvswitch", 510, 255),
+)
+WANTED = replace(REQUEST, devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tuple(MODES))
+UVERBS = {"path": "/dev/infiniband/uverbs0"}
+ETC = {"hostPath": "/etc", "containerPath": "/etc"}
+EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
+    ("gds", lambda spec: spec.update(kind="nvidia.com/gpu"), "kind is 'nvidia.com/gpu', not nvidia.com/gds"),
+    ("gds", lambda spec: edits(spec)["mounts"].append(ETC), "mount of '/etc'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0].update(containerPath="/etc"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0]["options"].remove("ro"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0]["options"].append("suid"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["deviceNodes"].pop(), "device all has no node /dev/nvidia-fs1"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(major=1), "is written as 1:122, it is 10:122"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(hostPath="/dev/sda"), "made from something else"),
+    ("mofed", lambda spec: edits(spec).update(hooks=[{"hookName": "prestart", "path": "/bin/sh"}]), "foreign hook"),
+    ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "foreign environment variable"),
+    ("mofed", lambda spec: spec["containerEdits"].update(deviceNodes=[UVERBS]), "this mode"),
+    ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
+    ("nvswitch", lambda spec: spec.update(other="x"), "unknown key other"),
+    ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
+    ("gdrcopy", lambda spec: spec.update(devices=[3]), "devices[0] is not an object"),
+]  # fmt: skip
+
+
+def edits(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = spec["devices"][0]["containerEdits"]
+    return found
+
+
+def recorded(mode: str) -> dict[str, Any]:
+    """A fresh copy."""
+    loaded: dict[str, Any] = json.loads((SPEC.parent / f"nvidia-ctk-1.19.1-mode-{mode}.json").read_text())
+    return loaded
+
+
+def published(mode: str) -> str:
+    return f"/etc/cdi/nvidia-{mode}.yaml"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path)
+    for device in (*CHANNELS, *SWITCHES, *OTHERS.devices):
+        machine.node(device.path, device.major, device.minor)
+        machine.mounts.append(device.path)
+    machine.make_directory("/run/udev")
+    answer(machine, {})
+    machine.hand(WANTED, OTHERS)
+    return machine
+
+
+def answer(machine: Machine, instead: dict[str, object]) -> None:
+    """A scripted nvidia-ctk that writes what was recorded, or what a test gives `instead`, by mode."""
+
+    def program(argv: tuple[str, ...]) -> Completed:
+        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "nvml")
+        found = instead.get(mode, recorded_spec() if mode == "nvml" else recorded(mode))
+        return found if isinstance(found, Completed) else nvidia_ctk(machine, argv, found)
+
+    machine.program("nvidia-ctk", program)
+
+
+def generations(machine: Machine) -> list[str]:
+    """Modes of the calls since it was asked last."""
+    found = [each.removeprefix("--mode=") for call in machine.calls for each in call if each.startswith("--mode=")]
+    machine.calls.clear()
+    return found
+
+
+def spec_of(machine: Machine, mode: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(machine.read(published(mode)))
+    return loaded
+
+
+def test_each_mode_is_published_beside_that_of_gpus(machine: Machine) -> None:
+    run(machine)
+    for mode in MODES:
+        # But for empty entries and the lowest version that all this needs, which what was recorded has already.
+        assert spec_of(machine, mode) == recorded(mode)
+        assert f"{published(mode)} has {MODES[mode].kind}" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.exists("/etc/cdi/nvidia.yaml")
+    # GPUs are told apart from it by the report, which names no device of these kinds.
+    kinds = {name.partition("=")[0] for name in machine.report()["cdi_devices"]}
+    assert kinds == {"nvidia.com/gpu"}
+    assert sorted(generations(machine)) == sorted(["nvml", *MODES])
+
+
+def test_nothing_is_made_again_until_something_changes(machine: Machine) -> None:
+    run(machine)
+    generations(machine)
+    run(machine)
+    assert generations(machine) == []
+    machine.put("/etc/cufile.json", "{}")
+    run(machine)
+    assert generations(machine) == ["gds"]
+    machine.put(published("mofed"), "{}")
+    run(machine)
+    assert generations(machine) == ["mofed"]
+    assert spec_of(machine, "mofed") == recorded("mofed")
+
+
+@pytest.mark.parametrize(("mode", "edit", "said"), EDITS, ids=[f"{mode}-{said}" for mode, _, said in EDITS])
+def test_a_spec_with_anything_else_is_refused(
+    machine: Machine, mode: str, edit: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    spec = recorded(mode)
+    edit(spec)
+    answer(machine, {mode: spec})
+    run(machine)
+    assert not machine.exists(published(mode))
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "ModeNotServed")
+    assert machine.message("CDISpecCurrent").startswith(f"mode {mode}: the new spec is refused: ")
+    assert said in machine.message("CDISpecCurrent")
+    assert all(machine.exists(published(each)) for each in MODES if each != mode)
+
+
+def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
+    run(machine)
+    answer(machine, {"gds": Completed(1, b"", b"level=error")})
+    machine.put("/etc/cufile.json", "{}")
+    run(machine)
+    assert spec_of(machine, "gds") == recorded("gds")
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "ModeNotServed")
+    answer(machine, {})
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine) -> None:
+    """The tool lists what is in /dev, where the node still is."""
+    run(machine)
+    machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
+    at_withdrawal = []
+
+    def umount(argv: tuple[str, ...]) -> Completed:
+        at_withdrawal.append([node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]])
+        machine.mounts.remove(argv[-1])
+        return Completed(0, b"", b"")
+
+    machine.program("umount", umount)
+    run(machine)
+    assert at_withdrawal == [["/dev/nvidia-fs0"]]
+
+
+def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
+    run(machine)
+    machine.hand(WANTED, replace(OTHERS, devices=INFINIBAND))
+    run(machine)
+    assert not machine.exists(published("gds"))
+    assert machine.exists(published("mofed"))
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.message("CDISpecCurrent").endswith("; no device for mode gds, gdrcopy")
+
+
+@pytest.mark.parametrize("requests", [(replace(WANTED, cdi_modes=()), OTHERS), (EMPTY,), ()])
+def test_what_is_not_asked_for_any_more_goes(machine: Machine, requests: tuple[Request, ...]) -> None:
+    run(machine)
+    machine.hand(*requests)
+    run(machine)
+    assert not any(machine.exists(published(mode)) for mode in MODES)
+    assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
+
+
+def test_a_file_of_somebodys_own_stays(machine: Machine) -> None:
+    machine.put(published("gds"), "{}")
+    run(machine)
+    assert machine.read(published("gds")) == b"{}"
+    assert "is not ours and is not overwritten" in machine.message("CDISpecCurrent")
+
+
+def test_a_machine_without_gpus(machine: Machine) -> None:
+    machine.hand(replace(EMPTY, cdi_modes=("mofed", "management")), OTHERS)
+    run(machine)
+    assert spec_of(machine, "mofed") == recorded("mofed")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
+    assert machine.message("CDISpecCurrent").endswith("; no device for mode management")
+
+
+def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
+    machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    run(machine)
+    assert machine.message("CDISpecCurrent").startswith("mode quantum: this image's agent does not know it")
+
+
+@pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])
+def test_what_has_not_its_form_is_a_problem(spec: object) -> None:
+    assert NvidiaModes().verify("gds", spec, Request("nvidia", (), FS), {}, ())
+
+
+def test_the_driver_root_is_named_where_files_of_it_are_mounted() -> None:
+    """Else NVML would be found there and started, for which GPUs are initialised."""
+    assert f"--driver-root={ROOT}" in mode_command("management", ROOT, "/run/x")
+    assert "--driver-root=/run/x" in mode_command("mofed", ROOT, "/run/x")
+    assert "--driver-root=/" in mode_command("gds", ROOT, "/run/x")
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [
+        ({"cdi_modes": ["gds"]}, False),
+        ({"cdi_modes": ["gds"], "devices": ["nvidia-fs"]}, True),
+        ({"cdi_modes": ["mofed"], "devices": ["nvidia-fs"]}, False),
+        ({"cdi_modes": ["gdrcopy"], "devices": ["gdrcopy"]}, True),
+        ({"cdi_modes": ["imex"]}, False),
+        ({"cdi_modes": ["imex"], "imex_channels": True}, True),
+        ({"cdi_modes": ["nvswitch", "management"]}, True),
+        ({"cdi_modes": ["nvswitch", "nvswitch"]}, False),
+        ({"cdi_modes": ["csv"]}, False),
+    ],
+)
+def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -> None:
+    if accepted:
+        granted = grant_nvidia(VendorFacts("nvidia"), MachineSettings.model_validate(settings), DriverRoots(()), ())
+        assert granted.cdi_modes == tuple(settings["cdi_modes"])  # type: ignore[arg-type]
+        return
+    with pytest.raises(ValidationError):
+        MachineSettings.model_validate(settings)
+
+
+def test_the_handoff_says_it_only_where_it_is_asked_for(machine: Machine) -> None:
+    asked = machine.hand(replace(REQUEST, cdi_modes=("management",)))
+    assert json.loads(render_handoff(asked))["version"] == 2
+    assert parse_handoff(render_handoff(asked)) == asked
+    assert b"cdi_modes" not in render_handoff(machine.hand(REQUEST))
