@@ -27,11 +27,13 @@ OF_NSPAWN = (
 KMSG = "/dev/kmsg"
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
 """What a Bind= line takes as it is: outer blanks are stripped, a backslash escapes."""
+PATH_LIMIT, NAME_LIMIT = 4095, 255
+"""Bytes (PATH_MAX and NAME_MAX of limits.h): a look at anything longer would fail for ever."""
 
 NO_SOURCE = {
     "each machine has its own": ("/proc", "/sys"),
     "`devices` and `extra_devices` give nodes": ("/dev",),
-    "the service does not see it as the machine's start does": ("/root", "/run/user", "/tmp", "/var/tmp", "/var/run"),
+    "the service does not see it as the machine's start does": ("/root", "/run/user", "/tmp", "/var/tmp"),
 }
 SECRET = (STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS)
 """What decides over all machines, and their file systems: no source lies there or holds one of these."""
@@ -61,6 +63,8 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 def _plain(value: str) -> str:
     if not PLAIN.fullmatch(value):
         raise ValueError(f"{value!r} has a backslash, or a blank at its end")
+    if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
+        raise ValueError(f"{value[:40]!r}... is longer than a path can be")
     return value
 
 

@@ -101,11 +101,13 @@ def _without_gpus(
 ) -> tuple[Condition, ...]:
     """With what is to be said of other devices, which Ready, being about GPUs, does not count."""
     conditions = without_gpus(settings, facts)
-    if not settings.extra_mounts and not any(grant.nodes for grant in goal.grants):
-        return conditions
-    inside = _inside(machine, goal, report)[ConditionType.DEVICES_ALLOWED]
-    allowed = _devices_allowed(machine, goal, refused, inside)
-    return tuple(allowed if each.type is ConditionType.DEVICES_ALLOWED else each for each in conditions)
+    inside, said = _inside(machine, goal, report), {}
+    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
+        kind = ConditionType.DEVICES_ALLOWED
+        said[kind] = _devices_allowed(machine, goal, refused, inside[kind])
+    if settings.cdi_modes:
+        said[ConditionType.CDI_SPEC_CURRENT] = inside[ConditionType.CDI_SPEC_CURRENT]
+    return tuple(said.get(each.type, each) for each in conditions)
 
 
 def _with_lacking(conditions: tuple[Condition, ...], goal: MachineGoal) -> tuple[Condition, ...]:

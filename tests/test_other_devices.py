@@ -140,9 +140,18 @@ def test_a_device_by_its_path(devices: Host) -> None:
     fuse = look(devices, extra_devices=[{"path": "/dev/fuse"}])
     assert fuse.devices == (DeviceNode("/dev/fuse", DeviceKind.EXTRA, number),)
     devices.symlink("/dev/link", "fuse")
+    devices.symlink("/dev/loop", "loop")
     devices.file("/dev/file")
-    found = look(devices, extra_devices=[{"path": "/dev/link"}, {"path": "/dev/file"}, {"path": "/dev/fuse/below"}])
-    assert (paths(found), len(found.problems)) == ([], 2)
+    found = look(
+        devices,
+        extra_devices=[
+            {"path": "/dev/link"},
+            {"path": "/dev/file"},
+            {"path": "/dev/fuse/below"},
+            {"path": "/dev/loop/below"},
+        ],
+    )
+    assert (paths(found), len(found.problems)) == ([], 3)
 
 
 def test_a_look_that_fails_takes_nothing_away(devices: Host) -> None:
@@ -212,9 +221,11 @@ def test_a_host_without_gpus_gives_them_too(devices: Host) -> None:
     seen = with_others(bare, devices, **asked)
     machine = goal(asked, seen)
     assert "/dev/kvm" in machine.live.nodes
-    found = {each.type: each for each in evaluate(MachineSettings(), machine, seen, Absent("none"), "")}
+    settings = MachineSettings(cdi_modes=["management"])
+    found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
     assert found[ConditionType.READY].reason == "NoGPU"
     assert found[ConditionType.DEVICES_ALLOWED].reason == "MachineNotRunning"
+    assert found[ConditionType.CDI_SPEC_CURRENT].reason == "MachineNotRunning"
     assert plan(config(), bare).skipped == {"gpu-node": "no GPU on this host"}
 
 
@@ -223,6 +234,7 @@ def test_a_host_without_gpus_gives_them_too(devices: Host) -> None:
     [
         "/dev", "/dev/", "dev/kvm", "/etc/shadow", "/dev/../etc/shadow", "/dev/./kvm", "/dev/a\nBind=/", "/dev/a ",
         "/dev/a\\", "/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-fs0", "/dev/dri/card0", "/dev//dri//x",
+        f"/dev/{'x' * 256}", f"/dev{'/x' * 2050}",
         "/dev/kfd", "/dev/null", "/dev/pts/0", "/dev/char/195:0", "/dev/kmsg",
     ],
 )  # fmt: skip
@@ -271,7 +283,7 @@ def test_in_the_machine_they_are_looked_at_and_never_opened(machine: Machine) ->
     assert "/dev/nvidia0" in opened
     assert not {"/dev/kvm", "/dev/watchdog"} & set(opened)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    assert machine.message("DevicesAllowed").endswith("; 2 nodes of other devices are here")
+    assert machine.message("DevicesAllowed").endswith("; nodes of other devices that are here: 2")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert machine.read_link("/dev/char/10:232") == "../kvm"
 

@@ -41,9 +41,10 @@ def with_modes(
     granted = [device for each in handoff.requests for device in each.devices]
     served, lacking, failed = [], [], []
     for name in request.cdi_modes:
+        if vendor is None or not (kind := vendor.kind(name)):
+            failed.append(f"mode {name}: this image's agent does not know it, bring it to the host's release")
+            continue
         try:
-            if vendor is None:
-                raise AgentError("this vendor has no such modes")
             path, directory = mode_spec_file(request.vendor, name), spec_directory(f"{request.vendor}-{name}")
             of_mode = replace(request, devices=vendor.devices(name, granted))
             mode = _Mode(name, vendor, of_mode, path, directory)
@@ -53,9 +54,7 @@ def with_modes(
                 lacking.append(name)
             else:
                 _publish(system, notes, owned, mode, handoff.generation)
-                served.append(f"{path} has {vendor.kind(name)}")
-        except KeyError:
-            failed.append(f"mode {name}: this image's agent does not know it, bring it to the host's release")
+                served.append(f"{path} has {kind}")
         except (AgentError, OSError) as error:
             failed.append(f"mode {name}: {error}")
     parts = [condition.message, *served, *([f"no device for mode {', '.join(lacking)}"] if lacking else [])]

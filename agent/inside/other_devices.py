@@ -31,4 +31,4 @@ def _present(system: System, request: Request) -> Condition:
     wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
     if wrong:
         return false(KIND, "WrongNode", "; ".join(wrong))
-    return true(KIND, "NodesPresent", f"{len(request.devices)} nodes of other devices are here")
+    return true(KIND, "NodesPresent", f"nodes of other devices that are here: {len(request.devices)}")

@@ -144,7 +144,7 @@ class CdiModes(Protocol):
     """As of a MachineVendor."""
 
     def kind(self, mode: str) -> str:
-        """Of its devices. Pure; raises KeyError for a mode that this release does not know, as the others do."""
+        """Of its devices; empty for a mode that this release does not know: nothing else is asked of it. Pure."""
         ...
 
     def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:

@@ -67,7 +67,7 @@ class NvidiaModes:
     tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
 
     def kind(self, mode: str) -> str:
-        return MODES[mode].kind
+        return MODES[mode].kind if mode in MODES else ""
 
     def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:
         return tuple(device for device in granted if device.kind in MODES[mode].kinds)
@@ -114,7 +114,7 @@ def _narrowed(spec: object, paths: Collection[str]) -> object:
         document = object_of(spec, "the spec")
         kept = []
         for name, edits in devices_of(document):
-            nodes = [node for node in objects(edits, "deviceNodes") if node.get("path") in paths]
+            nodes = [each for each in objects(edits, "deviceNodes") if str(each.get("path")) in paths]
             if nodes:
                 kept.append({"name": name, "containerEdits": edits | {"deviceNodes": nodes}})
     except DocumentError:

@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from agent.facts import DeviceNode
+from agent.facts import Broken, DeviceNode, Unseen
 from agent.identity import DeviceKind, DeviceNumber
 from agent.system.files import System
+from agent.system.looking import why_not
 from agent.vendors.proc_devices import PROC_DEVICES, names_by_major, parse_misc
 
 PROC_MISC = "/proc/misc"
@@ -128,7 +129,12 @@ class Looker:
     def _number(self, path: str) -> DeviceNumber | None:
         try:
             number = self._system.device(path)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            found = why_not(path, error)
+            if isinstance(found, Unseen):
+                raise
+            if isinstance(found, Broken):
+                self.problems.append(found.why)
             return None
         if number is None:
             self.problems.append(f"{path}: not a character device")
