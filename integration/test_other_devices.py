@@ -1,7 +1,11 @@
 """Devices that are no GPUs, and mounts, in a real machine on a real kernel."""
 
+import json
 import time
+from collections.abc import Callable
 
+from integration.bed.kernel_modules import simulated_module
+from integration.bed.node import Pod
 from integration.conftest import Bed
 
 CONFIG = "/etc/unbounded-agent/config.toml"
@@ -17,6 +21,29 @@ extra_mounts = [
 ]
 """
 LATE = "/dev/late"
+SWITCHES = """\
+[machines.gpu-node]
+devices = ["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+cdi_modes = ["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
+imex_channels = true
+"""
+OF_THE_KERNEL = (
+    *("/dev/kvm", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-vsock"),
+    *("/dev/infiniband/rdma_cm", "/dev/infiniband/uverbs0"),
+)
+"""By the kernel's real drivers: KVM on the emulated processor, RDMA over Ethernet on the loopback interface."""
+SIMULATED = ("/dev/accel/accel0", "/dev/gdrdrv", "/dev/nvidia-fs0", "/dev/nvidia-fs1")
+SWITCH = ("/dev/nvidia-nvswitch0", "/dev/nvidia-nvswitchctl")
+CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
+MAKE_NODES = """
+make() { mkdir -p $(dirname $1); mknod -m 666 $1 c $(awk -v name=$2 '$2 == name { print $1 }' /proc/devices) $3; }
+make /dev/gdrdrv gdrdrv 0
+make /dev/nvidia-nvswitch0 nvidia-nvswitch 0
+make /dev/nvidia-nvswitchctl nvidia-nvswitch 255
+make /dev/nvidia-caps-imex-channels/channel0 nvidia-caps-imex-channels 0
+"""
+KVM_VERSION = "import fcntl, os; print(fcntl.ioctl(os.open('/dev/kvm', os.O_RDWR), 0xAE00))"
+"""KVM_GET_API_VERSION, which is 12 for good (Documentation/virt/kvm/api.rst)."""
 
 
 def test_what_settings_name_is_there_and_what_lacks_stops_nothing(installed: Bed) -> None:
@@ -43,20 +70,91 @@ def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None
     ready.guest.write(CONFIG, f'[machines.gpu-node]\nextra_devices = [{{ path = "{LATE}" }}]\n'.encode())
     minor = ready.run("stat", "--format=%T", LATENCY).stdout.strip()
     ready.run("mknod", LATE, "c", "10", str(int(minor, 16)))
-    _until(ready, "test", "-c", LATE)
+    look(ready)
+    wait_until(ready, f"test -c {LATE}")
     ready.node.run("head", "-c", "4", LATE)
     ready.run("rm", LATE)
-    _until(ready, "test", "!", "-e", LATE)
+    look(ready)
+    wait_until(ready, f"test ! -e {LATE}")
     # The number is nobody's any more in the machine: the node was one thing, the permission another.
     ready.node.run("mknod", "/run/again", "c", "10", str(int(minor, 16)), check=False)
     assert ready.node.run("head", "-c", "4", "/run/again", check=False).status != 0
     assert ready.restarted(before) == "nothing"
 
 
-def _until(bed: Bed, *command: str, seconds: float = 240) -> None:
-    """Until a command succeeds in the machine. SIGHUP makes the service look."""
+def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Callable[[str, object], None]) -> None:
+    """Real drivers where the kernel has some that need no hardware, stand-ins (simulations) for the others."""
+    bed, before = ready, ready.starts()
+    load_drivers(bed)
+    bed.guest.write(CONFIG, SWITCHES.encode())
+    look(bed)
+    started = time.monotonic()
+    modes = ("gdrcopy", "gds", "imex", "management", "mofed", "nvswitch")
+    wait_for_specs(bed, *modes)
+    measured("seconds until all specifications are there", round(time.monotonic() - started, 1))
+    bed.node.shell("for each in /etc/cdi/*; do cdi-validate $each || exit 1; done")
+    assert bed.node.run("python3", "-c", KVM_VERSION).stdout.strip() == "12"
+    numbers = ("stat", "-c", "%n %t:%T", *OF_THE_KERNEL, *SIMULATED)
+    assert bed.node.run(*numbers).stdout == bed.run(*numbers).stdout
+
+    assert opened(bed, "nvidia.com/mofed=all", "nvidia.com/gdrcopy=all") == {*OF_THE_KERNEL[-2:], "/dev/gdrdrv"}
+    assert opened(bed, "nvidia.com/gds=all", "nvidia.com/imex-channel=0") == {*SIMULATED[-2:], CHANNEL}
+    assert opened(bed, "nvidia.com/nvswitch=all") == {*SWITCH}
+    assert opened(bed, "management.nvidia.com/gpu=all") == {"/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl", CHANNEL}
+    assert opened(bed) == set()
+
+    # What goes is in no specification any more, and then not in the machine.
+    bed.run("rdma", "link", "delete", "rxe0")
+    bed.run("rm", "/dev/gdrdrv", *SWITCH)
+    bed.run("rmmod", "simulated_devices")
+    wait_for_specs(bed, "imex", "management", "mofed")
+    gone = ("/dev/infiniband/uverbs0", *SIMULATED, *SWITCH)
+    assert bed.node.run("ls", *gone, check=False).stdout == ""
+    assert opened(bed, "nvidia.com/mofed=all") == {"/dev/infiniband/rdma_cm"}
+    conditions = bed.wait_ready()
+    told = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
+    assert all(f'devices "{name}"' in told for name in ("gdrcopy", "nvidia-fs", "accel")), told
+    assert "no device for mode gds, gdrcopy, nvswitch" in conditions["CDISpecCurrent"]["message"]
+
+    bed.guest.write(CONFIG, b"[machines.gpu-node]\n")
+    look(bed)
+    wait_for_specs(bed)
+    assert bed.node.run("ls", *OF_THE_KERNEL[2:], CHANNEL, check=False).stdout == ""
+    bed.wait_ready()
+    assert bed.restarted(before) == "nothing"
+
+
+def load_drivers(bed: Bed) -> None:
+    """And the nodes that no driver makes by itself."""
+    bed.run("modprobe", "--all", "kvm_amd", "tun", "vhost_net", "vhost_vsock", "rdma_rxe", "rdma_ucm", "drm")
+    bed.run("rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "lo")
+    bed.guest.write("/root/simulated_devices.ko", simulated_module("devices").read_bytes())
+    bed.run("insmod", "/root/simulated_devices.ko")
+    bed.run("sh", "-ec", MAKE_NODES)
+
+
+def look(bed: Bed) -> None:
+    """Has the service read its configuration and look at the host."""
+    bed.run("systemctl", "reload", "unbounded-agent.service")
+
+
+def wait_until(bed: Bed, script: str, seconds: float = 240) -> None:
+    """Until a script succeeds in the machine."""
     deadline = time.monotonic() + seconds
-    while bed.node.run(*command, check=False).status != 0:
-        assert time.monotonic() < deadline, bed.run("journalctl", "-u", "unbounded-agent", "-n", "40").stdout
-        bed.run("systemctl", "reload", "unbounded-agent.service")
-        time.sleep(2)
+    while bed.node.shell(script, check=False).status != 0:
+        journal = bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "40").stdout
+        assert time.monotonic() < deadline, f"{script}: {journal}"
+        time.sleep(1)
+
+
+def wait_for_specs(bed: Bed, *modes: str) -> None:
+    """Until just these modes have a specification beside that of GPUs."""
+    names = " ".join([*(f"nvidia-{mode}.yaml" for mode in sorted(modes)), "nvidia.yaml"])
+    wait_until(bed, f'test "$(echo $(ls /etc/cdi))" = "{names}"')
+
+
+def opened(bed: Bed, *names: str) -> set[str]:
+    """What a pod with these CDI devices opens of all nodes that could be there."""
+    nodes = (*OF_THE_KERNEL, *SIMULATED, *SWITCH, CHANNEL, "/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl")
+    found = bed.node.pod(Pod(("gpu-probe", *nodes), cdi=names)).stdout
+    return {path for path, result in json.loads(found)["open"].items() if result == "OK"}

@@ -1,15 +1,10 @@
 """Stand-in GPUs of Intel and AMD (a simulation) that are plugged into the running simulated host."""
 
-import shutil
 import time
-from pathlib import Path
 
-from integration.bed.cache import REPOSITORY, cached
-from integration.bed.kernel_modules import kernel_release, toolchain
-from integration.bed.process import run
+from integration.bed.kernel_modules import simulated_module
 from integration.bed.simulated_host import SimulatedHost
 
-SOURCES = REPOSITORY / "integration/simulation/drm"
 MODULE = "simulated_drm"
 INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
 """PCI vendors; the last one makes boards' management controllers."""
@@ -17,25 +12,9 @@ PARAMETER = f"/sys/module/{MODULE}/parameters/next_vendor"
 PLACE = f"/root/{MODULE}.ko"
 
 
-def drm_module() -> Path:
-    """The kernel module for the kernel that the simulated host boots, cached."""
-
-    def build(target: Path) -> None:
-        root = toolchain()
-        work = root / "build/simulated-drm"
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(SOURCES, work)
-        headers = f"/usr/lib/modules/{kernel_release()}/build"
-        run(["chroot", root, "make", "-s", "-C", headers, f"M=/build/{work.name}", "CC=gcc-14", "modules"])
-        shutil.copy2(work / f"{MODULE}.ko", target)
-        shutil.rmtree(work)
-
-    return cached("simulated-drm", [str(toolchain()), SOURCES], build) / f"{MODULE}.ko"
-
-
 def load_drivers(host: SimulatedHost) -> None:
     """The stand-in drivers, which no host has that does not ask for them."""
-    host.guest.write(PLACE, drm_module().read_bytes())
+    host.guest.write(PLACE, simulated_module("drm").read_bytes())
     host.guest.run(["modprobe", "drm"])
     host.guest.run(["insmod", PLACE])
 

@@ -8,7 +8,8 @@ from integration.bed import debian
 from integration.bed.cache import REPOSITORY, cached
 from integration.bed.process import run
 
-SOURCES = REPOSITORY / "integration/simulation/kernel"
+SIMULATION = REPOSITORY / "integration/simulation"
+SOURCES = SIMULATION / "kernel"
 DRIVER_VERSION = "550.163.01"
 IDENTITY_MODULE = "gpu_identity.ko"
 
@@ -72,6 +73,24 @@ def kernel_modules(version: str = DRIVER_VERSION) -> Path:
         shutil.rmtree(work)
 
     return cached(f"kernel-modules-{version}", [str(toolchain()), version, SOURCES], build)
+
+
+def simulated_module(directory: str) -> Path:
+    """The cached stand-in module `simulated_DIRECTORY.ko` of integration/simulation/DIRECTORY."""
+    sources = SIMULATION / directory
+    name = f"simulated_{directory}.ko"
+
+    def build(target: Path) -> None:
+        root = toolchain()
+        work = root / f"build/simulated-{directory}"
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(sources, work)
+        headers = f"/usr/lib/modules/{kernel_release()}/build"
+        run(["chroot", root, "make", "-s", "-C", headers, f"M=/build/{work.name}", "CC=gcc-14", "modules"])
+        shutil.copy2(work / name, target)
+        shutil.rmtree(work)
+
+    return cached(f"simulated-{directory}", [str(toolchain()), sources], build) / name
 
 
 def boot_files() -> Path:
