@@ -12,7 +12,7 @@ from agent.conditions import Condition, Status
 from agent.config import Config, load_config
 from agent.detach import attach, detach
 from agent.doctor import as_json as diagnosis_as_json
-from agent.doctor import diagnose, host_findings, in_words, machine_image, sound
+from agent.doctor import diagnose, diagnose_host, in_words, sound
 from agent.driver_modules import load_modules
 from agent.errors import AgentError, ConfigError, UnsupportedError
 from agent.facts import Facts
@@ -220,8 +220,8 @@ def _status(reconciler: Reconciler, as_json_text: bool) -> int:
 def _doctor(reconciler: Reconciler, as_json_text: bool) -> int:
     facts, planned, difference = reconciler.look()
     diagnoses = [diagnose(machine) for machine in reconciler.judge(facts, planned, difference)]
-    host, image = host_findings(reconciler.system), machine_image(facts)
-    print(diagnosis_as_json(diagnoses, host, image) if as_json_text else "\n".join(in_words(diagnoses, host, image)))
+    host = diagnose_host(facts, reconciler.system)
+    print(diagnosis_as_json(diagnoses, host) if as_json_text else "\n".join(in_words(diagnoses, host)))
     return 0 if sound(diagnoses, host) else 1
 
 

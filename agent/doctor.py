@@ -1,10 +1,11 @@
 """What is wrong with host and machines, what that looks like to users, and what mends it. Pure but for the host."""
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 
 from agent.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.errors import AgentError
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.observe.units import observe_units
 from agent.reconcile import MachineOutcome
@@ -45,6 +46,30 @@ class Diagnosis:
     """In the order in which a machine becomes ready: the first one may be the cause of the others."""
 
 
+@dataclass(frozen=True, slots=True)
+class DriverForMachines:
+    """A driver's user space that machines of this host get."""
+
+    vendor: str
+    version: str
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Versions of what programs use it by, such as CUDA, by name."""
+    unknown: str = ""
+    """Why those are not known, if they are not."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostDiagnosis:
+    """What no condition tells of."""
+
+    findings: tuple[str, ...] = ()
+    """The service, and settings without which no kubelet starts in a machine: a sentence each."""
+    drivers: tuple[DriverForMachines, ...] = ()
+    """By which images for pods are chosen."""
+    image: str = PLAIN_IMAGE
+    """Which of the images in containerfiles/ machines of this host need."""
+
+
 def diagnose(machine: MachineOutcome) -> Diagnosis:
     """From its conditions; those of which the same is to be said are one finding."""
     found: dict[tuple[Status, str, str], list[ConditionType]] = {}
@@ -59,16 +84,27 @@ def diagnose(machine: MachineOutcome) -> Diagnosis:
     return Diagnosis(machine.name, machine.conditions[-1], findings)
 
 
-def machine_image(facts: Facts) -> str:
-    """Which of the images in containerfiles/ machines of this host need, by the GPUs that it has."""
+def diagnose_host(facts: Facts, system: System) -> HostDiagnosis:
+    """The image by the GPUs that it has."""
+    settings = (_setting(system, name, wanted) for name, wanted in KERNEL_SETTINGS.items())
+    findings = tuple(filter(None, (_service(system), *settings)))
+    return HostDiagnosis(findings, tuple(_drivers(facts, system)), _image(facts))
+
+
+def _image(facts: Facts) -> str:
     needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
     return " and ".join(sorted(needed)) or PLAIN_IMAGE
 
 
-def host_findings(system: System) -> tuple[str, ...]:
-    """What no condition tells of: the service, and settings without which no kubelet starts in a machine."""
-    settings = (_setting(system, name, wanted) for name, wanted in KERNEL_SETTINGS.items())
-    return tuple(filter(None, (_service(system), *settings)))
+def _drivers(facts: Facts, system: System) -> Iterator[DriverForMachines]:
+    for seen in facts.vendors:
+        if seen.driver is None or not isinstance(seen.driver.library_version, str):
+            continue
+        try:
+            interfaces, unknown = host_vendor(seen.vendor).interfaces(seen, system), ""
+        except AgentError as error:
+            interfaces, unknown = {}, str(error)
+        yield DriverForMachines(seen.vendor, seen.driver.library_version, interfaces, unknown)
 
 
 def _service(system: System) -> str:
@@ -101,15 +137,15 @@ def _setting(system: System, name: str, wanted: str) -> str:
     )
 
 
-def sound(diagnoses: Iterable[Diagnosis], host: Sequence[str]) -> bool:
+def sound(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> bool:
     """Whether every machine is ready and the host is as it should be."""
-    return not host and all(each.ready.status is Status.TRUE for each in diagnoses)
+    return not host.findings and all(each.ready.status is Status.TRUE for each in diagnoses)
 
 
-def in_words(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) -> list[str]:
+def in_words(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> list[str]:
     """Lines for a person."""
-    lines = ["host: nothing found" if not host else "host:"]
-    lines += [f"  - {each}" for each in host]
+    lines = ["host:" if host.findings else "host: nothing found"]
+    lines += [f"  - {each}" for each in host.findings]
     for diagnosis in diagnoses:
         state = {Status.TRUE: "ready", Status.FALSE: "not ready"}.get(diagnosis.ready.status, "not known to be ready")
         lines.append(f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}")
@@ -119,11 +155,18 @@ def in_words(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) ->
             lines.append(f"    {finding.message}")
             if finding.looks_like:
                 lines.append(f"    seen as: {finding.looks_like}")
-    return [*lines, f"image for machines of this host: containerfiles/{image}"]
+    lines += [f"driver for pods: {_driver_in_words(each)}" for each in host.drivers]
+    return [*lines, f"image for machines of this host: containerfiles/{host.image}"]
 
 
-def as_json(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) -> str:
-    """For programs: an object of `host`, a list of sentences, `machines` by name, and `image`."""
+def _driver_in_words(driver: DriverForMachines) -> str:
+    interfaces = "".join(f", {name} {version}" for name, version in driver.interfaces.items())
+    unknown = f"; what it offers is not known: {driver.unknown}" if driver.unknown else ""
+    return f"{driver.vendor} {driver.version}{interfaces}{unknown}"
+
+
+def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
+    """For programs: an object of `host`, a list of sentences, `drivers`, `machines` by name, and `image`."""
     machines = {
         each.machine: {
             "ready": each.ready.status,
@@ -141,7 +184,9 @@ def as_json(diagnoses: Iterable[Diagnosis], host: Sequence[str], image: str) -> 
         }
         for each in diagnoses
     }
-    return json.dumps({"host": host, "machines": machines, "image": image}, indent=2)
+    drivers = [asdict(each) for each in host.drivers]
+    document = {"host": host.findings, "drivers": drivers, "machines": machines, "image": host.image}
+    return json.dumps(document, indent=2)
 
 
 def _looks_like(kinds: Iterable[ConditionType], reason: str) -> str:

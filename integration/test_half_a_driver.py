@@ -61,6 +61,7 @@ def test_a_host_without_faults(ready: Bed) -> None:
     ready.wait_ready()
     finished = ready.agent("doctor")
     assert finished.stdout.startswith("host: nothing found\ngpu-node: ready: AllConditionsTrue\n")
+    assert "driver for pods: nvidia 550.163.01, CUDA 12.4\n" in finished.stdout, "the driver's real libcuda says it"
     ready.run("sysctl", "-w", "kernel.panic=0")
     assert "kernel.panic is 0" in doctor(ready)
     assert json.loads(ready.agent("doctor", "--json", check=False).stdout)["machines"]["gpu-node"]["ready"] == "True"

@@ -1,21 +1,34 @@
 """What `doctor` says: findings of conditions and of the host, in words and as JSON."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from agent.conditions import ConditionType, Status, false, unknown
-from agent.doctor import SERVICE, as_json, diagnose, host_findings, in_words, machine_image, sound
+from agent.doctor import (
+    SERVICE,
+    DriverForMachines,
+    HostDiagnosis,
+    as_json,
+    diagnose,
+    diagnose_host,
+    in_words,
+    sound,
+)
+from agent.facts import Facts
 from agent.reconcile import MachineOutcome
 from agent.vendors.host import HOST_VENDORS
-from tests.gpu_host import reconciler
+from agent.vendors.nvidia.cuda_version import ASK
+from tests.gpu_host import VERSION, reconciler
 from tests.recorded import Host
 from tests.simulated_reconciler import conditions
 from tests.test_docs import rows
 
 NOT_LOADED = false(ConditionType.DRIVER_LOADED, "ModuleNotLoaded", "run `modprobe nvidia`")
 SILENT = [unknown(kind, "NoReport", "it has not reported") for kind in (*ConditionType,) if "RUNTIME" in kind.name]
+NOTHING = Facts("x86_64", 257, (), (), ())
 NO_DAEMON = false(ConditionType.PERSISTENCE_MODE, "DaemonNotRunning", "start it")
 
 
@@ -30,8 +43,8 @@ def sound_host(host: Host) -> Host:
 def test_a_sound_machine_has_no_finding() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions()))
     assert diagnosis.findings == ()
-    assert sound([diagnosis], ())
-    assert in_words([diagnosis], (), "agent-ubuntu2404") == [
+    assert sound([diagnosis], HostDiagnosis())
+    assert in_words([diagnosis], HostDiagnosis()) == [
         "host: nothing found",
         "gpu-node: ready: AllConditionsTrue",
         "image for machines of this host: containerfiles/agent-ubuntu2404",
@@ -40,14 +53,14 @@ def test_a_sound_machine_has_no_finding() -> None:
 
 def test_faults_come_in_order_with_what_they_look_like() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(*SILENT, NOT_LOADED, NO_DAEMON)))
-    assert not sound([diagnosis], ())
+    assert not sound([diagnosis], HostDiagnosis())
     driver, daemon, silent = diagnosis.findings
     assert (driver.conditions, driver.reason) == ((ConditionType.DRIVER_LOADED,), "ModuleNotLoaded")
     assert "couldn't communicate with the NVIDIA driver" in driver.looks_like
     assert (driver.prevents_ready, daemon.prevents_ready) == (True, False)
     assert silent.conditions == (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
     assert (silent.status, silent.looks_like) == (Status.UNKNOWN, ""), "what is not known is not seen"
-    lines = in_words([diagnosis], (), "agent-ubuntu2404")
+    lines = in_words([diagnosis], HostDiagnosis())
     assert lines[1:5] == [
         "gpu-node: not ready: ModuleNotLoaded",
         "  - DriverLoaded: False, ModuleNotLoaded",
@@ -61,7 +74,7 @@ def test_faults_come_in_order_with_what_they_look_like() -> None:
 def test_what_is_not_needed_for_ready_is_told_and_no_fault() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
     assert len(diagnosis.findings) == 1
-    assert sound([diagnosis], ())
+    assert sound([diagnosis], HostDiagnosis())
 
 
 def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
@@ -76,8 +89,12 @@ def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
 
 def test_as_json() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NOT_LOADED)))
-    assert json.loads(as_json([diagnosis], ("a setting is wrong",), "agent-ubuntu2404")) == {
+    host = HostDiagnosis(("a setting is wrong",), (DriverForMachines("nvidia", "550.163.01", {"CUDA": "12.4"}),))
+    assert json.loads(as_json([diagnosis], host)) == {
         "host": ["a setting is wrong"],
+        "drivers": [
+            {"vendor": "nvidia", "version": "550.163.01", "interfaces": {"CUDA": "12.4"}, "unknown": ""},
+        ],
         "image": "agent-ubuntu2404",
         "machines": {
             "gpu-node": {
@@ -107,13 +124,46 @@ def test_symptoms_are_of_reasons_that_there_are() -> None:
 # ---- the host
 
 
+def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
+    library = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
+    host.command(sys.executable, "-I", "-c", ASK, library, stdout=text, stderr="no\n" * status, status=status)
+
+
+def host_findings(host: Host) -> tuple[str, ...]:
+    return diagnose_host(NOTHING, host).findings
+
+
+@pytest.mark.scenario("003")
+@pytest.mark.usefixtures("sound_host")
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("12040\n", 0, "nvidia 550.163.01, CUDA 12.4"),
+        ("13000\n", 0, "nvidia 550.163.01, CUDA 13.0"),
+        ("oops\n", 0, "gives 'oops'"),
+        ("", 1, "exit code 1: no"),
+    ],
+)
+def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, status: int, said: str) -> None:
+    answer_of_libcuda(gpu_host, text, status)
+    host = diagnose_host(reconciler(gpu_host).look()[0], gpu_host)
+    (line,) = (each for each in in_words([], host) if each.startswith("driver for pods: "))
+    assert said in line
+
+
+def test_without_a_driver_there_is_nothing_to_say_of_one(sound_host: Host) -> None:
+    assert diagnose_host(NOTHING, sound_host).drivers == ()
+
+
+@pytest.mark.usefixtures("sound_host")
 def test_the_image_is_chosen_by_the_gpus_that_are_there(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
-    image = machine_image(passes.look()[0])
+    answer_of_libcuda(gpu_host, "12040\n")
+    image = diagnose_host(passes.look()[0], gpu_host).image
     assert image == "agent-ubuntu2404-nvidia"
     assert Path("containerfiles", image, "Containerfile").exists()
     gpu_host.pci = gpu_host.drm = ()
-    image = machine_image(passes.look()[0])
+    image = diagnose_host(passes.look()[0], gpu_host).image
     assert image == "agent-ubuntu2404"
     assert Path("containerfiles", image, "Containerfile").exists()
 
@@ -130,7 +180,7 @@ def test_a_service_that_does_not_run_or_is_not_there(sound_host: Host) -> None:
     sound_host.bus.unit(SERVICE, "inactive", "not-found")
     (finding,) = host_findings(sound_host)
     assert finding.startswith("unbounded-agent.service is not installed: ")
-    assert not sound([diagnose(MachineOutcome("gpu-node", conditions()))], (finding,))
+    assert not sound([diagnose(MachineOutcome("gpu-node", conditions()))], HostDiagnosis((finding,)))
 
 
 def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:

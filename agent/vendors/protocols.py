@@ -80,6 +80,10 @@ class HostVendor(Protocol):
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
         ...
 
+    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
+        """Versions, by name, of what its driver offers to programs and images are chosen by; raises AgentError."""
+        ...
+
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """How a program of the vendor's own, named as in /proc/PID/comm, lets go of a GPU; else empty. Pure."""
         ...

@@ -7,6 +7,7 @@ from agent.config import DriverSettings, MachineSettings
 from agent.facts import DeviceNode, Gpu, GpuError, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
+from agent.system.files import System
 from agent.vendors.drm.conditions import drm_conditions
 from agent.vendors.drm.description import Description
 from agent.vendors.drm.observe import observe_drm
@@ -68,6 +69,9 @@ class DrmHost:
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)
+
+    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
+        return {}
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """No program of these vendors keeps a GPU open by itself."""

@@ -7,6 +7,7 @@ from agent.config import DriverSettings, MachineSettings
 from agent.facts import DeviceNode, Gpu, GpuError, Unseen, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
+from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.machine import OTHER_DEVICES
 from agent.vendors.other.nodes import NODE_DIRECTORIES, NODE_NAMES, Looker, lacking, switch
@@ -69,6 +70,9 @@ class Other:
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         """None: conditions are about GPUs. What lacks is added to a message, see agent.readiness."""
         return ()
+
+    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
+        return {}
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         return ""
