@@ -183,8 +183,9 @@ def one_line(text: str) -> str:
 
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
     """The conditions, with a remark added to the message of one, which gives way if it is long: no other change."""
+    said = remark if len(remark) <= MESSAGE_LIMIT // 2 else f"{remark[: MESSAGE_LIMIT // 2 - 1]}…"
     return tuple(
-        replace(each, message=each.message[: MESSAGE_LIMIT - len(remark)] + remark) if each.type is kind else each
+        replace(each, message=each.message[: MESSAGE_LIMIT - len(said)] + said) if each.type is kind else each
         for each in conditions
     )
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from agent.conditions import ConditionType, false
-from agent.handoff import MESSAGE_LIMIT
+from agent.conditions import ConditionType, false, true
+from agent.handoff import MESSAGE_LIMIT, with_remark
 from agent.inside.notes import Notes
 from agent.inside.outdated_pods import BUNDLES, name_outdated, outdated_pods
 from agent.inside.run import run
@@ -121,3 +121,11 @@ def test_a_long_message_gives_way(machine: Machine) -> None:
     assert len(named.message) == MESSAGE_LIMIT
     assert named.message.startswith("refused: ")
     assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")
+
+
+def test_a_remark_that_is_too_long_leaves_the_message_its_half() -> None:
+    said = true(ConditionType.DEVICES_PRESENT, "Present", "m" * MESSAGE_LIMIT)
+    (remarked,) = with_remark((said,), ConditionType.DEVICES_PRESENT, "; " + "r" * 3 * MESSAGE_LIMIT)
+    assert len(remarked.message) == MESSAGE_LIMIT
+    assert remarked.message.startswith("m" * (MESSAGE_LIMIT // 2) + "; r")
+    assert remarked.message.endswith("r…")
