@@ -6,7 +6,7 @@ agent does in it.
 
 import posixpath
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatchcase
 from typing import Annotated, Literal
 
@@ -33,16 +33,25 @@ PATH_LIMIT, NAME_LIMIT = 4095, 255
 NO_SOURCE = {
     "each machine has its own": ("/proc", "/sys"),
     "`devices` and `extra_devices` give nodes": ("/dev",),
-    "the service does not see it as the machine's start does": ("/root", "/run/user", "/tmp", "/var/tmp"),
-}
-SECRET = (STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS)
-"""What decides over all machines, and their file systems: no source lies there or holds one of these."""
+    "the service does not see it as the machine's start does": (
+        "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
+    ),
+}  # fmt: skip
+SECRET = (
+    *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
+    # systemd's settings of all machines, and what only root may talk to, which root in a machine is as well:
+    # systemd's private socket, and udevd's control socket.
+    *("/etc/systemd", "/run/systemd", "/run/udev/control"),
+)
+"""What decides over all machines and the host: no source lies there or holds one of these."""
 NO_TARGET = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
     "the machine's systemd-tmpfiles removes what is old there": ("/tmp", "/var/tmp"),
+    "the machine's systemd has its own there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
+    "systemd-nspawn has something there": ("/run/host",),
     "the agent has something there": (
         MACHINE_HOST_NVIDIA, RUNTIME, STATE, *CDI_DIRECTORIES, "/run/cdi", "/lib/modules", "/usr/lib/modules",
-        "/etc/containerd", "/etc/nvidia-container-runtime",
+        "/usr/lib/unbounded-agent", "/etc/containerd", "/etc/nvidia-container-runtime",
     ),
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
@@ -80,14 +89,18 @@ def _device(value: str) -> str:
     return value
 
 
-def mountable(value: str) -> str:
+def mountable(value: str, secret: Collection[str] = SECRET) -> str:
     """A source; raises ValueError for one that no machine may have."""
     for why, places in NO_SOURCE.items():
         if _is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if _is_below(value, SECRET) or _holds(value, SECRET):
-        raise ValueError(f"{value} has the agent's own files or other machines in it: name something further below")
+    if _is_below(value, secret) or _holds(value, secret):
+        raise ValueError(f"{value} has what rules over the host or other machines in it: name something further below")
     return value
+
+
+def _source(value: str) -> str:
+    return mountable(value)
 
 
 def _target(value: str) -> str:
@@ -125,7 +138,7 @@ class ExtraMount(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    source: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(mountable)]
+    source: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_source)]
     target: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_target)]
     read_only: bool = True
 

@@ -74,7 +74,7 @@ def evaluate(
     """Every condition in the order of ConditionType, Ready last. `refused`: why the settings cannot be written."""
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
-        return _with_lacking(_without_gpus(settings, machine, goal, facts, report, refused), goal)
+        return _with_lacking(_without_gpus(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
     if not settings.node_condition:
@@ -88,7 +88,7 @@ def evaluate(
         _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
         *(inside[kind] for kind in IN_MACHINE),
     ]
-    return _with_lacking((*conditions, summarize(conditions)), goal)
+    return _with_lacking((*conditions, summarize(conditions)), machine, goal)
 
 
 def _without_gpus(
@@ -110,10 +110,13 @@ def _without_gpus(
     return tuple(said.get(each.type, each) for each in conditions)
 
 
-def _with_lacking(conditions: tuple[Condition, ...], goal: MachineGoal) -> tuple[Condition, ...]:
-    """What lacks of other devices, in DevicesPresent's message: no other change, as pods with GPUs do without."""
+def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal) -> tuple[Condition, ...]:
+    """What lacks beside GPUs, in DevicesPresent's message: no other change, as pods with GPUs do without."""
     lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
     remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
+    if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
+        late = [path for path in goal.live.mounts if path not in machine.live.mounts]
+        remark += f"; mounted from the machine's next start on: {', '.join(late)}" if late else ""
     return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
 
@@ -209,9 +212,6 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str, ins
     reboot = f"`machinectl reboot {machine.name}`"
     if machine.live is None or machine.live.fixed != goal.live.fixed:
         why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
-        return false(kind, "MachineRestartNeeded", why)
-    if late := [path for path in goal.live.mounts if path not in machine.live.mounts]:
-        why = f"what is to be mounted at {', '.join(late)} came after the machine's start: it has it after {reboot}"
         return false(kind, "MachineRestartNeeded", why)
     lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
     lacking += [entry for entry in goal.live.allow if entry not in machine.live.allow]

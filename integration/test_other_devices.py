@@ -17,7 +17,9 @@ devices = ["gdrcopy"]
 extra_devices = [{{ path = "{LATENCY}", mode = "r" }}]
 extra_mounts = [
     {{ source = "/srv/models", target = "/srv/models" }},
+    {{ source = "/run/udev/data", target = "/run/udev/data" }},
     {{ source = "/srv/absent", target = "/mnt/absent" }},
+    {{ source = "/home/user/data", target = "/mnt/data" }},
 ]
 """
 LATE = "/dev/late"
@@ -47,12 +49,14 @@ KVM_VERSION = "import fcntl, os; print(fcntl.ioctl(os.open('/dev/kvm', os.O_RDWR
 
 
 def test_what_settings_name_is_there_and_what_lacks_stops_nothing(installed: Bed) -> None:
-    installed.run("mkdir", "/srv/models")
+    installed.run("mkdir", "-p", "/srv/models", "/home/user/data")
+    installed.run("chown", "1000", "/home/user")
     installed.guest.write("/srv/models/weights", b"some")
     installed.guest.write(CONFIG, SETTINGS.encode())
     installed.agent("apply")
     node = installed.node
     assert node.run("cat", "/srv/models/weights").stdout == "some"
+    assert node.run("ls", "/run/udev/data").stdout.split(), "where nvidia-ctk looks for storage"
     assert "Read-only file system" in node.run("touch", "/srv/models/weights", check=False).stderr
     node.run("head", "-c", "4", LATENCY)
     assert "Operation not permitted" in node.run("dd", "if=/dev/zero", f"of={LATENCY}", "count=1", check=False).stderr
@@ -62,6 +66,7 @@ def test_what_settings_name_is_there_and_what_lacks_stops_nothing(installed: Bed
     told = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
     assert 'devices "gdrcopy"' in told
     assert "/srv/absent for /mnt/absent" in told
+    assert "/home/user belongs to user 1000" in told, "who could put a link to anything of the host there"
 
 
 def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None:

@@ -52,7 +52,10 @@ def test_defaults(tmp_path: Path) -> None:
         ('[[machines.a.extra_devices]]\npath = "/dev/nvidia0"', "machines.a.extra_devices: /dev/nvidia0 belongs"),
         ('[[machines.a.extra_devices]]\nmode = "r"', "machines.a.extra_devices.0.path: is missing"),
         ('[[machines.a.extra_devices]]\npath = "/dev/x"\nmoed = "r"', "machines.a.extra_devices.0.moed: unknown key"),
-        ('[[machines.a.extra_mounts]]\nsource = "/"\ntarget = "/mnt"', "machines.a.extra_mounts: / has the agent's"),
+        (
+            '[[machines.a.extra_mounts]]\nsource = "/"\ntarget = "/mnt"',
+            "machines.a.extra_mounts: / has what rules",
+        ),
         ("[machines.a]\ngpus = []", "machines.a.gpus: the list names no GPU"),
         ('[machines.a.nspawn.environment]\n"A\\nB" = "x"', "machines.a.nspawn.environment.A"),
         ('[machines.a.nspawn.extra.Files]\nBind = "/srv\\\\"', "machines.a.nspawn.extra.Files.Bind: "),

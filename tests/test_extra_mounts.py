@@ -1,5 +1,6 @@
 """Directories and files of the host in a machine, from the settings to its start."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,13 +9,14 @@ from pydantic import ValidationError
 from agent.conditions import Condition, ConditionType
 from agent.config import Config, MachineSettings
 from agent.extras import LINKED, NO_TARGET, SECRET
-from agent.facts import Absent, Facts, Seen, Unseen
+from agent.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.goal import MachineGoal
 from agent.live import parse_live, render_live
 from agent.observe.mounts import observe_sources
 from agent.plan import plan
 from agent.plan.diff import Said, diff
 from agent.readiness import evaluate
+from agent.system.deadlines import ask_device, ask_source
 from tests.example import facts
 from tests.recorded import Host
 
@@ -47,9 +49,9 @@ def test_read_only_unless_said_otherwise() -> None:
     assert "Bind=/srv/scratch:/mnt/a\\:b" in lines
 
 
-@pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), "/var/lib/machines/other"])
+@pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), Broken("not for machines")])
 def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[str]) -> None:
-    """nspawn would end with an error. The last one is a link to where no source may be."""
+    """nspawn would end with an error."""
     seen = with_sources(data=state)
     machine = goal(seen, DATA)
     assert b"/srv/data" not in machine.nspawn.content
@@ -57,15 +59,44 @@ def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[str]) 
     assert "; asked for and not there: /srv/data for /mnt/data" in present.message
 
 
-def test_a_machine_that_runs_is_told_to_restart_for_what_came_later() -> None:
+def test_the_settings_name_what_was_looked_at() -> None:
+    """nspawn would follow a link of that moment, as root."""
+    assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data="/disk/data"), DATA).nspawn.content
+
+
+@pytest.mark.parametrize("outer", ["/srv/outer", "/disk"])
+def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(outer: str) -> None:
+    """By real paths, and whether or not that one is read-only."""
+    seen = with_sources(data="/disk/data", outer="/disk")
+    machines = {"gpu-node": {"extra_mounts": [DATA]}, "other": {"extra_mounts": [DATA | {"source": outer}]}}
+    seen = replace(seen, mount_sources={**seen.mount_sources, "/disk": "/disk"})
+    machine = next(
+        each
+        for each in plan(Config.model_validate({"machines": machines}), seen).goal.machines
+        if each.name == "gpu-node"
+    )
+    assert b"/mnt/data" not in machine.nspawn.content
+    (why,) = machine.lacking
+    assert "it lies in /disk, where machine other could put a link to anything of the host" in why
+
+
+def test_two_machines_share_one_place() -> None:
+    machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
+    for machine in plan(Config.model_validate({"machines": machines}), with_sources(data="/srv/data")).goal.machines:
+        assert machine.lacking == ()
+
+
+def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
     """A mount cannot be taken back from it, and pods may have mounted things below it: so none is made live."""
     without, seen = with_sources(data=Absent("gone")), with_sources(data="/srv/data")
-    for started, now, reason in ((without, seen, "MachineRestartNeeded"), (seen, without, "NoReport")):
+    later = "; mounted from the machine's next start on: /mnt/data"
+    for started, now, said in ((without, seen, True), (seen, seen, False), (seen, without, False)):
         live = goal(started, DATA).live
         running = replace(now, machines=(replace(now.machines[0], unit_state="active", live=live),))
         machine = goal(running, DATA)
-        allowed = conditions(config(DATA), machine, running)[ConditionType.DEVICES_ALLOWED]
-        assert allowed.reason == reason
+        found = conditions(config(DATA), machine, running)
+        assert found[ConditionType.DEVICES_PRESENT].message.endswith(later) == said
+        assert found[ConditionType.DEVICES_ALLOWED].reason == "NoReport", "Ready does not depend on it"
         assert live.fixed == machine.live.fixed
         planned = plan(config(DATA), running)
         assert not any("change" in each.describe() for each in diff(planned, running, Said()).actions)
@@ -99,12 +130,56 @@ def test_sources_are_looked_at_through_links(host: Host) -> None:
     assert isinstance(observe_sources(config(DATA), host)["/srv/data"], Unseen)
 
 
+def why_broken(host: Host, source: str) -> str:
+    seen = observe_sources(config(DATA | {"source": source}), host)[source]
+    assert isinstance(seen, Broken)
+    return seen.why
+
+
+def test_the_way_to_a_source_is_roots(host: Host) -> None:
+    """Who may put a link there would choose what root in the machine sees; what it is itself may be anybody's."""
+    host.file("/home/alice/data/file")
+    host.symlink("/srv/models", "/home/alice/data")
+    host.symlink("/srv/home", "/home/alice")
+    host.owners["/home/alice"] = (0o755, 1000)
+    for source in ("/home/alice/data", "/srv/models"):
+        assert why_broken(host, source) == "/home/alice belongs to user 1000, not to root, who could lead it anywhere"
+    for source in ("/home/alice", "/srv/home"):
+        assert observe_sources(config(DATA | {"source": source}), host)[source] == "/home/alice"
+    host.owners["/home"] = (0o1777, 0)
+    assert "others than root may write in /home" in why_broken(host, "/home/alice"), "its owner could rename it"
+
+
+def test_a_link_to_what_no_machine_gets(host: Host) -> None:
+    """Also where that is a link itself."""
+    host.make_directory("/disk/machines/other")
+    host.make_directory("/etc/systemd/system")
+    host.symlink("/var/lib/machines", "/disk/machines")
+    host.symlink("/srv/units", "/etc/systemd/system")
+    for source in ("/disk", "/disk/machines/other", "/srv/units"):
+        assert "has what rules over the host or other machines in it" in why_broken(host, source)
+
+
+def test_a_dead_server_does_not_hurry_gpus() -> None:
+    """Each deadline that is missed halves those of its own kind alone."""
+    over = threading.Event()
+    try:
+        for number in range(4):
+            with pytest.raises(TimeoutError):
+                ask_source(f"mount {number}", over.wait, 0.02)
+        assert ask_device("a GPU", lambda: threading.Event().wait(0.1), 0.4) is False
+        with pytest.raises(TimeoutError):
+            ask_source("another mount", lambda: threading.Event().wait(0.1), 0.4)
+    finally:
+        over.set()
+
+
 @pytest.mark.parametrize(
     "source",
     [
         *SECRET, *(f"{place}/below" for place in SECRET), "/", "/var", "/var/lib", "/etc", "/run", "/proc", "/proc/1",
-        "/sys", "/dev", "/dev/kvm", "/root/data", "/tmp/data", "/run/user/0", "srv", "/srv/../etc", "/srv/a\nBind=/",
-        "/srv/a ", "/srv/\\a",
+        "/sys", "/dev", "/dev/kvm", "/root/data", "/tmp/data", "/run/user/0", "/run/udev", "/lib/modules", "srv",
+        "/srv/../etc", "/srv/a\nBind=/", "/srv/a ", "/srv/\\a",
     ],
 )  # fmt: skip
 def test_sources_that_are_refused(source: str) -> None:

@@ -1,13 +1,47 @@
-"""What of the host machines' settings mount into them: whether it is there."""
+"""What of the host machines' settings mount into them: whether it is there, and whose the way to it is."""
+
+from collections.abc import Collection
 
 from agent.config import Config
-from agent.facts import Seen
-from agent.system.deadlines import ask_device
+from agent.extras import SECRET, mountable
+from agent.facts import Broken, Seen
+from agent.system.deadlines import ask_source
 from agent.system.files import System
 from agent.system.looking import look
+from agent.system.owners import others_way
 
 
 def observe_sources(config: Config, system: System) -> dict[str, Seen[str]]:
-    """By source its path without symbolic links. In bounded time: a network's file system may not answer."""
+    """By source its path without symbolic links; Broken where it may not be mounted.
+
+    In bounded time: a network's file system may not answer.
+    """
     sources = sorted({mount.source for settings in config.machines.values() for mount in settings.extra_mounts})
-    return {source: look(lambda path: ask_device(path, lambda: system.real_path(path)), source) for source in sources}
+    secret = {*SECRET, *_real_paths(system)} if sources else set[str]()
+    return {source: look(lambda path: _source(system, path, secret), source) for source in sources}
+
+
+def _real_paths(system: System) -> list[str]:
+    """Of what no machine gets: /var/lib/machines may be a link."""
+    seen = (look(system.real_path, path) for path in SECRET)
+    return [path for path in seen if isinstance(path, str)]
+
+
+def _answering(system: System, path: str) -> str:
+    real = system.real_path(path)
+    # What only looks at names, as lstat(2) does, leaves an automount point as it is; statfs(2) mounts it.
+    system.free_bytes(real)
+    return real
+
+
+def _source(system: System, path: str, secret: Collection[str]) -> str | Broken:
+    """Raises OSError."""
+    real = ask_source(path, lambda: _answering(system, path))
+    try:
+        mountable(real, secret)
+    except ValueError as error:
+        return Broken(str(error))
+    # Whoever can put a link in its place chooses what of the host root in the machine sees.
+    if why := ask_source(f"the way to {path}", lambda: others_way(system, path, to_it=True)):
+        return Broken(f"{why}, who could lead it anywhere")
+    return real

@@ -51,7 +51,7 @@ def plan(config: Config, facts: Facts) -> Plan:
         elif not any(vendor.gpus for vendor in facts.vendors) and not settings.beside_gpus and not _ours(facts, name):
             skipped[name] = "no GPU on this host"
         else:
-            machine = _machine(name, settings, facts, roots, shares.of(name))
+            machine = _machine(name, config, facts, roots, shares.of(name))
             shares.give(name, settings, machine.grants)
             machines.append(machine)
     waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
@@ -101,12 +101,13 @@ def _ours(facts: Facts, machine: str) -> bool:
     return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
 
 
-def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, share: Share) -> MachineGoal:
+def _machine(name: str, config: Config, facts: Facts, roots: _Roots, share: Share) -> MachineGoal:
+    settings = config.machines[name]
     grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
-    mounts, unmounted = there(settings.extra_mounts, facts)
-    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts)
+    mounts = there(settings.extra_mounts, facts, config.machines)
+    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found)
     allow = device_allow(settings, facts.template_device_allow, nodes)
     allow += still_used(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
@@ -141,9 +142,9 @@ def _machine(name: str, settings: MachineSettings, facts: Facts, roots: _Roots, 
                 **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
             },
             owners=owners(allow, facts),
-            mounts=tuple(mount.target for mount in mounts),
+            mounts=tuple(mount.target for mount in mounts.found),
         ),
-        lacking=unmounted,
+        lacking=mounts.lacking,
     )
 
 

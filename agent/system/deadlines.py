@@ -10,6 +10,8 @@ T = TypeVar("T")
 
 DEVICE_READ = 5.0
 """Seconds for what a driver answers: the first use of a GPU holds NVIDIA's lock for some."""
+SOURCE_LOOK = 2.0
+"""Seconds for a directory that settings mount, which a server elsewhere may answer for."""
 LEAST = 0.02
 """Seconds, of which a healthy driver needs a thousandth."""
 
@@ -17,7 +19,8 @@ LEAST = 0.02
 class _Call(Generic[T]):
     """One call, to be run by a worker."""
 
-    def __init__(self, call: Callable[[], T]) -> None:
+    def __init__(self, call: Callable[[], T], *, of_source: bool) -> None:
+        self.of_source = of_source
         self._call = call
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -88,11 +91,11 @@ class Reader(Protocol):
     def read_text(self, path: str) -> str: ...
 
 
-def bounded(what: str, call: Callable[[], T], seconds: float) -> T:
+def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> T:
     """What `call` returns or raises; TimeoutError when it takes longer, or an earlier one of that name still hangs."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
-    running = _Call(call)
+    running = _Call(call, of_source=of_source)
     try:
         worker = _worker()
     except RuntimeError as error:
@@ -117,7 +120,17 @@ def ask_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -
 
     A broken driver may hang at each of a hundred files, and a pass that waits for all of them is no sign of life.
     """
-    return bounded(what, call, max(seconds / 2 ** len(stuck()), LEAST))
+    return bounded(what, call, _shortened(seconds, of_source=False))
+
+
+def ask_source(what: str, call: Callable[[], T], seconds: float = SOURCE_LOOK) -> T:
+    """The same of what settings mount: apart, since a server that is dead is no reason to hurry a GPU."""
+    return bounded(what, call, _shortened(seconds, of_source=True), of_source=True)
+
+
+def _shortened(seconds: float, *, of_source: bool) -> float:
+    hanging = sum(_left[what].of_source == of_source for what in stuck())
+    return max(seconds / float(2**hanging), LEAST)
 
 
 def read_device_text(system: Reader, path: str) -> str:

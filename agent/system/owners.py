@@ -12,9 +12,10 @@ from agent.system.rooted import LINK_LIMIT
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-def others_way(system: System, path: str) -> str:
+def others_way(system: System, path: str, *, to_it: bool = False) -> str:
     """What on the way to a path, links followed, is another's than root's, in words; empty where nothing is.
 
+    `to_it`: what is at the end of the way may be anybody's that only root can replace.
     The way ends where there is nothing. Raises OSError where it could not be looked at.
     """
     shared = ""
@@ -23,6 +24,8 @@ def others_way(system: System, path: str) -> str:
             link = stat.S_ISLNK(mode)
             if shared and link:
                 return shared
+            if to_it and last and not link:
+                return shared if uid else ""
             # Nobody changes a link but who may write in its directory.
             if uid and not link:
                 return f"{here} belongs to user {uid}, not to root"
