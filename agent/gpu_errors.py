@@ -92,7 +92,12 @@ class GpuErrors:
         """Note for the next start of the service how far the log is read; `addresses` are the host's GPUs."""
         if self._sequence is None:
             return
-        now = LogRead(sequence=self._sequence, bindings=bindings(self._system, addresses))
+        if self._log is None or self._log.behind:
+            # What is still to be read may be older than what the drivers are bound to by now.
+            bound = self._kept.bindings if self._kept else {}
+        else:
+            bound = bindings(self._system, addresses)
+        now = LogRead(sequence=self._sequence, bindings=bound)
         if now == self._kept:
             return
         self._kept = now

@@ -41,10 +41,17 @@ class Log:
         self.opened = self._written = 0
         self.failing: list[int] = []
         """errno values that the next reads give."""
+        self._flood: list[bytes] = []
 
     def write(self, text: str, priority: int = 3) -> None:
         self._written += 1
         self.ours.send(f"{priority},{self._written},5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
+
+    def flood(self, records: int) -> None:
+        """More than a socket holds, before all that is written later."""
+        for _ in range(records):
+            self._written += 1
+            self._flood.append(f"6,{self._written},5140900,-;usb 1-1: new device\n".encode())
 
     def open(self, path: str, after: int | None) -> KernelLog:
         self.opened += 1
@@ -53,6 +60,8 @@ class Log:
     def _read(self, descriptor: int, limit: int) -> bytes:
         if self.failing:
             raise OSError(self.failing.pop(0), "simulated")
+        if self._flood:
+            return self._flood.pop(0)
         return os.read(descriptor, limit)
 
     def close(self) -> None:
@@ -310,6 +319,32 @@ def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
     assert (counts[FIRST, 79], observe_lost(gpu_host)) == (1, {})
     kernel_log.write(OFF_THE_BUS)
     assert after.read() is True, "it is up to date by now"
+
+
+@pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
+def test_a_pass_amid_the_catching_up_does_not_make_old_errors_new(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, interrupted: str | None
+) -> None:
+    """More was written than is read in one go: what comes behind it may be of an older binding all the same."""
+    listen_for_a_while(follow, kernel_log)
+    bind(gpu_host, FIRST)
+    kernel_log.flood(BURST)
+    found = follow()
+    assert not found.read()
+    if interrupted == "lost":
+        kernel_log.failing = [errno.EIO]
+        found.read()
+    found.keep([FIRST, SECOND])
+    if interrupted == "restarted":
+        found.close()
+        found = follow()
+    kernel_log.write(OFF_THE_BUS)
+    assert not found.read()
+    assert observe_lost(gpu_host) == {}
+    found.keep([FIRST, SECOND])
+    found.close()
+    kernel_log.write(OFF_THE_BUS)
+    assert follow().read(), "of the binding that was kept once all was read"
 
 
 @pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
