@@ -33,7 +33,10 @@ class GpuErrors:
         counted: Counted = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """`open_log` gets the log's path, and the number of the last record that is known."""
+        """`open_log` gets the log's path, and the number of the last record that is known.
+
+        The first in a boot of the host knows none: it passes over what is there, of bindings that nobody kept.
+        """
         self.counted = counted
         self.why_not = ""
         """What keeps the log from being read; empty while it is."""
@@ -80,7 +83,9 @@ class GpuErrors:
         except OSError as error:
             self._lose(f"{PATH}: {error.strerror}")
             return False
-        self._sequence = self._log.sequence
+        if self._sequence is not None or not self._log.behind:
+            # Else what is left to pass over would be told as new by whoever goes on from there.
+            self._sequence = self._log.sequence
         if self._log.overruns > before:
             log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
         # The same error again and again is one line and one look, however many records it has.
@@ -133,6 +138,9 @@ class GpuErrors:
             self._lose(f"{PATH}: {error.strerror}")
         else:
             self.why_not = ""
+            if self._sequence is None:
+                # At once: what is passed over is what was written before.
+                self.read()
 
     def _lose(self, why: str) -> None:
         self.close()

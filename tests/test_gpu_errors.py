@@ -1,6 +1,7 @@
 """GPU errors in the kernel's log: records, NVIDIA's messages, what is counted, kept and made of it."""
 
 import errno
+import itertools
 import os
 import select
 import socket
@@ -72,6 +73,8 @@ class Log:
 @pytest.fixture
 def kernel_log() -> Iterator[Log]:
     made = Log()
+    # A real one is never empty.
+    made.write("Linux version")
     yield made
     made.close()
 
@@ -129,9 +132,10 @@ def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
     path = tmp_path / "kmsg"
     path.write_bytes(b"3,1,2,-;old\n")
     found = open_kernel_log(str(path))
+    assert (found.behind, found.read(), found.behind, found.sequence) == (True, ((), False), False, 1)
     with path.open("ab") as file:
         file.write(b"3,2,2,-;new\n")
-    assert found.read() == (("new",), False)
+    assert (found.read(), found.sequence) == ((("new",), False), 2)
     assert found.read() == ((), False)
     found.close()
 
@@ -154,6 +158,9 @@ def test_a_log_is_read_from_a_record_on(tmp_path: Path, after: int, texts: tuple
 
 def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) -> None:
     found = kernel_log.open("", None)
+    kernel_log.failing = [errno.EPIPE]
+    found.read()
+    assert found.overruns == 0, "of what was only passed over, nothing was missed"
     kernel_log.failing = [errno.EPIPE, errno.EPIPE]
     kernel_log.write("after")
     assert found.read() == (("after",), False)
@@ -162,10 +169,12 @@ def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) ->
 
 
 def test_a_kernel_that_writes_without_end_does_not_hold_up_the_reader() -> None:
-    found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,1,2,-;again\n")
-    texts, more = found.read()
-    assert (len(texts), more) == (BURST, True)
-    found.close()
+    numbers = itertools.count(1)
+    for after, given in ((0, BURST), (None, 0)):
+        found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,%d,2,-;again\n" % next(numbers), after)
+        texts, more = found.read()
+        assert (len(texts), more, found.behind) == (given, True, True)
+        found.close()
 
 
 # ---- NVIDIA's messages
@@ -319,6 +328,46 @@ def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
     assert (counts[FIRST, 79], observe_lost(gpu_host)) == (1, {})
     kernel_log.write(OFF_THE_BUS)
     assert after.read() is True, "it is up to date by now"
+
+
+def test_a_first_run_in_a_quiet_time_is_enough_to_miss_nothing_later(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    """The kernel writes nothing during the first run; what it wrote before is nobody's to tell."""
+    kernel_log.write(OFF_THE_BUS)
+    found = follow()
+    assert not found.read()
+    found.keep([FIRST, SECOND])
+    found.close()
+    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert follow().read()
+    assert list(observe_lost(gpu_host)) == [FIRST]
+
+
+@pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
+def test_all_that_is_there_at_first_is_passed_over(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    gpu_host: Host,
+    interrupted: str | None,
+) -> None:
+    """However many goes that takes, and whatever comes in between."""
+    kernel_log.flood(BURST)
+    kernel_log.write(OFF_THE_BUS)
+    found = follow()
+    found.keep([FIRST, SECOND])
+    if interrupted == "lost":
+        kernel_log.failing = [errno.EIO]
+        found.read()
+    if interrupted == "restarted":
+        found.close()
+        found = follow()
+    assert not found.read()
+    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read()
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])

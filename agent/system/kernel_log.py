@@ -19,15 +19,16 @@ class KernelLog:
     def __init__(self, descriptor: int, read: Callable[[int, int], bytes] = os.read, after: int | None = None) -> None:
         """`descriptor` gives one record a read(2) and does not block; this object closes it.
 
-        `after`: the sequence number of a record; of what is there by now, only later ones are given.
+        `after`: the sequence number of a record; of what is there by now, only later ones are given. Without it none
+        are, up to the first end that a `read` comes to.
         """
         self.overruns = 0
-        """How often records were overwritten before they were read."""
+        """How often records that were to be given were overwritten before they were read."""
         self.sequence = after
         """Number of the last record that was read, which grows until the host reboots; None before the first."""
-        self.behind = after is not None
+        self.behind = True
         """Whether what was written before this object was made is not read in full yet."""
-        self._descriptor, self._read = descriptor, read
+        self._descriptor, self._read, self._after = descriptor, read, after
 
     def fileno(self) -> int:
         """For poll(2): readable when there is a record."""
@@ -49,7 +50,7 @@ class KernelLog:
                 if error.errno != errno.EPIPE:
                     raise
                 # Overwritten; the next read gives the oldest record that is left.
-                self.overruns += 1
+                self.overruns += not self._passes_over
                 continue
             if not record:
                 self.behind = False
@@ -59,28 +60,25 @@ class KernelLog:
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
-            if text is not None:
+            if text is not None and not self._passes_over:
                 texts.append(text)
         return tuple(texts), True
+
+    @property
+    def _passes_over(self) -> bool:
+        return self.behind and self._after is None
 
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
-    """From the record after that one on, else from its end. Raises OSError.
+    """From the oldest record that is left. Raises OSError.
 
     Where kernel.dmesg_restrict is set it needs CAP_SYSLOG.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        # A new descriptor is at the oldest record.
-        if after is None:
-            os.lseek(descriptor, 0, os.SEEK_END)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return KernelLog(descriptor, after=after)
+    # Not at the end (SEEK_END): a number is only told by a record, and a quiet kernel may write none for long.
+    return KernelLog(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), after=after)
 
 
 def parse_record(record: bytes) -> tuple[int | None, str | None]:
