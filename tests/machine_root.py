@@ -110,6 +110,8 @@ class Machine(System):
         place = self.tree / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content.encode() if isinstance(content, str) else content)
+        if place.parent.name in ("bin", "sbin"):
+            place.chmod(0o755)
 
     def node(self, path: str, major: int, minor: int) -> None:
         self.put(path)

@@ -163,6 +163,15 @@ def test_a_containerd_that_knows_no_groups_gets_none(machine: Machine, version: 
     assert "additionalGids" not in machine.message("CDISpecCurrent")
 
 
+def test_the_containerd_that_is_started_is_asked(machine: Machine) -> None:
+    """Not one that an earlier directory of PATH has only a dangling link to."""
+    machine.make_directory("/usr/local/sbin")
+    machine.link("/usr/local/sbin/containerd", "/opt/containerd")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.12"))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+
+
 def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
     """Neither by the next steps, nor by runs that make another spec."""
     settled(machine)

@@ -40,6 +40,16 @@ def test_link_loops_end(system: System) -> None:
         system.real_path("/a")
 
 
+def test_a_program_is_looked_for_as_it_is_started(system: System) -> None:
+    """Not where a link leads nowhere, nor where a file is not executable."""
+    system.link("/usr/local/sbin/tool", "/opt/tool/removed")
+    system.write("/usr/local/bin/tool", b"", 0o644)
+    assert system.find_program("tool") is None
+    system.write("/opt/tool/tool", b"", 0o755)
+    system.link("/usr/sbin/tool", "/opt/tool/tool")
+    assert system.find_program("tool") == "/usr/sbin/tool"
+
+
 def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) -> None:
     old = os.umask(0o077)
     try:

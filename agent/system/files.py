@@ -98,9 +98,9 @@ class System(Rooted):
         return os.path.isdir(self._at(path))
 
     def find_program(self, name: str) -> str | None:
-        """Where a program is that `run` would start by that name."""
+        """Where a program is that `run` would start by that name: what cannot be started is passed over, as there."""
         places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
-        return next((path for path in places if self.exists(path)), None)
+        return next((path for path in places if os.access(self._at(path), os.X_OK)), None)
 
     def is_mount(self, path: str) -> bool:
         """Whether a file system is mounted there."""
