@@ -251,7 +251,10 @@ def containerd(machine: Machine, argv: tuple[str, ...], version: str = "v1.7.24"
     return Completed(0, tomlkit.dumps(document).encode(), b"")
 
 
-def systemctl(state: str, started: int, substate: str = "running", load: str = "loaded") -> Answer:
+def systemctl(
+    state: str, started: int, substate: str = "running", load: str = "loaded", main_process: int = 0
+) -> Answer:
     """A scripted systemctl, which knows containerd.service only."""
     text = f"LoadState={load}\nActiveState={state}\nSubState={substate}\nExecMainStartTimestampMonotonic={started}\n"
+    text += f"MainPID={main_process}\n"
     return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")

@@ -172,6 +172,70 @@ def test_the_containerd_that_is_started_is_asked(machine: Machine) -> None:
     assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
 
 
+def spawns_nothing(machine: Machine) -> None:
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+
+
+def replace_containerd(machine: Machine, before: str, after: str) -> None:
+    """In the file system, not in process 77, whose program has then no name any more."""
+    (machine.tree / "usr/bin/containerd").rename(machine.tree / "usr/bin/containerd (deleted)")
+    machine.put("/usr/bin/containerd", "another build")
+    machine.link("/proc/77/exe", "/usr/bin/containerd (deleted)")
+    machine.program("exe", lambda argv: machine_root.containerd(machine, argv, before))
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, after))
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=77))
+
+
+def test_a_containerd_that_runs_on_without_its_program_counts(machine: Machine) -> None:
+    """An upgrade of its package does not end it: it would skip the whole spec that its successor takes."""
+    settled(machine)
+    replace_containerd(machine, "v1.7.12", "v1.7.24")
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    why = "containerd 1.7.12 (it still runs: restart containerd.service) does not know additionalGids (1.7.16 does)"
+    assert why in machine.message("CDISpecCurrent")
+    spawns_nothing(machine)
+    machine.drop("/proc/77/exe")
+    machine.link("/proc/78/exe", "/usr/bin/containerd")
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=78))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
+    spawns_nothing(machine)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
+)
+def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
+    """Also where the one that comes takes less, and where that is somebody's own build."""
+    settled(machine)
+    replace_containerd(machine, before, after)
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+
+
+@pytest.mark.parametrize("what", ["new", "own build", "a shell", "the same", "ended"])
+def test_what_runs_and_may_know_groups_keeps_none_from_others(machine: Machine, what: str) -> None:
+    settled(machine)
+    replace_containerd(machine, {"new": "v1.7.16", "own build": "devel"}.get(what, "v1.7.12"), "v1.7.24")
+    if what == "a shell":
+        machine.put("/usr/bin/dash")
+        machine.link("/proc/77/exe", "/usr/bin/dash")
+    if what == "the same":
+        machine.link("/proc/77/exe", "/usr/bin/containerd")
+    if what == "ended":
+        machine.drop("/proc/77/exe")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    asked = [call for call in machine.calls if call[0].startswith("/proc/")]
+    assert asked == ([("/proc/77/exe", "--version")] if what in ("new", "own build") else [])
+
+
 def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
     """Neither by the next steps, nor by runs that make another spec."""
     settled(machine)

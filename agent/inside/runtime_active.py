@@ -2,7 +2,7 @@
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from agent.conditions import NOT_APPLICABLE, Condition, ConditionType, Status, false, true, unknown
 from agent.inside.containerd import MAIN
@@ -16,6 +16,9 @@ CHANGED = "containerd-changed"
 """When its configuration was changed last, and a digest of what it then came to."""
 LOADED = "containerd-loaded"
 """The containerd that was last proven to run with its configuration: when it was started, and that digest."""
+REPLACED = "containerd-replaced"
+"""A containerd that ran on after its program was replaced by one that takes other CDI specs: its file in /proc, and the
+identity of the program behind that."""
 
 
 CONFIG_ARGUMENT = re.compile(r"argv\[\]=(?:[^ ;]*/)?containerd(?: [^;]*?)? (?:--config|-c)[ =](?P<path>/[^ ;]*)")
@@ -37,9 +40,7 @@ def check_active(system: System, notes: Notes, configured: Condition) -> Conditi
     if configured.status is not Status.TRUE:
         return unknown(ACTIVE, "NotConfigured", "see RuntimeConfigured")
     changed = notes.load(CHANGED)
-    properties = "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart"
-    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
-    unit = {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+    unit = show(system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
     # Both are CLOCK_MONOTONIC, which a machine shares with its host and no clock setting moves.
     started = int(unit.get("ExecMainStartTimestampMonotonic") or 0)
@@ -66,6 +67,28 @@ def check_active(system: System, notes: Notes, configured: Condition) -> Conditi
     if state == "failed":
         return false(ACTIVE, "Failed", f"{UNIT} failed: see `journalctl -u containerd` in the machine")
     return unknown(ACTIVE, "NotStarted", f"{UNIT} is {state}: proven at the next run")
+
+
+def show(system: System, properties: str) -> dict[str, str]:
+    """Of containerd's unit, by name. Raises CommandError."""
+    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
+    return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+
+
+def containerd_state(system: System, notes: Notes) -> list[object]:
+    """All that the answer of containerd_without_groups depends on, without starting anything."""
+    program, noted = system.find_program("containerd"), notes.load(REPLACED)
+    ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
+    return [program and program_identity(system, program), ended]
+
+
+def program_identity(system: System, path: str) -> list[object] | None:
+    """As notes keep it; None where there is none."""
+    try:
+        return list(astuple(system.identity(path)))
+    except OSError:
+        # The kernel tells a process that has just ended by EACCES, too.
+        return None
 
 
 def restart(system: System) -> None:

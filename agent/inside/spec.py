@@ -18,6 +18,7 @@ from agent.inside.foreign_specs import Foreign
 from agent.inside.journal import INFO, WARNING, say
 from agent.inside.notes import Notes, Owned
 from agent.inside.repairs import repaired
+from agent.inside.runtime_active import containerd_state
 from agent.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
 from agent.system.files import System
 from agent.vendors.machine import VENDOR_NAMES
@@ -109,7 +110,7 @@ def _publish(
     if vendor.driver_files and not request.driver_root:
         # An empty --driver-root= would mean the machine's own root.
         return _kept(current, "NoDriverRoot", "GPUs are granted, but no driver files: see DriverRootStaged on the host")
-    inputs = _inputs(system, vendor, request, live, generation)
+    inputs = _inputs(system, notes, vendor, request, live, generation)
     noted = notes.load(f"spec-{vendor.name}")
     current = _as_noted(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
@@ -243,15 +244,21 @@ def _verdict(
 
 
 def _inputs(
-    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber], generation: str
+    system: System,
+    notes: Notes,
+    vendor: MachineVendor,
+    request: Request,
+    live: dict[str, DeviceNumber],
+    generation: str,
 ) -> str:
     """A digest of all that a spec is made from. A boot of the machine clears the notes, and with them this."""
-    # What the spec may hold depends on containerd's version.
-    programs = (*vendor.tools, *vendor.inputs, system.find_program("containerd") or "")
+    programs = (*vendor.tools, *vendor.inputs)
     tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
-    return _digest(json.dumps([generation, tools, numbers, there], sort_keys=True).encode())
+    # What the spec may hold depends on containerd's version.
+    depends = [generation, tools, numbers, there, containerd_state(system, notes)]
+    return _digest(json.dumps(depends, sort_keys=True).encode())
 
 
 def _digest(content: bytes) -> str:
