@@ -47,10 +47,10 @@ class Site:
         self.agent = self.configure()
 
     def plug(self, address: str) -> None:
-        link = self.host.root + f"/sys/bus/pci/devices/{address}"
-        Path(link).unlink(missing_ok=True)
-        # The file system may give the new link the old one's number at once, which kernfs does not.
-        self.host.symlink(f"/sys/bus/pci/devices/filler-{len(self.heard)}-{address}", "nothing")
+        link = Path(self.host.root, f"sys/bus/pci/devices/{address}")
+        if link.is_symlink():
+            # The file system may give the new link the number of one that was removed, which kernfs does not.
+            link.rename(link.with_name(f"before-{len(self.heard)}-{address}"))
         self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
 
     def configure(self, **settings: object) -> Reconciler:
