@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from agent.config import MachineSettings
 from agent.facts import VendorFacts
 from agent.goal import DriverRoots
-from agent.handoff import GrantedDevice, Request, parse_handoff, render_handoff
+from agent.handoff import MESSAGE_LIMIT, GrantedDevice, Request, parse_handoff, render_handoff
 from agent.inside.run import run
 from agent.paths import OWNED
 from agent.system.commands import Completed
@@ -87,13 +87,13 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def answer(machine: Machine, instead: dict[str, object]) -> None:
+def answer(machine: Machine, instead: dict[str, object], version: str = "1.19.1") -> None:
     """A scripted nvidia-ctk that writes what was recorded, or what a test gives `instead`, by mode."""
 
     def program(argv: tuple[str, ...]) -> Completed:
-        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "nvml")
-        found = instead.get(mode, recorded_spec() if mode == "nvml" else recorded(mode))
-        return found if isinstance(found, Completed) else nvidia_ctk(machine, argv, found)
+        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "")
+        found = instead.get(mode, recorded(mode) if mode in MODES else recorded_spec())
+        return found if isinstance(found, Completed) else nvidia_ctk(machine, argv, found, version)
 
     machine.program("nvidia-ctk", program)
 
@@ -147,8 +147,7 @@ def test_a_spec_with_anything_else_is_refused(
     answer(machine, {mode: spec})
     run(machine)
     assert not machine.exists(published(mode))
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "ModeNotServed")
-    assert machine.message("CDISpecCurrent").startswith(f"mode {mode}: the new spec is refused: ")
+    assert f"; ModeNotServed: {mode}: the new spec is refused: " in machine.message("CDISpecCurrent")
     assert said in machine.message("CDISpecCurrent")
     assert all(machine.exists(published(each)) for each in MODES if each != mode)
 
@@ -159,10 +158,41 @@ def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
     machine.put("/etc/cufile.json", "{}")
     run(machine)
     assert spec_of(machine, "gds") == recorded("gds")
-    assert machine.conditions()["CDISpecCurrent"] == ("False", "ModeNotServed")
+    assert "; ModeNotServed: gds: " in machine.message("CDISpecCurrent")
     answer(machine, {})
     run(machine)
+    assert "ModeNotServed" not in machine.message("CDISpecCurrent")
+
+
+def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
+    """Pods get GPUs by another file."""
+    printed = b"time=1 level=info msg=Selecting\n" * 100 + b'time=2 level=error msg="empty device edits"\n'
+    answer(machine, dict.fromkeys(MODES, Completed(1, b"", printed)))
+    run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    message = machine.message("CDISpecCurrent")
+    assert message.startswith("/etc/cdi/nvidia.yaml has "), "what GPUs have is not cut off"
+    why = '/usr/bin/nvidia-ctk: exit code 1: time=2 level=error msg="empty device edits"'
+    assert all(f" {mode}: {why}" in message for mode in MODES)
+    assert len(message) < MESSAGE_LIMIT
+
+
+def test_a_failure_of_gpus_costs_no_mode(machine: Machine) -> None:
+    answer(machine, {"nvml": Completed(1, b"", b"level=error")})
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert all(f"; {published(mode)} has " in machine.message("CDISpecCurrent") for mode in MODES)
+
+
+def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
+    answer(machine, {}, "1.18.2")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert (
+        "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2; 1.19.0 is needed for mode nvswitch "
+        "(install nvidia-container-toolkit 1.19.1 or newer in the image)"
+    ) in machine.message("CDISpecCurrent")
+    assert sorted(generations(machine)) == sorted({"nvml", *MODES} - {"nvswitch"})
 
 
 def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine) -> None:
@@ -218,7 +248,7 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
 def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
     machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
     run(machine)
-    assert machine.message("CDISpecCurrent").startswith("mode quantum: this image's agent does not know it")
+    assert "; ModeNotServed: quantum: this image's agent does not know it" in machine.message("CDISpecCurrent")
 
 
 @pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])

@@ -8,17 +8,17 @@ import json
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from agent.conditions import Condition, ConditionType, Status, false
 from agent.errors import AgentError
-from agent.handoff import Handoff, Request
+from agent.handoff import Handoff, Request, one_line
 from agent.inside.devices import live_numbers
 from agent.inside.notes import Notes, Owned
 from agent.paths import mode_spec_file, spec_directory
 from agent.system.files import System
 from agent.vendors.machine import cdi_modes
-from agent.vendors.machine_protocol import CdiModes
+from agent.vendors.machine_protocol import CdiModes, MachineVendor
 
-KIND = ConditionType.CDI_SPEC_CURRENT
+ERROR_SHOWN = 300
+"""Characters of a mode's failure in the remark: six of them leave room in a condition's message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +33,38 @@ class _Mode:
     directory: str
 
 
-def with_modes(
-    system: System, notes: Notes, owned: Owned, request: Request, handoff: Handoff, condition: Condition
-) -> Condition:
-    """CDISpecCurrent, with what is to be said of the modes that this request asks for."""
-    vendor = cdi_modes(request.vendor)
-    granted = [device for each in handoff.requests for device in each.devices]
+def publish_modes(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
+) -> str:
+    """A remark to CDISpecCurrent on all modes that the request asks for; raises nothing.
+
+    No more than a remark: Ready is about GPUs, and pods get those by another file.
+    """
+    modes, granted = cdi_modes(vendor.name), [device for each in handoff.requests for device in each.devices]
     served, lacking, failed = [], [], []
     for name in request.cdi_modes:
-        if vendor is None or not (kind := vendor.kind(name)):
-            failed.append(f"mode {name}: this image's agent does not know it, bring it to the host's release")
+        if modes is None or not (kind := modes.kind(name)):
+            failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
             continue
+        path, of_mode = mode_spec_file(vendor.name, name), replace(request, devices=modes.devices(name, granted))
         try:
-            path, directory = mode_spec_file(request.vendor, name), spec_directory(f"{request.vendor}-{name}")
-            of_mode = replace(request, devices=vendor.devices(name, granted))
-            mode = _Mode(name, vendor, of_mode, path, directory)
             if not of_mode.devices:
                 # No pod may be given what is not this machine's any more.
                 owned.remove(path)
                 lacking.append(name)
             else:
-                _publish(system, notes, owned, mode, handoff.generation)
+                directory = spec_directory(f"{vendor.name}-{name}")
+                _publish(system, notes, owned, _Mode(name, modes, of_mode, path, directory), handoff.generation)
                 served.append(f"{path} has {kind}")
-        except (AgentError, OSError) as error:
-            failed.append(f"mode {name}: {error}")
-    parts = [condition.message, *served, *([f"no device for mode {', '.join(lacking)}"] if lacking else [])]
-    if failed and condition.status is Status.TRUE:
-        return false(KIND, "ModeNotServed", "; ".join((*failed, *parts)))
-    return replace(condition, message="; ".join((*parts, *failed)))
+        # Whatever it is: what the tool wrote, or somebody else, must cost neither the other modes nor the report.
+        except Exception as error:
+            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}")
+    parts = [
+        *served,
+        *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
+        *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
+    ]
+    return "".join(f"; {part}" for part in parts)
 
 
 def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, generation: str) -> None:

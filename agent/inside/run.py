@@ -214,21 +214,20 @@ def _settle_request(
     def publish() -> Condition:
         nonlocal published
         published = publish_spec(system, notes, owned, vendor, request, generation)
-        if not request.cdi_modes:
-            return published.condition
-        from agent.inside.cdi_modes import with_modes
-
-        return with_modes(system, notes, owned, request, handoff, published.condition)
+        return published.condition
 
     # The generator may have been started early: what does not depend on it comes before its result.
     configured = _attempt(
-        ConditionType.RUNTIME_CONFIGURED,
-        lambda: configure_runtime(system, notes, owned, vendor, request, handoff),
+        ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(system, notes, owned, vendor, request, handoff)
     )
     active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(system, notes, configured))
-    described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+    described, of_modes = _attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    if request.cdi_modes:
+        from agent.inside.cdi_modes import publish_modes
+
+        of_modes = publish_modes(system, notes, owned, vendor, request, handoff)
     advertised = ConditionType.GPUS_ADVERTISED
-    # The spec first: from then on no pod is given a node that goes.
+    # The specs first: from then on no pod is given a node that goes.
     removed, withdrawn = withdraw_nodes(system, notes, request, _newest(system))
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
@@ -240,6 +239,7 @@ def _settle_request(
 
         needed = on_node
         on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
+    (described,) = with_remark((described,), described.type, of_modes)
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     names = published.devices
     if len(handoff.requests) > 1:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.errors import AgentError, DocumentError
+from agent.errors import AgentError, CommandError, DocumentError
 from agent.handoff import GrantedDevice, Request
 from agent.identity import DeviceKind, DeviceNumber
 from agent.system.files import System
@@ -18,7 +18,7 @@ from agent.vendors.cdi_document import object_of, objects, strings
 from agent.vendors.nvidia.cdi import library_problems
 from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK, generate_command, output_file
-from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, check_version
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, OLDEST, check_version
 
 ALL = "all"
 """The device that each mode makes of all its nodes; in mode imex beside one for each channel."""
@@ -35,6 +35,8 @@ class Mode:
     mounts: tuple[str, ...] = ()
     """What it mounts beside the driver's files, at the same path, where it is there (internal/discover/gds.go)."""
     driver_files: bool = False
+    since: tuple[int, ...] = OLDEST
+    """The first version of nvidia-ctk that has it."""
 
     @property
     def kind(self) -> str:
@@ -46,7 +48,8 @@ MODES: Mapping[str, Mode] = {
     "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
     "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
     "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
-    "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH})),
+    # 1.18 lists it among its modes and ends with "unknown mode" (New in pkg/nvcdi/lib.go).
+    "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
     "management": Mode(
         "management.nvidia.com",
         "gpu",
@@ -77,8 +80,11 @@ class NvidiaModes:
 
     def generate(self, system: System, mode: str, request: Request, directory: str) -> object:
         """Without nodes that are not the request's: those that are about to be taken back are still in /dev."""
-        check_version(system)
-        system.run(*mode_command(mode, request.driver_root, directory), timeout=GENERATE_LIMIT)
+        check_version(system, MODES[mode].since, f"for mode {mode}")
+        try:
+            system.run(*mode_command(mode, request.driver_root, directory), timeout=GENERATE_LIMIT)
+        except CommandError as error:
+            raise _in_short(error) from error
         try:
             spec = json.loads(system.read(output_file(directory)))
         except (ValueError, RecursionError) as error:
@@ -106,6 +112,13 @@ def mode_command(mode: str, driver_root: str, directory: str) -> tuple[str, ...]
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"
     return (*command, f"--vendor={wanted.vendor}", f"--class={wanted.device_class}")
+
+
+def _in_short(error: CommandError) -> AgentError:
+    """Without the arguments, and of what it printed the last line alone: the others say what it looked for."""
+    ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
+    last = error.stderr.rstrip().rpartition("\n")[2]
+    return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
 
 
 def _narrowed(spec: object, paths: Collection[str]) -> object:

@@ -105,12 +105,14 @@ def _without_instance(gpus: tuple[str, ...]) -> str:
     )
 
 
-def check_version(system: System) -> tuple[int, ...]:
-    """The version; raises UnsupportedError for one that is too old for our arguments."""
+def check_version(
+    system: System, needed: tuple[int, ...] = OLDEST, purpose: str = "to choose the hooks of a CDI spec"
+) -> tuple[int, ...]:
+    """The version; raises UnsupportedError for one that is too old for our arguments, or the purpose."""
     version = _version(system)
-    if version < OLDEST:
+    if version < needed:
         raise UnsupportedError(
-            f"nvidia-ctk is {_text(version)}; {_text(OLDEST)} is needed to choose the hooks of a CDI spec",
+            f"nvidia-ctk is {_text(version)}; {_text(needed)} is needed {purpose}",
             f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
         )
     return version
