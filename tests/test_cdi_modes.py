@@ -14,15 +14,41 @@ import pytest
 from pydantic import ValidationError
 
 from agent.config import MachineSettings
+from agent.errors import AgentError
 from agent.facts import VendorFacts
 from agent.goal import DriverRoots
-from agent.handoff import MESSAGE_LIMIT, GrantedDevice, Request, parse_handoff, render_handoff
+from agent.handoff import (
+    MESSAGE_LIMIT,
+    GrantedDevice,
+    GrantedFile,
+    Request,
+    Variable,
+    parse_handoff,
+    render_handoff,
+)
+from agent.inside.cdi_modes import publish_modes
+from agent.inside.notes import Notes, Owned
 from agent.inside.run import run
 from agent.paths import OWNED
-from agent.system.commands import Completed
+from agent.system.commands import Completed, TimeLimitError
+from agent.system.files import System
 from agent.vendors.nvidia.cdi_modes import MODES, NvidiaModes, mode_command
 from agent.vendors.nvidia.grant import grant_nvidia
-from tests.machine_root import DEVICES, EMPTY, REQUEST, ROOT, SPEC, Machine, gpu_machine, nvidia_ctk, recorded_spec
+from agent.vendors.nvidia.machine import NvidiaMachine
+from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT
+from tests.machine_root import (
+    DEVICES,
+    EMPTY,
+    GPUS,
+    LIBRARIES,
+    REQUEST,
+    ROOT,
+    SPEC,
+    Machine,
+    gpu_machine,
+    nvidia_ctk,
+    recorded_spec,
+)
 
 FS = (GrantedDevice("/dev/nvidia-fs0", "nvidia-fs", 237, 0), GrantedDevice("/dev/nvidia-fs1", "nvidia-fs", 237, 1))
 INFINIBAND = (
@@ -256,11 +282,82 @@ def test_what_has_not_its_form_is_a_problem(spec: object) -> None:
     assert NvidiaModes().verify("gds", spec, Request("nvidia", (), FS), {}, ())
 
 
-def test_the_driver_root_is_named_where_files_of_it_are_mounted() -> None:
-    """Else NVML would be found there and started, for which GPUs are initialised."""
-    assert f"--driver-root={ROOT}" in mode_command("management", ROOT, "/run/x")
-    assert "--driver-root=/run/x" in mode_command("mofed", ROOT, "/run/x")
-    assert "--driver-root=/" in mode_command("gds", ROOT, "/run/x")
+def test_no_mode_starts_nvml(machine: Machine) -> None:
+    """What it would load is a file that cannot be loaded: `--library-search-path` comes before every other place."""
+    seen = {}
+
+    def program(argv: tuple[str, ...]) -> Completed:
+        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "")
+        if mode in MODES:
+            first = next(each for each in argv if each.startswith("--library-search-path=")).partition("=")[2]
+            names = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
+            seen[mode] = {machine.read(f"{first}/{name}") for name in names}
+        return nvidia_ctk(machine, argv, recorded(mode) if mode in MODES else recorded_spec())
+
+    machine.program("nvidia-ctk", program)
+    run(machine)
+    assert seen == {mode: {b""} for mode in MODES}
+    for mode in MODES:
+        assert machine.entries(f"/run/unbounded-agent/state/cdi-nvidia-{mode}") == ()
+
+
+def test_the_driver_is_looked_for_where_files_of_it_are_mounted() -> None:
+    """Its version is then told by the name of libcuda.so, as NVML does not tell it; 32-bit programs' has it too."""
+    library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
+    command = mode_command("management", replace(REQUEST, files=(library_32, *REQUEST.files)), "/run/x")
+    assert f"--driver-root={ROOT}" in command
+    places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
+    assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
+    for mode in set(MODES) - {"management"}:
+        command = mode_command(mode, NvidiaModes().basis(mode, WANTED, ()), "/run/x")
+        # 1.18 looks for the nodes of mofed below the driver root.
+        assert "--driver-root=/" in command
+        assert [each for each in command if each.startswith("--library-search-path=")] == [
+            "--library-search-path=/run/x"
+        ]
+    with pytest.raises(AgentError, match="needs the driver's files"):
+        mode_command("management", replace(REQUEST, driver_root=""), "/run/x")
+
+
+def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool hangs in every mode, and twice for GPUs: TimeoutStartSec= would end the run before anything is said."""
+    now, limits = [0.0], []
+
+    def runner(argv: tuple[str, ...], timeout: float) -> Completed:
+        if not argv[0].endswith("nvidia-ctk") or argv[1:3] != ("cdi", "generate"):
+            return machine.programs[argv[0].rpartition("/")[2]](argv)
+        limits.append(timeout)
+        now[0] += timeout
+        raise TimeLimitError
+
+    hanging, handoff = System(runner, str(machine.tree)), machine.hand(WANTED, OTHERS)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    modes = publish_modes(hanging, Notes(hanging), Owned(hanging), NvidiaMachine(), WANTED, handoff)
+    assert limits == [8, 2]
+    assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
+    assert modes.count("not made yet, the modes before it took all of 10 s (the next run tries it)") == 4
+    unit = Path("systemd/machine/unbounded-agent-gpu.service").read_text()
+    allowed = float(unit.partition("\nTimeoutStartSec=")[2].partition("\n")[0])
+    assert 2 * GENERATE_LIMIT + sum(limits) <= 0.8 * allowed
+
+
+def test_a_mode_is_made_again_for_what_it_is_made_of(machine: Machine) -> None:
+    """Not for each GPU that comes or goes: it may come while NVML hangs."""
+    run(machine)
+    generations(machine)
+    machine.hand(replace(WANTED, environment=(Variable("A", "B"),)), OTHERS)
+    run(machine)
+    assert generations(machine) == ["nvml"]
+    without = replace(WANTED, gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
+    machine.hand(without, OTHERS)
+    run(machine)
+    assert set(generations(machine)) == {"nvml", "management"}
+    nodes = [each["path"] for each in edits(spec_of(machine, "management"))["deviceNodes"]]
+    assert "/dev/nvidia0" in nodes
+    assert "/dev/nvidia1" not in nodes
+    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], mode=0o600)
+    run(machine)
+    assert "gdrcopy" in generations(machine)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ As with that of GPUs: made aside, verified, put in place by one rename, made ane
 
 import hashlib
 import json
-from dataclasses import astuple, dataclass, replace
-from typing import Any
+import time
+from dataclasses import asdict, astuple, dataclass
 
 from agent.errors import AgentError
 from agent.handoff import Handoff, Request, one_line
@@ -17,6 +17,13 @@ from agent.system.files import System
 from agent.vendors.machine import cdi_modes
 from agent.vendors.machine_protocol import CdiModes, MachineVendor
 
+MODE_LIMIT = 8.0
+"""Seconds for one mode: none of them starts what has to be waited for."""
+LIMIT = 10.0
+"""Seconds for all together: with those of GPUs, which a run may try twice, far from the TimeoutStartSec= of
+unbounded-agent-gpu.service, at which neither nodes would be withdrawn nor anything reported."""
+SHORTEST = 1.0
+"""Seconds in which it is worth to start one."""
 ERROR_SHOWN = 300
 """Characters of a mode's failure in the remark: six of them leave room in a condition's message."""
 
@@ -28,7 +35,7 @@ class _Mode:
     name: str
     vendor: CdiModes
     request: Request
-    """With the mode's devices alone, of whichever request they are."""
+    """What it is made from."""
     path: str
     directory: str
 
@@ -41,12 +48,12 @@ def publish_modes(
     No more than a remark: Ready is about GPUs, and pods get those by another file.
     """
     modes, granted = cdi_modes(vendor.name), [device for each in handoff.requests for device in each.devices]
-    served, lacking, failed = [], [], []
+    served, lacking, failed, deadline = [], [], [], time.monotonic() + LIMIT
     for name in request.cdi_modes:
         if modes is None or not (kind := modes.kind(name)):
             failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
             continue
-        path, of_mode = mode_spec_file(vendor.name, name), replace(request, devices=modes.devices(name, granted))
+        path, of_mode = mode_spec_file(vendor.name, name), modes.basis(name, request, granted)
         try:
             if not of_mode.devices:
                 # No pod may be given what is not this machine's any more.
@@ -54,7 +61,7 @@ def publish_modes(
                 lacking.append(name)
             else:
                 directory = spec_directory(f"{vendor.name}-{name}")
-                _publish(system, notes, owned, _Mode(name, modes, of_mode, path, directory), handoff.generation)
+                _publish(system, notes, owned, _Mode(name, modes, of_mode, path, directory), deadline)
                 served.append(f"{path} has {kind}")
         # Whatever it is: what the tool wrote, or somebody else, must cost neither the other modes nor the report.
         except Exception as error:
@@ -67,15 +74,18 @@ def publish_modes(
     return "".join(f"; {part}" for part in parts)
 
 
-def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, generation: str) -> None:
+def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, deadline: float) -> None:
     """Raises AgentError or OSError; what is published then stays."""
     if not owned.may_write(mode.path):
         raise AgentError(f"{mode.path} is not ours and is not overwritten", "move it away if nothing needs it")
-    note, inputs = f"spec-{mode.request.vendor}-{mode.name}", _inputs(system, mode, generation)
+    note, inputs = f"spec-{mode.request.vendor}-{mode.name}", _inputs(system, mode)
     noted = notes.load(note)
     if system.exists(mode.path) and noted == {"inputs": inputs, "digest": _digest(system.read(mode.path))}:
         return
-    text, problems = _generate(system, mode)
+    limit = min(MODE_LIMIT, deadline - time.monotonic())
+    if limit < SHORTEST:
+        raise AgentError(f"not made yet, the modes before it took all of {LIMIT:.0f} s", "the next run tries it")
+    text, problems = _generate(system, mode, limit)
     if problems:
         raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
     owned.claim(mode.path)
@@ -83,14 +93,14 @@ def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, generation
     notes.save(note, {"inputs": inputs, "digest": _digest(text)})
 
 
-def _generate(system: System, mode: _Mode) -> tuple[bytes, tuple[str, ...]]:
+def _generate(system: System, mode: _Mode, limit: float) -> tuple[bytes, tuple[str, ...]]:
     """The text, and what forbids to publish it."""
     # Only here: most runs generate nothing.
     from agent.inside.cdi_form import settled
 
     system.make_directory(mode.directory)
     try:
-        spec = settled(mode.vendor.generate(system, mode.name, mode.request, mode.directory))
+        spec = settled(mode.vendor.generate(system, mode.name, mode.request, mode.directory, limit))
     finally:
         for name in system.entries(mode.directory):
             system.remove(f"{mode.directory}/{name}")
@@ -108,13 +118,12 @@ def _host_paths(spec: object) -> set[str]:
     return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
 
 
-def _inputs(system: System, mode: _Mode, generation: str) -> str:
+def _inputs(system: System, mode: _Mode) -> str:
     """A digest of all that the spec is made from."""
     tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.exists(path)}
     live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
     there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
-    content: list[Any] = [generation, tools, live, there]
-    return _digest(json.dumps(content, sort_keys=True).encode())
+    return _digest(json.dumps([asdict(mode.request), tools, live, there], sort_keys=True).encode())
 
 
 def _digest(content: bytes) -> str:

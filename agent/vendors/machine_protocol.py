@@ -147,16 +147,19 @@ class CdiModes(Protocol):
         """Of its devices; empty for a mode that this release does not know: nothing else is asked of it. Pure."""
         ...
 
-    def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:
-        """Those that it is about. Pure."""
+    def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
+        """What of the vendor's request the mode is made from, with those of all granted devices that it is about. Pure.
+
+        Where there is no such device, nothing is made.
+        """
         ...
 
     def optional_paths(self, mode: str) -> tuple[str, ...]:
         """What it mounts where it is there. Pure."""
         ...
 
-    def generate(self, system: System, mode: str, request: Request, directory: str) -> object:
-        """A new spec of the request's devices, made in an empty directory; raises AgentError or OSError."""
+    def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
+        """A new spec of such a request, made in an empty directory in so many seconds; raises AgentError or OSError."""
         ...
 
     def verify(

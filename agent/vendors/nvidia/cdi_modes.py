@@ -5,6 +5,7 @@ writes nvidia.com/gpu for each mode if it is not told another one.
 """
 
 import json
+import posixpath
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,13 +16,20 @@ from agent.identity import DeviceKind, DeviceNumber
 from agent.system.files import System
 from agent.vendors.cdi_document import devices as devices_of
 from agent.vendors.cdi_document import object_of, objects, strings
+from agent.vendors.nvidia.additions import TRIPLET_32
 from agent.vendors.nvidia.cdi import library_problems
 from agent.vendors.nvidia.cdi_edits import Ground, edits_problems
 from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK, generate_command, output_file
-from agent.vendors.nvidia.nvidia_ctk import GENERATE_LIMIT, OLDEST, check_version
+from agent.vendors.nvidia.nvidia_ctk import OLDEST, check_version
 
 ALL = "all"
 """The device that each mode makes of all its nodes; in mode imex beside one for each channel."""
+
+
+NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
+"""Each mode asks these for the driver's version (New in pkg/nvcdi/lib.go), which initialises GPUs, or hangs with one;
+none needs the answer. Where the driver root has none, those of the machine's loader cache are taken. So a search path
+names empty files, which cannot be loaded (seen by LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,17 +80,22 @@ class NvidiaModes:
     def kind(self, mode: str) -> str:
         return MODES[mode].kind if mode in MODES else ""
 
-    def devices(self, mode: str, granted: Collection[GrantedDevice]) -> tuple[GrantedDevice, ...]:
-        return tuple(device for device in granted if device.kind in MODES[mode].kinds)
+    def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
+        devices = tuple(device for device in granted if device.kind in MODES[mode].kinds)
+        if not MODES[mode].driver_files:
+            return Request(request.vendor, (), devices)
+        return Request(request.vendor, (), devices, request.driver_version, request.driver_root, request.files)
 
     def optional_paths(self, mode: str) -> tuple[str, ...]:
         return MODES[mode].mounts
 
-    def generate(self, system: System, mode: str, request: Request, directory: str) -> object:
+    def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
         """Without nodes that are not the request's: those that are about to be taken back are still in /dev."""
         check_version(system, MODES[mode].since, f"for mode {mode}")
+        for library in NOT_STARTED:
+            system.write(f"{directory}/{library}", b"")
         try:
-            system.run(*mode_command(mode, request.driver_root, directory), timeout=GENERATE_LIMIT)
+            system.run(*mode_command(mode, request, directory), timeout=limit)
         except CommandError as error:
             raise _in_short(error) from error
         try:
@@ -100,18 +113,34 @@ class NvidiaModes:
             return (error.message,)
 
 
-def mode_command(mode: str, driver_root: str, directory: str) -> tuple[str, ...]:
-    """As for GPUs but for mode, kind and driver root. Raises AgentError where that is needed and there is none."""
+def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
+    """As for GPUs but for mode, kind, driver root and libraries; `directory` has the empty ones of NOT_STARTED.
+
+    Raises AgentError where the driver's files are needed and there are none.
+    """
     wanted = MODES[mode]
-    if wanted.driver_files and not driver_root:
+    if wanted.driver_files and not request.driver_root:
         raise AgentError(
             f"mode {mode} needs the driver's files, and none are granted: see DriverRootStaged on the host"
         )
-    # What is mounted is the machine's own. For the others an empty directory: else NVML would be started for nothing.
-    root = driver_root if wanted.driver_files else "/" if wanted.mounts else directory
+    # What no driver root has is mounted from the machine itself, where 1.18 looks for the nodes of mofed too.
+    root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"
-    return (*command, f"--vendor={wanted.vendor}", f"--class={wanted.device_class}")
+    places = (directory, *(f"{root}/{each}" for each in _driver_libraries(request)))
+    return (
+        *command,
+        *(f"--library-search-path={place}" for place in places),
+        f"--vendor={wanted.vendor}",
+        f"--class={wanted.device_class}",
+    )
+
+
+def _driver_libraries(request: Request) -> tuple[str, ...]:
+    """Below the driver root: where libcuda.so is, whose name has the driver's version for who does not ask NVML."""
+    name = f"libcuda.so.{request.driver_version}"
+    found = (posixpath.split(file.target) for file in request.files if not file.link)
+    return tuple(directory for directory, each in found if each == name and TRIPLET_32 not in directory)
 
 
 def _in_short(error: CommandError) -> AgentError:
@@ -138,7 +167,7 @@ def _narrowed(spec: object, paths: Collection[str]) -> object:
 def _problems(
     mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Iterator[str]:
-    """`request` has the mode's nodes and no others."""
+    """`request` is the mode's basis."""
     if document.get("kind") != mode.kind:
         yield f"kind is {document.get('kind')!r}, not {mode.kind}"
     if not isinstance(document.get("cdiVersion"), str):
@@ -146,8 +175,6 @@ def _problems(
     if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"}):
         yield f"unknown key {', '.join(foreign)}"
     ground = Ground(request, live, present)
-    if not mode.driver_files:
-        ground.files = {}
     common = object_of(document.get("containerEdits", {}), "containerEdits")
     yield from edits_problems("containerEdits", common, ground)
     if mode.driver_files:
