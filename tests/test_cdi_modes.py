@@ -45,6 +45,7 @@ from tests.machine_root import (
     ROOT,
     SPEC,
     Machine,
+    containerd,
     gpu_machine,
     nvidia_ctk,
     recorded_spec,
@@ -219,6 +220,27 @@ def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
         "(install nvidia-container-toolkit 1.19.1 or newer in the image)"
     ) in machine.message("CDISpecCurrent")
     assert sorted(generations(machine)) == sorted({"nvml", *MODES} - {"nvswitch"})
+
+
+def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) -> None:
+    """One before 1.7.16 skips the whole of a spec with additionalGids."""
+    spec = recorded("gdrcopy")
+    edits(spec)["additionalGids"] = [44]
+    answer(machine, {"gdrcopy": spec})
+    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], gid=44)
+    machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.15"))
+    for _ in range(2):
+        run(machine)
+        assert edits(spec_of(machine, "gdrcopy")) == edits(recorded("gdrcopy"))
+        assert spec_of(machine, "gdrcopy")["cdiVersion"] == "0.3.0"
+        assert machine.message("CDISpecCurrent").count("containerd 1.7.15 does not know additionalGids") == 1
+    generations(machine)
+    machine.put("/usr/bin/containerd", "a newer one")
+    machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.24"))
+    run(machine)
+    assert set(generations(machine)) == {"nvml", *MODES}
+    assert edits(spec_of(machine, "gdrcopy"))["additionalGids"] == [44]
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
 
 
 def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine) -> None:

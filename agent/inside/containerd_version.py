@@ -25,8 +25,25 @@ def containerd_version(system: System, notes: Notes, program: str) -> tuple[int,
     return version
 
 
-def containerd_without_groups(system: System, notes: Notes) -> str:
-    """The version of a containerd that does not know additionalGids, else "". Raises CommandError or OSError.
+def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[object, tuple[str, ...]]:
+    """A settled CDI spec without what this machine's containerd does not know, and a remark where that changes it.
+
+    Raises CommandError or OSError.
+    """
+    # Only here: agent.inside.runtime asks for the version alone.
+    from agent.inside.cdi_form import without_groups
+
+    groupless = without_groups(spec)
+    if groupless == spec or not (version := _without_groups(system, notes)):
+        return spec, ()
+    return groupless, (
+        f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so that they "
+        "are left out: containers that do not run as root need the groups of the nodes as supplementalGroups",
+    )
+
+
+def _without_groups(system: System, notes: Notes) -> str:
+    """The version of a containerd that does not know additionalGids, else "".
 
     What is published has to suit the program, and the containerd that runs on after its program was replaced.
     """

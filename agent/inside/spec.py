@@ -190,21 +190,14 @@ def _generate(
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
     # Only here: most runs generate nothing.
-    from agent.inside.cdi_form import settled, without_groups
-    from agent.inside.containerd_version import GROUPS_SINCE, containerd_without_groups
+    from agent.inside.cdi_form import settled
+    from agent.inside.containerd_version import as_containerd_takes
 
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, remarks = settled(generated.spec), generated.remarks
-    groupless = without_groups(spec)
-    if groupless != spec and (version := containerd_without_groups(system, notes)):
-        spec = groupless
-        since = ".".join(map(str, GROUPS_SINCE))
-        remarks += (
-            f"containerd {version} does not know additionalGids ({since} does), so that they are left out: "
-            "containers that do not run as root need the groups of the nodes as supplementalGroups",
-        )
+    spec, left_out = as_containerd_takes(system, notes, settled(generated.spec))
+    remarks = (*generated.remarks, *left_out)
     # What is published is what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
