@@ -285,6 +285,54 @@ def test_a_file_of_somebodys_own_stays(machine: Machine) -> None:
     assert "is not ours and is not overwritten" in machine.message("CDISpecCurrent")
 
 
+def foreign(kind: str) -> str:
+    return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": [{"name": "all"}]})
+
+
+def test_devices_of_somebody_elses_are_not_taken_away(machine: Machine) -> None:
+    """With ours in the same directory no runtime would give them to any pod."""
+    machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
+    collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both have nvidia.com/gds=all"
+    run(machine)
+    for _ in range(2):
+        assert not machine.exists(published("gds"))
+        assert f"; ModeNotServed: gds: {collides}" in machine.message("CDISpecCurrent")
+        generations(machine)
+        run(machine)
+        assert generations(machine) == [], "what collides is not made again each minute"
+    machine.drop("/etc/cdi/site.yaml")
+    run(machine)
+    assert spec_of(machine, "gds") == recorded("gds")
+    machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
+    run(machine)
+    assert machine.exists(published("gds")), "ours was there first"
+    assert f"; ModeNotServed: gds: {collides}" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_what_outranks_a_mode_is_said(machine: Machine, gpus: bool) -> None:
+    other = "/var/run/cdi/management.nvidia.com-gpu.yaml"
+    machine.put(other, foreign("management.nvidia.com/gpu"))
+    mode = "management" if gpus else "mofed"
+    if not gpus:
+        machine.hand(replace(EMPTY, cdi_modes=(mode,)), OTHERS)
+        machine.put(other, foreign("nvidia.com/mofed"))
+    run(machine)
+    assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
+    said = f"; ModeNotServed: {mode}: {other} outranks {published(mode)} for {MODES[mode].kind}=all: "
+    assert said in machine.message("CDISpecCurrent")
+    machine.drop(other)
+    run(machine)
+    assert "ModeNotServed" not in machine.message("CDISpecCurrent")
+
+
+def test_no_file_of_ours_is_looked_into_as_somebody_elses(machine: Machine) -> None:
+    run(machine)
+    run(machine)
+    assert not [call for call in machine.calls if call[1:3] == ("cdi", "list")]
+
+
 def test_a_machine_without_gpus(machine: Machine) -> None:
     machine.hand(replace(EMPTY, cdi_modes=("mofed", "management")), OTHERS)
     run(machine)

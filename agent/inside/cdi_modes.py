@@ -6,11 +6,16 @@ As with that of GPUs: made aside, verified, put in place by one rename, made ane
 import hashlib
 import json
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, astuple, dataclass
+from typing import Any
 
+from agent.conditions import ConditionType, Status, true
 from agent.errors import AgentError
 from agent.handoff import Handoff, Request, one_line
+from agent.inside import foreign_specs
 from agent.inside.devices import live_numbers
+from agent.inside.foreign_specs import Foreign, ForeignSpec
 from agent.inside.notes import Notes, Owned
 from agent.inside.runtime_active import containerd_state
 from agent.paths import mode_spec_file, spec_directory
@@ -31,14 +36,20 @@ ERROR_SHOWN = 300
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """One spec: what it is made of, and where it goes."""
+    """One spec: what it is made of, and where it goes. An OwnSpec."""
 
     name: str
     vendor: CdiModes
     request: Request
     """What it is made from."""
-    path: str
-    directory: str
+    spec_path: str
+    spec_kind: str
+    rival_spec: str = ""
+    rival_units: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        return f"spec-{self.request.vendor}-{self.name}"
 
 
 def publish_modes(
@@ -49,75 +60,110 @@ def publish_modes(
     No more than a remark: Ready is about GPUs, and pods get those by another file.
     """
     modes, granted = cdi_modes(vendor.name), [device for each in handoff.requests for device in each.devices]
-    served, lacking, failed, deadline = [], [], [], time.monotonic() + LIMIT
-    remarks: dict[str, None] = {}
+    publisher = _Publisher(system, notes, owned, vendor)
+    served, lacking, failed = [], [], []
     for name in request.cdi_modes:
+        path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
             failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
             continue
-        path, of_mode = mode_spec_file(vendor.name, name), modes.basis(name, request, granted)
+        mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
         try:
-            if not of_mode.devices:
+            if not mode.request.devices:
                 # No pod may be given what is not this machine's any more.
                 owned.remove(path)
                 lacking.append(name)
             else:
-                directory = spec_directory(f"{vendor.name}-{name}")
-                mode = _Mode(name, modes, of_mode, path, directory)
-                remarks |= dict.fromkeys(_publish(system, notes, owned, mode, deadline))
-                served.append(f"{path} has {kind}")
+                served.append(publisher.settle(mode))
         # Whatever it is: what the tool wrote, or somebody else, must cost neither the other modes nor the report.
         except Exception as error:
             failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}")
     parts = [
         *served,
-        *remarks,
+        *publisher.remarks,
         *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
         *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
     ]
     return "".join(f"; {part}" for part in parts)
 
 
-def _publish(system: System, notes: Notes, owned: Owned, mode: _Mode, deadline: float) -> tuple[str, ...]:
-    """Remarks on what is published. Raises AgentError or OSError; what is published then stays."""
-    if not owned.may_write(mode.path):
-        raise AgentError(f"{mode.path} is not ours and is not overwritten", "move it away if nothing needs it")
-    note, inputs = f"spec-{mode.request.vendor}-{mode.name}", _inputs(system, notes, mode)
-    noted = notes.load(note)
-    if system.exists(mode.path) and (noted.get("inputs"), noted.get("digest")) == (
-        inputs,
-        _digest(system.read(mode.path)),
-    ):
-        return tuple(noted["remarks"])
-    limit = min(MODE_LIMIT, deadline - time.monotonic())
-    if limit < SHORTEST:
-        raise AgentError(f"not made yet, the modes before it took all of {LIMIT:.0f} s", "the next run tries it")
-    text, remarks = _generate(system, notes, mode, limit)
-    owned.claim(mode.path)
-    system.write(mode.path, text)
-    notes.save(note, {"inputs": inputs, "digest": _digest(text), "remarks": list(remarks)})
-    return remarks
+class _Publisher:
+    """Publishes modes one after the other. Methods raise AgentError or OSError; what is published then stays."""
 
+    def __init__(self, system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> None:
+        self._system, self._notes, self._owned, self._vendor = system, notes, owned, vendor
+        self._deadline = time.monotonic() + LIMIT
+        self._others: tuple[ForeignSpec, ...] | None = None
+        self.remarks: dict[str, None] = {}
+        """On several modes, each once; in order."""
 
-def _generate(system: System, notes: Notes, mode: _Mode, limit: float) -> tuple[bytes, tuple[str, ...]]:
-    """The text, and remarks on it; raises AgentError for what must not be published."""
-    # Only here: most runs generate nothing.
-    from agent.inside.cdi_form import settled
-    from agent.inside.containerd_version import as_containerd_takes
+    def settle(self, mode: _Mode) -> str:
+        """What pods can ask for by the mode."""
+        if not self._owned.may_write(mode.spec_path):
+            raise AgentError(f"{mode.spec_path} is not ours and is not overwritten", "move it away if nothing needs it")
+        if self._others is None:
+            self._others = foreign_specs.others(self._system, self._notes, self._owned, self._vendor)
+        foreign = foreign_specs.of_kind(self._others, mode)
+        noted = self._current(mode) or self._publish(mode, foreign)
+        self.remarks |= dict.fromkeys(noted["remarks"])
+        said = true(ConditionType.CDI_SPEC_CURRENT, "Verified", f"{mode.spec_path} has {mode.spec_kind}")
+        said = foreign_specs.beside(said, noted["devices"], foreign, mode)
+        if said.status is not Status.TRUE:
+            raise AgentError(said.message)
+        return said.message
 
-    system.make_directory(mode.directory)
-    try:
-        made = mode.vendor.generate(system, mode.name, mode.request, mode.directory, limit)
-    finally:
-        for name in system.entries(mode.directory):
-            system.remove(f"{mode.directory}/{name}")
-    spec, remarks = as_containerd_takes(system, notes, settled(made))
-    present = {path for path in _host_paths(spec) if path.startswith("/") and system.exists(path)}
-    live = live_numbers(system, mode.request.devices)
-    problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
-    if problems:
-        raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
-    return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n", remarks
+    def _current(self, mode: _Mode) -> dict[str, Any]:
+        """The note on what is published, if that is as it was made, of what it would be made of now."""
+        noted = self._notes.load(mode.note)
+        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._system, self._notes, mode):
+            return {}
+        return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
+
+    def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
+        """The note on what is published now."""
+        noted, inputs = self._notes.load(mode.note), _inputs(self._system, self._notes, mode)
+        if noted.get("inputs") == inputs:
+            self._refuse(mode, noted["devices"], foreign)
+        limit = min(MODE_LIMIT, self._deadline - time.monotonic())
+        if limit < SHORTEST:
+            raise AgentError(f"not made yet, the modes before it took all of {LIMIT:.0f} s", "the next run tries it")
+        spec, remarks = self._generate(mode, limit)
+        devices = [each["name"] for each in spec["devices"]]
+        noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
+        # Noted, so that what collides is not made again each minute.
+        self._notes.save(mode.note, noted)
+        self._refuse(mode, devices, foreign)
+        text = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+        self._owned.claim(mode.spec_path)
+        self._system.write(mode.spec_path, text)
+        noted["digest"] = _digest(text)
+        self._notes.save(mode.note, noted)
+        return noted
+
+    def _refuse(self, mode: _Mode, devices: Iterable[str], foreign: Foreign) -> None:
+        if refused := foreign_specs.refusal(self._system, mode, devices, foreign):
+            raise AgentError(refused.message)
+
+    def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """A spec that may be published, and remarks on it."""
+        # Only here: most runs generate nothing.
+        from agent.inside.cdi_form import settled
+        from agent.inside.containerd_version import as_containerd_takes
+
+        directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
+        self._system.make_directory(directory)
+        try:
+            made = mode.vendor.generate(self._system, mode.name, mode.request, directory, limit)
+        finally:
+            for name in self._system.entries(directory):
+                self._system.remove(f"{directory}/{name}")
+        spec, remarks = as_containerd_takes(self._system, self._notes, settled(made))
+        present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
+        live = live_numbers(self._system, mode.request.devices)
+        problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
+        if problems or not isinstance(spec, dict):
+            raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
+        return spec, remarks
 
 
 def _host_paths(spec: object) -> set[str]:

@@ -8,11 +8,12 @@ no file is read all the same (scanSpecDirs), and a FIFO without a writer is wait
 import hashlib
 import posixpath
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 from agent.conditions import Condition, ConditionType, Status, false, true
 from agent.errors import AgentError
-from agent.inside.notes import Notes
+from agent.inside.notes import Notes, Owned
 from agent.paths import CDI_DIRECTORIES, MACHINE_STATE
 from agent.system.files import System
 from agent.vendors.machine_protocol import MachineVendor
@@ -24,13 +25,29 @@ SHOWN = 4
 """Device names in a message; there may be hundreds."""
 
 
+class OwnSpec(Protocol):
+    """A spec of ours, as a MachineVendor describes its own."""
+
+    @property
+    def spec_path(self) -> str: ...
+
+    @property
+    def spec_kind(self) -> str: ...
+
+    @property
+    def rival_spec(self) -> str: ...
+
+    @property
+    def rival_units(self) -> tuple[str, ...]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
     """A file of somebody else."""
 
     path: str
     devices: tuple[str, ...]
-    """Qualified names of this vendor's kind."""
+    """Qualified names."""
     fault: str = ""
     """Why it has none, as a message says it behind the path."""
     blocking: bool = False
@@ -44,7 +61,7 @@ class Foreign:
     same_directory: Mapping[str, str]
     """Path by device name."""
     outranking: Mapping[str, str]
-    remarks: tuple[str, ...]
+    remarks: tuple[str, ...] = ()
     """On what harms no device of ours."""
     blocking: tuple[str, ...] = ()
     """What is wrong with files that keep runtimes from reading any spec."""
@@ -54,25 +71,54 @@ class Foreign:
         return frozenset({*self.same_directory, *self.outranking})
 
 
-def look(system: System, notes: Notes, vendor: MachineVendor) -> Foreign:
-    """Spawns the vendor's tool once for every file that is new or changed."""
+def look(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> Foreign:
+    """What stands beside the vendor's spec; see `others`."""
+    specs = others(system, notes, owned, vendor)
+    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
+    blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
+    places = of_kind(specs, vendor)
+    return replace(places, remarks=(*broken, *_writer_remark(system, vendor)), blocking=blocking)
+
+
+def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
+    """Those of them that have devices of our spec's kind. Pure."""
+    rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
+    same: dict[str, str] = {}
+    outranking: dict[str, str] = {}
+    for spec in specs:
+        place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        place.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
+    return Foreign(same, outranking)
+
+
+def others(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
+    """All files of somebody else; spawns the vendor's tool once for every one that is new or changed."""
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
     found, known = [], {}
     for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
-            if path == vendor.spec_path or not entry.endswith(SUFFIXES) or system.is_directory(path):
+            if owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
             found.append(spec)
             if note:
                 known[path] = note
     notes.save(name, known)
-    return _sort(vendor, found, _writer_remark(system, vendor))
+    return tuple(found)
 
 
-def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: MachineVendor) -> Condition:
+def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
+    """Why a spec with these devices is not published: it would take them from who made the other file, for nobody."""
+    shared = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
+    if not shared or system.exists(own.spec_path):
+        return None
+    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
+    return collision("NamesCollide", shared, paths, own)
+
+
+def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
     """The condition of our spec, whose devices these are, with what the others make of it. Pure."""
     if condition.status is not Status.TRUE:
         return condition
@@ -91,7 +137,7 @@ def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendo
     return true(condition.type, condition.reason, "; ".join([condition.message, *unharmed, *foreign.remarks]))
 
 
-def collision(reason: str, shared: Iterable[str], paths: tuple[str, ...], vendor: MachineVendor) -> Condition:
+def collision(reason: str, shared: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
     """The condition where others have devices of ours. Pure."""
     kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
     stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
@@ -131,10 +177,9 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
             listed = list(vendor.list_devices(system, directory))
         except AgentError as error:
             return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
-    ours = tuple(each for each in listed if each.startswith(f"{vendor.spec_kind}="))
     # A spec without devices is not valid.
     fault = "" if listed else "is no valid CDI spec, and runtimes skip it"
-    return ForeignSpec(path, ours, fault), {"digest": digest, "devices": listed}
+    return ForeignSpec(path, tuple(listed), fault), {"digest": digest, "devices": listed}
 
 
 def _leads_somewhere(system: System, path: str) -> bool:
@@ -144,18 +189,6 @@ def _leads_somewhere(system: System, path: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def _sort(vendor: MachineVendor, specs: Iterable[ForeignSpec], remarks: tuple[str, ...]) -> Foreign:
-    rank = CDI_DIRECTORIES.index(posixpath.dirname(vendor.spec_path))
-    same: dict[str, str] = {}
-    outranking: dict[str, str] = {}
-    for spec in specs:
-        place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
-        place.update(dict.fromkeys(spec.devices, spec.path))
-    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
-    blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
-    return Foreign(same, outranking, (*broken, *remarks), blocking)
 
 
 def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
@@ -172,7 +205,7 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
     )
 
 
-def _advice(vendor: MachineVendor) -> str:
+def _advice(vendor: OwnSpec) -> str:
     if not vendor.rival_units:
         return f"remove {vendor.rival_spec}, and run no more what wrote it"
     return f"`systemctl disable --now {' '.join(vendor.rival_units)}`, then remove {vendor.rival_spec}"

@@ -63,7 +63,7 @@ def publish_spec(
         return Published(not_applicable(KIND, message))
     if not owned.may_write(vendor.spec_path):
         return Published(_foreign(vendor.spec_path))
-    foreign = foreign_specs.look(system, notes, vendor)
+    foreign = foreign_specs.look(system, notes, owned, vendor)
     published = _publish(system, notes, owned, vendor, request, generation, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
     return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
@@ -115,7 +115,9 @@ def _publish(
     current = _as_noted(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
         return Published(true(KIND, "Verified", str(noted.get("message"))), current.verdict.devices)
-    if noted.get("inputs") == inputs and (refused := _collision(system, vendor, noted.get("colliding", ()), foreign)):
+    if noted.get("inputs") == inputs and (
+        refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
+    ):
         return Published(refused)
     try:
         new, remarks = _generate(system, notes, vendor, request, live)
@@ -125,7 +127,7 @@ def _publish(
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
         why = "; ".join((*faults, *remarks))
         return _kept(current, "SpecRefused", f"the new spec of {_maker(vendor)} is refused: {why}")
-    if refused := _collision(system, vendor, new.verdict.devices, foreign):
+    if refused := foreign_specs.refusal(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
     if not current or current.text != new.text:
@@ -141,15 +143,6 @@ def _publish(
         lasting = {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
         notes.save(f"spec-{vendor.name}", noted | lasting)
     return Published(condition, new.verdict.devices)
-
-
-def _collision(system: System, vendor: MachineVendor, devices: Iterable[str], foreign: Foreign) -> Condition | None:
-    """Published, ours would take these devices away from who made the other file, and give them to nobody."""
-    shared = [each for name in devices if (each := f"{vendor.spec_kind}={name}") in foreign.same_directory]
-    if not shared or system.exists(vendor.spec_path):
-        return None
-    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
-    return foreign_specs.collision("NamesCollide", shared, paths, vendor)
 
 
 def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]) -> Condition:
