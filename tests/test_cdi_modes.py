@@ -4,6 +4,7 @@
 nodes made by mknod(1) in a /dev of its own and a driver root of empty files: no driver and no device is behind them.
 """
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -85,6 +86,9 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
     ("gdrcopy", lambda spec: spec.update(devices=[3]), "devices[0] is not an object"),
 ]  # fmt: skip
+
+
+NO_NODES: list[object] = [[], {}, [3], [{}], [{"path": [FS[0].path]}], [{"path": FS[0].path, "hostPath": "/dev/x"}]]
 
 
 def edits(spec: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +190,7 @@ def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
     run(machine)
     assert spec_of(machine, "gds") == recorded("gds")
     assert "; ModeNotServed: gds: " in machine.message("CDISpecCurrent")
+    assert "level=error; the published one is out of date; " in machine.message("CDISpecCurrent")
     answer(machine, {})
     run(machine)
     assert "ModeNotServed" not in machine.message("CDISpecCurrent")
@@ -199,6 +204,7 @@ def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     message = machine.message("CDISpecCurrent")
     assert message.startswith("/etc/cdi/nvidia.yaml has "), "what GPUs have is not cut off"
+    assert "NotInSpec (the generator leaves them out): /dev/nvidia-caps-imex-channels/channel0, " in message
     why = '/usr/bin/nvidia-ctk: exit code 1: time=2 level=error msg="empty device edits"'
     assert all(f" {mode}: {why}" in message for mode in MODES)
     assert len(message) < MESSAGE_LIMIT
@@ -243,9 +249,11 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
     assert "additionalGids" not in machine.message("CDISpecCurrent")
 
 
-def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine) -> None:
+@pytest.mark.parametrize("made", [True, False], ids=["made anew", "the tool fails"])
+def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
     """The tool lists what is in /dev, where the node still is."""
     run(machine)
+    answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
     machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
     at_withdrawal = []
 
@@ -257,6 +265,72 @@ def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine) -
     machine.program("umount", umount)
     run(machine)
     assert at_withdrawal == [["/dev/nvidia-fs0"]]
+    assert edits(spec_of(machine, "gds"))["mounts"] == edits(recorded("gds"))["mounts"]
+    assert ("out of date" in machine.message("CDISpecCurrent")) is not made
+
+
+def fail(machine: Machine, mode: str, *devices: GrantedDevice) -> None:
+    """What is published is of other devices than these, and is not made anew."""
+    run(machine)
+    answer(machine, {mode: Completed(1, b"", b"level=error")})
+    machine.hand(WANTED, replace(OTHERS, devices=devices))
+
+
+def test_a_node_of_another_number_leaves_the_spec(machine: Machine) -> None:
+    """Containers are given the number that is written."""
+    fail(machine, "gds", replace(FS[0], major=240), FS[1])
+    run(machine)
+    assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
+
+
+def test_every_edit_is_narrowed() -> None:
+    """Also those that all devices of a spec share; a node without a number is the one that is there."""
+    nodes = [{"path": each.path} for each in FS]
+    shared = {"deviceNodes": nodes, "env": ["A=B"]}
+    spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}
+    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS[1:])) == {
+        "devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes[1:]}}],
+        "containerEdits": {"deviceNodes": nodes[1:], "env": ["A=B"]},
+    }
+
+
+def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
+    fail(machine, "gdrcopy", replace(GDRDRV, minor=1))
+    run(machine)
+    assert not machine.exists(published("gdrcopy"))
+    assert published("gdrcopy") not in json.loads(machine.read(OWNED))["paths"]
+    assert "level=error; /etc/cdi/nvidia-gdrcopy.yaml is removed" in machine.message("CDISpecCurrent")
+
+
+@pytest.mark.parametrize("disk", ["full", "somebody wrote"])
+def test_what_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None:
+    fail(machine, "gds", FS[1])
+    if disk == "full":
+
+        def full(path: str) -> None:
+            if path == published("gds"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        machine.before_write = full
+    else:
+        machine.put(published("gds"), "kind: nvidia.com/gds\ndevices: []\n")
+    run(machine)
+    assert not machine.exists(published("gds"))
+    machine.before_write = lambda path: None
+    answer(machine, {})
+    run(machine)
+    assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(None, [], {}, {"devices": 3}, {"devices": [], "containerEdits": []}),
+        *({"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}]} for nodes in NO_NODES),
+    ],
+)
+def test_of_what_has_not_its_form_nothing_is_left(spec: object) -> None:
+    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS)) is None
 
 
 def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
@@ -343,8 +417,11 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
 
 def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
     machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    machine.put(published("quantum"), "{}")
+    machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
     run(machine)
     assert "; ModeNotServed: quantum: this image's agent does not know it" in machine.message("CDISpecCurrent")
+    assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
 
 
 @pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])

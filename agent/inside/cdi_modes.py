@@ -3,6 +3,7 @@
 As with that of GPUs: made aside, verified, put in place by one rename, made anew when what it depends on has changed.
 """
 
+import contextlib
 import hashlib
 import json
 import time
@@ -30,8 +31,10 @@ LIMIT = 10.0
 unbounded-agent-gpu.service, at which neither nodes would be withdrawn nor anything reported."""
 SHORTEST = 1.0
 """Seconds in which it is worth to start one."""
-ERROR_SHOWN = 300
-"""Characters of a mode's failure in the remark: six of them leave room in a condition's message."""
+ERROR_SHOWN = 200
+"""Characters of a mode's failure in the remark."""
+REMARK_SHOWN = 1500
+"""Characters of the remark: what is said of GPUs has to have room in a condition's message too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,9 @@ def publish_modes(
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
             failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
+            with contextlib.suppress(OSError):
+                # Of a newer image's agent: nobody here can tell what of it is still this machine's.
+                owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
         try:
@@ -77,18 +83,18 @@ def publish_modes(
                 served.append(publisher.settle(mode))
         # Whatever it is: what the tool wrote, or somebody else, must cost neither the other modes nor the report.
         except Exception as error:
-            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}")
+            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}{publisher.keep(mode)}")
     parts = [
+        *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
         *served,
         *publisher.remarks,
         *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
-        *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
     ]
-    return "".join(f"; {part}" for part in parts)
+    return "".join(f"; {part}" for part in parts)[:REMARK_SHOWN]
 
 
 class _Publisher:
-    """Publishes modes one after the other. Methods raise AgentError or OSError; what is published then stays."""
+    """Publishes modes one after the other."""
 
     def __init__(self, system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> None:
         self._system, self._notes, self._owned, self._vendor = system, notes, owned, vendor
@@ -98,7 +104,7 @@ class _Publisher:
         """On several modes, each once; in order."""
 
     def settle(self, mode: _Mode) -> str:
-        """What pods can ask for by the mode."""
+        """What pods can ask for by the mode. Raises AgentError or OSError; `keep` is due then."""
         if not self._owned.may_write(mode.spec_path):
             raise AgentError(f"{mode.spec_path} is not ours and is not overwritten", "move it away if nothing needs it")
         if self._others is None:
@@ -111,6 +117,33 @@ class _Publisher:
         if said.status is not Status.TRUE:
             raise AgentError(said.message)
         return said.message
+
+    def keep(self, mode: _Mode) -> str:
+        """What becomes of a published spec that cannot be made anew: it stays without nodes that go. Raises nothing."""
+        try:
+            if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
+                return ""
+            if self._narrow(mode):
+                return "; the published one is out of date"
+            self._owned.remove(mode.spec_path)
+            return f"; {mode.spec_path} is removed, as nothing of it is this machine's any more"
+        # As with all modes; the first failure is said anyway.
+        except Exception as error:
+            return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
+
+    def _narrow(self, mode: _Mode) -> bool:
+        """Take nodes that are not granted any more out of the published spec; False if it cannot stay."""
+        from agent.inside.cdi_form import settled
+
+        try:
+            text = self._system.read(mode.spec_path)
+            spec = mode.vendor.narrowed(json.loads(text), mode.request)
+            if spec is not None and _text(settled(spec)) != text:
+                self._system.write(mode.spec_path, _text(settled(spec)))
+        except (OSError, ValueError, RecursionError):
+            # Somebody else's text, or no room for ours: a file can be removed all the same.
+            return False
+        return spec is not None
 
     def _current(self, mode: _Mode) -> dict[str, Any]:
         """The note on what is published, if that is as it was made, of what it would be made of now."""
@@ -133,7 +166,7 @@ class _Publisher:
         # Noted, so that what collides is not made again each minute.
         self._notes.save(mode.note, noted)
         self._refuse(mode, devices, foreign)
-        text = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+        text = _text(spec)
         self._owned.claim(mode.spec_path)
         self._system.write(mode.spec_path, text)
         noted["digest"] = _digest(text)
@@ -182,6 +215,11 @@ def _inputs(system: System, notes: Notes, mode: _Mode) -> str:
     # What the spec may hold depends on containerd's version.
     depends = [asdict(mode.request), tools, live, there, containerd_state(system, notes)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
+
+
+def _text(spec: object) -> bytes:
+    """JSON is YAML."""
+    return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _digest(content: bytes) -> str:

@@ -162,6 +162,10 @@ class CdiModes(Protocol):
         """A new spec of such a request, made in an empty directory in so many seconds; raises AgentError or OSError."""
         ...
 
+    def narrowed(self, spec: object, request: Request) -> object:
+        """A spec that was published once, without nodes that are not such a request's; None: nothing is left. Pure."""
+        ...
+
     def verify(
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> tuple[str, ...]:

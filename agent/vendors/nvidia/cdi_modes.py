@@ -6,7 +6,7 @@ writes nvidia.com/gpu for each mode if it is not told another one.
 
 import json
 import posixpath
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from agent.vendors.nvidia.nvidia_ctk import OLDEST, check_version
 
 ALL = "all"
 """The device that each mode makes of all its nodes; in mode imex beside one for each channel."""
-
 
 NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
 """Each mode asks these for the driver's version (New in pkg/nvcdi/lib.go), which initialises GPUs, or hangs with one;
@@ -102,7 +101,27 @@ class NvidiaModes:
             spec = json.loads(system.read(output_file(directory)))
         except (ValueError, RecursionError) as error:
             raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
-        return _narrowed(spec, {device.path for device in request.devices})
+        paths = {device.path for device in request.devices}
+        try:
+            return _narrowed(spec, lambda node: str(node.get("path")) in paths)
+        except DocumentError:
+            # Left to `verify`.
+            return spec
+
+    def narrowed(self, spec: object, request: Request) -> object:
+        numbers = {device.path: (device.major, device.minor) for device in request.devices}
+
+        def granted(node: dict[str, Any]) -> bool:
+            # By number too: containers are given what a spec says, whatever the node has become.
+            path = str(node.get("path"))
+            written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
+            return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
+
+        try:
+            left = _narrowed(spec, granted)
+        except DocumentError:
+            return None
+        return left if left["devices"] else None
 
     def verify(
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
@@ -150,18 +169,18 @@ def _in_short(error: CommandError) -> AgentError:
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
 
 
-def _narrowed(spec: object, paths: Collection[str]) -> object:
-    """Without other nodes, and without devices that nothing is left of. What has not its form is left to `verify`."""
-    try:
-        document = object_of(spec, "the spec")
-        kept = []
-        for name, edits in devices_of(document):
-            nodes = [each for each in objects(edits, "deviceNodes") if str(each.get("path")) in paths]
-            if nodes:
-                kept.append({"name": name, "containerEdits": edits | {"deviceNodes": nodes}})
-    except DocumentError:
-        return spec
-    return document | {"devices": kept}
+def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Without other nodes, and without devices that no node is left of. Raises DocumentError."""
+
+    def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
+        return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
+
+    document = object_of(spec, "the spec")
+    listed = [(name, with_nodes(edits)) for name, edits in devices_of(document)]
+    return document | {
+        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
+        "containerEdits": with_nodes(object_of(document.get("containerEdits", {}), "containerEdits")),
+    }
 
 
 def _problems(
