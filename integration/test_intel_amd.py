@@ -4,12 +4,14 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from integration.bed import drm_gpus
 from integration.bed.node import MACHINE, Pod
+from integration.bed.watching import uptime
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("004")
@@ -84,3 +86,48 @@ def test_each_node_goes_to_its_own_vendor(ready: Bed) -> None:
     minors = [re.sub(r"\D", "", path) for path in own["intel"]]
     assert not [minor for minor in minors if re.search(rf"226:{minor}\b", allowed)]
     assert bed.restarted(at_start) == "nothing"
+
+
+def expect_alone(bed: Bed, address: str) -> list[str]:
+    """The machine has that GPU of Intel's and nothing of another, by all that names nodes; the GPU's nodes."""
+    own = links(bed, address)
+    minors = {re.sub(r"\D", "", path) for path in own}
+    assert set(bed.node.shell("ls -d /dev/nvidia* /dev/dri/[cr]*", check=False).stdout.split()) == set(own)
+    numbers = ("stat", "-c", "%n %t:%T", *own)
+    assert bed.node.run(*numbers).stdout == bed.run(*numbers).stdout
+    devices = {each["name"]: each["containerEdits"]["deviceNodes"] for each in spec(bed, "intel")["devices"]}
+    assert set(devices) == {address, own[0].rpartition("/")[2], "all"}
+    for listed in devices.values():
+        assert {(each["path"], each["major"], str(each["minor"])) for each in listed} == {
+            (path, 226, re.sub(r"\D", "", path)) for path in own
+        }
+    allowed = bed.run("systemctl", "show", "--property=DeviceAllow", f"systemd-nspawn@{MACHINE}").stdout
+    assert set(re.findall(r"/dev/char/(\d+:\d+) ", allowed)) == {f"226:{minor}" for minor in minors}
+    bound = bed.run("cat", f"/etc/systemd/nspawn/{MACHINE}.nspawn").stdout
+    assert set(re.findall(r"^Bind=(/dev/(?!kmsg).*)$", bound, re.MULTILINE)) == set(own)
+    of_driver = "ldconfig -p | grep -e libcuda -e libnvidia; ls /usr/bin/nvidia-smi /etc/cdi/nvidia.yaml"
+    assert bed.node.shell(of_driver, check=False).stdout == ""
+    everything = bed.run("sh", "-c", "ls -d /dev/nvidia[0-9]* /dev/nvidiactl /dev/dri/card* /dev/dri/renderD*").stdout
+    assert opened(bed, (f"intel.com/gpu={address}",), everything.split()) == set(own)
+    return own
+
+
+def test_intels_gpu_alone_and_renumbered_by_a_reboot(ready: Bed, measured: Callable[[str, object], None]) -> None:
+    """A machine that is to have no other leaves NVIDIA's at once; then its GPU is the first one that a driver takes."""
+    bed = ready
+    drm_gpus.load_drivers(bed.host)
+    intel = drm_gpus.plug(bed.host, INTEL_PORT, drm_gpus.INTEL)
+    bed.guest.write("/etc/unbounded-agent/config.toml", f'[machines.{MACHINE}]\ngpus = ["{intel}"]\n'.encode())
+    bed.run("systemctl", "reload", "unbounded-agent.service")
+    wait_for_specs(bed, "intel")
+    before = expect_alone(bed, intel)
+
+    drm_gpus.load_before_nvidia(bed.host, intel)
+    bed.run("sync")
+    bed.host.reboot(timeout=600)
+    wait_for_specs(bed, "intel", seconds=400)
+    measured("seconds from boot to ready", f"{uptime(bed.guest):.0f}")
+    after = expect_alone(bed, intel)
+    assert not set(before) & set(after)
+    drivers = (f"/sys/class/drm/{path.rpartition('/')[2]}/device/driver" for path in before)
+    assert set(bed.run("readlink", *drivers).stdout.split()) == {"../../../../bus/pci/drivers/nvidia"}

@@ -10,6 +10,14 @@ INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
 """PCI vendors; the last one makes boards' management controllers."""
 PARAMETER = f"/sys/module/{MODULE}/parameters/next_vendor"
 PLACE = f"/root/{MODULE}.ko"
+# At boot the device is there before the module, which gives devices their identity when they are added to the bus.
+FIRST = "/etc/systemd/system/simulated-driver.service.d/drm-first.conf"
+LOAD_FIRST = f"""# Simulation
+[Service]
+ExecStartPre=modprobe drm
+ExecStartPre=insmod {PLACE}
+ExecStartPre=sh -c 'echo 1 > /sys/bus/pci/devices/{{address}}/remove && echo 1 > /sys/bus/pci/rescan'
+"""
 
 
 def load_drivers(host: SimulatedHost) -> None:
@@ -17,6 +25,11 @@ def load_drivers(host: SimulatedHost) -> None:
     host.guest.write(PLACE, simulated_module("drm").read_bytes())
     host.guest.run(["modprobe", "drm"])
     host.guest.run(["insmod", PLACE])
+
+
+def load_before_nvidia(host: SimulatedHost, address: str) -> None:
+    """From the next boot on they come first, and that GPU, Intel's, gets the numbers that NVIDIA's first one had."""
+    host.guest.write(FIRST, LOAD_FIRST.format(address=address).encode())
 
 
 def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 60) -> str:
