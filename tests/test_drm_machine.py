@@ -399,6 +399,8 @@ def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
     settled(machine)
     assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    # Not that there is no drop-in of ours.
+    assert machine.message("RuntimeConfigured").endswith("has CDI enabled, and these GPUs need no more")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
 

@@ -21,7 +21,7 @@ from agent.vendors.machine_protocol import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
-ENABLED = true(CONFIGURED, "ReadBack", "`containerd config dump` has CDI enabled without a drop-in of this agent")
+ENABLED = true(CONFIGURED, "ReadBack", "`containerd config dump` has CDI enabled, and these GPUs need no more")
 
 
 @dataclass(frozen=True, slots=True)
