@@ -6,19 +6,25 @@ from typing import Any
 
 import pytest
 
+from integration.bed import drm_gpus
 from integration.bed.cluster import Cluster, pod
 from integration.bed.control_plane import node_user
 from integration.bed.installation import CONFIGURATION
+from integration.bed.intel_plugin import intel_plugin_image, intel_plugin_version
 from integration.bed.node import MACHINE
 from integration.bed.process import CommandError
+from integration.bed.transfer import send_files
 from integration.bed.versions import host_versions, machine_versions
 from integration.conftest import Bed
 from integration.test_hotplug import PORT, plug, uuid_of, wait_for_gpus
+from integration.test_intel_amd import USER, links, wait_for_specs
 from integration.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
 
 pytestmark = pytest.mark.scenario("002")
 
 NUMBER = len(GPUS)
+INTEL_PLUGIN, INTEL_RESOURCE = "daemonset/intel-gpu-plugin", "gpu.intel.com/i915"
+INTEL_ARCHIVE = "var/lib/unbounded-agent-bed/intel-gpu-plugin.tar"
 PLUGIN_SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 # Two of the three strategies give a pod its devices through CDI, whatever its runtime class. NVIDIA's default names
 # them in a variable, which only NVIDIA's runtime reads.
@@ -238,13 +244,13 @@ def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> 
     wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True" and slices in each["message"])
 
 
-def plugin_process(bed: Bed) -> str:
+def plugin_process(bed: Bed, program: str = "nvidia-device-plugin") -> str:
     """Its process id on the host, or ""."""
-    return bed.run("pgrep", "--full", "nvidia-device-plugin", check=False).stdout.strip()
+    return bed.run("pgrep", "--full", program, check=False).stdout.strip()
 
 
-def kill_plugin(bed: Bed) -> str:
-    process = plugin_process(bed)
+def kill_plugin(bed: Bed, program: str = "nvidia-device-plugin") -> str:
+    process = plugin_process(bed, program)
     bed.run("kill", "-KILL", process)
     return process
 
@@ -300,3 +306,50 @@ def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
     cluster.wait("GPUReady is True again", is_on_node("True"))
     configure(bed, CONFIGURATION)
     cluster.wait("GPUReady is taken back", lambda: not on_node())
+
+
+@pytest.fixture
+def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> Iterator[str]:
+    """PCI address of one more GPU, of Intel's, in the machine, which has the image of Intel's device plugin."""
+    record_property("Intel GPU device plugin", intel_plugin_version())
+    send_files(bed.guest, {INTEL_ARCHIVE: intel_plugin_image()}, f"/var/lib/machines/{MACHINE}")
+    bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{INTEL_ARCHIVE}", timeout=180)
+    drm_gpus.load_drivers(bed.host)
+    try:
+        address = drm_gpus.plug(bed.host, PORT, drm_gpus.INTEL)
+        wait_for_specs(bed, "intel", "nvidia")
+        yield address
+    finally:
+        cluster.kubectl("--namespace=kube-system", "delete", INTEL_PLUGIN, "--ignore-not-found", "--timeout=120s")
+        bed.host.qemu.unplug(PORT)
+        # What the plugin leaves: it writes a specification when a pod gets a GPU, and is gone before it could clean up.
+        bed.node.shell("rm -f /var/run/cdi/intel.cdi.k8s.io-* /var/lib/kubelet/device-plugins/gpu.intel.com-*")
+    wait_for_specs(bed, "nvidia")
+
+
+@pytest.mark.scenario("004")
+def test_intels_device_plugin(cluster: Cluster, bed: Bed, intel: str) -> None:
+    """Beside NVIDIA's: it offers Intel's GPU, and a pod gets this GPU's nodes and no others; then it is killed."""
+    before = bed.conditions()["GPUsAdvertised"]
+    assert (before["status"], INTEL_RESOURCE in before["message"]) == ("True", False), before
+    cluster.apply("intel-gpu-plugin")
+    cluster.wait("Intel's GPU allocatable", lambda: cluster.allocatable(INTEL_RESOURCE) == 1)
+    offered = f"{INTEL_RESOURCE}: 1)"
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True" and offered in each["message"])
+
+    own = links(bed, intel)
+    nodes = bed.node.shell("ls -d /dev/nvidia* /dev/dri/card* /dev/dri/renderD*").stdout.split()
+    assert set(own) < set(nodes)
+    groups = [int(group) for group in bed.node.run("stat", "-c", "%g", *own).stdout.split()]
+    unprivileged = pod("intel", "gpu-probe", *nodes, gpus=1, resource=INTEL_RESOURCE)
+    unprivileged["spec"]["securityContext"] = {"runAsUser": USER, "runAsGroup": USER, "supplementalGroups": groups}
+    found = json.loads(cluster.run(unprivileged))["open"]
+    assert {path for path, result in found.items() if result == "OK"} == set(own)
+    assert {result for path, result in found.items() if path not in own} == {"ENOENT"}
+
+    # For good, as the kubelet would start it again. It leaves its socket behind.
+    kill_plugin(bed, "intel_gpu_device_plugin")
+    cluster.delete_plugin(INTEL_PLUGIN)
+    down = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (down["status"], down["reason"]) == ("False", "DevicePluginDown")
+    assert "gpu.intel.com" in down["message"]

@@ -87,9 +87,9 @@ class Cluster(Lifetime):
         self.kubectl("--namespace=kube-system", "rollout", "restart", PLUGIN)
         self.wait_plugin(gpus)
 
-    def delete_plugin(self) -> None:
-        """Removes the device plugin and waits until its pod has ended."""
-        self.kubectl("--namespace=kube-system", "delete", PLUGIN, "--cascade=foreground", "--timeout=120s")
+    def delete_plugin(self, plugin: str = PLUGIN) -> None:
+        """Removes a device plugin and waits until its pod has ended."""
+        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=120s")
 
     def plugin_log(self) -> str:
         """What the device plugin's present pod has logged."""
@@ -206,7 +206,7 @@ class Cluster(Lifetime):
         )
 
 
-def pod(name: str, *command: str, gpus: int = 0, runtime: str = "") -> dict[str, Any]:
+def pod(name: str, *command: str, gpus: int = 0, resource: str = RESOURCE, runtime: str = "") -> dict[str, Any]:
     """A pod of the local image with one container, which runs `command` once."""
     container: dict[str, Any] = {
         "name": "main",
@@ -215,7 +215,7 @@ def pod(name: str, *command: str, gpus: int = 0, runtime: str = "") -> dict[str,
         "command": list(command),
     }
     if gpus:
-        container["resources"] = {"limits": {RESOURCE: str(gpus)}}
+        container["resources"] = {"limits": {resource: str(gpus)}}
     spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
     if runtime:
         spec["runtimeClassName"] = runtime
