@@ -72,6 +72,21 @@ def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
+def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
+    """Where it cannot be noted what is withdrawn, that is said of its condition alone."""
+    machine.hand(LESS)
+
+    def full(path: str) -> None:
+        if path.endswith("/granted-nvidia.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    machine.before_write = full
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert "No space left on device" in machine.message("DevicesAllowed")
+    assert machine.conditions()["LibrariesLinked"][0] == "True"
+
+
 def test_a_mount_of_what_the_host_removed_is_taken_away(machine: Machine) -> None:
     """A reload of nvidia-drm, with the same grant: the host then binds its new node, on systemd 252 too."""
     machine.mounts.append("/dev/nvidia1")

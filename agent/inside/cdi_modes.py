@@ -15,6 +15,7 @@ from agent.conditions import ConditionType, Status, true
 from agent.errors import AgentError
 from agent.handoff import Handoff, Request, one_line
 from agent.inside import foreign_specs
+from agent.inside.attempts import ERROR_SHOWN
 from agent.inside.devices import live_numbers
 from agent.inside.foreign_specs import Foreign, ForeignSpec
 from agent.inside.notes import Notes, Owned
@@ -31,8 +32,6 @@ LIMIT = 10.0
 unbounded-agent-gpu.service, at which neither nodes would be withdrawn nor anything reported."""
 SHORTEST = 1.0
 """Seconds in which it is worth to start one."""
-ERROR_SHOWN = 200
-"""Characters of a mode's failure in the remark."""
 REMARK_SHOWN = 1500
 """Characters of the remark: what is said of GPUs has to have room in a condition's message too."""
 

@@ -27,6 +27,7 @@ WITHDRAWN = "withdrawn"
 
 OPENED = "Opened"
 WRONG_NODE = "WrongNode"
+NOT_WITHDRAWN = "NotWithdrawn"
 """The reason for which the host binds nodes anew."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
@@ -105,6 +106,17 @@ def withdraw_nodes(
     `newest`: the handoff as it is by now; the host has bound the nodes of a newer one already. None: it cannot be read,
     and nothing is removed. From the host nothing can be: machinectl(1) binds into a machine, and has no opposite.
     """
+    try:
+        return _withdraw_nodes(system, notes, request, newest)
+    # Whatever it is, as a full /run: it must not cost the report.
+    except Exception as error:
+        return (), false(ConditionType.DEVICES_ALLOWED, NOT_WITHDRAWN, f"what is not granted any more: {error}")
+
+
+def _withdraw_nodes(
+    system: System, notes: Notes, request: Request, newest: Handoff | None
+) -> tuple[tuple[str, ...], Condition | None]:
+    """Raises OSError where it cannot be noted."""
     name = f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     by_now = newest.requests if newest else ()
@@ -130,7 +142,7 @@ def withdraw_nodes(
     if not failures:
         return removed, None
     why = f"not granted any more: {'; '.join(failures)}"
-    return removed, false(ConditionType.DEVICES_ALLOWED, "NotWithdrawn", why)
+    return removed, false(ConditionType.DEVICES_ALLOWED, NOT_WITHDRAWN, why)
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:

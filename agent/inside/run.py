@@ -3,9 +3,8 @@
 What is not as it should be in the machine is said by the report's conditions.
 """
 
-import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from agent import __version__
@@ -15,11 +14,11 @@ from agent.handoff import (
     SIZE_LIMIT,
     Handoff,
     Request,
-    one_line,
     parse_handoff,
     render_report,
     with_remark,
 )
+from agent.inside.attempts import Beside, attempt, named
 from agent.inside.devices import (
     GRANTED,
     WITHDRAWN,
@@ -56,8 +55,6 @@ REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
 # nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so that it tells the
 # machine's boots apart, not the host's.
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-ERROR_SHOWN = 200
-"""Characters of an error in a remark."""
 ROUNDS = 5
 """systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
 
@@ -70,23 +67,6 @@ class Outcome:
     devices: tuple[str, ...] = ()
     counts_repairs: bool = True
     """Whether the host half is one that knows of them."""
-
-
-class Beside:
-    """A step in a thread: it and those that go on beside it do little more than wait for programs."""
-
-    def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
-        self._condition = unknown(kind, "NotTried", "")
-        self._thread = threading.Thread(target=self._take, args=(kind, step))
-        self._thread.start()
-
-    def _take(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
-        self._condition = _attempt(kind, step)
-
-    def condition(self) -> Condition:
-        """Once the step is done."""
-        self._thread.join()
-        return self._condition
 
 
 def main(runner: Runner) -> int:
@@ -134,8 +114,19 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
     on_node = _reported_of_node(system, notes)
     conditions = _merged(condition for outcome in outcomes for condition in outcome.conditions)
     if any(request.gpus for request in handoff.requests):
-        conditions = name_outdated(conditions, system, notes, handoff)
-    conditions = _name_left_open(conditions, system, notes, handoff)
+        conditions = named(
+            conditions,
+            ConditionType.CDI_SPEC_CURRENT,
+            "which pods are outdated",
+            lambda: name_outdated(conditions, system, notes, handoff),
+        )
+    if notes.load(WITHDRAWN):
+        conditions = named(
+            conditions,
+            ConditionType.DEVICES_ALLOWED,
+            "who has withdrawn nodes open",
+            lambda: _name_left_open(conditions, system, notes, handoff),
+        )
     return Outcome(
         (*conditions, *((on_node,) if on_node else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
@@ -165,18 +156,11 @@ def _reported_of_node(system: System, notes: Notes) -> Condition | None:
 def _name_left_open(
     conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
 ) -> tuple[Condition, ...]:
-    if not notes.load(WITHDRAWN):
-        return conditions
     # Only after a GPU has gone, as it is rarely needed and looks at every process.
     from agent.inside.left_open import name_left_open
 
     granted = [device for request in handoff.requests for device in request.devices]
-    try:
-        return name_left_open(conditions, system, notes, granted)
-    # Whatever it is: what any process may have written into its /proc must not cost the report.
-    except Exception as error:
-        remark = f"; who has withdrawn nodes open is not known: {one_line(str(error))[:ERROR_SHOWN]}"
-        return with_remark(conditions, ConditionType.DEVICES_ALLOWED, remark)
+    return name_left_open(conditions, system, notes, granted)
 
 
 def report(system: System, generation: str, outcome: Outcome) -> None:
@@ -206,7 +190,7 @@ def _settle_request(
         message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, "UnknownVendor", message),))
     devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
-    linked = _attempt(
+    linked = attempt(
         ConditionType.LIBRARIES_LINKED, lambda: _linked(system, notes, vendor, request, handoff.architecture)
     )
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, "NotTried", ""))
@@ -217,11 +201,11 @@ def _settle_request(
         return published.condition
 
     # The generator may have been started early: what does not depend on it comes before its result.
-    configured = _attempt(
+    configured = attempt(
         ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(system, notes, owned, vendor, request, handoff)
     )
     active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(system, notes, configured))
-    described, of_modes = _attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    described, of_modes = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
     if request.cdi_modes:
         from agent.inside.cdi_modes import publish_modes
 
@@ -231,14 +215,14 @@ def _settle_request(
     removed, withdrawn = withdraw_nodes(system, notes, request, _newest(system))
     if removed and described.status is not Status.TRUE:
         # The generator lists what has a node, also a GPU that goes: only now can it make a spec without that.
-        described = _attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    on_node = _attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
+        described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+    on_node = attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
     if handoff.restart_device_plugin and on_node.reason in RESTART_MENDS:
         # Only where it is asked for and due, as with the condition on the Node.
         from agent.inside.plugin_restart import restart_plugin
 
         needed = on_node
-        on_node = _attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
+        on_node = attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     (described,) = with_remark((described,), described.type, of_modes)
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     names = published.devices
@@ -276,18 +260,6 @@ def _newest(system: System) -> Handoff | None:
         return parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
     except (AgentError, OSError):
         return None
-
-
-def _attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
-    """One failed step never keeps the others from their work."""
-    try:
-        return step()
-    except (AgentError, OSError) as error:
-        return false(kind, "Failed", str(error))
-    # Whatever it is: what a file of somebody else holds, such as a pod, must not cost the report. The condition's
-    # message goes to the journal too.
-    except Exception as error:
-        return false(kind, "Failed", f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
