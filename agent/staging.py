@@ -3,6 +3,7 @@
 import contextlib
 import os
 from collections.abc import Callable
+from typing import BinaryIO
 
 from agent.errors import ApplyError
 from agent.facts import Library, StagedRoot
@@ -50,17 +51,33 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
 
 
 def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> FileIdentity:
-    if file.text:
-        system.write(path, file.text.encode())
-    else:
-        system.copy(file.source, path, 0o755 if file.executable else 0o644, progress)
-    source, copied = system.identity(file.source), system.identity(path)
-    unchanged = (source.size, source.mtime_ns) == (file.size, file.mtime_ns)
-    # A link that took a directory's place since would lead elsewhere: out of a foreign root, for one.
-    unchanged = unchanged and system.real_path(file.source) == file.source
-    if not unchanged or copied.size != (len(file.text.encode()) or file.size):
-        raise ApplyError(f"{file.source}: changed while it was staged", "the next pass looks again")
+    """From the descriptor that was checked, as who can write where the file is may exchange it at any moment."""
+    try:
+        reading = system.open_public(file.source)
+    except OSError as error:
+        raise _changed(file, f": {error.strerror}") from error
+    with reading:
+        _check(file, reading)
+        if file.text:
+            system.write(path, file.text.encode())
+        else:
+            system.copy(reading, path, 0o755 if file.executable else 0o644, progress)
+        _check(file, reading)
+    copied = system.identity(path)
+    if copied.size != (len(file.text.encode()) or file.size):
+        raise _changed(file)
     return copied
+
+
+def _check(file: Library, reading: BinaryIO) -> None:
+    """Raises ApplyError where it is not what was seen."""
+    now = os.fstat(reading.fileno())
+    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise _changed(file)
+
+
+def _changed(file: Library, why: str = "") -> ApplyError:
+    return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass looks again")
 
 
 def _clear(system: System) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from typing import BinaryIO
 
 import pytest
 
@@ -99,9 +100,9 @@ class CrashingHost(Host):
         self._effect()
         super().link(path, target)
 
-    def copy(self, source: str, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
+    def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
         self._effect()
-        super().copy(source, target, mode, progress)
+        super().copy(reading, target, mode, progress)
 
     def rename(self, old: str, new: str) -> None:
         self._effect()

@@ -101,7 +101,8 @@ def test_reading_has_a_limit(system: System) -> None:
 def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
     """A hard link in a bound directory could be written through from a machine."""
     system.write("/source", b"driver" * 1000)
-    system.copy("/source", "/copy", 0o644)
+    with (tmp_path / "source").open("rb") as reading:
+        system.copy(reading, "/copy", 0o644)
     (tmp_path / "copy").write_bytes(b"spoiled")
     assert system.read("/source") == b"driver" * 1000
 

@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from agent.errors import BusError
 from agent.identity import DeviceNumber, FileIdentity
@@ -259,12 +260,12 @@ class System(Rooted):
         os.rename(self._at(old, follow=False), self._at(new, follow=False))
         self.sync_directory(os.path.dirname(new))
 
-    def copy(self, source: str, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
+    def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
         """A copy with data of its own, on disk when this returns; `progress` hears of parts of a large one."""
         # Here, as the machine half copies nothing.
         from agent.system.copying import copy_content
 
-        with open(self._at(source), "rb") as reading, open(self._at(target, follow=False), "xb") as writing:
+        with open(self._at(target, follow=False), "xb") as writing:
             copy_content(reading.fileno(), writing.fileno(), progress)
             os.fchmod(writing.fileno(), mode)
             os.fsync(writing.fileno())

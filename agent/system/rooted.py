@@ -2,7 +2,7 @@
 
 import errno
 import os
-from typing import Self
+from typing import BinaryIO, Self
 
 LINK_LIMIT = 40
 """Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
@@ -29,6 +29,13 @@ class Rooted:
         """Mode with the type of file, and user id; of a link its own. Raises OSError."""
         status = os.lstat(self._at(path, follow=False))
         return status.st_mode, status.st_uid
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        """A file that everybody may read, of which no link is followed: see agent.system.public_files."""
+        # Here, as the machine half opens none.
+        from agent.system.public_files import open_public
+
+        return open_public(self._below_root(real_path))
 
     def _below_root(self, path: str) -> str:
         return path if self.root == "/" else self.root + path

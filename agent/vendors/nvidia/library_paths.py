@@ -70,7 +70,11 @@ def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> 
     if not manifest and VENDORS not in f"/{file.target}":
         return ""
     try:
-        text = system.read(file.source, SIZE_LIMIT).decode()
+        with system.open_public(file.source) as reading:
+            content = reading.read(SIZE_LIMIT + 1)
+        if len(content) > SIZE_LIMIT:
+            return ""
+        text = content.decode()
         if not manifest:
             name = text.strip()
             return f"{there}\n" if (there := in_pods(name)) != name else ""
