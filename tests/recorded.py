@@ -25,6 +25,7 @@ from agent.system.services import (
 )
 
 HOSTS = Path(__file__).parent / "hosts"
+STAFF = 50
 
 
 class ScriptedRunner:
@@ -117,8 +118,13 @@ class Host(System):
         self.pci: Seen[tuple[PciDevice, ...]] = ()
         self.drm: Seen[tuple[DrmDevice, ...]] = ()
         self.failing: dict[str, OSError] = {}
-        self.owners: dict[str, tuple[int, int]] = {}
-        """Permission bits and user id by path; all else is root's and not others' to write, whoever runs the tests."""
+        self.owners: dict[str, tuple[int, int] | tuple[int, int, int]] = {}
+        """Permission bits, user and group id by path; all else is root's and not others' to write.
+
+        Whoever runs the tests. Where no group is given, it is Debian's staff.
+        """
+        self.acls: set[str] = set()
+        """Paths that have an access control list."""
         self._architecture = architecture
         self._nodes: dict[str, DeviceNumber] = {}
         self._tree = tree
@@ -157,13 +163,18 @@ class Host(System):
         self._fail(path)
         return super().real_path(path)
 
-    def owner(self, path: str) -> tuple[int, int]:
+    def owner(self, path: str) -> tuple[int, int, int]:
         self._fail(path)
-        mode, _ = super().owner(path)
-        # Below an inner root too: the path of the whole tree.
-        place = self.root.removeprefix(str(self._tree)) + path
-        permissions, uid = self.owners.get(place.rstrip("/") or "/", (stat.S_IMODE(mode) & ~0o022, 0))
-        return stat.S_IFMT(mode) | permissions, uid
+        mode, *_ = super().owner(path)
+        permissions, uid, *group = self.owners.get(self._in_tree(path), (stat.S_IMODE(mode) & ~0o022, 0))
+        return stat.S_IFMT(mode) | permissions, uid, next(iter(group), STAFF)
+
+    def has_acl(self, path: str) -> bool:
+        return self._in_tree(path) in self.acls
+
+    def _in_tree(self, path: str) -> str:
+        """Below an inner root too: the path of the whole tree."""
+        return f"{self.root.removeprefix(str(self._tree))}{path}".rstrip("/") or "/"
 
     def _fail(self, path: str) -> None:
         """Tests may run as root, whom no permission bits stop."""

@@ -3,6 +3,7 @@
 import errno
 import os
 import stat
+import struct
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
         tree.owners[directory] = (mode, 0)
         why = others_way(tree, "/srv/driver/lib/libcuda.so")
         assert why == f"others than root may write in {directory} (mode {mode:04o})"
+
+
+@pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])
+def test_what_root_s_group_may_write_is_root_s(tree: Host, path: str) -> None:
+    """But where an access control list names others, whom the mode shows as the group."""
+    tree.owners[path] = (0o775, 0, 0)
+    file = "/srv/driver/lib/libcuda.so"
+    assert (others_way(tree, file), files_fault(tree, file, of_root=True)) == ("", "")
+    tree.acls.add(path)
+    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0775)") > 0
+    tree.acls.clear()
+    tree.owners[path] = (0o777, 0, 0)
+    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0777)") > 0
 
 
 def test_links_lead_the_way(tree: Host) -> None:
@@ -95,6 +109,19 @@ def test_modes_and_owners_are_the_file_system_s(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "inner").symlink_to("/")
     system = System(host_runner, str(tmp_path))
-    assert system.owner("/inner/file") == (stat.S_IFREG | 0o640, os.getuid())
+    assert system.owner("/inner/file") == (stat.S_IFREG | 0o640, os.getuid(), (tmp_path / "file").stat().st_gid)
     assert stat.S_ISLNK(system.owner("/link")[0])
     assert files_fault(system, "/file", of_root=False) == "not everybody may read it (mode 0640)"
+
+
+def test_an_access_control_list_is_seen(tmp_path: Path) -> None:
+    """Not simulated: the mode has the list's mask for the group, acl(5)."""
+    (tmp_path / "file").touch(0o640)
+    system = System(host_runner, str(tmp_path))
+    assert not system.has_acl("/file")
+    nobody = 0xFFFFFFFF
+    entries = ((0x01, 6, nobody), (0x02, 6, USER), (0x04, 4, nobody), (0x10, 6, nobody), (0x20, 0, nobody))
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(tmp_path / "file", "system.posix_acl_access", acl)
+    assert system.has_acl("/file")
+    assert stat.S_IMODE(system.owner("/file")[0]) == 0o660

@@ -9,7 +9,8 @@ from agent.system.files import System
 from agent.system.looking import NOT_THERE
 from agent.system.rooted import LINK_LIMIT
 
-OTHERS = stat.S_IWGRP | stat.S_IWOTH
+ROOT = 0
+"""As user and as group."""
 
 
 def others_way(system: System, path: str, *, to_it: bool = False) -> str:
@@ -20,7 +21,7 @@ def others_way(system: System, path: str, *, to_it: bool = False) -> str:
     """
     shared = ""
     try:
-        for here, mode, uid, last in _way(system, path):
+        for here, mode, uid, gid, last in _way(system, path):
             link = stat.S_ISLNK(mode)
             if shared and link:
                 return shared
@@ -30,7 +31,7 @@ def others_way(system: System, path: str, *, to_it: bool = False) -> str:
             if uid and not link:
                 return f"{here} belongs to user {uid}, not to root"
             shared = ""
-            if mode & OTHERS and not link:
+            if not link and _others_write(system, here, mode, gid):
                 shared = f"others than root may write in {here} (mode {stat.S_IMODE(mode):04o})"
                 # In a sticky directory, as /nix/store is, nobody can replace a directory of root's.
                 if last or not mode & stat.S_ISVTX:
@@ -41,12 +42,17 @@ def others_way(system: System, path: str, *, to_it: bool = False) -> str:
     return ""
 
 
-def _way(system: System, path: str) -> Iterator[tuple[str, int, int, bool]]:
-    """Path, mode and user id of each directory and link from / on, and whether it is the last one."""
+def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
+    """Root's own group is root, unless a list names others."""
+    return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and (gid != ROOT or system.has_acl(path)))
+
+
+def _way(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]:
+    """Path, mode, user and group id of each directory and link from / on, and whether it is the last one."""
     here, ahead, links = "/", _parts(path), 0
     while True:
-        mode, uid = system.owner(here)
-        yield here, mode, uid, not ahead
+        mode, uid, gid = system.owner(here)
+        yield here, mode, uid, gid, not ahead
         if stat.S_ISLNK(mode):
             links += 1
             if links > LINK_LIMIT:
@@ -69,7 +75,7 @@ def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
 
     Raises OSError.
     """
-    mode, uid = system.owner(real_path)
+    mode, uid, gid = system.owner(real_path)
     if not real_path.isprintable():
         return "the path has characters that no file of a driver has"
     if not stat.S_ISREG(mode):
@@ -78,6 +84,6 @@ def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
         return f"not everybody may read it (mode {stat.S_IMODE(mode):04o})"
     if of_root and uid:
         return f"it belongs to user {uid}, not to root"
-    if of_root and mode & OTHERS:
+    if of_root and _others_write(system, real_path, mode, gid):
         return f"others than root may write it (mode {stat.S_IMODE(mode):04o})"
     return ""

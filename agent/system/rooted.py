@@ -25,10 +25,20 @@ class Rooted:
         inner.root = root.rstrip("/") or "/"
         return inner
 
-    def owner(self, path: str) -> tuple[int, int]:
-        """Mode with the type of file, and user id; of a link its own. Raises OSError."""
+    def owner(self, path: str) -> tuple[int, int, int]:
+        """Mode with the type of file, user and group id; of a link its own. Raises OSError."""
         status = os.lstat(self._at(path, follow=False))
-        return status.st_mode, status.st_uid
+        return status.st_mode, status.st_uid, status.st_gid
+
+    def has_acl(self, path: str) -> bool:
+        """Whether a list says who else may do what (acl(5)): the group's bits in the mode are its mask then."""
+        try:
+            os.getxattr(self._at(path, follow=False), "system.posix_acl_access", follow_symlinks=False)
+        except OSError as error:
+            if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
+                return False
+            raise
+        return True
 
     def open_public(self, real_path: str) -> BinaryIO:
         """A file that everybody may read, of which no link is followed: see agent.system.public_files."""
