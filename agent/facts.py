@@ -172,6 +172,8 @@ class Driver:
     """Where the host keeps it, in words."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
+    passed_over: tuple[str, ...] = ()
+    """Directories that were not looked into, with why, in words."""
     configured: str = ""
     """The key of the configuration that names the place, if one does."""
     fabric: Seen[str] = Absent("no NVSwitch")

@@ -10,7 +10,7 @@ import pytest
 
 from agent.system.files import System
 from agent.system.host_runner import host_runner
-from agent.system.owners import files_fault, others_way
+from agent.system.owners import Ways, files_fault, others_way
 from tests.recorded import Host
 
 USER = 1000
@@ -28,7 +28,7 @@ def test_a_way_of_root_s(tree: Host) -> None:
     assert others_way(tree, "/srv/none/lib") == "", "what is not there is nobody's"
 
 
-@pytest.mark.parametrize("directory", ["/", "/srv", "/srv/driver", "/srv/driver/lib", "/srv/driver/lib/libcuda.so"])
+@pytest.mark.parametrize("directory", ["/", "/srv", "/srv/driver", "/srv/driver/lib"])
 def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
     tree.owners[directory] = (0o755, USER)
     assert others_way(tree, "/srv/driver/lib/libcuda.so") == f"{directory} belongs to user {USER}, not to root"
@@ -36,6 +36,27 @@ def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
         tree.owners[directory] = (mode, 0)
         why = others_way(tree, "/srv/driver/lib/libcuda.so")
         assert why == f"others than root may write in {directory} (mode {mode:04o})"
+
+
+def test_the_way_ends_before_the_file(tree: Host) -> None:
+    """One bad file does not make its directory bad."""
+    tree.owners["/srv/driver/lib/libcuda.so"] = (0o666, USER)
+    assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
+
+
+def test_ways_keep_what_they_refuse(tree: Host) -> None:
+    tree.make_directory("/home/user")
+    tree.owners["/home/user"] = (0o755, USER)
+    tree.symlink("/srv/driver/lib/libcuda.so.1", "/home/user/libcuda.so.1")
+    ways = Ways(tree)
+    assert ways.permits("/srv/driver/lib")
+    assert not ways.permits("/home/user/lib")
+    assert not ways.permits("/srv/driver/lib", "/srv/driver/lib/libcuda.so.1")
+    why = f"/home/user belongs to user {USER}, not to root"
+    assert {key: tuple(each) for key, each in ways.refused.items()} == {
+        why: ("/home/user/lib", "links in /srv/driver/lib")
+    }
+    assert Ways(tree, judged=False).permits("/home/user")
 
 
 @pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])

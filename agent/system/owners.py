@@ -17,16 +17,19 @@ def others_way(system: System, path: str, *, to_it: bool = False) -> str:
     """What on the way to a path, links followed, is another's than root's, in words; empty where nothing is.
 
     `to_it`: what is at the end of the way may be anybody's that only root can replace.
-    The way ends where there is nothing. Raises OSError where it could not be looked at.
+    The way ends where there is nothing, and before a file, of which `files_fault` tells. Nothing is asked of what is
+    behind another's directory. Raises OSError where it could not be looked at.
     """
     shared = ""
     try:
         for here, mode, uid, gid, last in _way(system, path):
             link = stat.S_ISLNK(mode)
-            if shared and link:
-                return shared
             if to_it and last and not link:
                 return shared if uid else ""
+            if not link and not stat.S_ISDIR(mode):
+                return ""
+            if shared and link:
+                return shared
             # Nobody changes a link but who may write in its directory.
             if uid and not link:
                 return f"{here} belongs to user {uid}, not to root"
@@ -68,6 +71,24 @@ def _way(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]
 
 def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
+
+
+class Ways:
+    """Which ways of one system are root's alone. Keeps what is not."""
+
+    def __init__(self, system: System, *, judged: bool = True) -> None:
+        """Without `judged`, all of them may be gone."""
+        self._system, self._judged = system, judged
+        self.refused: dict[str, dict[str, None]] = {}
+        """Directories, by why not."""
+
+    def permits(self, directory: str, link: str = "") -> bool:
+        """Whether only root may change what is there; with `link`, what that link in it leads to. Raises OSError."""
+        why = others_way(self._system, link or directory) if self._judged else ""
+        if why:
+            whole = not link or others_way(self._system, directory)
+            self.refused.setdefault(why, {})[directory if whole else f"links in {directory}"] = None
+        return not why
 
 
 def files_fault(system: System, real_path: str, *, of_root: bool) -> str:

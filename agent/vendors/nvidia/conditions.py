@@ -124,7 +124,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     if isinstance(driver.files, Absent | Broken | Unseen):
         return false(kind, "LibrariesBroken", f"{driver.files.why}; {REINSTALL}")
     where = f" from {driver.place}" if driver.place else ""
-    parts = [f"{len(driver.files)} files of driver {library}{where}{_others(driver)}"]
+    parts = [f"{len(driver.files)} files of driver {library}{where}{_not_used(driver)}"]
     if driver.not_installed:
         parts.append(f"not installed on this host: {', '.join(driver.not_installed)}")
     if driver.other_version:
@@ -135,6 +135,11 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
 
 
 def _others(driver: Driver) -> str:
+    """Where else a driver is, and where one may be."""
+    return _not_used(driver) + "".join(f"; not looked into: {each}" for each in driver.passed_over)
+
+
+def _not_used(driver: Driver) -> str:
     return f"; not used: {', '.join(driver.other_places)}" if driver.other_places else ""
 
 

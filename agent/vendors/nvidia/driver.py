@@ -36,6 +36,7 @@ def observe_driver(
         other_version=user_space.other_version,
         place=user_space.place,
         other_places=user_space.other_places,
+        passed_over=user_space.passed_over,
         configured=user_space.configured,
         fabric=_fabric(sources, nodes),
         persistence=sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for")),

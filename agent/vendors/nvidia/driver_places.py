@@ -33,6 +33,11 @@ class Place:
         return f"{self.root} ({self.name})" if within else self.name
 
     @property
+    def of_the_loader(self) -> bool:
+        """Whether the host's own loader cache tells what is there."""
+        return self.root == "/" and not self.libraries
+
+    @property
     def watched(self) -> tuple[str, ...]:
         """Directories of the host in which a change tells of another driver."""
         root = "" if self.root == "/" else self.root

@@ -35,8 +35,6 @@ class Found:
     """Names by which libraries are looked for: sonames and development links."""
     directories: dict[str, None] = field(default_factory=dict)
     """Real ones, in the loader's order."""
-    ways: set[str] = field(default_factory=set)
-    """Paths by which they were found, links and all."""
     of_root: bool = True
     """Files that are others' to write are left out."""
 
@@ -95,7 +93,7 @@ def search(
     """Fills `found`, not from directories that are `known`. Raises OSError where looking failed."""
     # libcuda's directory first: it has the complete set.
     entries = sorted(
-        (each for each in cache if each.architecture == found.architecture and _ours(each)),
+        (each for each in cache if each.architecture == found.architecture and is_driver_s(each)),
         key=lambda each: _stem(each.soname) != "libcuda",
     )
     for entry in entries:
@@ -113,7 +111,6 @@ def search(
         if directory in known:
             continue
         found.links.add(entry.soname)
-        found.ways.add(entry.path)
         _add(system, found, real, problems)
         found.directories[directory] = None
     for directory in found.directories:
@@ -122,7 +119,8 @@ def search(
     return found
 
 
-def _ours(entry: CacheEntry) -> bool:
+def is_driver_s(entry: CacheEntry) -> bool:
+    """Whether a loader's cache has it for a library of the driver."""
     # A library for newer processors only would be taken for all of them in the driver root.
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from agent.facts import CacheEntry
 from agent.system.files import System
 from agent.system.looking import NOT_THERE, UNUSABLE
+from agent.system.owners import Ways
 from agent.vendors.nvidia.driver_files import LIBRARY
 
 HEADER = struct.Struct("<4sBB10xHH")
@@ -16,13 +17,16 @@ ARCHITECTURES = {(1, 3): "i686", (2, 62): "x86_64", (2, 183): "aarch64"}
 """By class and machine: EM_386, EM_X86_64 (of class 1 that is x32), EM_AARCH64."""
 
 
-def list_libraries(system: System, directories: Iterable[str], native: str) -> tuple[CacheEntry, ...]:
-    """NVIDIA's libraries as a loader cache would list them. Raises OSError where looking failed."""
+def list_libraries(system: System, directories: Iterable[str], native: str, ways: Ways) -> tuple[CacheEntry, ...]:
+    """NVIDIA's libraries as a loader cache would list them. Raises OSError where looking failed.
+
+    Directories that `ways` does not permit are never listed: who owns one may put a million names into it.
+    """
     found = []
-    for directory in dict.fromkeys(directories):
+    for directory in filter(ways.permits, dict.fromkeys(directories)):
         for name in _names(system, directory):
-            if LIBRARY.fullmatch(name):
-                path = f"{directory}/{name}"
+            path = f"{directory}/{name}"
+            if LIBRARY.fullmatch(name) and ways.permits(directory, path):
                 found.append(CacheEntry(name, _architecture(system, path, native), path))
     return tuple(found)
 

@@ -1,13 +1,14 @@
 """The driver's user space: in which of a host's places it is, and its files. Exactly one place is used."""
 
+import posixpath
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
+from agent.facts import Absent, CacheEntry, Library, Seen, Unseen
 from agent.system.deadlines import ask_device
 from agent.system.files import System
 from agent.system.looking import why_not
-from agent.system.owners import others_way
+from agent.system.owners import Ways
 from agent.vendors.nvidia import libraries
 from agent.vendors.nvidia.companions import Surroundings, observe_companions
 from agent.vendors.nvidia.driver_places import PLACES, Place, configured_place
@@ -32,8 +33,9 @@ class UserSpace:
     """As Companions has both."""
     place: str = ""
     other_places: tuple[str, ...] = ()
+    passed_over: tuple[str, ...] = ()
     configured: str = ""
-    """As Driver has the three."""
+    """As Driver has the four."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +50,13 @@ class _Candidate:
     """The same, on the host: its real path, or empty for the host's own."""
     found: tuple[Found, ...] = ()
     problems: tuple[str, ...] = ()
-    refused: str = ""
-    """Why nothing of it may be used, whatever it holds."""
-
-    @property
-    def told(self) -> str:
-        """What is not used of it, in words; empty where it holds no driver."""
-        holds = f"driver {self.version}" if isinstance(self.version, str) else ""
-        if self.refused and isinstance(self.version, Broken):
-            # Its own files were left out for their owner.
-            holds = "what is"
-        return f"{holds} in {self.place}{f', as {self.refused}' if self.refused else ''}" if holds else ""
+    passed_over: tuple[str, ...] = ()
+    """Directories of it that were not looked into, with why, in words."""
 
     @property
     def directories(self) -> frozenset[str]:
         """Of a whole driver's libraries, in the host's own root: no other place has another driver there."""
-        if self.root or self.refused or not isinstance(self.version, str):
+        if self.root or not isinstance(self.version, str):
             return frozenset()
         return frozenset(directory for each in self.found for directory in each.directories)
 
@@ -81,8 +74,14 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         known = frozenset[str]().union(*(each.directories for each in candidates))
         candidates.append(_look(sources, place, module, known))
     chosen = _choose(candidates, module)
-    others = (each.told for each in candidates if each is not chosen)
-    return replace(_assemble(sources, chosen), other_places=tuple(filter(None, others)))
+    others = [each for each in candidates if each is not chosen]
+    return replace(
+        _assemble(sources, chosen),
+        other_places=tuple(
+            f"driver {each.version} in {each.place}" for each in others if isinstance(each.version, str)
+        ),
+        passed_over=tuple(told for each in candidates for told in each.passed_over),
+    )
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
@@ -92,8 +91,6 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """
     there = []
     for each in candidates:
-        if each.refused:
-            continue
         if isinstance(each.version, Unseen):
             return each
         if isinstance(each.version, str) and each.version == (module or each.version):
@@ -105,45 +102,30 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
 
 def _look(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
     """Not in directories of the host's own root that are `known`."""
-    if place.root == "/" and not place.libraries:
+    if place.of_the_loader:
         return _search(sources, place, module, known)
     try:
         # In bounded time: /home and /opt may be file systems of a network, on hosts that have no driver there.
-        found = ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
+        return ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
     except OSError as error:
-        found = _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
-    if place.configured or isinstance(found.version, Absent):
-        return found
-    try:
-        why = ask_device(f"the owners of the driver's place {place}", lambda: _others_way(sources, found), LOOK)
-    except OSError as error:
-        return _Candidate(place, Unseen(why_not(error.filename or str(place), error).why), sources.system)
-    return replace(found, refused=why) if why else found
-
-
-def _others_way(sources: Sources, candidate: _Candidate) -> str:
-    """What of the way to a place's libraries somebody but root may change; who may, decides what all pods load.
-
-    Of one that could not be looked at: of all its directories, so that its owner cannot hide those behind it.
-    """
-    if of_root := others_way(sources.system, candidate.place.root):
-        return of_root
-    ways = sorted(way for each in candidate.found for way in each.ways) or candidate.place.libraries
-    told = (others_way(candidate.system, way) for way in ways)
-    why = next(filter(None, told), "")
-    return f"{candidate.root}: {why}" if why and candidate.root else why
+        return _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
 
 
 def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
     system, root = sources.system, ""
+    ways = Ways(system, judged=_judged(place))
     if place.root != "/":
         try:
+            if not ways.permits(place.root):
+                none = Absent(f"{place.root} is not root's alone")
+                return _Candidate(place, none, system, passed_over=_passed_over(place, ways))
             system, root = system.below(place.root), system.real_path(place.root).rstrip("/")
         except OSError as error:
             return _Candidate(place, why_not(place.root, error), sources.system)
+        ways = Ways(system, judged=_judged(place))
     problems: list[str] = []
     try:
-        entries = _entries(sources, place, system)
+        entries = _entries(sources, place, system, ways)
         if not isinstance(entries, tuple):
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
@@ -156,14 +138,29 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
         unseen = Unseen(why_not(error.filename or str(place), error).why)
         return _Candidate(place, unseen, system, root)
     told = tuple(f"{root}: {each}" if root else each for each in problems)
-    return _Candidate(place, libraries.choose(found[0], module), system, root, found, told)
+    version = libraries.choose(found[0], module)
+    return _Candidate(place, version, system, root, found, told, _passed_over(place, ways, root))
 
 
-def _entries(sources: Sources, place: Place, system: System) -> Seen[tuple[CacheEntry, ...]]:
-    """Raises OSError."""
-    if not place.libraries:
-        return sources.loader_cache(place.root)
-    return list_libraries(system, place.libraries, sources.architecture)
+def _judged(place: Place) -> bool:
+    """The host's own loader cache is root's, and for a place that was configured an administrator answers."""
+    return not (place.configured or place.of_the_loader)
+
+
+def _passed_over(place: Place, ways: Ways, root: str = "") -> tuple[str, ...]:
+    where = f"{root}: " if root else ""
+    return tuple(f"{where}{', '.join(each)} ({place.name}), as {where}{why}" for why, each in ways.refused.items())
+
+
+def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen[tuple[CacheEntry, ...]]:
+    """Those whose way is root's alone: who may change it, decides what all pods load. Raises OSError."""
+    if place.libraries:
+        return list_libraries(system, place.libraries, sources.architecture, ways)
+    listed = sources.loader_cache(place.root)
+    if not isinstance(listed, tuple):
+        return listed
+    ours = (each for each in listed if libraries.is_driver_s(each))
+    return tuple(each for each in ours if ways.permits(posixpath.dirname(each.path), each.path))
 
 
 def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
@@ -175,13 +172,23 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
         files = [file for each in candidate.found for file in libraries.libraries(system, each, version)]
         directories = libraries.own_directories(candidate.found[0], version)
         triplet = TRIPLETS[sources.architecture]
-        beside = observe_companions(system, version, triplet, directories, Surroundings(place, root, sources.system))
+        ways = Ways(system, judged=_judged(place))
+        trusted = replace(
+            place,
+            binaries=tuple(filter(ways.permits, place.binaries)),
+            data=tuple(filter(ways.permits, place.data)),
+        )
+        beside = observe_companions(system, version, triplet, directories, Surroundings(trusted, root, sources.system))
         companions, astray = with_paths_of_pods(system, beside.files, files)
     except OSError as error:
         unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
         return UserSpace(unseen, unseen, candidate.problems, place=str(place))
     of_files = (*beside.problems, *astray)
-    problems = (*candidate.problems, *(f"{root}: {each}" if root else each for each in of_files))
+    problems = (
+        *candidate.problems,
+        *(f"{root}: {each}" if root else each for each in of_files),
+        *(f"not looked into: {each}" for each in (*candidate.passed_over, *_passed_over(place, ways, root))),
+    )
     all_files = (*files, *companions)
     on_host = tuple(replace(each, source=f"{root}{each.source}") if each.source else each for each in all_files)
     return UserSpace(version, on_host, problems, beside.not_installed, beside.other_version, str(place))
