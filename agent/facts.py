@@ -170,6 +170,10 @@ class Driver:
     """Paths of files that were left out, as they are of another version."""
     place: str = ""
     """Where the host keeps it, in words."""
+    place_name: str = ""
+    """The same in short: it stays when a new version goes to another directory of that place."""
+    refused_places: tuple[str, ...] = ()
+    """Names of places that hold no whole driver but for what is passed over."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
     passed_over: tuple[str, ...] = ()
@@ -210,6 +214,8 @@ class StagedRoot:
     vendor: str
     version: str
     files: tuple[Library, ...]
+    place: str = field(default="", compare=False)
+    """Name of the place that the host had them in; empty where that was not recorded."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
-"""What was staged into a driver root, `MANIFESTS/<index>.json`, and which ones a machine was handed."""
+"""What was staged into a driver root (`MANIFESTS/<index>.json`), from where, and which ones a machine was handed."""
 
+import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -70,6 +71,12 @@ class _Manifest(_Model):
     staged: dict[str, _Identity]
 
 
+class _Origin(_Model):
+    version: Literal[1]
+    place: Annotated[str, Field(min_length=1)]
+    manifest: str
+
+
 class _Handed(_Model):
     version: Literal[1]
     indices: list[Annotated[int, Field(ge=0)]]
@@ -101,6 +108,24 @@ def parse_manifest(path: str, data: bytes) -> tuple[StagedRoot, dict[str, Staged
     if missing:
         raise DocumentError(f"{path}: staged: {min(missing)} is not in both files and staged", "it is staged anew")
     return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files), identities
+
+
+def render_origin(place: str, manifest: bytes) -> bytes:
+    """Where the host had what a driver root holds: beside the manifest, in which releases before refuse new keys.
+
+    With the manifest's SHA-256: such a release removes a root without this record, and gives its index to another one.
+    """
+    document = {"version": VERSION, "place": place, "manifest": hashlib.sha256(manifest).hexdigest()}
+    return json.dumps(document).encode() + b"\n"
+
+
+def parse_origin(path: str, data: bytes, manifest: bytes) -> str:
+    """The place's name, empty where it is of another manifest. Raises DocumentError, which names the key."""
+    try:
+        origin = _Origin.model_validate_json(data)
+    except ValidationError as error:
+        raise DocumentError(f"{path}: {_first(error)}", "where that driver root came from is not known") from error
+    return origin.place if origin.manifest == hashlib.sha256(manifest).hexdigest() else ""
 
 
 def _first(error: ValidationError) -> str:

@@ -11,7 +11,7 @@ STAGING = f"{STATE}/staging"
 REMOVED = f"{STATE}/removed"
 """Driver roots on their way out: first renamed to where no machine sees them, then removed."""
 MANIFESTS = f"{STATE}/driver-roots"
-"""`<index>.json`, what was staged; outside of what machines see, so that none can spoil it."""
+"""`<index>.json`, what was staged; outside of what machines see, so that none can spoil it. See `origin_file`."""
 OWNED = f"{STATE}/owned.json"
 MACHINES_STATE = f"{STATE}/machines"
 
@@ -55,6 +55,11 @@ LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
 """In the machine, on disk: the name of the Node object that has a condition of ours."""
+
+
+def origin_file(index: int) -> str:
+    """Beside a driver root's manifest: where the host had what it holds."""
+    return f"{MANIFESTS}/{index}.origin.json"
 
 
 def spec_file(vendor: str) -> str:

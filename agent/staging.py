@@ -8,8 +8,8 @@ from typing import BinaryIO
 from agent.errors import ApplyError
 from agent.facts import Library, StagedRoot
 from agent.identity import FileIdentity
-from agent.manifest import render_manifest
-from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING
+from agent.manifest import render_manifest, render_origin
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, origin_file
 from agent.system.files import System
 
 MARGIN = 64 << 20
@@ -46,7 +46,10 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
             progress()
     for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
         system.sync_directory(directory)
-    system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root, identities))
+    manifest = render_manifest(root, identities)
+    if root.place:
+        system.write(origin_file(root.index), render_origin(root.place, manifest))
+    system.write(f"{MANIFESTS}/{root.index}.json", manifest)
     system.rename(partial, f"{HOST_NVIDIA}/{root.index}")
 
 
@@ -97,6 +100,7 @@ def remove_root(index: int, system: System) -> None:
     clear((removed,), system)
     with contextlib.suppress(FileNotFoundError):
         system.rename(f"{HOST_NVIDIA}/{index}", removed)
+    system.remove(origin_file(index))
     # After the root: a root without a manifest would be found only by guessing its index.
     system.remove(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)

@@ -29,6 +29,7 @@ from agent.vendors.nvidia.driver_places import HOST_CACHE
 from tests.example import FILES, VERSION, facts, nvidia
 from tests.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
 from tests.recorded import HOSTS, Host, ScriptedRunner
+from tests.test_driver_places import bare, put
 from tests.test_prepare import MOUNT
 
 CONFIG = Config(machines={MACHINE: MachineSettings()})
@@ -139,7 +140,7 @@ def test_a_root_that_was_handed_stays_until_the_machine_is_started_anew(host: Ho
     start_machine(host)
     assert handed(host) == (1,)
     assert not host.exists(f"{HOST_NVIDIA}/0")
-    assert host.entries(MANIFESTS) == ("1.json",)
+    assert host.entries(MANIFESTS) == ("1.json", "1.origin.json")
     assert host.entries(REMOVED) == ()
 
 
@@ -152,7 +153,7 @@ def test_an_upgrade_that_was_taken_back_leaves_nothing(host: Host) -> None:
     upgrade(host, old=NEWER, new=VERSION)
     outcome = reconciler(host).reconcile()
     assert outcome.actions == (f"remove driver root 1 (nvidia driver {NEWER}), which nothing uses",)
-    assert host.entries(MANIFESTS) == ("0.json",)
+    assert host.entries(MANIFESTS) == ("0.json", "0.origin.json")
     assert not host.exists(f"{HOST_NVIDIA}/1")
 
 
@@ -198,6 +199,31 @@ def test_a_link_that_a_machine_put_in_a_root_s_place_is_not_followed(host: Host)
     reconciler(host).reconcile()
     assert host.read("/srv/precious") == b"stays"
     assert not host.exists(f"{HOST_NVIDIA}/0")
+
+
+def test_a_driver_that_is_built_anew_in_the_same_place_is_taken(host: Host) -> None:
+    """NixOS has each build in a directory of its own, also of one version."""
+    bare(host)
+    put(host, "/nix/store/aaa/lib", VERSION)
+    host.symlink("/run/opengl-driver", "/nix/store/aaa")
+    start_machine(host)
+    assert driver_root(host) == "/run/host-nvidia/0"
+    put(host, "/nix/store/bbb/lib", VERSION)
+    put(host, "/nix/store/bbb/lib", VERSION, "libnvidia-tls")
+    host.remove_file("/run/opengl-driver")
+    host.symlink("/run/opengl-driver", "/nix/store/bbb")
+    assert reconciler(host).reconcile().failures == ()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    # The same version somewhere else while that place has another one: what the machine has stays.
+    put(host, "/opt/nvidia/lib64", VERSION)
+    put(host, "/nix/store/ccc/lib", NEWER)
+    host.remove_file("/run/opengl-driver")
+    host.symlink("/run/opengl-driver", "/nix/store/ccc")
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    host.owners["/nix"] = (0o755, 1000)
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/2"
 
 
 # ---- by facts
@@ -250,33 +276,59 @@ def of_version(version: str, directory: str) -> tuple[Library, ...]:
     return (Library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
 
 
+def serving(kept: StagedRoot, directory: str, **driver: str | tuple[str, ...]) -> tuple[StagedRoot, ...]:
+    """What a machine has that was handed `kept`, when the host has the same version, and more files, in `directory`."""
+    files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
+    vendor = nvidia()
+    assert vendor.driver is not None
+    of_host = replace(vendor.driver, files=files, **driver)  # type: ignore[arg-type]
+    found = replace(with_handoff(seen(kept), kept), vendors=(replace(vendor, driver=of_host),))
+    goal = plan(CONFIG, found).goal
+    assert goal.waiting_roots == ()
+    new = StagedRoot(1, "nvidia", VERSION, files)
+    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (replace(new, index=1),), "it is spoiled"
+    assert goal.driver_roots in ((kept,), (new,))
+    return goal.driver_roots
+
+
 @pytest.mark.parametrize(
     ("place", "directory", "configured", "stays"),
     [
-        ("/opt/nvidia/lib64 (/opt/nvidia)", "/opt/nvidia/lib64", "", True),
-        ("/opt/nvidia/lib64 (driver.library_directories)", "/opt/nvidia/lib64", "driver.library_directories", False),
-        ("/usr/lib64 (a runfile's)", "/usr/lib64", "", False),
+        ("/opt/nvidia", "/opt/nvidia/lib64", "", True),
+        ("driver.library_directories", "/opt/nvidia/lib64", "driver.library_directories", False),
+        ("a runfile's", "/usr/lib64", "", False),
         (HOST_CACHE, "/usr/lib", "", False),
     ],
 )
 def test_a_machine_does_not_change_to_the_same_version_of_another_place(
     place: str, directory: str, configured: str, stays: bool
 ) -> None:
-    """As when the packages' driver is upgraded while the module is loaded: what else has that version is not taken."""
+    """As when the packages' driver is upgraded while the module is loaded: what else has that version is not taken.
+
+    Staged by a release that did not record the place.
+    """
     kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
-    files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
-    vendor = nvidia()
-    assert vendor.driver is not None
-    driver = replace(vendor.driver, files=files, place=place, configured=configured)
-    found = with_handoff(seen(kept), kept)
-    found = replace(found, vendors=(replace(vendor, driver=driver),))
-    goal = plan(CONFIG, found).goal
-    assert goal.driver_roots == (kept if stays else StagedRoot(1, "nvidia", VERSION, files),)
-    assert goal.waiting_roots == ()
-    alone = replace(found, staged=(), next_driver_root_index=1)
-    assert plan(CONFIG, alone).goal.driver_roots == (StagedRoot(1, "nvidia", VERSION, files),), (
-        "the kept one is spoiled"
-    )
+    assert (serving(kept, directory, place_name=place, configured=configured) == (kept,)) == stays
+
+
+@pytest.mark.parametrize(
+    ("kept_in", "place", "refused", "stays"),
+    [
+        (HOST_CACHE, "/opt/nvidia", (), True),
+        ("Talos", "/opt/nvidia", ("Container-Optimized OS",), True),
+        ("NixOS", "NixOS", (), False),
+        ("Container-Optimized OS", "/opt/nvidia", ("Container-Optimized OS",), False),
+        ("driver.root", "/opt/nvidia", (), False),
+        ("a later release's", "/opt/nvidia", (), False),
+    ],
+)
+def test_what_came_into_the_same_place_is_taken_and_what_is_not_trusted_is_left(
+    kept_in: str, place: str, refused: tuple[str, ...], stays: bool
+) -> None:
+    """A configured place that is another one, or none, by now is not trusted either."""
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/nix/store/aaa"), place=kept_in)
+    found = serving(kept, "/nix/store/bbb", place_name=place, refused_places=refused)
+    assert (found == (kept,)) == stays
 
 
 def test_on_a_host_that_booted_without_the_module_the_newest_is_taken() -> None:

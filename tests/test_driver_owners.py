@@ -43,6 +43,7 @@ def test_a_place_that_a_user_can_write_is_passed_over_and_named(user_s: Host) ->
     assert isinstance(found.files, Absent)
     why = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS), as /home/kubernetes belongs to user 1000, not to root"
     assert (found.other_places, found.passed_over) == ((), (why,))
+    assert found.refused_places == ("Container-Optimized OS",)
     told = condition(user_s)
     assert (told.reason, told.message.endswith(f"; not looked into: {why}")) == ("NotInstalled", True)
     put(user_s, "/opt/nvidia/lib64")
@@ -110,6 +111,7 @@ def test_one_bad_directory_does_not_refuse_a_whole_place(host: Host, driver: str
     found = user_space(host, VERSION)
     assert found.version == VERSION
     assert {posixpath.dirname(each.source) for each in by_target(found).values() if not each.link} == {driver}
+    assert found.refused_places == ()
     (told,) = found.problems
     assert told.startswith(f"not looked into: {other} (")
     assert told.endswith(f"others than root may write in {other} (mode 2775)")

@@ -1,7 +1,8 @@
-"""What somebody does while a driver root is staged, who can write where the driver is taken from."""
+"""Staging a driver root: what somebody does meanwhile who can write where it is taken from, and what is recorded."""
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from agent.errors import ApplyError
 from agent.facts import Library, StagedRoot
 from agent.identity import FileIdentity
-from agent.paths import HOST_NVIDIA, STAGING
-from agent.staging import stage
+from agent.observe.staged import observe_staged
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, origin_file
+from agent.staging import remove_root, stage
 from agent.system.files import System
 from agent.system.host_runner import host_runner
 from tests.recorded import Host
@@ -108,3 +110,51 @@ def test_what_is_opened_is_a_plain_file_for_everybody(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         system.open_public("/real/none")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- where it came from
+
+
+@pytest.fixture
+def staged(host: Host) -> Host:
+    host.file(SOURCE, "library")
+    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    stage(StagedRoot(0, "nvidia", VERSION, (library,), place="NixOS"), host)
+    return host
+
+
+def test_the_place_is_recorded_beside_the_manifest(staged: Host) -> None:
+    """Which is as releases before have it: they refuse what they do not know."""
+    (root,) = observe_staged(staged).roots
+    assert root.place == "NixOS"
+    assert "NixOS" not in staged.read_text(f"{MANIFESTS}/0.json")
+    assert replace(root, place="") == root, "what it is does not depend on it"
+    staged.remove(origin_file(0))
+    assert [each.place for each in observe_staged(staged).roots] == [""]
+    assert observe_staged(staged).problems == ()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": 2, "place": "NixOS", "manifest": ""}', b"\xff", "[" * 9999])
+def test_a_record_that_cannot_be_used_costs_no_driver_root(staged: Host, content: str | bytes) -> None:
+    staged.file(origin_file(0), content)
+    found = observe_staged(staged)
+    assert ([each.place for each in found.roots], found.spoiled) == ([""], ())
+    assert [each.startswith(origin_file(0)) for each in found.problems] == [True]
+
+
+def test_a_record_that_another_release_left_behind_is_not_believed(staged: Host) -> None:
+    """It removed driver root 0 and staged another one as 0, and knows of no record."""
+    old = staged.read(origin_file(0))
+    for path in (f"{MANIFESTS}/0.json", origin_file(0), f"{HOST_NVIDIA}/0"):
+        staged.remove_tree(path)
+    library = Library("libother.so", SOURCE, size=7, mtime_ns=staged.identity(SOURCE).mtime_ns)
+    stage(StagedRoot(0, "nvidia", VERSION, (library,)), staged)
+    assert not staged.exists(origin_file(0)), "nothing to record"
+    staged.write(origin_file(0), old)
+    assert [each.place for each in observe_staged(staged).roots] == [""]
+
+
+def test_the_record_goes_with_its_driver_root(staged: Host) -> None:
+    staged.command("rm", "--recursive", "--force", "--one-file-system", "--", f"{REMOVED}/0")
+    remove_root(0, staged)
+    assert staged.entries(MANIFESTS) == ()

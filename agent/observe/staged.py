@@ -1,12 +1,12 @@
 """Driver roots of ours on disk: only those that are whole and unchanged since they were published count."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agent.errors import DocumentError
 from agent.facts import Absent, Broken, StagedRoot, Unseen
-from agent.manifest import StagedIdentity, parse_manifest, staged_identity
-from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING
+from agent.manifest import StagedIdentity, parse_manifest, parse_origin, staged_identity
+from agent.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, origin_file
 from agent.system.files import System
 from agent.system.looking import why_not
 
@@ -32,12 +32,14 @@ class Staged:
 
 def observe_staged(system: System) -> Staged:
     """Every manifest, checked against the copies. A broken root is a problem, never an exception."""
-    roots, problems, spoiled, unseen = [], [], [], []
+    problems: list[str] = []
+    roots, spoiled, unseen = [], [], []
     manifests, trouble = _names(system, MANIFESTS)
     manifests = tuple(name for name in manifests if INDEX.fullmatch(name))
     for name in manifests:
         try:
-            roots.append(_root(system, name))
+            root, manifest = _root(system, name)
+            roots.append(replace(root, place=_place(system, root.index, manifest, problems)))
         except DocumentError as error:
             problems.append(str(error))
             spoiled.append(_index(name))
@@ -83,10 +85,25 @@ def _names(system: System, directory: str) -> tuple[tuple[str, ...], tuple[str, 
         return (), (f"{directory}: {error.strerror}",)
 
 
-def _root(system: System, name: str) -> StagedRoot:
-    """Raises DocumentError for a manifest or a root that cannot be used, OSError where looking failed."""
+def _place(system: System, index: int, manifest: bytes, problems: list[str]) -> str:
+    """Empty where none is recorded; a record that cannot be used is a problem and costs nothing else."""
+    path = origin_file(index)
+    try:
+        return parse_origin(path, system.read(path), manifest)
+    except FileNotFoundError:
+        return ""
+    except DocumentError as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(why_not(path, error).why)
+    return ""
+
+
+def _root(system: System, name: str) -> tuple[StagedRoot, bytes]:
+    """With the manifest's text. Raises DocumentError for what cannot be used, OSError where looking failed."""
     path = f"{MANIFESTS}/{name}"
-    root, identities = parse_manifest(path, system.read(path))
+    manifest = system.read(path)
+    root, identities = parse_manifest(path, manifest)
     if name != f"{root.index}.json":
         raise DocumentError(f"{path}: index {root.index} does not fit the file's name", "it is staged anew")
     for file in root.files:
@@ -94,7 +111,7 @@ def _root(system: System, name: str) -> StagedRoot:
         changed = system.read_link(place) != file.link if file.link else _now(system, place) != identities[file.target]
         if changed:
             raise DocumentError(f"{place}: missing or changed since it was published", "it is staged anew")
-    return root
+    return root, manifest
 
 
 def _now(system: System, place: str) -> StagedIdentity | Absent:

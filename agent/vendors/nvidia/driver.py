@@ -35,6 +35,8 @@ def observe_driver(
         not_installed=user_space.not_installed,
         other_version=user_space.other_version,
         place=user_space.place,
+        place_name=user_space.place_name,
+        refused_places=user_space.refused_places,
         other_places=user_space.other_places,
         passed_over=user_space.passed_over,
         configured=user_space.configured,

@@ -7,7 +7,7 @@ from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFac
 from agent.goal import DriverRoots, Grant
 from agent.handoff import Variable
 from agent.identity import DeviceKind
-from agent.vendors.nvidia.driver_places import HOST_CACHE
+from agent.vendors.nvidia.driver_places import HOST_CACHE, PLACES
 from agent.vendors.nvidia.sockets import DIRECTORIES
 
 KERNEL_DRIVER = "nvidia"
@@ -78,10 +78,16 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 def _stays(kept: StagedRoot, new: StagedRoot, driver: Driver) -> bool:
     """Whether a root of the module's version goes on to serve, as the host has that version in another place only.
 
-    Such as while the packages' driver is upgraded already: a machine does not change to what else is found then.
+    Such as while the packages' driver is upgraded already: a machine does not change to what else is found then. But to
+    what came into the same place, and away from a place that is not trusted any more.
     """
-    found_elsewhere = not driver.configured and driver.place not in ("", HOST_CACHE)
-    return kept.version == new.version and found_elsewhere and _directories(kept).isdisjoint(_directories(new))
+    if kept.version != new.version or driver.configured or driver.place_name in ("", HOST_CACHE):
+        return False
+    if not kept.place:
+        # Staged by a release that recorded no place.
+        return _directories(kept).isdisjoint(_directories(new))
+    trusted = {place.name for place in PLACES}.difference(driver.refused_places)
+    return kept.place in trusted and kept.place != driver.place_name
 
 
 def _directories(root: StagedRoot) -> set[str]:
@@ -99,7 +105,7 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
     if isinstance(driver.files, tuple) and isinstance(driver.library_version, str):
         files, version = tuple(sorted(driver.files)), driver.library_version
         same = [root for root in ours if root.version == version and root.files == files]
-        new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files)
+        new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files, driver.place_name)
     serving: StagedRoot | None
     if new and driver.module_version == new.version:
         if stays := next((root for root in kept if _stays(root, new, driver)), None):

@@ -32,10 +32,12 @@ class UserSpace:
     other_version: tuple[str, ...] = ()
     """As Companions has both."""
     place: str = ""
+    place_name: str = ""
+    refused_places: tuple[str, ...] = ()
     other_places: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     configured: str = ""
-    """As Driver has the four."""
+    """As Driver has the six."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,8 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         return UserSpace(none, none)
     place = configured_place(sources.driver)
     if place is not None:
-        return replace(_assemble(sources, _look(sources, place, module)), configured=place.name)
+        assembled = _assemble(sources, _look(sources, place, module))
+        return replace(assembled, place_name=place.name, configured=place.name)
     candidates: list[_Candidate] = []
     for place in PLACES:
         known = frozenset[str]().union(*(each.directories for each in candidates))
@@ -77,6 +80,10 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
     others = [each for each in candidates if each is not chosen]
     return replace(
         _assemble(sources, chosen),
+        place_name=chosen.place.name,
+        refused_places=tuple(
+            each.place.name for each in candidates if each.passed_over and not isinstance(each.version, str)
+        ),
         other_places=tuple(
             f"driver {each.version} in {each.place}" for each in others if isinstance(each.version, str)
         ),
