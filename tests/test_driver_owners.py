@@ -226,3 +226,22 @@ def test_companions_and_libraries_beside_the_loader_cache_s(host: Host) -> None:
         "/usr/local/share/vulkan/icd.d/nvidia_icd.json",
         "/usr/local/bin/nvidia-smi",
     ]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_vdpau_s_directory_beside_the_loader_cache_s(host: Host, link: bool) -> None:
+    """No entry leads there: it is not listed where it is another's, but for a place that was configured."""
+    put(host, "/usr/lib64")
+    host.loader_cache(cache_of(*(f"/usr/lib64/{name}.so.1" for name in MAIN)))
+    there = "/home/user/vdpau" if link else "/usr/lib64/vdpau"
+    put(host, there, VERSION, "libvdpau_nvidia")
+    if link:
+        host.symlink("/usr/lib64/vdpau", there)
+    target = f"{X86}/vdpau/libvdpau_nvidia.so.{VERSION}"
+    assert target in by_target(user_space(host, VERSION))
+    other_s = "/home/user" if link else there
+    host.owners[other_s] = (0o755, 1000)
+    found = user_space(host, VERSION)
+    assert target not in by_target(found)
+    assert found.problems == (f"/usr/lib64/vdpau: left out, as {other_s} belongs to user 1000, not to root",)
+    assert target in by_target(user_space(host, VERSION, library_directories=["/usr/lib64"]))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from agent.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
 from agent.system.looking import why_not
-from agent.system.owners import files_fault
+from agent.system.owners import files_fault, others_way
 from agent.vendors.nvidia.companions import library
 from agent.vendors.nvidia.driver_files import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY
 
@@ -114,8 +114,8 @@ def search(
         _add(system, found, real, problems)
         found.directories[directory] = None
     for directory in found.directories:
-        for place in (directory, f"{directory}/vdpau"):
-            _scan(system, found, place, problems)
+        _scan(system, found, directory, problems)
+        _scan_vdpau(system, found, f"{directory}/vdpau", problems)
     return found
 
 
@@ -143,13 +143,28 @@ def _scan(system: System, found: Found, directory: str, problems: list[str]) -> 
             found.links.add(name)
 
 
+def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str]) -> None:
+    """The same for one that nothing led to."""
+    if not system.exists(directory):
+        return
+    if found.of_root and (why := others_way(system, directory)):
+        _tell(problems, f"{directory}: left out, as {why}")
+        return
+    _scan(system, found, directory, problems)
+
+
+def _tell(problems: list[str], problem: str) -> None:
+    """Once for all architectures."""
+    if problem not in problems:
+        problems.append(problem)
+
+
 def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
     name = os.path.basename(real)
     if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
         return
     if fault := files_fault(system, real, of_root=found.of_root):
-        if (told := f"{real}: left out, as {fault}") not in problems:
-            problems.append(told)
+        _tell(problems, f"{real}: left out, as {fault}")
         return
     found.files.setdefault(name, []).append(real)
 
