@@ -93,7 +93,7 @@ def search(
     """Fills `found`, not from directories that are `known`. Raises OSError where looking failed."""
     # libcuda's directory first: it has the complete set.
     entries = sorted(
-        (each for each in cache if each.architecture == found.architecture and is_driver_s(each)),
+        (each for each in cache if each.architecture == found.architecture and lists_driver_library(each)),
         key=lambda each: _stem(each.soname) != "libcuda",
     )
     for entry in entries:
@@ -119,7 +119,7 @@ def search(
     return found
 
 
-def is_driver_s(entry: CacheEntry) -> bool:
+def lists_driver_library(entry: CacheEntry) -> bool:
     """Whether a loader's cache has it for a library of the driver."""
     # A library for newer processors only would be taken for all of them in the driver root.
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path

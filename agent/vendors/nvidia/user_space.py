@@ -166,7 +166,7 @@ def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
         return listed
-    ours = (each for each in listed if libraries.is_driver_s(each))
+    ours = (each for each in listed if libraries.lists_driver_library(each))
     return tuple(each for each in ours if ways.permits(posixpath.dirname(each.path), each.path))
 
 
