@@ -61,16 +61,8 @@ def kernel_modules(version: str = DRIVER_VERSION) -> Path:
     """A cached directory with gpu_identity.ko and the stand-in nvidia*.ko of that driver version."""
 
     def build(target: Path) -> None:
-        root = toolchain()
-        work = root / "build" / f"kernel-{version}"
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(SOURCES, work)
-        headers = f"/usr/lib/modules/{kernel_release()}/build"
-        arguments = [f"M=/build/{work.name}", f"NVIDIA_VERSION={version}", "CC=gcc-14", "modules"]
-        run(["chroot", root, "make", "-s", "-j2", "-C", headers, *arguments])
-        for module in work.glob("*.ko"):
+        for module in _made(SOURCES, f"kernel-{version}", f"NVIDIA_VERSION={version}"):
             shutil.copy2(module, target)
-        shutil.rmtree(work)
 
     return cached(f"kernel-modules-{version}", [str(toolchain()), version, SOURCES], build)
 
@@ -81,16 +73,21 @@ def simulated_module(directory: str) -> Path:
     name = f"simulated_{directory}.ko"
 
     def build(target: Path) -> None:
-        root = toolchain()
-        work = root / f"build/simulated-{directory}"
-        shutil.rmtree(work, ignore_errors=True)
-        shutil.copytree(sources, work)
-        headers = f"/usr/lib/modules/{kernel_release()}/build"
-        run(["chroot", root, "make", "-s", "-C", headers, f"M=/build/{work.name}", "CC=gcc-14", "modules"])
-        shutil.copy2(work / name, target)
-        shutil.rmtree(work)
+        (module,) = _made(sources, f"simulated-{directory}")
+        shutil.copy2(module, target)
 
     return cached(f"simulated-{directory}", [str(toolchain()), sources], build) / name
+
+
+def _made(sources: Path, name: str, *variables: str) -> list[Path]:
+    """The modules of a directory with a Kbuild, made below the toolchain's /build."""
+    work = toolchain() / "build" / name
+    shutil.rmtree(work, ignore_errors=True)
+    shutil.copytree(sources, work)
+    headers = f"/usr/lib/modules/{kernel_release()}/build"
+    arguments = [f"M=/build/{name}", *variables, "CC=gcc-14", "modules"]
+    run(["chroot", toolchain(), "make", "-s", "-j2", "-C", headers, *arguments])
+    return sorted(work.glob("*.ko"))
 
 
 def boot_files() -> Path:
