@@ -56,6 +56,7 @@ def test_the_module_without_nodes(installed: Bed) -> None:
     assert "systemctl enable --now unbounded-agent" in found, "the service was not started"
 
 
+@pytest.mark.scenario("003")
 def test_a_host_without_faults(ready: Bed) -> None:
     ready.run("sysctl", "-w", "vm.overcommit_memory=1", "kernel.panic=10", "kernel.panic_on_oops=1")
     ready.wait_ready()

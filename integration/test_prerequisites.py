@@ -22,6 +22,7 @@ def loaded(bed: Bed) -> set[str]:
     return names & set(MODULES)
 
 
+@pytest.mark.scenario("003")
 def test_an_installed_driver_is_loaded_where_that_is_configured(installed: Bed) -> None:
     """By the service, without a hand, and the machine becomes ready."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
