@@ -11,11 +11,10 @@ from pydantic_core import ErrorDetails
 from agent.errors import ConfigError
 from agent.extras import CDI_MODES, AbsolutePath, CdiModes, ExtraDevices, ExtraMounts, Switches
 from agent.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.pci_address import as_in_sysfs
 from agent.pod_environment import PodEnvironment, VariableName, VariableValue
 from agent.system.files import System
 
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
-"""As sysfs names PCI devices: domain:bus:device.function."""
 GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 MachineName = Annotated[
@@ -125,9 +124,9 @@ class MachineSettings(Model):
         if not value:
             raise ValueError("the list names no GPU")
         for each in value:
-            if not PCI_ADDRESS.fullmatch(each) and not GPU_UUID.fullmatch(each):
+            if not as_in_sysfs(each) and not GPU_UUID.fullmatch(each):
                 raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
-        return value
+        return [as_in_sysfs(each) or each for each in value]
 
     @field_validator("containerd_drop_in")
     @classmethod

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from agent.errors import ConfigError, ObservationError
 from agent.facts import DeviceNode, Facts, Gpu
 from agent.holders import Held, Holder, find_holders
+from agent.pci_address import as_in_sysfs
 from agent.reconcile import Reconciler
 from agent.system.files import System
 from agent.vendors.host import host_vendor
@@ -33,7 +34,7 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
         if not isinstance(vendor.devices, tuple):
             raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
     known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
-    found = known.get(address.lower())
+    found = known.get(as_in_sysfs(address))
     if found is None:
         raise ConfigError(f"{address!a}: there is no GPU of this PCI address", f"there are: {', '.join(sorted(known))}")
     return found

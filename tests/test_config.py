@@ -40,6 +40,7 @@ def test_defaults(tmp_path: Path) -> None:
         ("[machines.a]\ngpus = 3", "machines.a.gpus: "),
         ('[machines.a]\ngpus = "count=x"', "machines.a.gpus: "),
         ('[machines.a]\ngpus = ["nvidia0"]', "machines.a.gpus: "),
+        ('[machines.a]\ngpus = ["0000:3b:00.8"]', "machines.a.gpus: '0000:3b:00.8' is neither a PCI address"),
         ('[machines.a]\nrequire_gpus = "yes"', "machines.a.require_gpus: "),
         ('[machines.a.nspawn.extra.Files]\nBind = "/a\\nBoot=no"', "machines.a.nspawn.extra.Files.Bind: "),
         (
@@ -114,3 +115,9 @@ def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
     system.write(f"{CONFIG_DIRECTORY}/c.toml", b"[machines.a]\nwrong = 1\n")
     with pytest.raises(ConfigError, match=rf"{CONFIG_DIRECTORY}/c\.toml: machines\.a\.wrong: unknown key"):
         load_config(system)
+
+
+def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:
+    """nvidia-smi has eight digits of domain and capitals, lspci none of both."""
+    system = system_with(tmp_path, main='[machines.a]\ngpus = ["00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]\n')
+    assert load_config(system).machines["a"].gpus == ["0000:3b:00.0", "0001:3b:00.0", "10000:e1:00.0"]

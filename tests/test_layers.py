@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "agent"
 
 LAYERS = (
-    ("errors", "paths", "versions"),
+    ("errors", "paths", "pci_address", "versions"),
     (
         "identity",
         "granted",

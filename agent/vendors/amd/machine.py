@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from agent.handoff import Request
-from agent.vendors.drm.machine import PCI_ADDRESS, DrmMachine
+from agent.pci_address import PCI_ADDRESS
+from agent.vendors.drm.machine import DrmMachine
 
 
 class AmdMachine(DrmMachine):

@@ -19,7 +19,6 @@ NO_GROUP = 2**32 - 1
 """chown(2) takes it for "as it is"; greater numbers are none."""
 GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
 """No more digits: int() refuses what has thousands."""
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 class DrmMachine(ABC):

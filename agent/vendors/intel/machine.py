@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from agent.handoff import Request
 from agent.identity import DeviceKind
-from agent.vendors.drm.machine import PCI_ADDRESS, DrmMachine
+from agent.pci_address import PCI_ADDRESS
+from agent.vendors.drm.machine import DrmMachine
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
 """In ids of Intel's device plug-in (cmd/gpu_plugin) with the number of the share behind it, -shared-dev-num."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from agent.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
+from agent.pci_address import PCI_ADDRESS
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.looking import look
@@ -19,7 +20,6 @@ KERNEL_DRIVER = "nvidia"
 """Its name on the PCI bus; Debian renames only the module's file."""
 
 GPUS = "/proc/driver/nvidia/gpus"
-PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 @dataclass(frozen=True, slots=True)
