@@ -9,6 +9,7 @@ NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plug-in: could not
 # CUDA's driver API, cuda.h: 802 and 803 are mixed up in much that is written of them.
 NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY); 803 is another one, SYSTEM_DRIVER_MISMATCH"
 MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
+EPERM = "a GPU opens on the host, and not in the machine: EPERM"
 NO_DEVICES = "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"
 UNRESOLVABLE = "pods end with `unresolvable CDI devices`, or have no GPU"
 NO_RUNTIME = "pods stay in ContainerCreating: no runtime for the handler of their RuntimeClass is configured"
@@ -23,8 +24,8 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.LIBRARIES_PRESENT, "VersionMismatch"): MISMATCH,
     (ConditionType.FABRIC_READY, ""): NO_FABRIC,
     (ConditionType.PERSISTENCE_MODE, "DaemonNotRunning"): "the first use of a GPU after a pause takes seconds",
-    (ConditionType.DEVICES_ALLOWED, "NotGiven"): "a GPU opens on the host, and not in the machine: EPERM",
-    (ConditionType.DEVICES_ALLOWED, "MachineRestartNeeded"): "a GPU opens on the host, and not in the machine: EPERM",
+    (ConditionType.DEVICES_ALLOWED, "NotGiven"): EPERM,
+    (ConditionType.DEVICES_ALLOWED, "NotPermitted"): EPERM,
     (ConditionType.LIBRARIES_LINKED, ""): NO_LIBRARY,
     (ConditionType.CDI_SPEC_CURRENT, ""): UNRESOLVABLE,
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
