@@ -69,21 +69,29 @@ class Condition:
     """Of Ready: since when nothing was False; 0 while something is."""
 
 
+def printable(text: str) -> str:
+    """Without line breaks, control characters and bytes that are no UTF-8, all of which names of files may have.
+
+    Messages go to terminals, logs and JSON, and name files that others than root have named.
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else " " for each in text)
+
+
 def true(kind: ConditionType, reason: str, message: str) -> Condition:
-    return Condition(kind, Status.TRUE, reason, message)
+    return Condition(kind, Status.TRUE, reason, printable(message))
 
 
 def false(kind: ConditionType, reason: str, message: str) -> Condition:
-    return Condition(kind, Status.FALSE, reason, message)
+    return Condition(kind, Status.FALSE, reason, printable(message))
 
 
 def unknown(kind: ConditionType, reason: str, message: str) -> Condition:
-    return Condition(kind, Status.UNKNOWN, reason, message)
+    return Condition(kind, Status.UNKNOWN, reason, printable(message))
 
 
 def not_applicable(kind: ConditionType, message: str) -> Condition:
     """What does not apply does not stand in the way."""
-    return Condition(kind, Status.TRUE, NOT_APPLICABLE, message)
+    return Condition(kind, Status.TRUE, NOT_APPLICABLE, printable(message))
 
 
 def summarize(conditions: Iterable[Condition]) -> Condition:

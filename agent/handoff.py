@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
-from agent.conditions import Condition, ConditionType
+from agent.conditions import Condition, ConditionType, printable
 from agent.documents import accept_version, get, objects, parse_object, strings
 from agent.errors import DocumentError
 from agent.paths import HANDOFF_NAME
@@ -26,6 +26,8 @@ SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_mo
 """Keys that version 1 does not know."""
 MESSAGE_LIMIT = 2000
 """Characters of a condition's message."""
+REMARK_LIMIT = MESSAGE_LIMIT // 2
+"""Characters of a remark in it."""
 
 
 class Repair(StrEnum):
@@ -178,12 +180,14 @@ def render_report(
 
 def one_line(text: str) -> str:
     """What a condition's message may hold: the words of a tool's output without line breaks and control characters."""
-    return "".join(each if each.isprintable() else " " for each in " ".join(text.split()))[:MESSAGE_LIMIT]
+    return printable(" ".join(text.split()))[:MESSAGE_LIMIT]
 
 
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
     """The conditions, with a remark added to the message of one, which gives way if it is long: no other change."""
-    said = remark if len(remark) <= MESSAGE_LIMIT // 2 else f"{remark[: MESSAGE_LIMIT // 2 - 1]}…"
+    said = printable(remark)
+    if len(said) > REMARK_LIMIT:
+        said = f"{said[: REMARK_LIMIT - 1]}…"
     return tuple(
         replace(each, message=each.message[: MESSAGE_LIMIT - len(said)] + said) if each.type is kind else each
         for each in conditions

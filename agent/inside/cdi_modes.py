@@ -32,8 +32,6 @@ LIMIT = 10.0
 unbounded-agent-gpu.service, at which neither nodes would be withdrawn nor anything reported."""
 SHORTEST = 1.0
 """Seconds in which it is worth to start one."""
-REMARK_SHOWN = 1500
-"""Characters of the remark: what is said of GPUs has to have room in a condition's message too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +87,7 @@ def publish_modes(
         *publisher.remarks,
         *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
     ]
-    return "".join(f"; {part}" for part in parts)[:REMARK_SHOWN]
+    return "".join(f"; {part}" for part in parts)
 
 
 class _Publisher:

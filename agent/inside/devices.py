@@ -26,8 +26,8 @@ WITHDRAWN = "withdrawn"
 """The note of what was withdrawn since the machine's boot and may still be open: numbers by path."""
 
 OPENED = "Opened"
-WRONG_NODE = "WrongNode"
 NOT_WITHDRAWN = "NotWithdrawn"
+WRONG_NODE = "WrongNode"
 """The reason for which the host binds nodes anew."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
