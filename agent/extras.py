@@ -69,9 +69,10 @@ AbsolutePath = Annotated[str, AfterValidator(_absolute)]
 """Normalised: no slash at its end, and none doubled."""
 
 
-def _plain(value: str) -> str:
-    if not PLAIN.fullmatch(value):
-        raise ValueError(f"{value!r} has a backslash, or a blank at its end")
+def plain(value: str) -> str:
+    """A path that a line of settings can hold; raises ValueError."""
+    if not PLAIN.fullmatch(value) or not value.isprintable():
+        raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
         raise ValueError(f"{value[:40]!r}... is longer than a path can be")
     return value
@@ -80,9 +81,9 @@ def _plain(value: str) -> str:
 def _device(value: str) -> str:
     if not value.startswith("/dev/"):
         raise ValueError(f"{value!r} is not below /dev")
-    if _is_below(value, OF_GPUS):
+    if is_below(value, OF_GPUS):
         raise ValueError(f"{value} belongs to GPUs or their driver: `gpus` and `devices` give those")
-    if _is_below(value, OF_NSPAWN):
+    if is_below(value, OF_NSPAWN):
         raise ValueError(f"{value}: each machine has its own")
     if value == KMSG:
         raise ValueError(f"{value} is given by `nspawn.kmsg`")
@@ -92,9 +93,9 @@ def _device(value: str) -> str:
 def mountable(value: str, secret: Collection[str] = SECRET) -> str:
     """A source; raises ValueError for one that no machine may have."""
     for why, places in NO_SOURCE.items():
-        if _is_below(value, places):
+        if is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if _is_below(value, secret) or _holds(value, secret):
+    if is_below(value, secret) or _holds(value, secret):
         raise ValueError(f"{value} has what rules over the host or other machines in it: name something further below")
     return value
 
@@ -105,7 +106,7 @@ def _source(value: str) -> str:
 
 def _target(value: str) -> str:
     for why, places in NO_TARGET.items():
-        if _is_below(value, places):
+        if is_below(value, places):
             raise ValueError(f"nothing can be mounted at {value}: {why}")
     covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
     if value in LINKED or _holds(value, covered):
@@ -118,7 +119,7 @@ def _holds(path: str, places: Iterable[str]) -> bool:
     return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
 
 
-def _is_below(path: str, places: Iterable[str]) -> bool:
+def is_below(path: str, places: Iterable[str]) -> bool:
     """Whether it is one of these places (patterns of fnmatch) or lies below one."""
     return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in places)
 
@@ -128,7 +129,7 @@ class ExtraDevice(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    path: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_device)]
+    path: Annotated[str, AfterValidator(_absolute), AfterValidator(plain), AfterValidator(_device)]
     mode: Literal["r", "rw", "rwm"] = "rw"
     """What the machine's cgroup permits: reading, writing, mknod."""
 
@@ -138,8 +139,8 @@ class ExtraMount(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    source: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_source)]
-    target: Annotated[str, AfterValidator(_absolute), AfterValidator(_plain), AfterValidator(_target)]
+    source: Annotated[str, AfterValidator(_absolute), AfterValidator(plain), AfterValidator(_source)]
+    target: Annotated[str, AfterValidator(_absolute), AfterValidator(plain), AfterValidator(_target)]
     read_only: bool = True
 
 

@@ -227,6 +227,14 @@ class FileState:
 
 
 @dataclass(frozen=True, slots=True)
+class MountSource:
+    """What settings mount: its path without symbolic links, and each directory and link on the way that they name."""
+
+    path: str
+    way: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MachineFacts:
     """What the host sees of one machine, without ever following a path in the machine's root file system."""
 
@@ -277,8 +285,8 @@ class Facts:
     staged_problems: tuple[str, ...] = ()
     draining: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs that processes may go on to open until the last one has ended."""
-    mount_sources: Mapping[str, Seen[str]] = field(default_factory=dict)
-    """What machines' settings mount: its path without symbolic links, by the path that they name."""
+    mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
+    """By the path that machines' settings name."""
     problems: tuple[str, ...] = ()
     """What of our own state had to be discarded, and what of the host's could not be understood; a sentence each."""
     reload_owed: bool = False

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from agent.conditions import Condition, ConditionType
 from agent.config import Config, MachineSettings
 from agent.extras import LINKED, NO_TARGET, SECRET
-from agent.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.facts import Absent, Broken, Facts, MountSource, Seen, Unseen
 from agent.goal import MachineGoal
 from agent.live import parse_live, render_live
 from agent.observe.mounts import observe_sources
@@ -32,7 +32,13 @@ def goal(seen: Facts, *mounts: dict[str, object]) -> MachineGoal:
     return machine
 
 
-def with_sources(**sources: Seen[str]) -> Facts:
+def at(path: str, *way: str) -> MountSource:
+    """A source that is there; `way`: further links and directories on it."""
+    parts = path.split("/")[1:]
+    return MountSource(path, (*way, "/", *("/" + "/".join(parts[: end + 1]) for end in range(len(parts)))))
+
+
+def with_sources(**sources: Seen[MountSource]) -> Facts:
     return replace(facts(), mount_sources={f"/srv/{name}": state for name, state in sources.items()})
 
 
@@ -42,7 +48,7 @@ def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[Cond
 
 
 def test_read_only_unless_said_otherwise() -> None:
-    seen = with_sources(data="/srv/data", scratch="/srv/scratch")
+    seen = with_sources(data=at("/srv/data"), scratch=at("/srv/scratch"))
     scratch = {"source": "/srv/scratch", "target": "/mnt/a:b", "read_only": False}
     lines = goal(seen, DATA, scratch).nspawn.content.decode().splitlines()
     assert "BindReadOnly=/srv/data:/mnt/data" in lines
@@ -50,7 +56,7 @@ def test_read_only_unless_said_otherwise() -> None:
 
 
 @pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), Broken("not for machines")])
-def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[str]) -> None:
+def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[MountSource]) -> None:
     """nspawn would end with an error."""
     seen = with_sources(data=state)
     machine = goal(seen, DATA)
@@ -61,34 +67,58 @@ def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[str]) 
 
 def test_the_settings_name_what_was_looked_at() -> None:
     """nspawn would follow a link of that moment, as root."""
-    assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data="/disk/data"), DATA).nspawn.content
+    assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data=at("/disk/data")), DATA).nspawn.content
 
 
-@pytest.mark.parametrize("outer", ["/srv/outer", "/disk"])
-def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(outer: str) -> None:
-    """By real paths, and whether or not that one is read-only."""
-    seen = with_sources(data="/disk/data", outer="/disk")
-    machines = {"gpu-node": {"extra_mounts": [DATA]}, "other": {"extra_mounts": [DATA | {"source": outer}]}}
-    seen = replace(seen, mount_sources={**seen.mount_sources, "/disk": "/disk"})
-    machine = next(
-        each
-        for each in plan(Config.model_validate({"machines": machines}), seen).goal.machines
-        if each.name == "gpu-node"
-    )
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"extra_mounts": [DATA | {"source": "/srv/outer"}]},
+        {"extra_mounts": [DATA | {"source": "/disk"}]},
+        {"nspawn": {"extra": {"Files": {"Bind": "/disk:/mnt"}}}},
+        {"nspawn": {"extra": {"Files": {"BindReadOnly": ["/other", "-/disk"]}}}},
+    ],
+)
+def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(other: dict[str, object]) -> None:
+    """By where they really are, and whether or not that one is read-only, or there already."""
+    seen = with_sources(data=at("/disk/data", "/srv/data"), outer=at("/disk", "/srv/outer"))
+    settings = Config.model_validate({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
+    (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
     assert b"/mnt/data" not in machine.nspawn.content
     (why,) = machine.lacking
-    assert "it lies in /disk, where machine other could put a link to anything of the host" in why
+    assert "the way to it leads through /disk, where machine other could put a link" in why
+
+
+def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
+    """Nor does where it leads count as given: others go on with what is there."""
+    host.file("/srv/a/file")
+    host.file("/usr/share/data/file")
+    host.symlink("/srv/a/sub", "/usr")
+    machines = {
+        "gpu-node": {"extra_mounts": [{"source": f"/srv/a{sub}", "target": f"/mnt{sub}"} for sub in ("", "/sub")]},
+        "other": {"extra_mounts": [{"source": "/usr/share/data", "target": "/mnt"}]},
+    }
+    settings = Config.model_validate({"machines": machines})
+    seen = replace(facts(), mount_sources=observe_sources(settings, host))
+    one, other = plan(settings, seen).goal.machines
+    assert b"/usr" not in one.nspawn.content
+    assert one.lacking == (
+        "/srv/a/sub for /mnt/sub (the way to it leads through /srv/a, where machine gpu-node could put a link)",
+    )
+    assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
 
 
 def test_two_machines_share_one_place() -> None:
     machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
-    for machine in plan(Config.model_validate({"machines": machines}), with_sources(data="/srv/data")).goal.machines:
+    for machine in plan(
+        Config.model_validate({"machines": machines}), with_sources(data=at("/srv/data"))
+    ).goal.machines:
         assert machine.lacking == ()
 
 
 def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
     """A mount cannot be taken back from it, and pods may have mounted things below it: so none is made live."""
-    without, seen = with_sources(data=Absent("gone")), with_sources(data="/srv/data")
+    without, seen = with_sources(data=Absent("gone")), with_sources(data=at("/srv/data"))
     later = "; mounted from the machine's next start on: /mnt/data"
     for started, now, said in ((without, seen, True), (seen, seen, False), (seen, without, False)):
         live = goal(started, DATA).live
@@ -103,14 +133,14 @@ def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
 
 
 def test_other_settings_need_a_restart() -> None:
-    seen = with_sources(data="/srv/data")
+    seen = with_sources(data=at("/srv/data"))
     fixed = [goal(seen, *mounts).live.fixed for mounts in ((), (DATA,), (DATA | {"read_only": False},))]
     assert len(set(fixed)) == 3
     assert fixed[0] == goal(facts()).live.fixed
 
 
 def test_what_a_machine_started_with_is_noted() -> None:
-    live = goal(with_sources(data="/srv/data"), DATA).live
+    live = goal(with_sources(data=at("/srv/data")), DATA).live
     assert live.mounts == ("/mnt/data",)
     assert parse_live(render_live(live)) == live
 
@@ -122,12 +152,17 @@ def test_sources_are_looked_at_through_links(host: Host) -> None:
     mounts = [DATA | {"source": f"/srv/{name}", "target": f"/mnt/{name}"} for name in ("data", "dangling", "absent")]
     mounts.append({"source": "/srv/data/file", "target": "/etc/file"})
     seen = observe_sources(config(*mounts), host)
-    assert seen["/srv/data"] == "/srv/disk/data"
-    assert seen["/srv/data/file"] == "/srv/disk/data/file"
+    assert path_of(seen["/srv/data"]) == "/srv/disk/data"
+    assert path_of(seen["/srv/data/file"]) == "/srv/disk/data/file"
     assert isinstance(seen["/srv/dangling"], Absent)
     assert isinstance(seen["/srv/absent"], Absent)
     host.failing["/srv/data"] = PermissionError(13, "no", "/srv/data")
     assert isinstance(observe_sources(config(DATA), host)["/srv/data"], Unseen)
+
+
+def path_of(source: Seen[MountSource]) -> str:
+    assert isinstance(source, MountSource)
+    return source.path
 
 
 def why_broken(host: Host, source: str) -> str:
@@ -145,7 +180,7 @@ def test_the_way_to_a_source_is_roots(host: Host) -> None:
     for source in ("/home/alice/data", "/srv/models"):
         assert why_broken(host, source) == "/home/alice belongs to user 1000, not to root, who could lead it anywhere"
     for source in ("/home/alice", "/srv/home"):
-        assert observe_sources(config(DATA | {"source": source}), host)[source] == "/home/alice"
+        assert path_of(observe_sources(config(DATA | {"source": source}), host)[source]) == "/home/alice"
     host.owners["/home"] = (0o1777, 0)
     assert "others than root may write in /home" in why_broken(host, "/home/alice"), "its owner could rename it"
 
@@ -158,6 +193,23 @@ def test_a_link_to_what_no_machine_gets(host: Host) -> None:
     host.symlink("/srv/units", "/etc/systemd/system")
     for source in ("/disk", "/disk/machines/other", "/srv/units"):
         assert "has what rules over the host or other machines in it" in why_broken(host, source)
+
+
+@pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
+def test_a_link_to_what_settings_cannot_name(host: Host, name: str) -> None:
+    host.make_directory(f"/mnt/{name}")
+    host.symlink("/srv/data", f"/mnt/{name}")
+    assert "has a backslash, a control character, or a blank at its end" in why_broken(host, "/srv/data")
+
+
+def test_names_of_others_directories_are_printable(host: Host) -> None:
+    """They go into a condition's message, and with it into JSON and onto terminals."""
+    host.make_directory("/srv/\udce9/data")
+    host.symlink("/srv/data", "/srv/\udce9/data")
+    host.owners["/srv/\udce9"] = (0o755, 1000)
+    seen = replace(facts(), mount_sources=observe_sources(config(DATA), host))
+    machine = goal(seen, DATA)
+    assert conditions(config(DATA), machine, seen)[ConditionType.DEVICES_PRESENT].message.isprintable()
 
 
 def test_a_dead_server_does_not_hurry_gpus() -> None:
@@ -211,6 +263,6 @@ def test_one_place_is_mounted_once() -> None:
 
 
 def test_a_host_without_gpus_has_them_too() -> None:
-    bare = replace(with_sources(data="/srv/data"), vendors=())
+    bare = replace(with_sources(data=at("/srv/data")), vendors=())
     assert MachineSettings().beside_gpus is False
     assert goal(bare, DATA).live.mounts == ("/mnt/data",)

@@ -45,6 +45,11 @@ def others_way(system: System, path: str, *, to_it: bool = False) -> str:
     return ""
 
 
+def steps(system: System, path: str) -> tuple[str, ...]:
+    """Each directory and link on the way to a path, and what is at its end. Raises OSError."""
+    return tuple(here for here, *_ in _way(system, path))
+
+
 def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
     """Root's own group is root, unless a list names others."""
     return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and (gid != ROOT or system.has_acl(path)))
