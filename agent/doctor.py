@@ -1,16 +1,16 @@
 """What is wrong with host and machines, what that looks like to users, and what mends it. Pure but for the host."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 
 from agent.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
-from agent.errors import AgentError
 from agent.facts import Absent, Broken, Facts, Unseen
 from agent.observe.units import observe_units
 from agent.reconcile import MachineOutcome
 from agent.system.files import System
 from agent.vendors.host import HOST_VENDORS, host_vendor
+from agent.vendors.protocols import DriverForPods
 
 SERVICE = "unbounded-agent.service"
 PLAIN_IMAGE = "agent-ubuntu2404"
@@ -47,24 +47,12 @@ class Diagnosis:
 
 
 @dataclass(frozen=True, slots=True)
-class DriverForMachines:
-    """A driver's user space that machines of this host get."""
-
-    vendor: str
-    version: str
-    interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Versions of what programs use it by, such as CUDA, by name."""
-    unknown: str = ""
-    """Why those are not known, if they are not."""
-
-
-@dataclass(frozen=True, slots=True)
 class HostDiagnosis:
     """What no condition tells of."""
 
     findings: tuple[str, ...] = ()
     """The service, and settings without which no kubelet starts in a machine: a sentence each."""
-    drivers: tuple[DriverForMachines, ...] = ()
+    drivers: tuple[DriverForPods, ...] = ()
     """By which images for pods are chosen."""
     image: str = PLAIN_IMAGE
     """Which of the images in containerfiles/ machines of this host need."""
@@ -88,23 +76,13 @@ def diagnose_host(facts: Facts, system: System) -> HostDiagnosis:
     """The image by the GPUs that it has."""
     settings = (_setting(system, name, wanted) for name, wanted in KERNEL_SETTINGS.items())
     findings = tuple(filter(None, (_service(system), *settings)))
-    return HostDiagnosis(findings, tuple(_drivers(facts, system)), _image(facts))
+    drivers = (host_vendor(each.vendor).driver_for_pods(each, facts.staged, system) for each in facts.vendors)
+    return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts))
 
 
 def _image(facts: Facts) -> str:
     needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
     return " and ".join(sorted(needed)) or PLAIN_IMAGE
-
-
-def _drivers(facts: Facts, system: System) -> Iterator[DriverForMachines]:
-    for seen in facts.vendors:
-        if seen.driver is None or not isinstance(seen.driver.library_version, str):
-            continue
-        try:
-            interfaces, unknown = host_vendor(seen.vendor).interfaces(seen, system), ""
-        except AgentError as error:
-            interfaces, unknown = {}, str(error)
-        yield DriverForMachines(seen.vendor, seen.driver.library_version, interfaces, unknown)
 
 
 def _service(system: System) -> str:
@@ -159,9 +137,9 @@ def in_words(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> list[str]:
     return [*lines, f"image for machines of this host: containerfiles/{host.image}"]
 
 
-def _driver_in_words(driver: DriverForMachines) -> str:
+def _driver_in_words(driver: DriverForPods) -> str:
     interfaces = "".join(f", {name} {version}" for name, version in driver.interfaces.items())
-    unknown = f"; what it offers is not known: {driver.unknown}" if driver.unknown else ""
+    unknown = f"; which interfaces is not known: {driver.unknown}" if driver.unknown else ""
     return f"{driver.vendor} {driver.version}{interfaces}{unknown}"
 
 

@@ -9,7 +9,6 @@ import pytest
 from agent.conditions import ConditionType, Status, false, unknown
 from agent.doctor import (
     SERVICE,
-    DriverForMachines,
     HostDiagnosis,
     as_json,
     diagnose,
@@ -21,6 +20,7 @@ from agent.facts import Facts
 from agent.reconcile import MachineOutcome
 from agent.vendors.host import HOST_VENDORS
 from agent.vendors.nvidia.cuda_version import ASK
+from agent.vendors.protocols import DriverForPods
 from tests.gpu_host import VERSION, reconciler
 from tests.recorded import Host
 from tests.simulated_reconciler import conditions
@@ -89,7 +89,7 @@ def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
 
 def test_as_json() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NOT_LOADED)))
-    host = HostDiagnosis(("a setting is wrong",), (DriverForMachines("nvidia", "550.163.01", {"CUDA": "12.4"}),))
+    host = HostDiagnosis(("a setting is wrong",), (DriverForPods("nvidia", "550.163.01", {"CUDA": "12.4"}),))
     assert json.loads(as_json([diagnosis], host)) == {
         "host": ["a setting is wrong"],
         "drivers": [
@@ -124,8 +124,11 @@ def test_symptoms_are_of_reasons_that_there_are() -> None:
 # ---- the host
 
 
-def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
-    library = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
+LIBCUDA = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
+COPY = f"/var/lib/unbounded-agent/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+
+
+def answer_of_libcuda(host: Host, text: str, status: int = 0, library: str = LIBCUDA) -> None:
     host.command(sys.executable, "-I", "-c", ASK, library, stdout=text, stderr="no\n" * status, status=status)
 
 
@@ -153,6 +156,19 @@ def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, 
 
 def test_without_a_driver_there_is_nothing_to_say_of_one(sound_host: Host) -> None:
     assert diagnose_host(NOTHING, sound_host).drivers == ()
+
+
+@pytest.mark.usefixtures("sound_host")
+def test_machines_keep_the_driver_of_the_loaded_module(gpu_host: Host) -> None:
+    """Its copy is asked, whatever the host's packages are by now."""
+    passes = reconciler(gpu_host)
+    passes.reconcile()
+    answer_of_libcuda(gpu_host, "12040\n", library=COPY)
+    assert diagnose_host(passes.look()[0], gpu_host).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
+    gpu_host.driver("535.261.03", gpus=2)
+    (driver,) = diagnose_host(passes.look()[0], gpu_host).drivers
+    assert (driver.version, driver.interfaces) == ("535.261.03", {})
+    assert driver.unknown == "this host has no libcuda of 535.261.03: see LibrariesPresent"
 
 
 @pytest.mark.usefixtures("sound_host")

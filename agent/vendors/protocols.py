@@ -1,12 +1,12 @@
 """What a vendor offers to the host half. Data in, data out, but for `observe`, which looks and never writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent.conditions import Condition, ConditionType
 from agent.config import DriverSettings, MachineSettings
-from agent.facts import CacheEntry, DrmDevice, Gpu, GpuError, PciDevice, Seen, VendorFacts
+from agent.facts import CacheEntry, DrmDevice, Gpu, GpuError, PciDevice, Seen, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
 from agent.system.files import System
@@ -31,6 +31,18 @@ class Sources:
     driver: DriverSettings = field(default_factory=DriverSettings)
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
     """By name: what is looked for only where a machine asks for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverForPods:
+    """A driver's user space that machines of this host get."""
+
+    vendor: str
+    version: str
+    interfaces: Mapping[str, str] = field(default_factory=dict)
+    """Versions, by name, of what programs use it by, such as CUDA: images are chosen by them."""
+    unknown: str = ""
+    """Why those are not known, if they are not."""
 
 
 class HostVendor(Protocol):
@@ -80,8 +92,8 @@ class HostVendor(Protocol):
         """DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
         ...
 
-    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
-        """Versions, by name, of what its driver offers to programs and images are chosen by; raises AgentError."""
+    def driver_for_pods(self, facts: VendorFacts, staged: Sequence[StagedRoot], system: System) -> DriverForPods | None:
+        """None without a user space that pods would get of the host."""
         ...
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:

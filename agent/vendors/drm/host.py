@@ -1,10 +1,10 @@
 """A vendor on the host whose GPUs need their DRM nodes alone."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from agent.conditions import Condition, ConditionType
 from agent.config import DriverSettings, MachineSettings
-from agent.facts import DeviceNode, Gpu, GpuError, VendorFacts
+from agent.facts import DeviceNode, Gpu, GpuError, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
 from agent.system.files import System
@@ -70,8 +70,8 @@ class DrmHost:
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)
 
-    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
-        return {}
+    def driver_for_pods(self, facts: VendorFacts, staged: Sequence[StagedRoot], system: System) -> None:
+        return None
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """No program of these vendors keeps a GPU open by itself."""

@@ -1,15 +1,15 @@
 """NVIDIA on the host: the parts, wired."""
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 from agent.conditions import Condition
 from agent.config import DriverSettings, MachineSettings
-from agent.facts import Gpu, GpuError, VendorFacts
+from agent.facts import Gpu, GpuError, StagedRoot, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
 from agent.system.files import System
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.cuda_version import cuda_version
+from agent.vendors.nvidia.cuda_version import driver_for_pods
 from agent.vendors.nvidia.daemons import letting_go
 from agent.vendors.nvidia.devices import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
@@ -18,7 +18,7 @@ from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.xid import parse_xid
-from agent.vendors.protocols import Sources
+from agent.vendors.protocols import DriverForPods, Sources
 
 
 class Nvidia:
@@ -53,9 +53,8 @@ class Nvidia:
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return nvidia_conditions(facts, grant)
 
-    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
-        version = cuda_version(system, facts)
-        return {"CUDA": version} if version else {}
+    def driver_for_pods(self, facts: VendorFacts, staged: Sequence[StagedRoot], system: System) -> DriverForPods | None:
+        return driver_for_pods(facts, staged, system)
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         return letting_go(command, pci_address, in_machine=in_machine)

@@ -1,10 +1,10 @@
 """Devices that are no GPUs, on the host: a vendor without GPUs, whose nodes settings ask for by name."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from agent.conditions import Condition, ConditionType
 from agent.config import DriverSettings, MachineSettings
-from agent.facts import DeviceNode, Gpu, GpuError, Unseen, VendorFacts
+from agent.facts import DeviceNode, Gpu, GpuError, StagedRoot, Unseen, VendorFacts
 from agent.goal import DriverRoots, Grant
 from agent.identity import DeviceKind
 from agent.system.files import System
@@ -71,8 +71,8 @@ class Other:
         """None: conditions are about GPUs. What lacks is added to a message, see agent.readiness."""
         return ()
 
-    def interfaces(self, facts: VendorFacts, system: System) -> Mapping[str, str]:
-        return {}
+    def driver_for_pods(self, facts: VendorFacts, staged: Sequence[StagedRoot], system: System) -> None:
+        return None
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         return ""
