@@ -107,6 +107,10 @@ def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Call
     assert opened(bed, "nvidia.com/nvswitch=all") == {*SWITCH}
     assert opened(bed, "management.nvidia.com/gpu=all") == {"/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl", CHANNEL}
     assert opened(bed) == set()
+    # What a pod can write itself, where it may have that RuntimeClass.
+    visible = {"NVIDIA_VISIBLE_DEVICES": "7,nvidia.com/mofed=all"}
+    wanted = {*OF_THE_KERNEL[-2:], "/dev/nvidia7", "/dev/nvidiactl"}
+    assert opened(bed, runtime="nvidia", environment=visible) == wanted
 
     # What goes is in no specification any more, and then not in the machine.
     bed.run("rdma", "link", "delete", "rxe0")
@@ -158,8 +162,8 @@ def wait_for_specs(bed: Bed, *modes: str) -> None:
     wait_until(bed, f'test "$(echo $(ls /etc/cdi))" = "{names}"')
 
 
-def opened(bed: Bed, *names: str) -> set[str]:
+def opened(bed: Bed, *names: str, runtime: str = "", environment: dict[str, str] | None = None) -> set[str]:
     """What a pod with these CDI devices opens of all nodes that could be there."""
     nodes = (*OF_THE_KERNEL, *SIMULATED, *SWITCH, CHANNEL, "/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl")
-    found = bed.node.pod(Pod(("gpu-probe", *nodes), cdi=names)).stdout
+    found = bed.node.pod(Pod(("gpu-probe", *nodes), names, runtime, environment or {})).stdout
     return {path for path, result in json.loads(found)["open"].items() if result == "OK"}
