@@ -204,12 +204,15 @@ def test_a_link_to_what_settings_cannot_name(host: Host, name: str) -> None:
 
 def test_names_of_others_directories_are_printable(host: Host) -> None:
     """They go into a condition's message, and with it into JSON and onto terminals."""
-    host.make_directory("/srv/\udce9/data")
-    host.symlink("/srv/data", "/srv/\udce9/data")
+    host.make_directory("/disk/data")
+    host.make_directory("/srv/\udce9")
+    host.symlink("/srv/\udce9/link", "/disk/data")
+    host.symlink("/srv/data", "/srv/\udce9/link")
     host.owners["/srv/\udce9"] = (0o755, 1000)
     seen = replace(facts(), mount_sources=observe_sources(config(DATA), host))
-    machine = goal(seen, DATA)
-    assert conditions(config(DATA), machine, seen)[ConditionType.DEVICES_PRESENT].message.isprintable()
+    message = conditions(config(DATA), goal(seen, DATA), seen)[ConditionType.DEVICES_PRESENT].message
+    assert "belongs to user 1000" in message
+    assert message.isprintable()
 
 
 def test_a_dead_server_does_not_hurry_gpus() -> None:
