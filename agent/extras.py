@@ -6,9 +6,10 @@ agent does in it.
 
 import posixpath
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from fnmatch import fnmatchcase
-from typing import Annotated, Literal
+from operator import attrgetter
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -155,36 +156,22 @@ CDI_MODES = {
 """The key that gives the nodes that a mode is about, where one has to be set, and what has to be in it."""
 
 
-def once(kind: str, values: Iterable[str]) -> None:
-    """Raises ValueError for what is there twice."""
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
-            raise ValueError(f"{kind} {value} is there twice")
-        seen.add(value)
+T = TypeVar("T")
 
 
-def devices_once(devices: list[ExtraDevice]) -> list[ExtraDevice]:
-    once("device", (device.path for device in devices))
-    return devices
+def _once(kind: str, key: Callable[[T], str]) -> AfterValidator:
+    """For a list; its validator raises ValueError for what is there twice."""
+
+    def check(values: list[T]) -> list[T]:
+        keys = [key(value) for value in values]
+        if twice := next((each for each in keys if keys.count(each) > 1), ""):
+            raise ValueError(f"{kind} {twice} is there twice")
+        return values
+
+    return AfterValidator(check)
 
 
-def switches_once(names: list[DeviceSwitch]) -> list[DeviceSwitch]:
-    once("device", names)
-    return names
-
-
-def targets_once(mounts: list[ExtraMount]) -> list[ExtraMount]:
-    once("a mount at", (mount.target for mount in mounts))
-    return mounts
-
-
-def modes_once(modes: list[CdiMode]) -> list[CdiMode]:
-    once("mode", modes)
-    return modes
-
-
-CdiModes = Annotated[list[CdiMode], AfterValidator(modes_once)]
-Switches = Annotated[list[DeviceSwitch], AfterValidator(switches_once)]
-ExtraDevices = Annotated[list[ExtraDevice], AfterValidator(devices_once)]
-ExtraMounts = Annotated[list[ExtraMount], AfterValidator(targets_once)]
+CdiModes = Annotated[list[CdiMode], _once("mode", str)]
+Switches = Annotated[list[DeviceSwitch], _once("device", str)]
+ExtraDevices = Annotated[list[ExtraDevice], _once("device", attrgetter("path"))]
+ExtraMounts = Annotated[list[ExtraMount], _once("a mount at", attrgetter("target"))]

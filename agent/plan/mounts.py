@@ -25,7 +25,7 @@ class Mounts:
 
 def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
     """`machines`: all that are configured."""
-    given = _given(facts, machines)
+    given = _given(facts, machines) if mounts else {}
     found, lacking = [], []
     for mount in mounts:
         match facts.mount_sources.get(mount.source):

@@ -1,30 +1,33 @@
-"""/proc/devices: which majors the kernel's drivers have registered now, proc(5)."""
+"""What the kernel's drivers have registered now: /proc/devices (proc(5)) and /proc/misc."""
+
+from collections.abc import Iterator
 
 PROC_DEVICES = "/proc/devices"
 
 
 def parse_majors(text: str) -> dict[str, int]:
     """Majors by name, of the character devices in /proc/devices. A name is a whole word, one major may have several."""
-    _, _, section = text.partition("Character devices:\n")
-    section, _, _ = section.partition("\nBlock devices:")
     majors: dict[str, int] = {}
-    for line in section.splitlines():
-        number, _, name = line.strip().partition(" ")
-        if number.isdecimal() and name:
-            majors.setdefault(name, int(number))
+    for major, name in _registered(text):
+        majors.setdefault(name, major)
     return majors
 
 
 def names_by_major(text: str) -> dict[int, frozenset[str]]:
     """The same the other way round: some names have several majors, and some majors several names."""
+    names: dict[int, set[str]] = {}
+    for major, name in _registered(text):
+        names.setdefault(major, set()).add(name)
+    return {major: frozenset(found) for major, found in names.items()}
+
+
+def _registered(text: str) -> Iterator[tuple[int, str]]:
     _, _, section = text.partition("Character devices:\n")
     section, _, _ = section.partition("\nBlock devices:")
-    names: dict[int, set[str]] = {}
     for line in section.splitlines():
         number, _, name = line.strip().partition(" ")
         if number.isdecimal() and name:
-            names.setdefault(int(number), set()).add(name)
-    return {major: frozenset(found) for major, found in names.items()}
+            yield int(number), name
 
 
 def parse_misc(text: str) -> dict[str, int]:
