@@ -83,6 +83,11 @@ class ChangeDevices:
     others: tuple[str, ...]
     """Entries of the unit's DeviceAllow= list that are not ours: they stay."""
 
+    @property
+    def binds_anew(self) -> bool:
+        """Whether it binds all nodes once more, as the machine said that it lacks some."""
+        return self.after.rebound not in ("", self.before.rebound)
+
     def describe(self) -> str:
         before, after = self.before, self.after
         parts = [

@@ -120,9 +120,12 @@ def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal
     return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
 
-def pending(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether the machine has not answered this handoff yet, or not found out everything."""
     if not isinstance(report, Report) or report.generation != goal.handoff.generation:
+        return True
+    if lacks_nodes(goal, report) and machine.report_age > machine.granted_age:
+        # It said so before they were bound once more, for which the same handoff was published again.
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
 

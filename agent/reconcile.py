@@ -181,7 +181,7 @@ class Reconciler:
             name=machine.name,
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
-            pending=not refused and readiness.pending(goal, report),
+            pending=not refused and readiness.pending(machine, goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             has_run=machine.has_run,
             repairs=report.repairs if isinstance(report, Report) else {},

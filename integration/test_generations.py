@@ -137,7 +137,7 @@ def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> No
     # The service runs meanwhile: whatever held a node would keep its module.
     assert ready.run("sh", "-c", HOLDERS).stdout == ""
     ready.run("sh", "-ec", UNLOAD + LOAD.format(directory=MODULES), timeout=120)
-    ready.agent("apply", timeout=400, check=False)
+    ready.agent("apply", timeout=400)
     assert ready.conditions()["LibrariesPresent"]["reason"] == "Present"
     request = granted(ready)
     assert (request["driver_version"], request["driver_root"]) == (new, "/run/host-nvidia/1")
@@ -164,7 +164,7 @@ def test_other_majors_after_a_reload(ready: Bed) -> None:
     started = ready.starts()
     before = {device["path"]: (device["major"], device["minor"]) for device in granted(ready)["devices"]}
     ready.run("sh", "-ec", f"{UNLOAD}; modprobe uio; /usr/lib/simulated-gpu-host/load-driver", timeout=120)
-    ready.agent("apply", timeout=400, check=False)
+    ready.agent("apply", timeout=400)
     after = {device["path"]: (device["major"], device["minor"]) for device in granted(ready)["devices"]}
     assert after.keys() == before.keys()
     changed = {path for path in after if after[path] != before[path]}

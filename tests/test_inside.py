@@ -176,6 +176,21 @@ def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
     assert machine.report()["generation"] == published
 
 
+def test_the_same_handoff_that_is_published_once_more_is_answered_once_more(machine: Machine) -> None:
+    """The host does so when it has bound nodes that a report called missing."""
+    handoff, written = machine.read(HANDOFF), list[str]()
+
+    def publish(argv: tuple[str, ...]) -> Completed:
+        if HANDOFF not in written:
+            machine.write(HANDOFF, handoff)
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", publish)
+    machine.before_write = written.append
+    run(machine)
+    assert written.count(REPORT) == 2
+
+
 def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None:
     """It stops at once and starts when this run has ended: a further round would be time without a CRI."""
     seen: list[str] = []

@@ -4,23 +4,28 @@ import itertools
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from typing import BinaryIO
 
 import pytest
 
-from agent.conditions import ConditionType, Status
+from agent.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
 from agent.errors import UnsupportedError
-from agent.handoff import parse_handoff
+from agent.handoff import parse_handoff, render_report
+from agent.live import render_live
 from agent.paths import (
     HOST_NVIDIA,
     OWNED,
     RELOAD_OWED,
     REMOVED,
+    REPORT_NAME,
     STAGING,
     STATE,
     handoff_file,
+    live_file,
     nspawn_file,
+    report_directory,
     unit_drop_in,
 )
 from agent.reconcile import MachineOutcome
@@ -240,6 +245,37 @@ def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host
     outcome = agent.run_pass()
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
     assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
+
+
+def report(host: Host, devices: Condition) -> None:
+    """The machine answers its handoff, after a tick of the clock by which the kernel dates files."""
+    time.sleep(0.02)
+    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
+    conditions = (devices, *(true(kind, "Fine", "simulated") for kind in IN_MACHINE))
+    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, conditions, (), "", "", {}))
+    time.sleep(0.02)
+
+
+def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited_for(gpu_host: Host) -> None:
+    """`apply` would end with what the machine said before."""
+    lacking = false(ConditionType.DEVICES_ALLOWED, "WrongNode", "simulated")
+    agent = reconciler(gpu_host)
+    (machine,) = agent.reconcile().machines
+    assert machine.starts_with
+    gpu_host.write(live_file(MACHINE), render_live(machine.starts_with))
+    units(gpu_host, "active")
+    report(gpu_host, lacking)
+    published = gpu_host.identity(handoff_file(MACHINE))
+    assert agent.reconcile().machines[0].pending
+    assert gpu_host.identity(handoff_file(MACHINE)) != published
+    bound = [path for method, _, path, *_ in gpu_host.bus.changes if method == "BindMountMachine"]
+    assert bound == list(machine.starts_with.nodes)
+    assert agent.reconcile().machines[0].pending
+    report(gpu_host, lacking)
+    assert not agent.reconcile().machines[0].pending
+    report(gpu_host, true(ConditionType.DEVICES_ALLOWED, "Opened", "simulated"))
+    assert not agent.reconcile().machines[0].pending
+    assert len(gpu_host.bus.changes) == len(bound)
 
 
 @pytest.mark.parametrize(

@@ -79,26 +79,28 @@ def main(runner: Runner) -> int:
 
 
 def run(system: System) -> int:
-    """Until the generation that was reported is the one that the host publishes.
+    """Until what was reported on is what the host published last.
 
     Raises AgentError or OSError when no report can be written, or containerd not be restarted.
     """
-    reported, outcome = "", None
+    reported, outcome = None, None
     for _ in range(ROUNDS):
         try:
+            # Not the generation: the host publishes the same once more after it has bound nodes that were missing.
+            published = system.identity(HANDOFF)
+            if published == reported:
+                break
             handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
         except FileNotFoundError:
             say(INFO, "no handoff: this machine is not configured on its host")
             break
         # A digest of the whole: made once, not wherever it is needed.
         generation = handoff.generation
-        if generation == reported:
-            break
         outcome = settle(system, handoff, generation)
         notes = Notes(system)
         notes.save("logged", say_changes(notes.load("logged"), outcome.conditions))
         report(system, generation, outcome)
-        reported = generation
+        reported = published
     if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
         # After all rounds: each one that came behind it would prolong the time without a CRI.
         restart(system)

@@ -58,11 +58,8 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
             machine, facts, released=machine.name in said.released, lacking=machine.name in said.lacking
         )
     ]
-    handoffs = [
-        action
-        for machine in machines
-        for action in (*record_handed(machine, facts), *_note(machine, facts), *_write(machine.handoff_file, facts))
-    ]
+    bound_anew = {change.machine for change in running if change.binds_anew}
+    handoffs = [action for machine in machines for action in _publish(machine, facts, again=machine.name in bound_anew)]
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
     unused = collect(plan.goal, facts)
     first, last = (unused, []) if stage else ([], unused)
@@ -85,19 +82,27 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
     )
 
 
-def _note(goal: MachineGoal, facts: Facts) -> list[WriteFile]:
-    """What is granted, before it is: a crash in between is found by the handoff that is still the old one."""
+def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
+    """The handoff with our notes of it. `again`: also the same one, so that the machine's half looks for its nodes.
+
+    What is granted is noted before it is: a crash in between is found by the handoff that is still the old one.
+    """
     machine = next(each for each in facts.machines if each.name == goal.name)
-    if machine.granted == goal.granted:
-        return []
-    return [WriteFile(granted_file(goal.name), render_granted(goal.granted))]
+    note = WriteFile(granted_file(goal.name), render_granted(goal.granted))
+    noted = [note] if again or machine.granted != goal.granted else []
+    handoff = [_whole(goal.handoff_file)] if again else _write(goal.handoff_file, facts)
+    return [*record_handed(goal, facts), *noted, *handoff]
 
 
 def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
     state = facts.files[file.path]
     if state.content == file.content and (state.owned or _private(file.path)):
         return []
-    return [WriteFile(file.path, file.content, file.mode)]
+    return [_whole(file)]
+
+
+def _whole(file: OwnedFile) -> WriteFile:
+    return WriteFile(file.path, file.content, file.mode)
 
 
 def _refusal(machine: MachineGoal, facts: Facts) -> str | None:
