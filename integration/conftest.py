@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.cluster import Cluster
+from integration.bed.evidence import evidence
 from integration.bed.guest import Completed, Guest
 from integration.bed.host_image import host_image
 from integration.bed.installation import install
@@ -82,6 +83,19 @@ class Bed:
         while self.run(*fetch, check=False).status != 0:
             assert time.monotonic() < deadline, self.run("journalctl", "-u", "unbounded-agent", "-n", "40").stdout
             time.sleep(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With what failed on the simulated host, what the agent said there: the next test puts it back to a snapshot."""
+    report = yield
+    found = [each for each in item.funcargs.values() if isinstance(each, Bed | Cluster | SimulatedHost)]
+    if report.when != "teardown" and report.failed and found:
+        host = found[0] if isinstance(found[0], SimulatedHost) else found[0].host
+        report.sections += evidence(host.guest)
+    return report
 
 
 @pytest.fixture(scope="session")
