@@ -85,6 +85,11 @@ class MachineGoal:
     lacking: tuple[str, ...] = ()
     """What it is to have mounted and is not there, in words."""
 
+    @property
+    def generation(self) -> str:
+        """The handoff's, which is not made anew here: that takes longer than to plan all else."""
+        return self.granted.generation
+
 
 @dataclass(frozen=True, slots=True)
 class Goal:

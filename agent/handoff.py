@@ -105,10 +105,7 @@ class Handoff:
     @property
     def generation(self) -> str:
         """A digest of the content, so that equal content is never a new generation."""
-        content = _content(self)
-        # A half that does not know this key makes its digest without it, and must come to the same one.
-        del content["restart_device_plugin"]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+        return _digest(_content(self))
 
 
 def render_handoff(handoff: Handoff) -> bytes:
@@ -118,7 +115,8 @@ def render_handoff(handoff: Handoff) -> bytes:
     """
     newer = handoff.containerd_drop_in or any(map(_needs_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
-    document = {"version": version, "generation": handoff.generation, **_content(handoff)}
+    content = _content(handoff)
+    document = {"version": version, "generation": _digest(content), **content}
     return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
@@ -132,6 +130,12 @@ def _content(handoff: Handoff) -> dict[str, Any]:
     return asdict(
         handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2}
     )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    # A half that does not know this key makes its digest without it, and must come to the same one.
+    known = {key: value for key, value in content.items() if key != "restart_device_plugin"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def parse_handoff(data: bytes) -> Handoff:

@@ -122,7 +122,7 @@ def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether the machine has not answered this handoff yet, or not found out everything."""
-    if not isinstance(report, Report) or report.generation != goal.handoff.generation:
+    if not isinstance(report, Report) or report.generation != goal.generation:
         return True
     if lacks_nodes(goal, report) and machine.report_age > machine.granted_age:
         # It said so before they were bound once more, for which the same handoff was published again.
@@ -132,7 +132,7 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether what is not granted any more may be forbidden: its own half took it out of use, or had its time."""
-    if isinstance(report, Report) and report.generation == goal.handoff.generation:
+    if isinstance(report, Report) and report.generation == goal.generation:
         return True
     # Nor is a machine waited for that only says that it goes on: what was taken back may be another machine's now.
     asked = isinstance(machine.granted, Granted) and machine.granted == goal.granted
@@ -142,7 +142,7 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
 
 def lacks_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether the machine says of this very handoff that a node is missing, or another one."""
-    if not isinstance(report, Report) or report.generation != goal.handoff.generation:
+    if not isinstance(report, Report) or report.generation != goal.generation:
         return False
     return any((each.type, each.reason) == (ConditionType.DEVICES_ALLOWED, "WrongNode") for each in report.conditions)
 
@@ -243,7 +243,7 @@ def _inside(
             reason, message = "BadReport", why
         case Unseen(why):
             reason, message = "ObservationFailed", why
-        case _ if report.generation != goal.handoff.generation:
+        case _ if report.generation != goal.generation:
             reason, message = "HandoffPending", "the machine has not answered the latest handoff yet"
         case _ if machine.report_age > STALE_AFTER:
             reason, message = "ReportStale", f"the machine's last report is {machine.report_age:.0f} s old"

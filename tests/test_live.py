@@ -265,7 +265,7 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     goal = plan(CONFIG, seen).goal.machines[0]
     (change,) = changes(running(seen, goal.live), LACKING)
     assert change.before.nodes == {}
-    assert change.after == replace(goal.live, rebound=goal.handoff.generation)
+    assert change.after == replace(goal.live, rebound=goal.generation)
     # Published once more, after that: the machine's half would look for its nodes by its timer alone.
     actions = diff(plan(CONFIG, seen), running(seen, goal.live), LACKING).actions
     written = [action.path for action in actions if isinstance(action, WriteFile)]

@@ -22,9 +22,9 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     leftover = [] if released else _leftover(goal, before, facts)
     allow = (*goal.live.allow, *leftover)
     noted = {**goal.live.owners, **{device: before.owners[device] for device in map(_device, leftover)}}
-    rebind = lacking and before.rebound != goal.handoff.generation
+    rebind = lacking and before.rebound != goal.generation
     # Until it has all of them again: a module that is loaded twice makes its nodes anew twice.
-    rebound = goal.handoff.generation if rebind else "" if released and not lacking else before.rebound
+    rebound = goal.generation if rebind else "" if released and not lacking else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
     if same and noted == before.owners and not before.unsure:
         return []
