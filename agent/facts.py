@@ -244,7 +244,7 @@ class MachineFacts:
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     has_run: bool = False
-    """The unit was active in this boot; while it is inactive, somebody stopped the machine."""
+    """The unit was active in this boot and is not any more: somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[str, ...] = ()

@@ -50,7 +50,7 @@ class MachineOutcome:
     stopped: bool = False
     """It exists and has settings of ours, but does not run."""
     has_run: bool = False
-    """It ran in this boot."""
+    """It ran in this boot, and does not any more."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """What its own half put right since its boot, as it reports; empty without a report."""
     starts_with: LiveSettings | None = None

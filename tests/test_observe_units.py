@@ -47,10 +47,12 @@ def test_one_unit_with_its_properties(host: Host) -> None:
     host.bus.unit("a.service", reload=True, device_allow=[("/dev/char/195:1", "rw"), ("char-pts", "rw")])
     host.bus.unit("b.service", "failed", stopped_at=4711)
     host.bus.unit("c.service", "inactive", "not-found")
+    host.bus.unit("d.service", stopped_at=4711)
     allowed = ("/dev/char/195:1 rw", "char-pts rw")
     assert properties(host, "a.service") == Unit("active", needs_reload=True, device_allow=allowed)
     assert properties(host, "b.service") == Unit("failed", has_run=True)
     assert properties(host, "c.service") == Unit(Absent("c.service is not installed"))
+    assert properties(host, "d.service") == Unit("active")
 
 
 def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:

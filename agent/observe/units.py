@@ -67,7 +67,8 @@ def with_properties(unit: Unit, system: System) -> Unit:
         return replace(
             unit,
             # After ActiveState: where that is inactive since just now, this tells.
-            has_run=_property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
+            has_run=unit.state != "active"
+            and _property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
             needs_reload=_property(system, unit.path, "Unit", "NeedDaemonReload", bool),
             device_allow=_device_allow(system, unit.path),
         )
