@@ -3,16 +3,18 @@
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from agent.config import Config
-from agent.facts import Absent, DrmDevice, PciDevice, VendorFacts
+from agent.facts import Absent, DrmDevice, PciDevice, Seen, VendorFacts
 from agent.observe import observe
 from agent.observe.loader_cache import LoaderCache
 from agent.observe.udev import Udev
 from agent.paths import OWNED, machine_unit
+from agent.system.files import System
 from agent.vendors.host import HOST_VENDORS
 from tests.recorded import HOSTS, Host
 
@@ -58,6 +60,31 @@ def test_a_second_pass_sees_the_same_and_reuses_only_the_loader_s_listing(debian
     debian.runner.calls.clear()
     assert observe(CONFIG, debian, debian, cache) == first
     assert debian.runner.calls == []
+
+
+def test_devices_are_listed_while_pid_1_answers(debian: Host) -> None:
+    """Each takes as long as the other, and a GPU that comes waits for both."""
+    all_three, met = threading.Barrier(3), list[int]()
+
+    def answer(
+        service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        if not met:
+            met.append(all_three.wait(4))
+        return debian.bus(service, path, method, signature, arguments, timeout)
+
+    class Devices:
+        def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
+            all_three.wait(4)
+            return debian.pci_devices()
+
+        def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
+            all_three.wait(4)
+            return debian.drm_devices()
+
+    facts = observe(CONFIG, System(debian.runner, debian.root, answer), Devices(), LoaderCache())
+    assert met
+    assert facts.machines[0].unit_state == "active"
 
 
 def test_state_that_cannot_be_used_is_said(debian: Host) -> None:

@@ -15,7 +15,7 @@ from agent.observe.staged import observe_staged
 from agent.observe.udev import DeviceSource
 from agent.observe.units import observe_template, observe_units, observe_version, with_properties
 from agent.paths import RELOAD_OWED, machine_of, machine_unit
-from agent.system.deadlines import ask_device
+from agent.system.deadlines import begin_asking_device
 from agent.system.files import System
 from agent.system.looking import why_not
 from agent.vendors.host import HOST_VENDORS
@@ -30,13 +30,18 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     # With those that are not configured any more, whose settings are still there.
     names = sorted({*config.machines, *(name for path in owned if (name := machine_of(path)) is not None)})
     detached = observe_detached(system)
+    # While PID 1 answers, which takes as long.
+    wait_for_pci = _begin_list("the PCI devices in sysfs", devices.pci_devices)
+    wait_for_drm = _begin_list("the DRM devices in sysfs", devices.drm_devices)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     units = observe_units([*map(machine_unit, names), *services], system)
+    of_machines = {name: with_properties(units[machine_unit(name)], system) for name in names}
+    systemd_version = observe_version(system)
     sources = Sources(
         system=system,
         architecture=system.architecture(),
-        pci=_listed("the PCI devices in sysfs", devices.pci_devices),
-        drm=_listed("the DRM devices in sysfs", devices.drm_devices),
+        pci=wait_for_pci(),
+        drm=wait_for_drm(),
         loader_cache=lambda root: _entries(loader_cache.read(system, root)),
         driver=config.driver,
         machines=config.machines,
@@ -48,12 +53,10 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     return Facts(
         architecture=sources.architecture,
-        systemd_version=observe_version(system),
+        systemd_version=systemd_version,
         template_device_allow=observe_template(system),
         vendors=vendors,
-        machines=tuple(
-            observe_machine(name, with_properties(units[machine_unit(name)], system), system) for name in names
-        ),
+        machines=tuple(observe_machine(name, unit, system) for name, unit in of_machines.items()),
         staged=staged.roots,
         next_driver_root_index=staged.next_index,
         spoiled_roots=staged.spoiled,
@@ -72,12 +75,21 @@ def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
     return listing.entries if isinstance(listing, Listing) else listing
 
 
-def _listed(what: str, listing: Callable[[], Seen[D]]) -> Seen[D]:
+def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
     """In bounded time: libudev reads `uevent`, for which some kernels wait until a driver lets go of its device.
 
     (Those of 2024 with "driver core: Fix uevent_show() vs driver detach race", which was reverted since.)
     """
     try:
-        return ask_device(what, listing)
+        wait = begin_asking_device(what, listing)
     except OSError as error:
-        return why_not(what, error)
+        unseen = why_not(what, error)
+        return lambda: unseen
+
+    def listed() -> Seen[D]:
+        try:
+            return wait()
+        except OSError as error:
+            return why_not(what, error)
+
+    return listed

@@ -24,8 +24,8 @@ class Udev:
     """The DeviceSource of a real host."""
 
     def __init__(self) -> None:
-        # A new one runs `ldconfig -p` each time, to find libudev (ctypes.util). One for each list, as one may hang in a
-        # thread of its own while the other is made.
+        # A new one runs `ldconfig -p` each time, to find libudev (ctypes.util). One for each list: they are made by two
+        # threads at once, and libudev's contexts are for one thread each.
         self._contexts: dict[str, Any] = {}
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:

@@ -2,6 +2,7 @@
 
 import errno
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic, Protocol, TypeVar
@@ -93,6 +94,11 @@ class Reader(Protocol):
 
 def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> T:
     """What `call` returns or raises; TimeoutError when it takes longer, or an earlier one of that name still hangs."""
+    return _begin(what, call, seconds, of_source=of_source)()
+
+
+def _begin(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> Callable[[], T]:
+    """The call goes on in a worker, and what is returned here waits for it as `bounded` does."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
     running = _Call(call, of_source=of_source)
@@ -102,10 +108,15 @@ def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool
         # TasksMax= of the unit, or the host's limit.
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
-    if not running.wait(seconds):
-        _left[what] = running
-        raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
-    return running.result()
+    deadline = time.monotonic() + seconds
+
+    def end() -> T:
+        if not running.wait(max(0.0, deadline - time.monotonic())):
+            _left[what] = running
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
+        return running.result()
+
+    return end
 
 
 def stuck() -> tuple[str, ...]:
@@ -120,7 +131,15 @@ def ask_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -
 
     A broken driver may hang at each of a hundred files, and a pass that waits for all of them is no sign of life.
     """
-    return bounded(what, call, _shortened(seconds, of_source=False))
+    return begin_asking_device(what, call, seconds)()
+
+
+def begin_asking_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> Callable[[], T]:
+    """For who has other things to do meanwhile: raises as `ask_device`, and so does what is returned, once called.
+
+    It has to be called: it is what remembers a call that hangs.
+    """
+    return _begin(what, call, _shortened(seconds, of_source=False))
 
 
 def ask_source(what: str, call: Callable[[], T], seconds: float = SOURCE_LOOK) -> T:
