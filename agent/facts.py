@@ -75,10 +75,9 @@ class PciDevice:
 
 @dataclass(frozen=True, slots=True, order=True)
 class DrmDevice:
-    """One DRM device node with the PCI device that it belongs to; connectors are left out."""
+    """One DRM device node (cardN, renderDN) with the PCI device that it belongs to; connectors are left out."""
 
     path: str
-    """`/dev/dri/cardN` or `/dev/dri/renderDN`."""
     pci_address: str
     """Empty for a device that is not on the PCI bus (simpledrm, vgem)."""
     driver: str
@@ -101,7 +100,6 @@ class Gpu:
     pci_address: str
     vendor: str
     driver: str = ""
-    """The bound kernel driver's name; empty when none is bound."""
     model: str = ""
     uuid: str = ""
     """Empty until the driver has initialised the GPU."""
@@ -244,7 +242,7 @@ class MachineFacts:
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     has_run: bool = False
-    """The unit was active in this boot and is not any more: somebody stopped the machine."""
+    """The unit was active in this boot and is not any more; while it is inactive, somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[str, ...] = ()
@@ -252,9 +250,11 @@ class MachineFacts:
     granted: Seen[Granted] = Absent("nothing was granted to it yet")
     """By its present handoff."""
     granted_age: float = 0.0
-    """Seconds since that was published."""
+    """Seconds since that was published, for the first time or once more."""
     live: LiveSettings | None = None
     """What the running machine has of its settings; None when unknown."""
+    live_age: float = float("inf")
+    """Seconds since that was changed."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
     """Indices of the driver roots that it was handed since it was started, but for its present handoff's."""
     report: Seen[bytes] = Absent("the machine has not reported")

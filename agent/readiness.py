@@ -122,12 +122,18 @@ def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Whether the machine has not answered this handoff yet, or not found out everything."""
-    if not isinstance(report, Report) or report.generation != goal.generation:
-        return True
-    if lacks_nodes(goal, report) and machine.report_age > machine.granted_age:
-        # It said so before they were bound once more, for which the same handoff was published again.
+    if not isinstance(report, Report) or not _answers(report, machine, goal):
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
+
+
+def _answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
+    """Whether it is on the present handoff; what says that nodes are missing must be younger than the last binding.
+
+    And than the publication after it. The files' times tell that, as the handoff's generation is the same.
+    """
+    older = machine.report_age > min(machine.granted_age, machine.live_age)
+    return report.generation == goal.generation and not (older and lacks_nodes(goal, report))
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -243,7 +249,7 @@ def _inside(
             reason, message = "BadReport", why
         case Unseen(why):
             reason, message = "ObservationFailed", why
-        case _ if report.generation != goal.generation:
+        case _ if not _answers(report, machine, goal):
             reason, message = "HandoffPending", "the machine has not answered the latest handoff yet"
         case _ if machine.report_age > STALE_AFTER:
             reason, message = "ReportStale", f"the machine's last report is {machine.report_age:.0f} s old"

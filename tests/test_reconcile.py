@@ -11,7 +11,7 @@ from typing import BinaryIO
 import pytest
 
 from agent.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
-from agent.errors import UnsupportedError
+from agent.errors import BusAnswerError, UnsupportedError
 from agent.handoff import parse_handoff, render_report
 from agent.live import render_live
 from agent.paths import (
@@ -22,13 +22,14 @@ from agent.paths import (
     REPORT_NAME,
     STAGING,
     STATE,
+    granted_file,
     handoff_file,
     live_file,
     nspawn_file,
     report_directory,
     unit_drop_in,
 )
-from agent.reconcile import MachineOutcome
+from agent.reconcile import MachineOutcome, Reconciler
 from tests.gpu_host import MACHINE, UNITS, VERSION, reconciler, units
 from tests.recorded import Host
 
@@ -256,26 +257,81 @@ def report(host: Host, devices: Condition) -> None:
     time.sleep(0.02)
 
 
-def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited_for(gpu_host: Host) -> None:
-    """`apply` would end with what the machine said before."""
-    lacking = false(ConditionType.DEVICES_ALLOWED, "WrongNode", "simulated")
-    agent = reconciler(gpu_host)
+LACKING = false(ConditionType.DEVICES_ALLOWED, "WrongNode", "simulated")
+OPENED = true(ConditionType.DEVICES_ALLOWED, "Opened", "simulated")
+
+
+def lacking(host: Host) -> Reconciler:
+    """The machine runs with its settings, and says that it lacks nodes."""
+    agent = reconciler(host)
     (machine,) = agent.reconcile().machines
     assert machine.starts_with
-    gpu_host.write(live_file(MACHINE), render_live(machine.starts_with))
-    units(gpu_host, "active")
-    report(gpu_host, lacking)
-    published = gpu_host.identity(handoff_file(MACHINE))
-    assert agent.reconcile().machines[0].pending
+    host.write(live_file(MACHINE), render_live(machine.starts_with))
+    units(host, "active")
+    report(host, LACKING)
+    return agent
+
+
+def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited_for(gpu_host: Host) -> None:
+    """`apply` would end with what the machine said before."""
+    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+    outcome = agent.reconcile().machines[0]
+    assert outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
     assert gpu_host.identity(handoff_file(MACHINE)) != published
     bound = [path for method, _, path, *_ in gpu_host.bus.changes if method == "BindMountMachine"]
-    assert bound == list(machine.starts_with.nodes)
+    assert set(bound) == {
+        device.path for device in parse_handoff(gpu_host.read(handoff_file(MACHINE))).requests[0].devices
+    }
     assert agent.reconcile().machines[0].pending
-    report(gpu_host, lacking)
-    assert not agent.reconcile().machines[0].pending
-    report(gpu_host, true(ConditionType.DEVICES_ALLOWED, "Opened", "simulated"))
+    report(gpu_host, LACKING)
+    outcome = agent.reconcile().machines[0]
+    assert not outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.FALSE, "WrongNode")
+    report(gpu_host, OPENED)
     assert not agent.reconcile().machines[0].pending
     assert len(gpu_host.bus.changes) == len(bound)
+
+
+def test_what_could_be_bound_only_later_is_told_then_and_once(gpu_host: Host) -> None:
+    """What cannot be bound makes no work for the machine with each attempt."""
+    agent = lacking(gpu_host)
+    gpu_host.bus.refused["/dev/nvidia1"] = BusAnswerError("simulated")
+    assert agent.reconcile().failures
+    published = gpu_host.identity(handoff_file(MACHINE))
+    for _ in range(2):
+        report(gpu_host, LACKING)
+        assert agent.reconcile().failures
+    assert gpu_host.identity(handoff_file(MACHINE)) == published
+    gpu_host.bus.refused.clear()
+    report(gpu_host, LACKING)
+    assert agent.reconcile().machines[0].pending
+    assert agent.reconcile().machines[0].pending
+    told = gpu_host.identity(handoff_file(MACHINE))
+    assert told != published
+    report(gpu_host, LACKING)
+    assert not agent.reconcile().machines[0].pending
+    assert gpu_host.identity(handoff_file(MACHINE)) == told
+
+
+class DyingHost(Host):
+    """Dies just before it notes what it publishes."""
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        if path == granted_file(MACHINE):
+            raise Crash
+        super().write(path, content, mode)
+
+
+def test_what_a_killed_pass_has_bound_is_told_by_the_next(gpu_host: Host) -> None:
+    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+    gpu_host.__class__ = DyingHost
+    with pytest.raises(Crash):
+        agent.reconcile()
+    gpu_host.__class__ = Host
+    assert gpu_host.identity(handoff_file(MACHINE)) == published
+    assert reconciler(gpu_host).reconcile().machines[0].pending
+    assert gpu_host.identity(handoff_file(MACHINE)) != published
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from agent.handoff import (
     render_report,
     with_remark,
 )
+from agent.identity import FileIdentity
 from agent.inside.attempts import Beside, attempt, named
 from agent.inside.devices import (
     GRANTED,
@@ -84,7 +85,7 @@ def run(system: System) -> int:
     Raises AgentError or OSError when no report can be written, or containerd not be restarted.
     """
     reported, outcome = None, None
-    for _ in range(ROUNDS):
+    for left in reversed(range(ROUNDS)):
         try:
             # Not the generation: the host publishes the same once more after it has bound nodes that were missing.
             published = system.identity(HANDOFF)
@@ -99,12 +100,23 @@ def run(system: System) -> int:
         outcome = settle(system, handoff, generation)
         notes = Notes(system)
         notes.save("logged", say_changes(notes.load("logged"), outcome.conditions))
+        if left and _is_older(published, system):
+            # Else the host would take what was missing before it bound that for the answer.
+            continue
         report(system, generation, outcome)
         reported = published
     if outcome and any(each.reason == RESTART_PENDING for each in outcome.conditions):
         # After all rounds: each one that came behind it would prolong the time without a CRI.
         restart(system)
     return 0
+
+
+def _is_older(published: FileIdentity, system: System) -> bool:
+    """Whether the host has published since."""
+    try:
+        return system.identity(HANDOFF) != published
+    except FileNotFoundError:
+        return False
 
 
 def settle(system: System, handoff: Handoff, generation: str) -> Outcome:

@@ -1,5 +1,6 @@
 """What the host sees of one machine, without following any path that the machine can change."""
 
+import math
 import time
 
 from agent.errors import DocumentError
@@ -22,6 +23,7 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
     if isinstance(content, Absent):
         content = Absent(f"machine {name} has not reported")
     granted, granted_age = _granted(name, system)
+    live, live_age = _live(name, system)
     return MachineFacts(
         name=name,
         root=_root(name, system),
@@ -31,7 +33,8 @@ def observe_machine(name: str, unit: Unit, system: System) -> MachineFacts:
         device_allow=unit.device_allow,
         granted=granted,
         granted_age=granted_age,
-        live=_live(name, system),
+        live=live,
+        live_age=live_age,
         handed_roots=_handed_roots(name, system),
         report=content,
         report_age=age,
@@ -64,13 +67,16 @@ def _granted(name: str, system: System) -> tuple[Seen[Granted], float]:
         return Broken(str(error)), 0.0
 
 
-def _live(name: str, system: System) -> LiveSettings | None:
-    content = look(system.read, live_file(name))
+def _live(name: str, system: System) -> tuple[LiveSettings | None, float]:
+    """And its age in seconds."""
+    found = look(system.read_untrusted, live_file(name))
+    if not isinstance(found, tuple):
+        return None, math.inf
     try:
-        return parse_live(content) if isinstance(content, bytes) else None
+        return parse_live(found[0]), max(0.0, time.time() - found[1])
     except DocumentError:
         # A cache: what is not understood tells as little as what is not there.
-        return None
+        return None, math.inf
 
 
 def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:

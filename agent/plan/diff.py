@@ -58,8 +58,9 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
             machine, facts, released=machine.name in said.released, lacking=machine.name in said.lacking
         )
     ]
-    bound_anew = {change.machine for change in running if change.binds_anew}
-    handoffs = [action for machine in machines for action in _publish(machine, facts, again=machine.name in bound_anew)]
+    bound = {change.machine for change in running if change.binds_anew}
+    bound |= {machine.name for machine in machines if machine.name in said.lacking and _bound_anew(machine, facts)}
+    handoffs = [action for machine in machines for action in _publish(machine, facts, again=machine.name in bound)]
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
     unused = collect(plan.goal, facts)
     first, last = (unused, []) if stage else ([], unused)
@@ -85,13 +86,23 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
 def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
     """The handoff with our notes of it. `again`: also the same one, so that the machine's half looks for its nodes.
 
-    What is granted is noted before it is: a crash in between is found by the handoff that is still the old one.
+    What is granted is noted before it is: a crash in between is found by the handoff that is still the old one. By the
+    note's time it is told what was published since, so that it is written even if it says the same.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     note = WriteFile(granted_file(goal.name), render_granted(goal.granted))
     noted = [note] if again or machine.granted != goal.granted else []
     handoff = [_whole(goal.handoff_file)] if again else _write(goal.handoff_file, facts)
     return [*record_handed(goal, facts), *noted, *handoff]
+
+
+def _bound_anew(goal: MachineGoal, facts: Facts) -> bool:
+    """Whether all nodes that the machine lacked were bound since it was last told: by a pass that failed or was killed
+    before it had told, or after one in which some could not be bound.
+    """
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    whole = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
+    return bool(whole) and machine.live_age < machine.granted_age
 
 
 def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
