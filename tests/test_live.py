@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.actions import ChangeDevices, RemoveFile, WriteFile
+from agent.actions import ChangeDevices, RemoveFile
 from agent.apply import apply
 from agent.config import Config, MachineSettings
 from agent.errors import ApplyError, BusAnswerError, BusError, DocumentError
 from agent.facts import Facts, VendorFacts
 from agent.live import LiveSettings, parse_live, render_live
-from agent.paths import granted_file, handoff_file, live_file, machine_unit, set_device_allow, unit_drop_in
+from agent.paths import handoff_file, live_file, machine_unit, set_device_allow, unit_drop_in
 from agent.plan import plan
 from agent.plan.diff import Said, diff
 from agent.running import change_devices
@@ -266,11 +266,6 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     (change,) = changes(running(seen, goal.live), LACKING)
     assert change.before.nodes == {}
     assert change.after == replace(goal.live, rebound=goal.generation)
-    # Published once more, after that: the machine's half would look for its nodes by its timer alone.
-    actions = diff(plan(CONFIG, seen), running(seen, goal.live), LACKING).actions
-    written = [action.path for action in actions if isinstance(action, WriteFile)]
-    assert written[-2:] == [granted_file(MACHINE), handoff_file(MACHINE)]
-    assert actions.index(change) < len(actions) - 2
     assert changes(running(seen, change.after), LACKING) == []
     (change,) = changes(running(seen, change.after), RELEASED)
     assert change.after == goal.live
