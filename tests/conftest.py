@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.gpu_host import set_up
-from tests.recorded import Host
+from tests.fakes.gpu_host import set_up
+from tests.fakes.host import Host
 
 # Time limits of single examples fail on a busy machine, and tell nothing of what is tested.
 settings.register_profile("untimed", deadline=None)

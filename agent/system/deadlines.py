@@ -1,4 +1,4 @@
-"""Calls that may never return (in D state not even SIGKILL helps): left behind at their deadline, and not repeated."""
+"""Calls that may never return (in D state not even SIGKILL helps): abandoned at their deadline, and not repeated."""
 
 import errno
 import threading
@@ -10,15 +10,15 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 DEVICE_READ = 5.0
-"""Seconds for what a driver answers: the first use of a GPU holds NVIDIA's lock for some."""
+"""Seconds for a driver's answer: the first use of a GPU holds NVIDIA's lock for some of them."""
 SOURCE_LOOK = 2.0
-"""Seconds for a directory that settings mount, which a server elsewhere may answer for."""
+"""Seconds for a directory that settings mount: it may be on a remote server."""
 LEAST = 0.02
-"""Seconds, of which a healthy driver needs a thousandth."""
+"""Seconds; a healthy driver needs a thousandth of it."""
 
 
 class _Call(Generic[T]):
-    """One call, to be run by a worker."""
+    """One call for a worker to run."""
 
     def __init__(self, call: Callable[[], T], *, of_source: bool) -> None:
         self.of_source = of_source
@@ -28,11 +28,11 @@ class _Call(Generic[T]):
         self._ended = threading.Event()
 
     def wait(self, seconds: float) -> bool:
-        """Whether it came to an end."""
+        """Return whether the call ended within that time."""
         return self._ended.wait(seconds)
 
     def result(self) -> T:
-        """What it returned or raised."""
+        """Return what the call returned, or raise what it raised."""
         if self._error is not None:
             raise self._error
         return self._result  # type: ignore[return-value]
@@ -48,9 +48,9 @@ class _Call(Generic[T]):
 
 
 class _Worker:
-    """A thread for one call after the other, as a new one for each takes longer than most calls.
+    """A thread that runs one call after another, as starting a thread takes longer than most calls.
 
-    A daemon thread: the process's end does not wait for it.
+    A daemon thread: the end of the process does not wait for it.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class _Worker:
         while True:
             call = self._calls.get()
             call.run()
-            # Before the caller goes on, which may have the next call.
+            # Before the caller continues, because it may have the next call.
             _idle.append(self)
             call.end()
 
@@ -73,7 +73,7 @@ _idle: list[_Worker] = []
 
 
 def _worker() -> _Worker:
-    """Raises RuntimeError where no thread can be started."""
+    """Return an idle worker or a new one. Raises RuntimeError if no thread can be started."""
     try:
         return _idle.pop()
     except IndexError:
@@ -81,11 +81,11 @@ def _worker() -> _Worker:
 
 
 _left: dict[str, _Call[Any]] = {}
-"""Calls by name that missed their deadline. One for the process: a thread that hangs stays whoever asked for it."""
+"""Calls by name that missed their deadline. One for the process, as a hanging thread outlives its caller."""
 
 
 class Reader(Protocol):
-    """The part of agent.system.files.System that is needed here."""
+    """The part of agent.system.files.System that this module needs."""
 
     root: str
 
@@ -93,12 +93,12 @@ class Reader(Protocol):
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> T:
-    """What `call` returns or raises; TimeoutError when it takes longer, or an earlier one of that name still hangs."""
+    """Return what `call` returns. TimeoutError if it takes longer, or an earlier call of that name still hangs."""
     return _begin(what, call, seconds, of_source=of_source)()
 
 
 def _begin(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> Callable[[], T]:
-    """The call goes on in a worker, and what is returned here waits for it as `bounded` does."""
+    """Start the call in a worker. The returned function waits for it as `bounded` does."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
     running = _Call(call, of_source=of_source)
@@ -120,30 +120,30 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, of_source: bool 
 
 
 def stuck() -> tuple[str, ...]:
-    """Names of the calls that missed their deadline and have not come back."""
+    """Return the names of calls that missed their deadline and still hang."""
     for what in [what for what, each in _left.items() if each.wait(0)]:
         del _left[what]
     return tuple(_left)
 
 
 def ask_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> T:
-    """As `bounded`, for half as long with each call that hangs already: all of them take twice `seconds` at most.
+    """Like `bounded`, with half the time for each call that already hangs: all together take at most twice `seconds`.
 
-    A broken driver may hang at each of a hundred files, and a pass that waits for all of them is no sign of life.
+    A broken driver may hang at each of a hundred files, and a pass that waits for all of them looks hung itself.
     """
     return begin_asking_device(what, call, seconds)()
 
 
 def begin_asking_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> Callable[[], T]:
-    """For who has other things to do meanwhile: raises as `ask_device`, and so does what is returned, once called.
+    """Like `ask_device`, but the caller can do other things meanwhile: the returned function waits, and may raise too.
 
-    It has to be called: it is what remembers a call that hangs.
+    The caller must call it, because it records a call that hangs.
     """
     return _begin(what, call, _shortened(seconds, of_source=False))
 
 
 def ask_source(what: str, call: Callable[[], T], seconds: float = SOURCE_LOOK) -> T:
-    """The same of what settings mount: apart, since a server that is dead is no reason to hurry a GPU."""
+    """Like `ask_device` for what settings mount, counted apart: a dead server must not shorten a GPU's time."""
     return bounded(what, call, _shortened(seconds, of_source=True), of_source=True)
 
 
@@ -153,6 +153,6 @@ def _shortened(seconds: float, *, of_source: bool) -> float:
 
 
 def read_device_text(system: Reader, path: str) -> str:
-    """As System.read_text, of a file that a driver answers for: TimeoutError where it does not."""
+    """Like System.read_text, for a file that a driver answers for; TimeoutError if it does not."""
     place = path if system.root == "/" else system.root + path
     return ask_device(place, lambda: system.read_text(path))

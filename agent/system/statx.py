@@ -1,6 +1,6 @@
-"""What is known of a file without asking a server or a daemon for it: statx(2).
+"""What the kernel knows of a file without a request to a server or daemon: statx(2).
 
-os.stat of a file on a dead NFS server or FUSE file system never returns, and anybody may have such a file open.
+os.stat of a file on a dead NFS server or FUSE file system never returns, and any process may have such a file open.
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import stat
 AT_FDCWD = -100
 AT_NO_AUTOMOUNT = 0x800
 AT_STATX_DONT_SYNC = 0x4000
-"""What the kernel has cached will do: a file's type and device number never change (include/uapi/linux/fcntl.h)."""
+"""Cached values will do: a file's type and device number never change (include/uapi/linux/fcntl.h)."""
 STATX_TYPE = 1
 
 
@@ -32,7 +32,7 @@ _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ct
 
 
 def character_device(place: str) -> tuple[int, int] | None:
-    """Major and minor of a character device, links followed; None for any other file. Raises OSError as stat(2)."""
+    """Return a character device's numbers, links followed; None for any other file. Raises OSError as stat(2)."""
     found = _Statx()
     if _call(AT_FDCWD, os.fsencode(place), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, STATX_TYPE, ctypes.byref(found)):
         number = ctypes.get_errno()

@@ -1,18 +1,18 @@
 """AMD on the host."""
 
-from agent.identity import DeviceKind
+from agent.model.device import DeviceKind
 from agent.vendors.drm.description import Description, SharedNode
 from agent.vendors.drm.host import DrmHost
 
 PROCESSING_ACCELERATOR = 0x1200
-"""What an Instinct is from MI200 on; amdgpu takes it by this class (pciidlist in amdgpu_drv.c)."""
+"""Class of an Instinct from MI200 on; amdgpu takes it by this class (pciidlist in amdgpu_drv.c)."""
 KFD = SharedNode("/dev/kfd", DeviceKind.KFD, "kfd", "ROCm cannot compute")
 
 AMD = DrmHost(
     Description(
         name="amd",
         title="AMD",
-        # Not 0x1022, which is the processors'. The driver radeon, of GPUs before 2012, is unknown to AMD's own tools.
+        # Not 0x1022, the processors' id. AMD's own tools do not know the driver radeon, for GPUs before 2012.
         vendor_id=0x1002,
         drivers=("amdgpu",),
         firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",

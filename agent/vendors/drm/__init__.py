@@ -1,1 +1,1 @@
-"""What vendors share whose GPUs need nodes of the kernel's Direct Rendering Manager and nothing else of the host."""
+"""Shared code of vendors whose GPUs need only nodes of the kernel's Direct Rendering Manager from the host."""

@@ -1,43 +1,43 @@
-"""Writes the CDI spec of a vendor whose GPUs need their DRM nodes alone, and judges a published one. Pure.
+"""Writes the CDI specification of a vendor whose GPUs need only their DRM nodes, and verifies a published one. Pure.
 
 The format is specs-go/config.go of the Container Device Interface. The nodes of a device, the name after the card and
 the mounts are those of Intel's cdi-specs-generator (pkg/gpu/cdihelpers), the name by index and the attributes of nodes
-those of AMD's container toolkit (internal/cdi). The PCI address is a name beside them: it alone outlives a reboot.
+those of AMD's container toolkit (internal/cdi). The PCI address is a further name: only it survives a reboot.
 """
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agent.errors import DocumentError
-from agent.handoff import GrantedDevice, Request
-from agent.identity import DeviceKind, DeviceNumber, dri_link
-from agent.vendors.cdi_document import devices as devices_of
-from agent.vendors.cdi_document import object_of, objects, strings
-from agent.vendors.cdi_version import lowest_version
-from agent.vendors.machine_protocol import Verdict
+from agent.model.device import DeviceKind, DeviceNumber, dri_link
+from agent.model.errors import DocumentError
+from agent.model.handoff import GrantedDevice, Request
+from agent.vendors.cdi.document import devices as devices_of
+from agent.vendors.cdi.document import object_of, objects, strings
+from agent.vendors.cdi.version import lowest_version
+from agent.vendors.machine_vendor import Verdict
 
 EVERY_GPU = "all"
 EVERYBODY = 0o006
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
-"""As systemd's 50-udev-default.rules have it."""
+"""As in systemd's 50-udev-default.rules."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ground:
-    """What a spec is made from beside the request."""
+    """The inputs of a specification in addition to the request."""
 
     live: Mapping[str, DeviceNumber]
     """Numbers, modes and owners of the machine's nodes."""
     groups: Mapping[str, int]
-    """The machine's own."""
+    """The machine's own group numbers."""
     links: Collection[str]
-    """Of the names by PCI address, those that are there."""
+    """Those links named by PCI address that exist."""
 
 
 def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground) -> dict[str, Any]:
-    """The spec of the GPUs whose render node is there. `names`: another name of each, by PCI address."""
+    """Return the specification of GPUs whose render node is present. `names`: another name of each, by PCI address."""
     devices, every = [], []
     for gpu in served(request, ground.live):
         own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in ground.live]
@@ -51,7 +51,7 @@ def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground
 
 
 def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...]:
-    """PCI addresses of the GPUs that can be used."""
+    """Return PCI addresses of the usable GPUs."""
     found = {each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in live}
     return tuple(gpu for gpu in request.gpus if gpu in found)
 
@@ -65,8 +65,8 @@ def _edits(devices: list[GrantedDevice], ground: Ground) -> dict[str, Any]:
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in ground.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that makes nodes gives them the group of the spec, one that may not binds those of the machine, with the
-    # host's number: a process without root's rights opens either by these groups, whatever its own are.
+    # A runtime that makes nodes gives them the specification's group; one that may not binds the machine's nodes, with
+    # the host's number: with both groups a process without root's rights can open either.
     closed = [each for each in devices if ground.live[each.path].mode & EVERYBODY != EVERYBODY]
     groups = {gid for each in closed for gid in (ground.live[each.path].gid, _gid(each, ground))} - {0}
     if groups:
@@ -99,7 +99,7 @@ def _mount(link: str) -> dict[str, Any]:
 def verify(
     kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Verdict:
-    """The verdict on a spec for one request; a spec that has not its form has one problem, which names the place."""
+    """Verify a specification against one request; a malformed one has one problem, which names the place."""
     try:
         document = object_of(spec, "the spec")
         devices = devices_of(document)
@@ -175,6 +175,6 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
         yield f"{where}: device node {path} is {is_now} in this machine, granted is {granted}"
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
     expected |= {"path": path, "permissions": "rw", "gid": node.get("gid")}
-    # By type as well: True is 1 here, and no number in a spec.
+    # By type as well: True equals 1 here, but is not a number in a specification.
     if node != expected or type(node.get("gid")) is not int or any(isinstance(each, bool) for each in node.values()):
         yield f"{where}: device node {path} is written as {node!r}"

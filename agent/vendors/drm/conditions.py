@@ -1,15 +1,16 @@
-"""What the host shows of readiness where GPUs need their nodes alone, with the next step. Pure."""
+"""The host's conditions for GPUs that need only their nodes, with the next step. Pure."""
 
-from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
-from agent.facts import Unseen, VendorFacts
-from agent.goal import Grant
-from agent.identity import DeviceKind
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.model.device import DeviceKind
+from agent.model.facts import Unseen, VendorFacts
+from agent.model.goal import Grant
+from agent.model.reasons import Reason
 from agent.vendors.devices_present import before_nodes
 from agent.vendors.drm.description import Description
 
 
 def drm_conditions(vendor: Description, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
-    """DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
+    """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
     no_files = f"pods bring the libraries for {vendor.title}'s GPUs themselves"
     return (
         _driver_loaded(vendor, facts, grant),
@@ -23,15 +24,17 @@ def drm_conditions(vendor: Description, facts: VendorFacts, grant: Grant) -> tup
 def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DRIVER_LOADED
     if isinstance(facts.devices, Unseen):
-        return unknown(kind, "ObservationFailed", facts.devices.why)
+        return unknown(kind, Reason.OBSERVATION_FAILED, facts.devices.why)
     drivers = [gpu.driver for gpu in facts.gpus if gpu.driver in vendor.drivers]
     names = " or ".join(vendor.drivers)
     if not drivers and grant.gpus:
-        return false(kind, "ModuleNotLoaded", f"no GPU of {vendor.title} has a driver; {_load(vendor, grant.gpus)}")
+        return false(
+            kind, Reason.MODULE_NOT_LOADED, f"no GPU of {vendor.title} has a driver; {_load(vendor, grant.gpus)}"
+        )
     if not drivers:
         return not_applicable(kind, f"no GPU of {vendor.title} has driver {names}")
     parts = [f"{name} for {drivers.count(name)} GPUs" for name in dict.fromkeys(drivers)]
-    return true(kind, "Loaded", f"kernel driver {', '.join(parts)}")
+    return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
 
 
 def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
@@ -52,7 +55,7 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
         broken = "".join(f"; {problem}" for problem in facts.problems)
         return false(
             kind,
-            "NodesMissing",
+            Reason.NODES_MISSING,
             f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`, and `udevadm settle` for one that "
             f"has just come{broken}",
         )
@@ -65,5 +68,5 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
     present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs of {vendor.title}"
     if grant.detached:
         detached = f"detached by an administrator: {', '.join(grant.detached)}"
-        return true(kind, "GPUDetached", f"{present}; {detached}{lacking}")
-    return true(kind, "Present", f"{present}{lacking}")
+        return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{lacking}")
+    return true(kind, Reason.PRESENT, f"{present}{lacking}")

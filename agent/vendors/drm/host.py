@@ -1,36 +1,34 @@
-"""A vendor on the host whose GPUs need their DRM nodes alone."""
+"""A vendor on the host whose GPUs need only their DRM nodes."""
 
-from collections.abc import Mapping, Sequence
-
-from agent.conditions import Condition, ConditionType
-from agent.config import DriverSettings, MachineSettings
-from agent.facts import DeviceNode, Gpu, GpuError, StagedRoot, VendorFacts
-from agent.goal import DriverRoots, Grant
-from agent.identity import DeviceKind
-from agent.system.files import System
+from agent.config.settings import MachineSettings
+from agent.model.conditions import Condition, ConditionType
+from agent.model.device import DeviceKind
+from agent.model.facts import DeviceNode, Gpu, VendorFacts
+from agent.model.goal import DriverRoots, Grant
+from agent.model.reasons import Reason
 from agent.vendors.drm.conditions import drm_conditions
 from agent.vendors.drm.description import Description
 from agent.vendors.drm.observe import observe_drm
-from agent.vendors.protocols import Sources
+from agent.vendors.host_vendor import HostVendor, Sources
 
 DRI = "/dev/dri"
 NO_NODES = "`vainfo`, `clinfo` or `rocminfo` in pods: no device; `ls /dev/dri` there: no such file"
 SYMPTOMS = {
-    (ConditionType.DRIVER_LOADED, "ModuleNotLoaded"): NO_NODES,
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): NO_NODES,
     (ConditionType.DEVICES_PRESENT, ""): NO_NODES,
 }
 
 
-class DrmHost:
-    """A HostVendor."""
+class DrmHost(HostVendor):
+    """A vendor that a Description describes completely. Pods bring their user space: Mesa, oneAPI or ROCm.
 
-    always_handed = False
+    There is no wrong driver: others in the kernel, such as radeon, are for GPUs that these do not know. No program of
+    the vendor's keeps a GPU open by itself, and the drivers write no numbered errors into the kernel log.
+    """
+
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
-    services: tuple[str, ...] = ()
-    node_directories: tuple[str, ...] = (DRI,)
-    library_names: tuple[str, ...] = ()
-    image = "agent-ubuntu2404"
-    symptoms: Mapping[tuple[ConditionType, str], str] = SYMPTOMS
+    node_directories = (DRI,)
+    symptoms = SYMPTOMS
 
     def __init__(self, description: Description) -> None:
         self.description = description
@@ -38,11 +36,7 @@ class DrmHost:
         self.drivers = description.drivers
         self.module_names = description.drivers
         shared = (each.path.removeprefix("/dev/") for each in description.shared)
-        self.node_names: tuple[str, ...] = (DRI.removeprefix("/dev/"), *shared)
-
-    def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
-        """Pods bring their user space along: Mesa, oneAPI or ROCm."""
-        return ()
+        self.node_names = (DRI.removeprefix("/dev/"), *shared)
 
     def observe(self, sources: Sources) -> VendorFacts:
         return observe_drm(self.description, sources)
@@ -50,7 +44,7 @@ class DrmHost:
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
-        """Of each GPU its own nodes; those that all share where it has one at all."""
+        """Grant each GPU's own nodes, and the shared ones if it has any of its own."""
         gpus = tuple(sorted(gpu.pci_address for gpu in wanted if not gpu.detached))
         nodes: tuple[DeviceNode, ...] = ()
         if isinstance(facts.devices, tuple) and gpus:
@@ -63,20 +57,5 @@ class DrmHost:
             detached=tuple(sorted(gpu.pci_address for gpu in wanted if gpu.detached)),
         )
 
-    def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """None: other drivers in the kernel, such as radeon, are for GPUs that these do not know."""
-        return ()
-
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
         return drm_conditions(self.description, facts, grant)
-
-    def driver_for_pods(self, facts: VendorFacts, staged: Sequence[StagedRoot], system: System) -> None:
-        return None
-
-    def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
-        """No program of these vendors keeps a GPU open by itself."""
-        return ""
-
-    def kernel_message(self, text: str) -> GpuError | None:
-        """These drivers have no numbered errors in the kernel's log."""
-        return None

@@ -1,19 +1,19 @@
-"""GPUs and their nodes: PCI says whose a DRM device is, and what has no PCI device (simpledrm, vgem) is nobody's."""
+"""Observes GPUs and their nodes: PCI shows a DRM device's vendor; one not on PCI (simpledrm, vgem) has none."""
 
-from agent.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
-from agent.identity import DeviceKind, DeviceNumber
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
 from agent.system.files import System
-from agent.system.looking import why_not
+from agent.system.seen import look, why_not
 from agent.vendors.drm.description import Description, SharedNode
+from agent.vendors.host_vendor import Sources
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
-from agent.vendors.protocols import Sources
 
 REGISTERED = "drm"
-"""In /proc/devices, for the DRM nodes of all drivers."""
+"""Name in /proc/devices of the DRM nodes of all drivers."""
 
 
 def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
-    """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    """Observe a vendor's GPUs. Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
     pci = sources.pci
     if not isinstance(pci, tuple):
         # An empty list would take every GPU away.
@@ -37,15 +37,15 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # The kernel loads them for the GPU by itself: where it has not, they are not installed, or not wanted.
-        driver_awaited=any(sources.system.exists(f"/sys/module/{name}") for name in vendor.drivers),
+        # The kernel loads the drivers for a GPU by itself: if it has not, they are not installed, or not wanted.
+        driver_awaited=any(look(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers),
     )
 
 
 def _nodes(
     vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Every usable one; Unseen as a whole when any look failed."""
+    """Return every usable node; Unseen as a whole if any could not be observed."""
     if isinstance(sources.drm, Absent):
         return ()
     if not isinstance(sources.drm, tuple):
@@ -73,7 +73,7 @@ def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: 
 
 
 def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
-    """The node's numbers if they are those of the driver that is loaded now; else None and a problem."""
+    """Return the node's numbers if they are those of the driver loaded now; else None, and add a problem."""
     try:
         number = system.device(path)
     except FileNotFoundError:

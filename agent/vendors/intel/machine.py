@@ -4,35 +4,35 @@ import posixpath
 import re
 from collections.abc import Mapping
 
-from agent.handoff import Request
-from agent.identity import DeviceKind
-from agent.pci_address import PCI_ADDRESS
+from agent.model.device import DeviceKind
+from agent.model.handoff import Request
+from agent.model.pci_address import PCI_ADDRESS
 from agent.vendors.drm.machine import DrmMachine
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""In ids of Intel's device plug-in (cmd/gpu_plugin) with the number of the share behind it, -shared-dev-num."""
+"""In ids of Intel's device plugin (cmd/gpu_plugin); the number after it is that of the share, -shared-dev-num."""
 
 
 class IntelMachine(DrmMachine):
-    """A MachineVendor."""
+    """Intel in the machine."""
 
     name = "intel"
     spec_kind = "intel.com/gpu"
     mounts_links = True
     resource_prefix = "gpu.intel.com/"
-    """`gpu.intel.com/i915` and `gpu.intel.com/xe`, by the kernel's driver."""
+    """`gpu.intel.com/i915` and `gpu.intel.com/xe`, after the kernel's driver."""
     plugin_sockets = "gpu.intel.com-*.sock"
     """pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
     plugin_rescans = True
     """Every five seconds (scanInterval of cmd/gpu_plugin)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """`cardN`: its number may be another one after each boot."""
+        """Return `cardN`, whose number may change with each boot."""
         cards = [each for each in request.devices if each.kind == DeviceKind.DRI_CARD]
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """The PCI address; of a card that is not granted its own name."""
+        """Return the PCI address; for a card that is not granted, its own name."""
         if PCI_ADDRESS.fullmatch(name):
             return name
         match = CARD.fullmatch(name)

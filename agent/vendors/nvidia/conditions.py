@@ -1,9 +1,10 @@
-"""What the host shows of the NVIDIA driver's readiness, with the next step where something is missing. Pure."""
+"""The host's conditions for the NVIDIA driver, with the next step where something is missing. Pure."""
 
-from agent.conditions import Condition, ConditionType, false, not_applicable, true, unknown
-from agent.facts import Absent, Broken, Driver, Seen, Unseen, VendorFacts
-from agent.goal import Grant
-from agent.identity import DeviceKind
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.model.device import DeviceKind
+from agent.model.facts import Absent, Broken, Driver, Seen, Unseen, UserSpace, VendorFacts
+from agent.model.goal import Grant
+from agent.model.reasons import Reason
 from agent.vendors.devices_present import before_nodes
 from agent.vendors.nvidia.grant import wrong_driver
 
@@ -15,8 +16,9 @@ REINSTALL = "install the driver's user-space packages again and run ldconfig"
 
 
 def nvidia_conditions(facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
-    """DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
-    driver = facts.driver or Driver(Absent("no driver"), Absent("no driver"), Absent("no driver"))
+    """Return DriverLoaded, DevicesPresent, LibrariesPresent, FabricReady and PersistenceMode, in this order."""
+    none = Absent("no driver")
+    driver = facts.driver or Driver(none, UserSpace(none, none))
     return (
         _driver_loaded(facts, driver),
         _devices_present(facts, grant),
@@ -30,29 +32,29 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
     kind = ConditionType.DRIVER_LOADED
     match driver.module_version:
         case Unseen(why):
-            return unknown(kind, "ObservationFailed", why)
+            return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, "ModuleBroken", why)
+            return false(kind, Reason.MODULE_BROKEN, why)
         case Absent() if wrong_driver(facts.gpus):
             others = ", ".join(sorted({gpu.driver for gpu in wrong_driver(facts.gpus)}))
             return false(
                 kind,
-                "WrongDriver",
+                Reason.WRONG_DRIVER,
                 f"the GPUs have kernel driver {others}; write `blacklist {others}` into /etc/modprobe.d/, renew the "
                 "initramfs (Debian: update-initramfs -u) and reboot",
             )
         case Absent():
-            installed = isinstance(driver.library_version, str)
-            state = f"libraries {driver.library_version} are installed, but the" if installed else "the"
+            installed = isinstance(driver.user_space.version, str)
+            state = f"libraries {driver.user_space.version} are installed, but the" if installed else "the"
             return false(
                 kind,
-                "ModuleNotLoaded",
+                Reason.MODULE_NOT_LOADED,
                 f"{state} kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, or set "
                 "driver.load_modules = true (`journalctl -u unbounded-agent-modules` tells how that went); where that "
                 "fails see `dmesg`, install the driver's kernel module for this kernel, or reboot",
             )
         case version:
-            return true(kind, "Loaded", f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")
+            return true(kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")
 
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
@@ -61,86 +63,87 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
         return in_the_way
     lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
     if lost:
-        return false(kind, "GPUFallenOffBus", "; ".join(lost))
+        return false(kind, Reason.GPU_FALLEN_OFF_BUS, "; ".join(lost))
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.GPU}
     missing = [address for address in grant.gpus if address not in with_node]
     if missing:
         broken = "".join(f"; {problem}" for problem in facts.problems)
         return false(
             kind,
-            "NodesMissing",
+            Reason.NODES_MISSING,
             f"no usable /dev/nvidiaN for {', '.join(missing)}; run `nvidia-smi` or `nvidia-modprobe -c N`{broken}",
         )
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if not any(node.kind is needed for node in grant.nodes):
-            return false(kind, "NodesMissing", f"{path} is missing; run `{command}`")
+            return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
     half_made = "".join(f"; {each.why}" for each in facts.half_made if each.pci_address in grant.gpus)
     present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{half_made}"
     if grant.detached:
-        return true(kind, "GPUDetached", f"{present}; detached by an administrator: {', '.join(grant.detached)}")
-    return true(kind, "Present", present)
+        return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
+    return true(kind, Reason.PRESENT, present)
 
 
 def _libraries_present(driver: Driver, grant: Grant) -> Condition:
     kind = ConditionType.LIBRARIES_PRESENT
-    module, library = driver.module_version, driver.library_version
+    module, user_space = driver.module_version, driver.user_space
+    library = user_space.version
     if isinstance(library, Unseen):
-        return unknown(kind, "ObservationFailed", library.why)
+        return unknown(kind, Reason.OBSERVATION_FAILED, library.why)
     serving = grant.driver_root.version if grant.driver_root else ""
-    if driver.configured and isinstance(library, Absent | Broken):
+    if user_space.configured and isinstance(library, Absent | Broken):
         return false(
             kind,
-            "NotInConfiguredPlace",
-            f"the configured {driver.place} holds no usable driver: {library.why}; correct the key "
-            f"{driver.configured}, or take it out to have the driver looked for",
+            Reason.NOT_IN_CONFIGURED_PLACE,
+            f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
+            f"{user_space.configured}, or take it out to have the driver looked for",
         )
     if isinstance(library, Absent):
         wanted = f" {module}" if isinstance(module, str) else ""
         return false(
             kind,
-            "NotInstalled",
+            Reason.NOT_INSTALLED,
             f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
             f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
             "libnvidia-compute) and run ldconfig, or name their place by driver.root or driver.library_directories"
-            f"{_others(driver)}",
+            f"{_others(user_space)}",
         )
     if isinstance(library, Broken):
-        where = f"{driver.place}: " if driver.place else ""
-        return false(kind, "LibrariesBroken", f"{where}{library.why}; {REINSTALL}{_others(driver)}")
+        where = f"{user_space.place}: " if user_space.place else ""
+        return false(kind, Reason.LIBRARIES_BROKEN, f"{where}{library.why}; {REINSTALL}{_others(user_space)}")
     if isinstance(module, str) and module != library:
         if serving == module:
             return true(
                 kind,
-                "ReloadNeeded",
+                Reason.RELOAD_NEEDED,
                 f"libraries {library} wait until the kernel module {module} is reloaded or the host rebooted; "
                 f"the machine keeps those of {module}, and DriverRootStaged says whether the others are staged",
             )
         return false(
             kind,
-            "VersionMismatch",
+            Reason.VERSION_MISMATCH,
             f"kernel module {module} and libraries {library} differ; reload the module or reboot the host"
-            f"{_others(driver)}",
+            f"{_others(user_space)}",
         )
-    if isinstance(driver.files, Absent | Broken | Unseen):
-        return false(kind, "LibrariesBroken", f"{driver.files.why}; {REINSTALL}")
-    where = f" from {driver.place}" if driver.place else ""
-    parts = [f"{len(driver.files)} files of driver {library}{where}{_not_used(driver)}"]
-    if driver.not_installed:
-        parts.append(f"not installed on this host: {', '.join(driver.not_installed)}")
-    if driver.other_version:
-        left_out = ", ".join(driver.other_version)
+    if isinstance(user_space.files, Absent | Broken | Unseen):
+        return false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
+    where = f" from {user_space.place}" if user_space.place else ""
+    parts = [f"{len(user_space.files)} files of driver {library}{where}{_not_used(user_space)}"]
+    if user_space.not_installed:
+        parts.append(f"not installed on this host: {', '.join(user_space.not_installed)}")
+    if user_space.other_version:
+        left_out = ", ".join(user_space.other_version)
         parts.append(f"left out, as they are of another version: {left_out}; {REINSTALL}")
-        return true(kind, "PartlyOtherVersion", "; ".join(parts))
-    return true(kind, "Present", "; ".join(parts))
+        return true(kind, Reason.PARTLY_OTHER_VERSION, "; ".join(parts))
+    return true(kind, Reason.PRESENT, "; ".join(parts))
 
 
-def _others(driver: Driver) -> str:
-    """Where else a driver is, and where one may be."""
-    return _not_used(driver) + "".join(f"; not looked into: {each}" for each in driver.passed_over)
+def _others(user_space: UserSpace) -> str:
+    """Say where other drivers are or may be."""
+    return _not_used(user_space) + "".join(f"; not looked into: {each}" for each in user_space.passed_over)
 
 
-def _not_used(driver: Driver) -> str:
-    return f"; not used: {', '.join(driver.other_places)}" if driver.other_places else ""
+def _not_used(user_space: UserSpace) -> str:
+    return f"; not used: {', '.join(user_space.other_places)}" if user_space.other_places else ""
 
 
 def _fabric_ready(fabric: Seen[str]) -> Condition:
@@ -149,17 +152,17 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
         case Absent(why):
             return not_applicable(kind, why)
         case Unseen(why):
-            return unknown(kind, "ObservationFailed", why)
+            return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, "FabricManagerMissing", f"{why}; install it in the driver's version and start it")
+            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; install it in the driver's version and start it")
         case "active":
-            return true(kind, "FabricManagerActive", "nvidia-fabricmanager.service is active")
+            return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
         case "activating" | "reloading":
-            return unknown(kind, "FabricManagerStarting", "nvidia-fabricmanager.service is starting")
+            return unknown(kind, Reason.FABRIC_MANAGER_STARTING, "nvidia-fabricmanager.service is starting")
         case state:
             return false(
                 kind,
-                "FabricManagerNotRunning",
+                Reason.FABRIC_MANAGER_NOT_RUNNING,
                 f"this host has NVSwitch and nvidia-fabricmanager.service is {state}; CUDA will fail with error 802 "
                 "(SYSTEM_NOT_READY); run `systemctl enable --now nvidia-fabricmanager`",
             )
@@ -169,13 +172,13 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
     kind = ConditionType.PERSISTENCE_MODE
     match persistence:
         case "active":
-            return true(kind, "DaemonActive", "nvidia-persistenced.service is active")
+            return true(kind, Reason.DAEMON_ACTIVE, "nvidia-persistenced.service is active")
         case Unseen(why) | Broken(why):
-            return unknown(kind, "ObservationFailed", why)
+            return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case _:
             return false(
                 kind,
-                "DaemonNotRunning",
+                Reason.DAEMON_NOT_RUNNING,
                 "without nvidia-persistenced.service each first use of a GPU initialises it anew; "
                 "run `systemctl enable --now nvidia-persistenced`",
             )

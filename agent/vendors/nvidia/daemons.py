@@ -1,9 +1,9 @@
-"""NVIDIA's own programs that keep GPUs open, and how each lets go of one. Pure."""
+"""NVIDIA's own programs that keep GPUs open, and how to make each release one. Pure."""
 
 COMMAND_LENGTH = 15
 """Characters that the kernel keeps of a program's name: TASK_COMM_LEN without its end (proc_pid_comm(5))."""
 
-# "drain" refuses while persistence mode is on; with it the driver takes no new clients for that GPU.
+# "drain" refuses while persistence mode is on; after it the driver takes no new clients for that GPU.
 ADVICE = {
     "nvidia-persistenced": "`nvidia-smi -i {address} -pm 0`, then `nvidia-smi drain -p {address} -m 1`",
     "nv-hostengine": "`systemctl stop nvidia-dcgm`",
@@ -12,18 +12,18 @@ ADVICE = {
     "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that share GPUs by it",
     "nvidia-smi": "it ends by itself, unless it was told to loop",
 }
-"""By program, of the host."""
+"""Advice by program, for programs on the host."""
 IN_MACHINES = {
     "nvidia-device-plugin": (
         "a restart, once the node offers the GPU no more: machines.NAME.restart_device_plugin = true "
         'and on_detach = "drain-wait" have that done'
     ),
 }
-"""By program, of a pod."""
+"""Advice by program, for programs in a pod."""
 
 
 def letting_go(command: str, pci_address: str, *, in_machine: bool) -> str:
-    """What to do for it; empty for any other program."""
+    """Say how to make a program release a GPU; empty for any other program."""
     for name, advice in (IN_MACHINES if in_machine else ADVICE).items():
         if command == name[:COMMAND_LENGTH]:
             return advice.format(address=pci_address)

@@ -2,29 +2,29 @@
 
 import posixpath
 
-from agent.config import MachineSettings
-from agent.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, VendorFacts
-from agent.goal import DriverRoots, Grant
-from agent.handoff import Variable
-from agent.identity import DeviceKind
-from agent.vendors.nvidia.driver_places import HOST_CACHE, PLACES
+from agent.config.settings import MachineSettings
+from agent.model.device import DeviceKind
+from agent.model.facts import UNSTAGED, DeviceNode, Driver, Gpu, StagedRoot, UserSpace, VendorFacts
+from agent.model.goal import DriverRoots, Grant
+from agent.model.handoff import Variable
 from agent.vendors.nvidia.sockets import DIRECTORIES
+from agent.vendors.nvidia.user_space.places import HOST_CACHE, PLACES
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
-"""Nodes that every user of any GPU needs; they give access to no GPU by themselves."""
+"""Nodes that every user of any GPU needs; alone they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
-"""Capabilities of MIG instances, which come with their GPU; those of no GPU are asked for apart."""
+"""Includes capabilities of MIG instances, which come with their GPU; settings request the other capabilities."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
 """They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
 
 
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
-    """Of the wanted GPUs the nodes that the driver made, and the driver root that fits the module."""
+    """Grant the existing nodes of the wanted GPUs, and the driver root that fits the module."""
     gpus = [gpu for gpu in wanted if not gpu.detached]
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
-        # With detached ones: they still hang on the fabric, and may come back to another machine.
+        # Including detached ones: they are still on the fabric, and may return to another machine.
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
@@ -38,6 +38,7 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
         services=tuple(name for name in DIRECTORIES if gpus and name in settings.sockets),
         directories=tuple(sorted(each for each in facts.services if gpus and each.service in settings.sockets)),
         cdi_modes=tuple(settings.cdi_modes),
+        cdi_hooks=tuple(sorted(settings.cdi_hooks)) if gpus else (),
         environment=_pod_environment(settings) if gpus else (),
     )
 
@@ -47,7 +48,7 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
 
 
 def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """GPUs that nouveau, say, took first. vfio-pci is no mistake: somebody gave that GPU to a virtual machine."""
+    """Return GPUs that nouveau, for example, took first. vfio-pci is deliberate: that GPU is for a virtual machine."""
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
 
@@ -66,7 +67,7 @@ def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole
 
 
 def _capability_granted(capability: str, settings: MachineSettings) -> bool:
-    """By its path below /proc/driver/nvidia/capabilities."""
+    """Judge a capability by its path below /proc/driver/nvidia/capabilities."""
     wanted = {
         "mig/config": settings.mig_config,
         "mig/monitor": settings.mig_monitor,
@@ -75,48 +76,49 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
     return wanted.get(capability, False)
 
 
-def _stays(kept: StagedRoot, new: StagedRoot, driver: Driver) -> bool:
-    """Whether a root of the module's version goes on to serve, as the host has that version in another place only.
+def _stays(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
+    """Return whether a root of the module's version stays in use, as the host has that version only in another place.
 
-    Such as while the packages' driver is upgraded already: a machine does not change to what else is found then. But to
-    what came into the same place, and away from a place that is not trusted any more.
+    For example, while the packages' driver is already upgraded, a machine does not change to what else is found. It
+    does change to what came into the same place, and away from a place that is no longer trusted.
     """
-    if kept.version != new.version or driver.configured or driver.place_name in ("", HOST_CACHE):
+    if kept.version != new.version or user_space.configured or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
         # Staged by a release that recorded no place.
         return _directories(kept).isdisjoint(_directories(new))
-    trusted = {place.name for place in PLACES}.difference(driver.refused_places)
-    return kept.place in trusted and kept.place != driver.place_name
+    trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
+    return kept.place in trusted and kept.place != user_space.place_name
 
 
 def _directories(root: StagedRoot) -> set[str]:
-    """Where the host had libcuda."""
+    """Return the directories where the host had libcuda."""
     return {posixpath.dirname(file.source) for file in root.files if "/libcuda.so" in file.source}
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """The one for the loaded module, and the one of the host's files that waits until their module is loaded."""
+    """Return the root for the loaded module, and the one of the host's files that waits for their module."""
     if driver is None:
         return None, None
     ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
     kept = [root for root in ours if root.index == roots.present]
     new: StagedRoot | None = None
-    if isinstance(driver.files, tuple) and isinstance(driver.library_version, str):
-        files, version = tuple(sorted(driver.files)), driver.library_version
+    user_space = driver.user_space
+    if isinstance(user_space.files, tuple) and isinstance(user_space.version, str):
+        files, version = tuple(sorted(user_space.files)), user_space.version
         same = [root for root in ours if root.version == version and root.files == files]
-        new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files, driver.place_name)
+        new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files, user_space.place_name)
     serving: StagedRoot | None
     if new and driver.module_version == new.version:
-        if stays := next((root for root in kept if _stays(root, new, driver)), None):
+        if stays := next((root for root in kept if _stays(root, new, user_space)), None):
             return stays, None
         serving = new
     elif isinstance(driver.module_version, str):
         fitting = [root for root in ours if root.version == driver.module_version]
         serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
-        # Nothing fits: what the machine has stays until something does.
+        # Nothing fits: the machine keeps its root until something does.
         serving = serving or (kept[0] if kept else None)
     else:
-        # Between unloading and loading, or the host has just booted: which module comes is not known yet.
+        # Between unloading and loading, or just after the host's boot: the coming module is unknown.
         serving = next(iter((*kept, *reversed(ours))), new)
     return serving, new if new != serving else None

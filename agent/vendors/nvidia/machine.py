@@ -1,19 +1,20 @@
-"""NVIDIA in the machine: the toolkit's programs, where they write, and how a CDI spec of theirs is judged."""
+"""NVIDIA in the machine: the toolkit's programs, where they write, and the verification of their CDI specifications."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from agent.handoff import Request
-from agent.identity import DeviceNumber
-from agent.paths import spec_file
+from agent.model.device import DeviceNumber
+from agent.model.handoff import Request
 from agent.system.files import System
-from agent.vendors.machine_protocol import Generated, RuntimeHandler, Verdict
-from agent.vendors.nvidia import cdi, device_plugin, nvidia_ctk, sockets
-from agent.vendors.nvidia.additions import in_words, with_additions
-from agent.vendors.nvidia.generate_command import HOOK, NVIDIA_CTK
+from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, RuntimeHandler
+from agent.vendors.nvidia import device_plugin, sockets
+from agent.vendors.nvidia.cdi import nvidia_ctk
+from agent.vendors.nvidia.cdi import verify as cdi
+from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
+from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 
 DATA_DIRECTORIES = (
-    # Those of driver_files, which costs a start more than this does.
+    # Those of file_groups, whose import takes longer than this.
     "etc/OpenCL/vendors",
     "usr/share/X11/xorg.conf.d",
     "usr/share/egl/egl_external_platform.d",
@@ -27,26 +28,35 @@ DATA_DIRECTORIES = (
 )
 
 
-class NvidiaMachine:
-    """A MachineVendor."""
+class NvidiaMachine(MachineVendor):
+    """NVIDIA in the machine."""
 
     name = "nvidia"
-    handler: RuntimeHandler | None = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+    handler = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
     driver_files = True
-    spec_path = spec_file("nvidia")
     spec_kind = cdi.KIND
     rival_spec = nvidia_ctk.REFRESHED_SPEC
-    rival_units: tuple[str, ...] = nvidia_ctk.REFRESH_UNITS
-    data_directories: tuple[str, ...] = DATA_DIRECTORIES
-    tools: tuple[str, ...] = (NVIDIA_CTK, HOOK)
-    inputs: tuple[str, ...] = ()
+    rival_units = nvidia_ctk.REFRESH_UNITS
+    data_directories = DATA_DIRECTORIES
+    tools = (NVIDIA_CTK, HOOK)
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
     # Without the first, NVML was seen to say "GPU access blocked by the operating system" (systemd issue 38018).
-    kernel_paths: tuple[str, ...] = ("/sys/module/nvidia", "/proc/driver/nvidia")
+    kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
-    plugin_rescans = False
+
+    verify = staticmethod(cdi.verify)
+    host_paths = staticmethod(cdi.host_paths)
+    list_devices = staticmethod(nvidia_ctk.list_devices)
+    edit_runtime_config = staticmethod(nvidia_ctk.edit_runtime_config)
+
+    @property
+    def cdi_modes(self) -> CdiModes:
+        # Imported here: few machines request one, and a run that changes nothing takes little longer than its imports.
+        from agent.vendors.nvidia.cdi.modes import NvidiaModes
+
+        return NvidiaModes()
 
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)
@@ -65,14 +75,6 @@ class NvidiaMachine:
     def bound_directories(self, request: Request) -> tuple[str, ...]:
         return tuple(sockets.DIRECTORIES[name] for name in request.sockets if name in sockets.DIRECTORIES)
 
-    def verify(
-        self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
-    ) -> Verdict:
-        return cdi.verify(spec, request, live, present)
-
-    def host_paths(self, spec: object) -> tuple[str, ...]:
-        return cdi.host_paths(spec)
-
     def plugin_spec_problems(
         self,
         spec: object,
@@ -81,16 +83,10 @@ class NvidiaMachine:
         live: Mapping[str, DeviceNumber],
         exists: Callable[[str], bool],
     ) -> tuple[str, ...]:
-        # Only here: few machines have such a spec, and its verdict is asked for only when it may have changed.
-        from agent.vendors.nvidia.plugin_spec import plugin_spec_problems
+        # Imported here: few machines have such a specification, and it is verified only if it may have changed.
+        from agent.vendors.nvidia.cdi.plugin_spec import plugin_spec_problems
 
         return plugin_spec_problems(spec, own, request, live, exists)
 
-    def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
-        return nvidia_ctk.list_devices(system, directory)
-
     def gpu_of(self, name: str, request: Request) -> str:
         return device_plugin.gpu_of(name)
-
-    def edit_runtime_config(self, text: str) -> str:
-        return nvidia_ctk.edit_runtime_config(text)

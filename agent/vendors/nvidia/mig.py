@@ -1,8 +1,8 @@
 """MIG instances by their capabilities. Pure.
 
-A MIG device is a compute instance of a GPU instance. Who uses it needs the node of each one's capability besides the
-node of the GPU (MIG User Guide, device nodes and capabilities); both capabilities are entries in procfs that the driver
-makes one after the other, and their nodes are made by user space, later.
+A MIG device is a compute instance of a GPU instance. Its user needs the nodes of both capabilities in addition to the
+GPU's node (MIG User Guide, device nodes and capabilities). The driver makes the two entries in procfs one after the
+other, and user space makes their nodes later.
 """
 
 import re
@@ -29,20 +29,20 @@ class Instance(NamedTuple):
 
 
 def parse_instance(capability: str) -> Instance | None:
-    """From a path below /proc/driver/nvidia/capabilities; None for one of no instance, such as `mig/config`."""
+    """Parse a path below /proc/driver/nvidia/capabilities; None if it is of no instance, such as `mig/config`."""
     match = CAPABILITY.fullmatch(capability)
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
 
 
 def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
-    """Of the instances that have a node: compute instances whose GPU instance has one too, and those GPU instances."""
+    """Return, of instances with a node, compute instances whose GPU instance also has one, and those GPU instances."""
     known = frozenset(usable)
     whole = frozenset(each for each in known if each.ci is not None and each.gpu_instance in known)
     return whole | {each.gpu_instance for each in whole}
 
 
 def half_made(existing: Set[Instance], usable: Set[Instance]) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
-    """Instances that cannot be used yet, each with those that lack a node; with none where a compute instance lacks."""
+    """Yield unusable instances, each with those whose node is missing; with none if it has no compute instance."""
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:
             lacking = tuple(part for part in (each.gpu_instance, each) if part not in usable)

@@ -1,15 +1,15 @@
-"""Look at everything of NVIDIA on a host."""
+"""Observes everything of NVIDIA on a host."""
 
-from agent.facts import VendorFacts
-from agent.vendors.nvidia.devices import observe_devices
+from agent.model.facts import VendorFacts
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.devices.gpus import observe_gpus
+from agent.vendors.nvidia.devices.nodes import observe_devices
 from agent.vendors.nvidia.driver import observe_driver, observe_module, observe_services
-from agent.vendors.nvidia.gpus import observe_gpus
-from agent.vendors.nvidia.user_space import observe_user_space
-from agent.vendors.protocols import Sources
+from agent.vendors.nvidia.user_space.observe import observe_user_space
 
 
 def observe_nvidia(sources: Sources) -> VendorFacts:
-    """Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    """Return all facts. Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
     module = observe_module(sources.system)
     listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
     devices = observe_devices(sources, listed)

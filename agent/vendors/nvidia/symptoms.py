@@ -1,12 +1,13 @@
-"""What users see of each fault: messages of NVIDIA's programs, of CUDA and of container runtimes."""
+"""What users see of each fault: messages of NVIDIA's programs, CUDA and container runtimes."""
 
 from collections.abc import Mapping
 
-from agent.conditions import ConditionType
+from agent.model.conditions import ConditionType
+from agent.model.reasons import Reason
 
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
 NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plug-in: could not load NVML library"
-# CUDA's driver API, cuda.h: 802 and 803 are mixed up in much that is written of them.
+# CUDA's driver API, cuda.h: much that is written about 802 and 803 confuses them.
 NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY); 803 is another one, SYSTEM_DRIVER_MISMATCH"
 MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
 EPERM = "a GPU opens on the host, and not in the machine: EPERM"
@@ -15,20 +16,20 @@ UNRESOLVABLE = "pods end with `unresolvable CDI devices`, or have no GPU"
 NO_RUNTIME = "pods stay in ContainerCreating: no runtime for the handler of their RuntimeClass is configured"
 
 SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
-    (ConditionType.DRIVER_LOADED, "ModuleNotLoaded"): NOT_LOADED,
-    (ConditionType.DRIVER_LOADED, "WrongDriver"): NOT_LOADED,
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): NOT_LOADED,
+    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): NOT_LOADED,
     (ConditionType.DEVICES_PRESENT, ""): NO_DEVICES,
-    (ConditionType.DEVICES_PRESENT, "GPUFallenOffBus"): "`nvidia-smi`: GPU is lost; Xid 79 in `dmesg`",
-    (ConditionType.LIBRARIES_PRESENT, "NotInstalled"): NO_LIBRARY,
-    (ConditionType.LIBRARIES_PRESENT, "LibrariesBroken"): NO_LIBRARY,
-    (ConditionType.LIBRARIES_PRESENT, "VersionMismatch"): MISMATCH,
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): "`nvidia-smi`: GPU is lost; Xid 79 in `dmesg`",
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): NO_LIBRARY,
+    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): NO_LIBRARY,
+    (ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): MISMATCH,
     (ConditionType.FABRIC_READY, ""): NO_FABRIC,
-    (ConditionType.PERSISTENCE_MODE, "DaemonNotRunning"): "the first use of a GPU after a pause takes seconds",
-    (ConditionType.DEVICES_ALLOWED, "NotGiven"): EPERM,
-    (ConditionType.DEVICES_ALLOWED, "NotPermitted"): EPERM,
+    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): "the first use of a GPU after a pause takes seconds",
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): EPERM,
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): EPERM,
     (ConditionType.LIBRARIES_LINKED, ""): NO_LIBRARY,
     (ConditionType.CDI_SPEC_CURRENT, ""): UNRESOLVABLE,
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
-"""By condition and reason; an empty reason stands for those that are not listed."""
+"""By condition and reason; an empty reason stands for all that are not listed."""

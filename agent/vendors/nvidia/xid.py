@@ -1,16 +1,16 @@
-"""Xid errors: what NVIDIA's driver tells of a GPU in the kernel's log. Pure."""
+"""Xid errors: what NVIDIA's driver reports of a GPU in the kernel log. Pure."""
 
 import re
 
-from agent.facts import GpuError
+from agent.vendors.host_vendor import GpuError
 
 MESSAGE = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]{0,80}\): "
     r"(?P<number>[0-9]{1,3})\b"
 )
-"""nvErrorLog_va of open-gpu-kernel-modules; old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` behind the address.
+"""nvErrorLog_va of open-gpu-kernel-modules; old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after the address.
 
-Only at the start of a message: a USB device's name is in the kernel's log too, and is its maker's to choose.
+Only at the start of a message: the kernel log also has names of USB devices, which their makers choose.
 """
 OFF_THE_BUS = 79
 
@@ -22,7 +22,7 @@ APPLICATION = {
     68: "a video processor error of one application",
     109: "a context switch that ran out of time for one application",
 }
-"""Those that NVIDIA's device plugin ignores as well: they say nothing of the GPU's health."""
+"""Those that NVIDIA's device plugin also ignores: they say nothing about the GPU's health."""
 MEANINGS = {
     48: "a double-bit ECC error; drain the node and reset the GPU",
     63: "a memory row to be remapped, or a page to be retired; reset the GPU when its work is done",
@@ -34,16 +34,16 @@ MEANINGS = {
     119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
     120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",
 }
-"""From NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors): those that need somebody to act."""
+"""From NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors): those that need an administrator to act."""
 
 
 def parse_xid(text: str) -> GpuError | None:
-    """The error that a line of the kernel's log tells of; None for any other line."""
+    """Return the error that a line of the kernel log reports; None for any other line."""
     match = MESSAGE.match(text)
     if match is None:
         return None
     number = int(match["number"])
     meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
-    # A function of its own is not in the message; a GPU is function 0.
+    # The message has no function number; a GPU is function 0.
     address = f"{match['address'].lower()}.0"
     return GpuError(address, number, f"Xid {number}: {meaning}", number in APPLICATION, lost=number == OFF_THE_BUS)

@@ -1,0 +1,249 @@
+"""Takes a GPU out of use, so that it can be removed, and gives it back: `unbounded-agent gpus detach` and `attach`.
+
+These commands make their own passes, whether or not the service runs. They run outside the service's sandbox, which
+hides what other processes have open.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from agent.cli.holders import describe, find_gpu, gpu_nodes, look, nobody, why_unknown
+from agent.config.settings import MachineSettings
+from agent.host.observe.machine_report import Report
+from agent.host.outcome import Outcome
+from agent.host.plan.goal import Plan
+from agent.host.plan.unit_drop_in import node_by_number
+from agent.host.reconcile import BUSY, Reconciler, read_report
+from agent.host.state.detached_gpus import forget_detached, note_detached, observe_detached
+from agent.host.state.locks import locked
+from agent.host.verify.answers import STALE_AFTER
+from agent.model.errors import AgentError, ObservationError
+from agent.model.facts import Absent, DeviceNode, Facts, Gpu, MachineFacts
+from agent.model.granted import Granted
+from agent.model.paths import PASS_LOCK
+from agent.system.open_files import Held
+
+LOCK_WAIT = 60.0
+"""Seconds: a pass of the service may be staging a driver root."""
+STOPPED = ("inactive", "failed")
+POLICIES = ("refuse", "drain-wait", "force")
+"""Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    poll: float = 1.0
+    answer: float = STALE_AFTER + 60.0
+    """By then the host has withdrawn the device permissions even from a machine that does not answer."""
+    tell: float = 15.0
+    """Between two progress messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The result of a command, in sentences."""
+
+    done: bool
+    sentences: tuple[str, ...]
+
+
+def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
+    """Take the GPU out of use. Done when no process that can be inspected has it open, and no machine may open it.
+
+    Raises ConfigError for an unknown address.
+    """
+    facts, planned, _ = reconciler.look()
+    gpu = find_gpu(address, facts)
+    machines, nodes = _granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
+    if unknown := why_unknown(gpu, nodes):
+        return Ending(False, (f"{gpu.pci_address} is left as it is: {unknown}",))
+    return _Removal(gpu, machines, nodes, reconciler, timing).run()
+
+
+def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
+    """Undo a detachment, and wait until the machines have the GPU. Raises ConfigError for an unknown address."""
+    facts, planned, _ = reconciler.look()
+    gpu = find_gpu(address, facts)
+    if not gpu.detached:
+        return Ending(True, (f"{gpu.pci_address} is not detached: nothing to do",))
+    removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
+    outcome = removal.give_back()
+    names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
+    what = f"is given back, to {names}" if names else "is not detached any more; by their settings no machine gets it"
+    return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *removal.remarks))
+
+
+def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
+    """Return the machines that have it, or would. Raises ObservationError if passes cannot change one of them now."""
+    for machine in facts.machines:
+        held = machine.name in planned.held and machine.unit_state not in STOPPED
+        nothing = isinstance(machine.granted, Absent)
+        others = isinstance(machine.granted, Granted) and address not in machine.granted.gpus
+        if held and not nothing and not others:
+            raise ObservationError(f"machine {machine.name} is left as it is: {planned.held[machine.name]}")
+    granted = {
+        machine.name
+        for machine in planned.goal.machines
+        if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
+    }
+    # Also machines that already have another GPU instead, while this one is drained.
+    devices = _devices(gpu_nodes(facts, address))
+    goals = {machine.name for machine in planned.goal.machines}
+    permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, devices)}
+    return tuple(sorted(granted | permitted))
+
+
+def _devices(nodes: Iterable[DeviceNode]) -> set[str]:
+    return {node_by_number(node.number) for node in nodes}
+
+
+def _may_open(machine: MachineFacts, devices: set[str]) -> bool:
+    return machine.live is not None and any(entry.node in devices for entry in machine.live.allow)
+
+
+@dataclass(slots=True)
+class _Removal:
+    """One GPU on its way out."""
+
+    gpu: Gpu
+    machines: tuple[str, ...]
+    """Machines that have it, or would."""
+    nodes: tuple[DeviceNode, ...]
+    reconciler: Reconciler
+    timing: Timing
+    remarks: list[str] = field(default_factory=list)
+    """What went wrong, one sentence each."""
+
+    def run(self) -> Ending:
+        """Remove it from the CDI specification, so that no new pod gets it; wait for its users; withdraw permission."""
+        policy, seconds = self._policy()
+        if policy == "refuse" and (held := self._look()):
+            return self._in_use("is in use, and nothing was changed (on_detach is refuse)", held)
+        try:
+            return self._take(policy, seconds)
+        except BaseException:
+            self._left(policy)
+            raise
+
+    def _take(self, policy: str, seconds: int) -> Ending:
+        address = self.gpu.pci_address
+        if policy != "force":
+            self._note(draining=True)
+            self._passes("leave it out of its CDI specification", self._unanswered)
+            held = self._drain(seconds if policy == "drain-wait" else 0)
+            if held and policy == "refuse":
+                self.give_back()
+                return self._in_use("was opened meanwhile, and is granted as before (on_detach is refuse)", held)
+            if held:
+                what = f"is given to no new pod, but after {seconds} s it is still in use"
+                return self._in_use(f"{what}; detach it again to go on waiting, or `gpus attach {address}`", held)
+        self._note(draining=False)
+        outcome = self._passes("let go of it", self._permitted)
+        permitted = (*self._permitted(outcome), *self._unknown(outcome))
+        if held := self._look():
+            return self._in_use("is granted to no machine any more, but still in use: do not remove it yet", held)
+        if permitted:
+            return Ending(False, (f"{address} may still be opened in {', '.join(permitted)}", *self.remarks))
+        until = f"until it has been removed, or `unbounded-agent gpus attach {address}`"
+        what = f"{address} may be removed: {nobody(held)}; no machine gets it {until}"
+        return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
+
+    def give_back(self) -> Outcome:
+        """Forget that it is detached, and wait until the machines have it."""
+        self._forget()
+        return self._passes("have it again", self._unanswered)
+
+    def _forget(self) -> None:
+        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            forget_detached(self.reconciler.system, self.gpu.pci_address)
+
+    def _left(self, policy: str) -> None:
+        """Clean up after an error: with `refuse` undo the detachment; otherwise report that the GPU stays detached."""
+        address = self.gpu.pci_address
+        if address not in observe_detached(self.reconciler.system).gpus:
+            return
+        if policy == "refuse" and not self.gpu.detached:
+            try:
+                self._forget()
+            except (AgentError, OSError) as error:
+                self.reconciler.progress(f"{address} could not be given back: {error}")
+            else:
+                self.reconciler.progress(f"{address} is not detached: the next pass grants it as before")
+                return
+        self.reconciler.progress(f"{address} is still detached; `unbounded-agent gpus attach {address}` gives it back")
+
+    def _policy(self) -> tuple[str, int]:
+        """Return the most careful policy of its machines, and the seconds to wait for processes that use it."""
+        configured = self.reconciler.config.machines
+        settings = [configured[name] for name in self.machines] or [MachineSettings()]
+        policy = min((each.on_detach for each in settings), key=POLICIES.index)
+        return policy, max(each.drain_wait for each in settings)
+
+    def _look(self) -> Held:
+        self.reconciler.progress("look who has it open")
+        return look(self.reconciler.system, self.nodes)
+
+    def _drain(self, seconds: int) -> Held:
+        """Wait for processes that have it open; return those that remain when the time is over."""
+        deadline, told = time.monotonic() + seconds, 0.0
+        while (held := look(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
+            if time.monotonic() >= told:
+                left = deadline - time.monotonic()
+                for line in describe(held, self.gpu):
+                    self.reconciler.progress(f"wait {left:.0f} s at most for {line}")
+                told = time.monotonic() + self.timing.tell
+            time.sleep(self.timing.poll)
+        return held
+
+    def _note(self, *, draining: bool) -> None:
+        with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            if not note_detached(self.reconciler.system, self.gpu.pci_address, draining=draining):
+                raise AgentError(f"{self.gpu.pci_address} has gone from the PCI bus meanwhile")
+
+    def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
+        """Make passes until no machine is waited for. Add the last failures and the late machines to the remarks."""
+        started, told = time.monotonic(), 0.0
+        while True:
+            outcome = self.reconciler.reconcile(LOCK_WAIT)
+            names, waited = waiting(outcome), time.monotonic() - started
+            if not names or waited > self.timing.answer:
+                break
+            if waited >= told:
+                self.reconciler.progress(f"wait for {', '.join(names)} to {what}")
+                told = waited + self.timing.tell
+            time.sleep(self.timing.poll)
+        self.remarks += outcome.failures
+        self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
+        self.remarks += [
+            f"machine {name} was started without this agent's settings: only `machinectl reboot {name}` takes it away"
+            for name in self._unknown(outcome)
+        ]
+        return outcome
+
+    def _running(self, outcome: Outcome) -> list[MachineFacts]:
+        found = (each for each in outcome.facts.machines if each.name in self.machines)
+        return [machine for machine in found if machine.unit_state not in STOPPED]
+
+    def _unanswered(self, outcome: Outcome) -> list[str]:
+        return [machine.name for machine in self._running(outcome) if not _answered(machine)]
+
+    def _permitted(self, outcome: Outcome) -> list[str]:
+        """Return the machines that may still open it."""
+        devices = _devices(self.nodes)
+        return [machine.name for machine in self._running(outcome) if _may_open(machine, devices)]
+
+    def _unknown(self, outcome: Outcome) -> list[str]:
+        """Return the machines whose devices cannot be withdrawn while they run: no record says what they have."""
+        return [machine.name for machine in self._running(outcome) if machine.live is None]
+
+    def _in_use(self, what: str, held: Held) -> Ending:
+        return Ending(False, (f"{self.gpu.pci_address} {what}", *describe(held, self.gpu), *self.remarks))
+
+
+def _answered(machine: MachineFacts) -> bool:
+    report = read_report(machine)
+    granted = machine.granted
+    return isinstance(report, Report) and isinstance(granted, Granted) and report.generation == granted.generation

@@ -1,0 +1,47 @@
+"""`unbounded-agent gpus forget`: acknowledges that GPUs are gone for good."""
+
+from contextlib import suppress
+
+from agent.host.plan.remembered import remembered_files
+from agent.host.reconcile import BUSY, Reconciler
+from agent.host.state.locks import locked
+from agent.model.errors import ConfigError, ObservationError
+from agent.model.facts import Absent, Broken, Unseen
+from agent.model.paths import PASS_LOCK, WAKE
+from agent.model.pci_address import as_in_sysfs
+from agent.model.remembered import Remembered
+from agent.system.damage import write_record
+
+LOCK_WAIT = 60.0
+"""Seconds: a pass of the service may be staging a driver root."""
+
+
+def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
+    """Forget the lost GPU; without an address, every lost GPU and damage of the record. Return one line for each.
+
+    Raises ConfigError for a GPU that is not lost.
+    """
+    with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+        # Work out what the next pass would record, since the service may not run.
+        remembered = reconciler.look()[1].goal.remembered
+        if isinstance(remembered, Absent | Broken | Unseen):
+            raise ObservationError(remembered.why, "make the record of granted GPUs readable first")
+        lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
+        if address:
+            wanted = as_in_sysfs(address)
+            if wanted not in lost:
+                there = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
+                raise ConfigError(f"{address!a}: no lost GPU has this PCI address", there)
+            lost = {wanted: lost[wanted]}
+        damage = "" if not address else remembered.damage
+        gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)
+        for file in remembered_files(Remembered(gpus, damage)):
+            write_record(reconciler.system, file.path, file.content)
+    if gpus != remembered.gpus or damage != remembered.damage:
+        # Wake the service: its metrics and the machines' nodes show the loss until its next pass.
+        with suppress(OSError):
+            reconciler.system.write(WAKE, b"")
+    lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} no longer misses it" for gpu in lost.values()]
+    if remembered.damage != damage:
+        lines.append("the damage of the record is acknowledged: GPUs are remembered from now on")
+    return tuple(lines) or ("no GPU is lost: nothing to do",)

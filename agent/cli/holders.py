@@ -1,0 +1,84 @@
+"""Lists the processes that use a GPU: `unbounded-agent gpus holders`."""
+
+from collections.abc import Iterable, Iterator
+
+from agent.host.reconcile import Reconciler
+from agent.host.vendors import host_vendor
+from agent.model.errors import ConfigError, ObservationError
+from agent.model.facts import DeviceNode, Facts, Gpu
+from agent.model.pci_address import as_in_sysfs
+from agent.system.files import System
+from agent.system.open_files import Held, Holder, find_holders
+
+UNSEEN_SHOWN = 10
+"""Processes listed of those that could not be inspected; the others are only counted."""
+
+
+def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
+    """Return the processes that have the GPU open, one line each. Without an address: for every GPU."""
+    facts = reconciler.look()[0]
+    gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
+    lines: list[str] = []
+    for gpu in gpus:
+        nodes = gpu_nodes(facts, gpu.pci_address)
+        held = look(reconciler.system, nodes)
+        unknown = why_unknown(gpu, nodes)
+        found = describe(held, gpu) if held or unknown else (nobody(held), *describe(held, gpu))
+        lines += [f"{gpu.pci_address}: {line}" for line in (*found, unknown) if line]
+    return tuple(lines)
+
+
+def find_gpu(address: str, facts: Facts) -> Gpu:
+    """Return the GPU. Raises ConfigError if there is none, ObservationError if the devices cannot be listed."""
+    for vendor in facts.vendors:
+        if not isinstance(vendor.devices, tuple):
+            raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
+    known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    found = known.get(as_in_sysfs(address))
+    if found is None:
+        raise ConfigError(f"{address!a}: there is no GPU of this PCI address", f"there are: {', '.join(sorted(known))}")
+    return found
+
+
+def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
+    """Return the GPU's own nodes. Users of its MIG instances have these open too."""
+    return tuple(_nodes(facts, address))
+
+
+def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
+    for vendor in facts.vendors:
+        if isinstance(vendor.devices, tuple):
+            yield from (node for node in vendor.devices if node.pci_address == address)
+
+
+def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
+    """Return why its users cannot be found; empty if they can. Only the numbers of its nodes identify users."""
+    if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
+        return ""
+    return (
+        f"nobody can tell here who has it open: kernel driver {gpu.driver} has it, and no usable node of it is there. "
+        "Where a virtual machine has it, shut that down and unbind the GPU from its driver; where its node was removed "
+        "or is another's (`unbounded-agent plan` says so), make it anew"
+    )
+
+
+def look(system: System, nodes: Iterable[DeviceNode]) -> Held:
+    """Return the processes that have one of the nodes open now."""
+    return find_holders(system, {(node.number.major, node.number.minor): node.path for node in nodes})
+
+
+def nobody(held: Held) -> str:
+    """Return the sentence for a GPU without a holder."""
+    return "nothing that can be looked at has it open" if held.unseen else "nothing has it open"
+
+
+def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
+    """Return one line per process; only some of those that cannot be inspected, since any user may start many."""
+    more = len(held.unseen) - UNSEEN_SHOWN
+    counted = (f"and {more} more cannot be looked at",) if more > 0 else ()
+    return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)
+
+
+def _with_advice(holder: Holder, gpu: Gpu) -> str:
+    advice = host_vendor(gpu.vendor).letting_go(holder.command, gpu.pci_address, in_machine=bool(holder.machine))
+    return f"{holder.describe()}{f'; it lets go by {advice}' if advice else ''}"

@@ -1,0 +1,21 @@
+"""Loads the drivers of this host's GPUs if that is configured; run by unbounded-agent-modules.service."""
+
+from collections.abc import Callable
+
+from agent.config.settings import Config
+from agent.host.state.detached_gpus import observe_detached
+from agent.host.vendors import LOADERS
+from agent.system.files import System
+from agent.system.udev import DeviceSource
+
+KEY = "driver.load_modules"
+
+
+def load_modules(config: Config, system: System, devices: DeviceSource, tell: Callable[[str], None]) -> None:
+    """Load them, or do nothing if that is not configured. Raises AgentError or OSError."""
+    if not config.driver.load_modules:
+        tell(f"{KEY} is not set: kernel modules are left to the host")
+        return
+    detached = observe_detached(system).gpus
+    for loader in LOADERS:
+        loader(system, devices.pci_devices, detached, tell)

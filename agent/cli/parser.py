@@ -1,0 +1,168 @@
+"""The command line of `unbounded-agent`, and its help texts."""
+
+import argparse
+import platform
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent import __version__
+from agent.model.paths import CONFIG_FILE
+
+VERSION = f"unbounded-agent {__version__} (Python {platform.python_version()})"
+BAD_INPUT = "the configuration or an argument is wrong"
+ADDRESS = "PCI-ADDRESS"
+WIDTH = 78
+"""Columns. We wrap descriptions ourselves: argparse would also wrap the list of exit codes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command and its help."""
+
+    summary: str
+    """For the list of commands, which omits commands that only units run."""
+    text: str
+    example: str
+    codes: Mapping[int, str] = field(default_factory=dict)
+    """Exit codes; 2, for bad input, is the same for all."""
+    hidden: bool = False
+
+
+COMMANDS = {
+    "plan": Command(
+        "print what apply would do",
+        "Prints each step that `apply` would take. Changes nothing and needs no root rights.",
+        "unbounded-agent --config new.toml plan",
+        {0: "the plan is printed, or there is nothing to do", 1: "a machine cannot get its settings"},
+    ),
+    "apply": Command(
+        "reconcile once, start stopped machines, wait until they report",
+        "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
+        "their conditions. Never restarts a running machine.",
+        "sudo unbounded-agent apply",
+        {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
+    ),
+    "status": Command(
+        "print the conditions of each machine",
+        "Prints the conditions of each machine. Needs no root rights, but cannot observe as much without them.",
+        "unbounded-agent status --json",
+        {0: "the conditions are printed, also those of machines that are not ready", 1: "the host cannot be observed"},
+    ),
+    "doctor": Command(
+        "diagnose: list each fault with its symptoms and the fix",
+        "Lists each fault of the host and its machines with its symptoms and the fix. Faults of a machine come in the "
+        "order in which it becomes ready: begin with the first.",
+        "unbounded-agent doctor",
+        {0: "the host has no fault and every machine is ready", 1: "there is a fault, or a machine is not ready"},
+    ),
+    "gpus": Command(
+        "detach, attach and inspect GPUs",
+        "Takes a GPU out of use before you remove it, gives it back, and shows who uses it.",
+        "sudo unbounded-agent gpus holders",
+        {0: "done", 1: "failed"},
+    ),
+    "run": Command(
+        "run the service: reconcile continuously, serve metrics",
+        "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
+        "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
+        "sudo systemctl start unbounded-agent",
+        {0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
+    ),
+    "version": Command(
+        "print the version", "Prints the version, like --version.", "unbounded-agent version", {0: "always"}
+    ),
+    "load-modules": Command(
+        "",
+        "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
+        "Run by unbounded-agent-modules.service.",
+        "sudo systemctl start unbounded-agent-modules",
+        {0: "the modules are loaded, or driver.load_modules is not set", 1: "a module cannot be loaded"},
+        hidden=True,
+    ),
+    "prepare": Command(
+        "",
+        "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
+        "sudo unbounded-agent prepare gpu-node",
+        {0: "the machine has its settings", 1: "a step failed"},
+        hidden=True,
+    ),
+}
+GPU_COMMANDS = {
+    "detach": Command(
+        "take a GPU from its machines; exit code 0 when you may remove it",
+        "Takes a GPU from the machines that have it. machines.NAME.on_detach decides whether it waits for processes "
+        "that use the GPU.",
+        "sudo unbounded-agent gpus detach 0000:01:00.0",
+        {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
+    ),
+    "attach": Command(
+        "give a detached GPU back",
+        "Gives a detached GPU back to its machines.",
+        "sudo unbounded-agent gpus attach 0000:01:00.0",
+        {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
+    ),
+    "forget": Command(
+        "acknowledge that a lost GPU is gone for good",
+        "Acknowledges that a GPU which left without `gpus detach` is gone for good, so that GPUsComplete no longer "
+        "reports it. Without an address: all lost GPUs.",
+        "sudo unbounded-agent gpus forget 0000:01:00.0",
+        {0: "the GPU is forgotten, or none is lost", 1: "the record of granted GPUs cannot be read or written"},
+    ),
+    "holders": Command(
+        "list the processes that have a GPU open",
+        "Lists the processes that have a GPU open, with machine, pod and container. Without an address: all GPUs.",
+        "sudo unbounded-agent gpus holders 0000:01:00.0",
+        {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
+    ),
+}
+OF_ALL_GPUS = ("forget", "holders")
+"""Subcommands whose address is optional."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser. It sets `config`, `command`, and the arguments of each command by their names."""
+    parser = argparse.ArgumentParser(
+        prog="unbounded-agent",
+        description=textwrap.fill(
+            "Makes this host's GPUs usable inside systemd-nspawn machines that run Kubernetes nodes.", WIDTH
+        ),
+        epilog=_epilog("unbounded-agent plan", {0: "done, or nothing to do", 1: "failed", 130: "interrupted"}),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=VERSION, help="print the version and exit")
+    parser.add_argument(
+        "--config", default=CONFIG_FILE, metavar="FILE", help=f"default: {CONFIG_FILE} and config.d next to it"
+    )
+    commands = _add(parser, "command", COMMANDS)
+    commands["status"].add_argument("--json", action="store_true", help="print JSON: Kubernetes conditions by machine")
+    commands["doctor"].add_argument("--json", action="store_true", help="print one JSON object")
+    commands["prepare"].add_argument("machine", metavar="MACHINE", help="its name in the configuration")
+    for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS).items():
+        count = "?" if name in OF_ALL_GPUS else None
+        command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
+    return parser
+
+
+def _add(
+    parser: argparse.ArgumentParser, key: str, commands: Mapping[str, Command]
+) -> dict[str, argparse.ArgumentParser]:
+    group = parser.add_subparsers(dest=key, required=True, metavar="COMMAND", title="commands")
+    added = {}
+    for name, command in commands.items():
+        # argparse lists only the commands that have `help`.
+        listed: dict[str, Any] = {} if command.hidden else {"help": command.summary}
+        added[name] = group.add_parser(
+            name,
+            **listed,
+            description=textwrap.fill(command.text, WIDTH, break_on_hyphens=False),
+            epilog=_epilog(command.example, command.codes),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+    return added
+
+
+def _epilog(example: str, codes: Mapping[int, str]) -> str:
+    lines = [f"  {code:<3} {meaning}" for code, meaning in sorted({2: BAD_INPUT, **codes}.items())]
+    return "\n".join(["exit codes:", *lines, "", "example:", f"  {example}"])

@@ -1,0 +1,117 @@
+"""Writes a machine's settings before each start, however it was started; run by unbounded-agent-prepare@.service."""
+
+import time
+from contextlib import suppress
+
+from agent.host.outcome import Outcome
+from agent.host.plan.goal import Plan
+from agent.host.reconcile import BUSY, Reconciler
+from agent.host.state.driver_roots import render_handed
+from agent.host.state.locks import locked
+from agent.host.state.remains import clear_report
+from agent.model.errors import ConfigError
+from agent.model.facts import Absent, Facts, Unseen
+from agent.model.live import LiveSettings, render_live
+from agent.model.paths import PASS_LOCK, handed_roots_file, live_file
+from agent.system.damage import write_record
+from agent.system.files import System
+
+POLL = 1.0
+"""Seconds between two checks for a late driver."""
+LOCK_WAIT = 60.0
+"""Seconds: the pass that staged a driver root may still be copying."""
+LOOKING = 20.0
+"""Seconds to retry when the unit's state cannot be observed."""
+PASSES = 3
+STOPPED = ("inactive", "failed", "activating")
+"""ActiveState of the machine's unit while this runs before its start."""
+
+
+def prepare(name: str, reconciler: Reconciler) -> Outcome:
+    """Wait for the driver, then make one pass over the machine's settings."""
+    settings = reconciler.config.machines.get(name)
+    if settings is None:
+        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+    if _runs(name, reconciler):
+        # `systemctl start` of a running machine pulls this in too: keep the record of what it was started with.
+        return reconciler.reconcile(LOCK_WAIT)
+    system = reconciler.system
+    # Before the lock: if another pass holds that too long, the machine starts anyway, and must not have the old record.
+    _forget_live(name, system)
+    # The unit also mounts an empty directory over it, if it can.
+    clear_report(system, name)
+    with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
+        # Again: the pass that held the lock may have found the machine still running and recorded a change of devices.
+        _forget_live(name, system)
+        # Containers of the machine's previous run have ended, so their driver roots may go. On a full disk they stay.
+        with suppress(OSError):
+            system.write(handed_roots_file(name), render_handed(()))
+    _wait_for_driver(name, settings.driver_wait, reconciler)
+    return _settle(name, reconciler)
+
+
+def _forget_live(name: str, system: System) -> None:
+    """Remove the record of the machine's live settings. A directory in its place goes when the record is written."""
+    with suppress(IsADirectoryError):
+        system.remove(live_file(name))
+
+
+def _settle(name: str, reconciler: Reconciler) -> Outcome:
+    """Make passes until the machine's files match the goal, then record that it starts with them.
+
+    Nodes may appear during a pass: the machine would never get one that is in the record but not in the files.
+    """
+    outcome = reconciler.reconcile(LOCK_WAIT)
+    for _ in range(PASSES - 1):
+        if _starts_with(name, outcome):
+            break
+        outcome = reconciler.reconcile(LOCK_WAIT)
+    live = _starts_with(name, outcome)
+    if live:
+        with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+            write_record(reconciler.system, live_file(name), render_live(live))
+    return outcome
+
+
+def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
+    return next((machine.starts_with for machine in outcome.machines if machine.name == name), None)
+
+
+def _runs(name: str, reconciler: Reconciler) -> bool:
+    """Return whether it runs; True also if that stays unknown, to keep the records of a machine that may be running."""
+    deadline = time.monotonic() + LOOKING
+    while time.monotonic() < deadline:
+        machines = reconciler.look()[0].machines
+        state = next((machine.unit_state for machine in machines if machine.name == name), Absent("not observed"))
+        if not isinstance(state, Unseen):
+            return isinstance(state, str) and state not in STOPPED
+        time.sleep(POLL)
+    return True
+
+
+def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
+    deadline = time.monotonic() + seconds
+    told = ""
+    while time.monotonic() < deadline:
+        facts, planned, _ = reconciler.look()
+        waiting = ", ".join(_without_driver(name, facts, planned))
+        if not waiting:
+            return
+        if waiting != told:
+            reconciler.progress(f"wait for the driver of {waiting}, at most {seconds} s")
+            told = waiting
+        time.sleep(POLL)
+    reconciler.progress(f"go on without {told}")
+
+
+def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:
+    """Return granted GPUs that no driver is bound to, or that have no node yet."""
+    driver = {gpu.pci_address: gpu.driver for vendor in facts.vendors for gpu in vendor.gpus}
+    return [
+        address
+        for machine in planned.goal.machines
+        if machine.name == name
+        for grant in machine.grants
+        for address in grant.gpus
+        if not driver[address] or all(node.pci_address != address for node in grant.nodes)
+    ]

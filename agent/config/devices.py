@@ -1,0 +1,64 @@
+"""Settings for devices other than GPUs, and for the CDI specs of GPUs. Pure."""
+
+from operator import attrgetter
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict
+
+from agent.config.values import absolute, is_below, once, plain
+
+DeviceSwitch = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+
+CdiMode = Literal["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
+
+CdiHook = Literal[
+    "enable-cuda-compat", "disable-device-node-modification", "update-application-profile", "apply-cuda-memory-limits"
+]
+
+OF_GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
+OF_NSPAWN = (
+    *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
+    *(f"/dev/{name}" for name in ("pts", "shm", "mqueue", "char", "block", "fd", "stdin", "stdout", "stderr", "core")),
+)
+"""What nspawn creates in each machine (src/nspawn/nspawn.c: copy_devnodes, setup_pts, setup_dev_console), and links."""
+KMSG = "/dev/kmsg"
+
+
+def _device(value: str) -> str:
+    if not value.startswith("/dev/"):
+        raise ValueError(f"{value!r} is not below /dev")
+    if is_below(value, OF_GPUS):
+        raise ValueError(f"{value} belongs to GPUs or their driver: `gpus` and `devices` give those")
+    if is_below(value, OF_NSPAWN):
+        raise ValueError(f"{value}: each machine has its own")
+    if value == KMSG:
+        raise ValueError(f"{value} is given by `nspawn.kmsg`")
+    return value
+
+
+class ExtraDevice(BaseModel):
+    """One character device of the host. It has the same path in the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    path: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_device)]
+    """Below `/dev`. A symbolic link is not followed."""
+    mode: Literal["r", "rw", "rwm"] = "rw"
+    """What the machine's cgroup permits: reading (`r`), writing (`w`), mknod (`m`)."""
+
+
+CDI_MODES = {
+    "gds": ("devices", "nvidia-fs"),
+    "mofed": ("devices", "infiniband"),
+    "gdrcopy": ("devices", "gdrcopy"),
+    "imex": ("imex_channels", ""),
+    "nvswitch": ("", ""),
+    "management": ("", ""),
+}
+"""The key that gives the nodes that a mode is about, where one has to be set, and what has to be in it."""
+
+
+CdiModes = Annotated[list[CdiMode], once("mode", str)]
+CdiHooks = Annotated[list[CdiHook], once("hook", str)]
+Switches = Annotated[list[DeviceSwitch], once("device", str)]
+ExtraDevices = Annotated[list[ExtraDevice], once("device", attrgetter("path"))]

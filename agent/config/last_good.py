@@ -1,0 +1,57 @@
+"""The last valid configuration, for a service or a machine that starts while the current one is wrong.
+
+A machine must start after a reboot of the host, and keep its GPUs, even if a configuration file was broken since.
+"""
+
+import contextlib
+from dataclasses import dataclass
+
+from pydantic import ValidationError
+
+from agent.config.load import load_config
+from agent.config.settings import Config
+from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.paths import LAST_GOOD_CONFIG
+from agent.system.files import System
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A configuration to work with."""
+
+    config: Config
+    rejected: str = ""
+    """What is wrong with the files, if the last valid configuration is in force instead of them; otherwise empty."""
+
+
+def load_or_last_good(system: System) -> Loaded:
+    """Return the configuration, or the last valid one. Raises ConfigError if there is neither.
+
+    The last valid one does not replace a missing file or one without machines: those are no mistakes in a file, and
+    removed machines must not come back.
+    """
+    try:
+        config = load_config(system)
+    except NoMachinesError:
+        raise
+    except ConfigError as error:
+        try:
+            return Loaded(Config.model_validate_json(system.read(LAST_GOOD_CONFIG)), str(error))
+        except (OSError, ValidationError):
+            raise error from None
+    keep(config, system)
+    return Loaded(config)
+
+
+def keep(config: Config, system: System) -> None:
+    """Save it as the last good configuration. Ignores errors such as a full disk: this start does not need the copy."""
+    # Only explicit settings: the release that reads the file has its own defaults.
+    content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
+    try:
+        if not system.exists(LAST_GOOD_CONFIG) or system.read(LAST_GOOD_CONFIG) != content:
+            # The configuration files may be readable by root only.
+            system.write(LAST_GOOD_CONFIG, content, 0o600)
+    except OSError:
+        # No copy is better than an older one, which may grant what this one withdrew. Removal works on a full disk too.
+        with contextlib.suppress(OSError):
+            system.remove(LAST_GOOD_CONFIG)

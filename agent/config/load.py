@@ -1,0 +1,130 @@
+"""Reads config.toml and config.d/*.toml, merges them in this order, and validates the result."""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic import StringConstraints, ValidationError
+from pydantic_core import ErrorDetails
+
+from agent.config.nspawn_settings import KeyName, OneLine, SectionName
+from agent.config.pod_environment import VariableName, VariableValue
+from agent.config.settings import Address, Config, MachineName
+from agent.model.errors import ConfigError, NoMachinesError
+from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.system.files import System
+from agent.system.path_trust import settings_fault
+
+
+def load_config(system: System, path: str = CONFIG_FILE) -> Config:
+    """Return the validated configuration. Raises ConfigError, which names the file and the key."""
+    try:
+        files = [path] if system.exists(path) else []
+        if path == CONFIG_FILE and system.is_directory(CONFIG_DIRECTORY):
+            names = system.entries(CONFIG_DIRECTORY)
+            files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
+    except OSError as error:
+        # Not treated like an absent file: that would count as removing its machines from the configuration.
+        raise ConfigError(f"{path} and {CONFIG_DIRECTORY}: cannot read them: {error.strerror}") from error
+    if not files:
+        raise NoMachinesError(
+            f"{path}: there is no such file",
+            "write it, with a table [machines.NAME] for each machine, or an empty table [machines] for none",
+        )
+    merged: dict[str, Any] = {}
+    origins: dict[tuple[str, ...], str] = {}
+    for file in files:
+        try:
+            # The user who passes --config is responsible for that file.
+            _merge(merged, _parse(system, file, of_root=path == CONFIG_FILE), file, origins, ())
+        except RecursionError as error:
+            raise ConfigError(f"{file}: tables or lists are nested too deep: no key has more than six parts") from error
+    try:
+        return Config.model_validate(merged)
+    except ValidationError as error:
+        # If the files have another mistake too, it may be the reason why no machine is named.
+        no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES)]
+        raise (NoMachinesError if no_machines else ConfigError)(_sentences(error, origins, files[-1])) from error
+
+
+def _parse(system: System, file: str, *, of_root: bool) -> dict[str, Any]:
+    try:
+        if of_root and (fault := settings_fault(system, file)):
+            raise ConfigError(f"{file}: refused: it decides what root does on this host, and {fault}")
+        return tomllib.loads(system.read(file).decode())
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: not TOML: {error}") from error
+
+
+def _merge(
+    into: dict[str, Any], new: Mapping[str, Any], file: str, origins: dict[tuple[str, ...], str], at: tuple[str, ...]
+) -> None:
+    """Merge tables, replace anything else; record in `origins` which file each key came from."""
+    for key, value in new.items():
+        origins[(*at, key)] = file
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value, file, origins, (*at, key))
+        elif isinstance(value, dict):
+            into[key] = {}
+            _merge(into[key], value, file, origins, (*at, key))
+        else:
+            into[key] = value
+
+
+def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], default: str) -> str:
+    """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
+    sentences: dict[tuple[str, ...], str] = {}
+    for each in error.errors():
+        # pydantic adds the names of union members and "[key]" to the location; these are not keys of the file.
+        keys = tuple(str(part) for part in each["loc"])
+        known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
+        file = origins.get(known, default)
+        if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
+            # A key of a table in a list; `origins` does not have these.
+            known = keys
+        sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what(each)}")
+    return "\n".join(sentences.values())
+
+
+def _what(error: ErrorDetails) -> str:
+    if error["type"] == "string_pattern_mismatch":
+        # Our own words for the pattern: pydantic's quote the input.
+        pattern = error["ctx"]["pattern"]
+        quoted = "it" if pattern in MAYBE_SECRET else repr(error["input"])
+        return f"{quoted} is not {FORMS[pattern]}"
+    if error["type"] == "missing" and error["loc"] == MACHINES:
+        return "is missing; write a table [machines.NAME] for each machine, or an empty table [machines] for none"
+    return WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
+
+
+WORDS = {
+    "extra_forbidden": "unknown key",
+    "missing": "is missing",
+    "model_type": "must be a table",
+    "dict_type": "must be a table",
+    "bool_type": "must be true or false",
+    "list_type": "must be a list",
+    "int_type": "must be a whole number",
+    "string_type": "must be a string, or a list of strings where the documentation has one",
+}
+
+
+def _pattern(constrained: object) -> str:
+    constraints: StringConstraints = get_args(constrained)[1]
+    return str(constraints.pattern)
+
+
+FORMS = {
+    _pattern(MachineName): "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
+    _pattern(OneLine): "text of one line that does not end in a backslash",
+    _pattern(Address): "an address with a port, such as 127.0.0.1:9788 or [::1]:9788",
+    _pattern(SectionName): "the name of a section, such as Files",
+    _pattern(KeyName): "the name of a setting, such as Bind",
+    _pattern(VariableName): "the name of an environment variable",
+    _pattern(VariableValue): "text of one line",
+}
+MAYBE_SECRET = {_pattern(OneLine), _pattern(VariableValue)}
+"""Patterns of values never quoted in errors: conditions and pages, which everyone can read, repeat the errors."""
+MACHINES = ("machines",)

@@ -1,0 +1,98 @@
+"""Settings for extra bind mounts, and which paths are refused. Pure.
+
+nspawn's own `Bind=` and `BindReadOnly=` take anything; what is refused here would stop a machine, or undo what the
+agent does in it.
+"""
+
+import posixpath
+from collections.abc import Collection, Iterable
+from operator import attrgetter
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, model_validator
+
+from agent.config.values import absolute, is_below, once, plain
+from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA, MACHINE_ROOTS, RUNTIME, STATE
+
+NO_SOURCE = {
+    "each machine has its own": ("/proc", "/sys"),
+    "`devices` and `extra_devices` give nodes": ("/dev",),
+    "the service does not see it as the machine's start does": (
+        "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
+    ),
+}  # fmt: skip
+SECRET = (
+    *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
+    # systemd's settings of all machines, and what only root may talk to, which root in a machine is as well:
+    # systemd's private socket, and udevd's control socket.
+    *("/etc/systemd", "/run/systemd", "/run/udev/control"),
+    # The agent itself, and files that decide who becomes root. Root in the machine can remount a bind writable.
+    *("/opt/unbounded-agent", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/systemd", "/lib/systemd", "/boot"),
+    *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
+    *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
+    *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
+)
+"""What decides over all machines and the host: no source lies there or holds one of these."""
+TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
+"""Root executes or reads what is in these directories: machines may mount it, but not writable."""
+NO_TARGET = {
+    "each machine has its own": ("/proc", "/sys", "/dev"),
+    "the machine's systemd-tmpfiles removes what is old there": ("/tmp", "/var/tmp"),
+    "the machine's systemd has its own there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
+    "systemd-nspawn has something there": ("/run/host",),
+    "the agent has something there": (
+        MACHINE_HOST_NVIDIA, RUNTIME, STATE, *CDI_DIRECTORIES, "/run/cdi", "/lib/modules", "/usr/lib/modules",
+        "/usr/lib/unbounded-agent", "/etc/containerd", "/etc/nvidia-container-runtime",
+    ),
+    "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
+}  # fmt: skip
+LINKED = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
+"""Directories in which the machine half makes links: single files may be mounted there, but not over all of it."""
+
+
+def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) -> str:
+    """A source; raises ValueError for one that no machine may have."""
+    for why, places in NO_SOURCE.items():
+        if is_below(value, places):
+            raise ValueError(f"{value} cannot be mounted into a machine: {why}")
+    if is_below(value, secret) or _holds(value, secret):
+        raise ValueError(f"{value} has what rules over the host or other machines in it: name something further below")
+    if not read_only and is_below(value, TRUSTED):
+        raise ValueError(f"{value} is where the host keeps its own programs and settings: set read_only = true")
+    return value
+
+
+def _target(value: str) -> str:
+    for why, places in NO_TARGET.items():
+        if is_below(value, places):
+            raise ValueError(f"nothing can be mounted at {value}: {why}")
+    covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
+    if value in LINKED or _holds(value, covered):
+        raise ValueError(f"a mount at {value} would hide what is below it and the machine needs: name a place there")
+    return value
+
+
+def _holds(path: str, places: Iterable[str]) -> bool:
+    """Whether one of these places lies below it."""
+    return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
+
+
+class ExtraMount(BaseModel):
+    """A directory or file of the host, with everything mounted below it, at a path in the machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    source: Annotated[str, AfterValidator(absolute), AfterValidator(plain)]
+    """Absolute path on the host."""
+    target: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_target)]
+    """Absolute path in the machine."""
+    read_only: bool = True
+    """Guards against mistakes only: root in the machine can remount it writable."""
+
+    @model_validator(mode="after")
+    def _mountable(self) -> Self:
+        mountable(self.source, read_only=self.read_only)
+        return self
+
+
+ExtraMounts = Annotated[list[ExtraMount], once("a mount at", attrgetter("target"))]

@@ -1,0 +1,58 @@
+"""The settings of systemd-nspawn that a Kubernetes node needs, systemd.nspawn(5). Pure."""
+
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
+
+from agent.config.pod_environment import VariableName
+
+OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?$")]
+"""Text for a line of a unit file: a line break would start a setting of its own, a backslash at the end join two."""
+SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
+KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
+
+NO_USER_NAMESPACE = (
+    "a machine cannot have a user namespace: systemd could bind no device into it while it runs; the "
+    "kubelet could not open /dev/kmsg; CNI could not create interfaces in the host's network; remove private_users and "
+    "PrivateUsers (docs/security.md)"
+)
+
+
+class NspawnSettings(BaseModel):
+    """Settings of systemd-nspawn, systemd.nspawn(5). Each default that relaxes something says why."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    capability: OneLine = "CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG"
+    """Capabilities in addition to systemd-nspawn's own set (`--capability=` in systemd-nspawn(1)), which contains
+    CAP_SYS_ADMIN and CAP_MKNOD. `"all"` gives every capability.
+
+    CNI and kube-proxy set up the network, the kubelet reads `/dev/kmsg`, pods pin memory and may ask for the rest. Not
+    in the default: CAP_SYS_MODULE, CAP_SYS_RAWIO and CAP_SYS_TIME, which change the host's kernel, ports and clock
+    (docs/security.md).
+    """
+    private_users: bool = False
+    """Always `false`: a machine cannot have a user namespace (docs/security.md)."""
+    system_call_filter: OneLine = "@keyring bpf"
+    """System calls to allow. runc joins a session keyring and loads BPF device programs, which nspawn forbids."""
+    virtual_ethernet: bool = False
+    """Give the machine a network of its own. By default it uses the host's."""
+    kmsg: bool = True
+    """Bind `/dev/kmsg`. The kubelet watches it for out-of-memory kills and does not start without it."""
+    modules: bool = True
+    """Bind `/lib/modules` read-only. kube-proxy and CNI plugins look into it."""
+    environment: dict[VariableName, OneLine] = {
+        "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
+        "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
+    }
+    """Environment of systemd-nspawn itself. The defaults give the machine cgroup v2, and make `/proc/sys/net` writable
+    for CNI."""
+    extra: dict[SectionName, dict[KeyName, OneLine | list[OneLine]]] = {}
+    """Any other setting of systemd.nspawn(5) by section, such as `extra.Files.Bind = ["/srv/data"]`. Appended as
+    it is."""
+
+    @model_validator(mode="after")
+    def _host_users(self) -> Self:
+        if self.private_users or "PrivateUsers" in self.extra.get("Exec", {}):
+            raise ValueError(NO_USER_NAMESPACE)
+        return self

@@ -1,0 +1,210 @@
+"""The settings that the configuration may hold. Pure.
+
+docs/configuration.md is generated from these classes and their docstrings (`make docs`).
+"""
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+
+from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, ExtraDevices, Switches
+from agent.config.mounts import ExtraMounts
+from agent.config.nspawn_settings import NspawnSettings, OneLine
+from agent.config.pod_environment import PodEnvironment
+from agent.config.values import AbsolutePath
+from agent.model.pci_address import as_in_sysfs
+
+GPU_UUID = re.compile(r"GPU-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+MachineName = Annotated[
+    str,
+    StringConstraints(
+        pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*$", max_length=64
+    ),
+]
+"""A host name (machinectl(1)): it becomes part of unit names and paths, so it may hold no slash."""
+Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
+PORT_LIMIT = 65535
+
+DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
+"""A path that containerd's imports can name: nothing in it is a pattern's, and no directory is hidden."""
+
+
+class Model(BaseModel):
+    """Immutable; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class MachineSettings(Model):
+    """The machine NAME, whose root file system is `/var/lib/machines/NAME`."""
+
+    gpus: OneLine | list[OneLine] = "all"
+    """Which GPUs the machine gets: `"all"`, `"count=N"`, or a list of PCI addresses and UUIDs.
+
+    `"all"` means all GPUs of all vendors. `"count=2"` means two GPUs that no other machine has: NVIDIA's first, then
+    AMD's, then Intel's; of each vendor those with a driver first, then by PCI address. A machine keeps the GPUs that it
+    has. Write a PCI address as `0000:01:00.0`, or as `nvidia-smi` prints it.
+
+    NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all of them, detached ones included,
+    gets these nodes.
+    """
+    require_gpus: bool = False
+    """Whether the machine is not ready on a host without GPUs."""
+    driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
+    """Seconds that a start of the machine waits for a driver that loads late in the host's boot.
+
+    If `gpus` does not name a GPU of Intel or AMD, a start waits for its driver only if the kernel module is loaded or
+    the machine had this GPU before (docs/hardware/intel-amd.md#without-a-driver).
+    """
+    on_detach: Literal["refuse", "drain-wait", "force"] = "refuse"
+    """What `gpus detach` does with a GPU that processes have open (docs/gpu-hotplug.md)."""
+    drain_wait: Annotated[int, Field(ge=0, le=86400)] = 600
+    """Seconds that `on_detach = "drain-wait"` waits for these processes to end."""
+    device_mode: Literal["rw", "rwm"] = "rw"
+    """What the machine's cgroup permits on GPU nodes. `"rwm"` adds mknod, which crun needs. runc does not need it: it
+    binds the node instead."""
+    mig_config: bool = False
+    """Grant the privilege to change the MIG layout of all GPUs of the host.
+
+    MIG (Multi-Instance GPU) splits one GPU into several instances. Instances of granted GPUs need no privilege
+    (docs/hardware/mig.md).
+    """
+    mig_monitor: bool = False
+    """Grant the privilege to monitor all MIG instances of all GPUs of the host."""
+    imex_channels: bool = False
+    """Grant the IMEX channels: GPU memory shared between the hosts of one NVLink domain
+    (docs/hardware/mig.md#imex-channels)."""
+    sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
+    """Host daemons of the driver whose sockets the machine and all its pods with GPUs get. Each daemon serves the whole
+    host (docs/drivers/files.md#sockets-of-daemons)."""
+    pod_environment: PodEnvironment = {}
+    """Environment variables for every container that gets a GPU of the vendor from the agent's CDI specification, such
+    as `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }` (docs/drivers/graphics.md). They replace
+    variables of the same name in the pod's manifest. They are not secret: every user of the host can read them."""
+    default_runtime: bool = False
+    """Make `nvidia` containerd's default runtime. Pods then need no RuntimeClass."""
+    containerd_drop_in: str = ""
+    """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
+    `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
+    restart_device_plugin: bool = False
+    """Restart the container of NVIDIA's or AMD's device plugin when the plugin cannot know of a GPU that came or went,
+    or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine (docs/kubernetes.md)."""
+    node_condition: bool = False
+    """Set the condition `GPUReady` on the machine's Node object, with its kubelet's identity. Needs `kubectl` in the
+    machine (docs/conditions.md#nodeconditionset)."""
+    devices: Switches = []
+    """Devices of the host other than GPUs. Each name stands for a set of device nodes
+    (docs/hardware/other-devices.md)."""
+    extra_devices: ExtraDevices = []
+    """Further character devices, each by its path, such as `[{ path = "/dev/fuse", mode = "rw" }]`
+    (docs/hardware/other-devices.md)."""
+    cdi_modes: CdiModes = []
+    """Further CDI specifications that `nvidia-ctk` makes for the machine's pods
+    (docs/hardware/other-devices.md#cdi-specifications)."""
+    cdi_hooks: CdiHooks = []
+    """Further hooks of NVIDIA's toolkit, which run at the start of each container with a GPU
+    (docs/drivers/prerequisites.md#hooks)."""
+    extra_mounts: ExtraMounts = []
+    """Directories and files of the host, such as `[{ source = "/srv/models", target = "/srv/models" }]`. A change takes
+    effect when the machine next starts (docs/hardware/other-devices.md#mounts)."""
+    nspawn: NspawnSettings = NspawnSettings()
+    """Settings of systemd-nspawn. The defaults are what a Kubernetes node needs."""
+
+    @property
+    def beside_gpus(self) -> bool:
+        """Whether it gets anything on a host without GPUs too."""
+        return bool(self.devices or self.extra_devices or self.extra_mounts)
+
+    @field_validator("gpus")
+    @classmethod
+    def _gpus(cls, value: str | list[str]) -> str | list[str]:
+        if isinstance(value, str):
+            if value != "all" and not re.fullmatch(r"count=[1-9][0-9]{0,3}", value):
+                raise ValueError('must be "all", "count=N" or a list of PCI addresses and UUIDs')
+            return value
+        if not value:
+            raise ValueError("the list names no GPU")
+        for each in value:
+            if not as_in_sysfs(each) and not GPU_UUID.fullmatch(each):
+                raise ValueError(f"{each!r} is neither a PCI address (0000:01:00.0) nor a UUID (GPU-...)")
+        return [as_in_sysfs(each) or each for each in value]
+
+    @field_validator("containerd_drop_in")
+    @classmethod
+    def _drop_in(cls, value: str) -> str:
+        # A file of that name is what drop-ins are added to: containerd's, that of the handler's program.
+        if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
+            raise ValueError(
+                f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
+                "/etc/cri/conf.d/20-gpu.part (letters, digits, dots, hyphens and underscores)"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _modes_have_devices(self) -> Self:
+        for mode in self.cdi_modes:
+            match CDI_MODES[mode]:
+                case ("devices", switch) if switch not in self.devices:
+                    raise ValueError(f'cdi_modes "{mode}" needs "{switch}" in devices')
+                case ("imex_channels", _) if not self.imex_channels:
+                    raise ValueError(f'cdi_modes "{mode}" needs imex_channels = true')
+        return self
+
+
+class DriverSettings(Model):
+    """NVIDIA's driver on this host. If neither `root` nor `library_directories` is set, the agent searches the places
+    in docs/drivers/roots.md#how-it-is-found."""
+
+    load_modules: bool = False
+    """Load the driver's kernel modules and make its device nodes, if the host has not done so by itself
+    (docs/drivers/prerequisites.md)."""
+    root: AbsolutePath = "/"
+    """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means the host's
+    own loader cache and no other place, which is not the same as leaving the key out
+    (docs/drivers/roots.md#how-to-name-it)."""
+    library_directories: list[AbsolutePath] = []
+    """Directories with the driver's libraries, if no loader cache lists them; below `root` if that is set."""
+    binary_directories: list[AbsolutePath] = []
+    """Directories with the driver's programs, searched before the usual ones; below `root` if that is set. Needs `root`
+    or `library_directories`."""
+    data_directories: list[AbsolutePath] = []
+    """Directories that contain `vulkan`, `glvnd`, `egl`, `OpenCL` and `nvidia`, searched before the usual ones; below
+    `root` if that is set. Needs `root` or `library_directories`."""
+
+    @property
+    def configured(self) -> str:
+        """The key that says where the libraries are; empty while that is to be found out."""
+        if self.library_directories:
+            return "driver.library_directories"
+        return "driver.root" if "root" in self.model_fields_set else ""
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        if (self.binary_directories or self.data_directories) and not self.configured:
+            raise ValueError("needs root or library_directories too, to say where the driver's libraries are")
+        return self
+
+
+class MetricsSettings(Model):
+    """Metrics and health pages."""
+
+    address: Address = "127.0.0.1:9788"
+    """Address and port of the metrics and health pages (docs/metrics.md)."""
+
+    @field_validator("address")
+    @classmethod
+    def _port(cls, value: str) -> str:
+        if int(value.rpartition(":")[2]) > PORT_LIMIT:
+            raise ValueError(f"ports end at {PORT_LIMIT}")
+        return value
+
+
+class Config(Model):
+    """Everything that can be configured."""
+
+    machines: dict[MachineName, MachineSettings]
+    """Required, so that a file that is gone is not mistaken for the wish to have none, which an empty table says."""
+    metrics: MetricsSettings = MetricsSettings()
+    driver: DriverSettings = DriverSettings()

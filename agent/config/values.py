@@ -1,0 +1,52 @@
+"""Checks that several settings share: paths, and lists without repetitions. Pure."""
+
+import re
+from collections.abc import Callable, Iterable
+from fnmatch import fnmatchcase
+from typing import Annotated, TypeVar
+
+from pydantic import AfterValidator
+
+T = TypeVar("T")
+
+PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
+"""Paths that a Bind= line takes literally: it strips outer blanks, and a backslash escapes."""
+PATH_LIMIT, NAME_LIMIT = 4095, 255
+"""Bytes (PATH_MAX and NAME_MAX of limits.h): system calls fail for anything longer."""
+
+
+def absolute(value: str) -> str:
+    """Return the path without doubled or trailing slashes. Raises ValueError."""
+    if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
+        raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
+    return "/" + "/".join(part for part in value.split("/") if part)
+
+
+AbsolutePath = Annotated[str, AfterValidator(absolute)]
+"""Normalised: no trailing and no doubled slashes."""
+
+
+def plain(value: str) -> str:
+    """Return the path if a line of a settings file can hold it; otherwise raise ValueError."""
+    if not PLAIN.fullmatch(value) or not value.isprintable():
+        raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its end")
+    if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
+        raise ValueError(f"{value[:40]!r}... is longer than a path can be")
+    return value
+
+
+def is_below(path: str, places: Iterable[str]) -> bool:
+    """Return whether the path is one of these places (fnmatch patterns) or below one."""
+    return any(fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}/*") for pattern in places)
+
+
+def once(kind: str, key: Callable[[T], str]) -> AfterValidator:
+    """Return a validator for lists that raises ValueError if two items have the same key."""
+
+    def check(values: list[T]) -> list[T]:
+        keys = [key(value) for value in values]
+        if twice := next((each for each in keys if keys.count(each) > 1), ""):
+            raise ValueError(f"{kind} {twice} is there twice")
+        return values
+
+    return AfterValidator(check)

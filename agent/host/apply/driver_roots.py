@@ -1,0 +1,163 @@
+"""Puts complete driver roots on disk, which agent.host.apply.publishing then shows to machines; and removes them."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from typing import BinaryIO
+
+from agent.host.apply.publishing import mount_parent, unpublish
+from agent.host.observe.driver_roots import OVERLAY
+from agent.host.state.driver_roots import render_manifest
+from agent.model.errors import AgentError, ApplyError
+from agent.model.facts import Library, StagedRoot
+from agent.model.paths import (
+    HOST_NVIDIA,
+    MANIFESTS,
+    REMOVED,
+    STAGING,
+    STATE,
+    TREES,
+    driver_root,
+    mount_unit,
+    times_file,
+)
+from agent.system.files import System, remains
+from agent.system.mounts import mounted
+
+MARGIN = 64 << 20
+"""Bytes that must stay free on the file system after staging: the agent's state is there too."""
+
+REMOVAL_LIMIT = 10.0
+"""Seconds for one removal: root in a machine may have put any number of files there. Later passes continue it."""
+REMAINS_LIMIT = 1.0
+"""Seconds for a removal that no step waits for."""
+
+
+def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
+    """Copy (by reflink if possible), record, then complete by one rename. Raises ApplyError, OSError.
+
+    Calls `progress` after each file on disk, and after parts of large ones.
+    """
+    system.make_directory(TREES)
+    system.make_directory(STAGING)
+    _clear(system)
+    needed = sum(file.size for file in root.files) + MARGIN
+    free = system.free_bytes(STAGING)
+    if free < needed:
+        raise ApplyError(
+            f"{STAGING}: {free >> 20} MiB are free and driver {root.version} needs {needed >> 20} MiB",
+            "free space on that file system",
+        )
+    partial = f"{STAGING}/{root.index}"
+    for file in root.files:
+        path = f"{partial}/{file.target}"
+        system.make_directory(os.path.dirname(path))
+        if file.link:
+            system.link(path, file.link)
+        else:
+            _copy(file, path, system, progress)
+            progress()
+    for directory in {os.path.dirname(f"{partial}/{file.target}") for file in root.files}:
+        system.sync_directory(directory)
+    system.write(f"{MANIFESTS}/{root.index}.json", render_manifest(root))
+    system.rename(partial, f"{TREES}/{root.index}")
+
+
+def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> None:
+    """Copy from the descriptor that was checked: another file may take the path at any moment."""
+    try:
+        reading = system.open_public(file.source)
+    except OSError as error:
+        raise _changed(file, f": {error.strerror}") from error
+    with reading:
+        _check(file, reading)
+        if file.text:
+            system.write(path, file.text.encode())
+        else:
+            system.copy(reading, path, 0o755 if file.executable else 0o644, progress)
+        _check(file, reading)
+    if system.identity(path).size != (len(file.text.encode()) or file.size):
+        raise _changed(file)
+
+
+def _check(file: Library, reading: BinaryIO) -> None:
+    """Raise ApplyError if the file changed since it was observed."""
+    now = os.fstat(reading.fileno())
+    if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+        raise _changed(file)
+
+
+def _changed(file: Library, why: str = "") -> ApplyError:
+    return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass looks again")
+
+
+def _clear(system: System) -> None:
+    """Remove what an interrupted staging left behind."""
+    for name in system.entries(STAGING):
+        system.remove_tree(f"{STAGING}/{name}")
+
+
+def remove_root(index: int, system: System) -> None:
+    """Hide it from machines, then delete it. Raises AgentError, OSError.
+
+    A running container keeps its files: each is a bind mount, which holds the inode without the path. But a container
+    that restarts looks up the path again, so `agent.host.plan.driver_roots` decides which roots may go.
+    """
+    unpublish(index, system)
+    system.make_directory(REMOVED)
+    removed, tree = f"{REMOVED}/{index}", f"{TREES}/{index}"
+    clear((removed,), system)
+    if system.exists(tree):
+        system.rename(tree, removed)
+    elif HOST_NVIDIA not in mounted(system, OVERLAY):
+        _move(driver_root(index), removed, system)
+    # The second was written by an earlier release: where the files came from.
+    for note in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
+        system.remove(note)
+    # Remove the manifest last: without it, a root could be found only by guessing its index.
+    system.remove_tree(f"{MANIFESTS}/{index}.json")
+    clear((removed,), system)
+
+
+def protect(indices: tuple[int, ...], system: System) -> None:
+    """Move plain directories away and mount their parent. Raises AgentError, OSError.
+
+    Mount nothing of them: root in a machine may have changed them, or still have a file open. If this is killed, or
+    PID 1 does not answer, the next pass stages again what was moved.
+    """
+    system.make_directory(REMOVED)
+    ways = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
+    clear(tuple(removed for _, removed in ways), system)
+    for plain, removed in ways:
+        _move(plain, removed, system)
+    if not mount_parent(system):
+        for plain, removed in ways:
+            _move(removed, plain, system)
+        raise ApplyError("they stay as they are", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
+    for index in indices:
+        # The next pass removes what is left.
+        with contextlib.suppress(AgentError):
+            remove_root(index, system)
+
+
+def _move(path: str, to: str, system: System) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        system.rename(path, to)
+
+
+def make_way(path: str, system: System) -> None:
+    """Move away a directory in the place of one of our files; the next pass removes it (`ClearRemains`).
+
+    Root in a machine can put one into its handoff directory, and can make its removal slow. Until an earlier one is
+    removed, the move fails, and only that machine suffers. Raises OSError.
+    """
+    for each in (path, remains(path)):
+        if system.is_directory(each) and system.read_link(each) is None:
+            system.make_directory(REMOVED)
+            system.rename(each, f"{REMOVED}/{each.removeprefix(STATE).strip('/').replace('/', '-')}")
+
+
+def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
+    """Remove trees that a machine may have filled. Raises AgentError, also if `limit` seconds are too few."""
+    # rm(1), not shutil: it handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
+    system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

@@ -1,0 +1,56 @@
+"""Hands the host half's verdict to the machines that set it on their Node object."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agent.host.apply.driver_roots import make_way
+from agent.model.conditions import Condition
+from agent.model.errors import DocumentError
+from agent.model.faults import in_words
+from agent.model.host_status import SIZE_LIMIT, Judgement, judgement, parse_judgement, render_judgement
+from agent.model.paths import MACHINES_STATE, conditions_file, handoff_directory
+from agent.system.files import System
+
+FRESH = 45.0
+"""Seconds before an unchanged verdict is written again: less than the interval between timed passes."""
+
+
+def publish_judgements(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
+    """Write the verdict on each machine in `ready`, remove all others. Return failures, one sentence each."""
+    failures = []
+    try:
+        known = system.entries(MACHINES_STATE)
+    except FileNotFoundError:
+        known = ()
+    except OSError as error:
+        known = ()
+        failures.append(f"{MACHINES_STATE}: cannot remove verdicts that are no longer wanted: {error.strerror}")
+    for name in sorted({*known, *ready}):
+        path = conditions_file(name)
+        try:
+            # A machine without the directory was never set up, because it has no GPU.
+            if not system.is_directory(handoff_directory(name)):
+                continue
+            if name not in ready:
+                make_way(path, system)
+                system.remove(path)
+            else:
+                _write(system, path, judgement(ready[name], now))
+        except OSError as error:
+            failures.append(f"cannot update {path}: {error.strerror}")
+        except Exception as error:
+            failures.append(f"cannot update {path}: {in_words(error)}")
+    return tuple(failures)
+
+
+def _write(system: System, path: str, verdict: Judgement) -> None:
+    try:
+        # Root in the machine can remount the directory writable and put a link there.
+        before = parse_judgement(system.read_untrusted(path, SIZE_LIMIT)[0])
+    except (OSError, DocumentError):
+        before = None
+    same = before is not None and replace(before, judged=verdict.judged) == verdict
+    # Write also if the clock was set back.
+    if before is None or not same or not 0 <= verdict.judged - before.judged < FRESH:
+        make_way(path, system)
+        system.write(path, render_judgement(verdict))

@@ -1,0 +1,107 @@
+"""Changes the devices of a running machine, without restarting it or anything in it.
+
+Uses the system bus, as systemctl and machinectl do: starting one of those takes ten times as long as the call.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from agent.model.actions import ChangeDevices
+from agent.model.device_allow import DeviceAllow
+from agent.model.errors import ApplyError, BusAnswerError, BusError
+from agent.model.live import READ_ONLY, LiveSettings, render_live
+from agent.model.paths import live_file, machine_unit
+from agent.system.bus import (
+    MACHINED,
+    MACHINED_MANAGER,
+    MACHINED_OBJECT,
+    SYSTEMD,
+    SYSTEMD_MANAGER,
+    SYSTEMD_OBJECT,
+)
+from agent.system.damage import write_record
+from agent.system.files import System
+
+CHANGE_LIMIT = 30.0
+"""Seconds. PID 1 does not answer while it reloads its units."""
+
+
+def change_devices(action: ChangeDevices, system: System, going_on: Callable[[], None] = lambda: None) -> None:
+    """Permit, then bind; record what succeeded even if the rest fails. Raises ApplyError, or OSError for the record.
+
+    Record first: a kill in between must not leave a permission that no record has. If the record cannot be written,
+    still forbid devices, but permit and bind nothing, which each pass would do again.
+    """
+    before, after = action.before, action.after
+    # Drop nodes that are no longer granted: the machine half removes them by itself.
+    kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
+    live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
+    permits = before.unsure or set(before.allow) != set(after.allow)
+    more = tuple(entry for entry in after.allow if entry not in before.allow)
+    unsure = replace(live, allow=(*before.allow, *more), unsure=True) if permits else live
+    try:
+        _note(action.machine, unsure, system)
+    except OSError:
+        if set(before.allow) - set(after.allow):
+            less = (entry for entry in after.allow if entry in before.allow)
+            _permit(action.machine, (*less, *action.others), system)
+        raise
+    if permits:
+        try:
+            _permit(action.machine, (*after.allow, *action.others), system)
+            live = replace(live, allow=after.allow, unsure=False)
+        except BusError as error:
+            failures.append(str(error))
+            # PID 1 may have carried out a call that it did not answer.
+            live = live if isinstance(error, BusAnswerError) else unsure
+    live, unbound = _bind_all(action, live, system, going_on)
+    _note(action.machine, live, system)
+    if failures := [*failures, *unbound]:
+        raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` makes all changes at once")
+
+
+def _bind_all(
+    action: ChangeDevices, live: LiveSettings, system: System, going_on: Callable[[], None]
+) -> tuple[LiveSettings, list[str]]:
+    """Return the record with the nodes that could be bound, and the failures."""
+    failures = []
+    for path, number in action.after.nodes.items():
+        if path in live.nodes:
+            continue
+        try:
+            # One bad node does not hold up the others.
+            _bind(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
+            live = replace(live, nodes={**live.nodes, path: number})
+        except BusError as error:
+            failures.append(f"{path} cannot be bound: {error}")
+            if isinstance(error.__cause__, TimeoutError):
+                # The machine hangs, and each further node would wait as long.
+                break
+        going_on()
+    return live, failures
+
+
+def _note(machine: str, live: LiveSettings, system: System) -> None:
+    write_record(system, live_file(machine), render_live(live))
+
+
+def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
+    """Replace the unit's whole list. Setting a list only adds to it, so an empty one comes first.
+
+    One SetUnitProperties call sets both, and systemd applies it as one, so the permissions are never gone. A drop-in
+    and daemon-reload alone change nothing for a running unit (systemd 257). systemd writes the list to
+    /run/systemd/system.control, which our drop-in outranks at the machine's next start.
+    """
+    entries = [(entry.node, entry.permissions or "rwm") for entry in allow]
+    properties = [("DeviceAllow", ("a(ss)", [])), ("DeviceAllow", ("a(ss)", entries))]
+    method = f"{SYSTEMD_MANAGER}.SetUnitProperties"
+    unit, runtime = machine_unit(machine), True
+    system.call(SYSTEMD, SYSTEMD_OBJECT, method, unit, runtime, properties, signature="sba(sv)", timeout=CHANGE_LIMIT)
+
+
+def _bind(machine: str, path: str, *, read_only: bool, system: System) -> None:
+    """Bind it to the same path in the machine, as machinectl(1) does. A second bind would cover the first."""
+    make_directories = True
+    arguments = (machine, path, path, read_only, make_directories)
+    method = f"{MACHINED_MANAGER}.BindMountMachine"
+    system.call(MACHINED, MACHINED_OBJECT, method, *arguments, signature="sssbb", timeout=CHANGE_LIMIT)

@@ -1,0 +1,151 @@
+"""Shows driver roots to machines, and hides them again.
+
+Each is an overlay file system without a writable layer. Root in a machine can make a bind mount writable, but not
+this: it has no layer to write to, so the kernel refuses (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA with the mount
+points is one too: otherwise root in a machine could remove a mount point, which unmounts it in all machines
+(detach_mounts in fs/namei.c), and put something else in its place.
+
+PID 1 mounts them, because the service's sandbox may not. It also does so at boot, whether or not this process runs.
+They appear in running machines by propagation.
+"""
+
+import posixpath
+import time
+
+from agent.host.observe.driver_roots import INDICES, OVERLAY, observe_staged
+from agent.host.observe.units import observe_units
+from agent.model.errors import ApplyError, BusAnswerError
+from agent.model.paths import (
+    DRIVER_ROOTS_TARGET,
+    HOST_NVIDIA,
+    MOUNT_POINTS,
+    NOTHING,
+    TREES,
+    UNITS,
+    driver_root,
+    mount_unit,
+)
+from agent.system.bus import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system.damage import write_record
+from agent.system.files import System
+from agent.system.mounts import mounted
+from agent.system.seen import look
+
+JOB_LIMIT = 20.0
+"""Seconds for PID 1 to mount or unmount."""
+POLL = 0.05
+"""Seconds."""
+UNIT = """\
+# Written by unbounded-agent, do not edit. It is a mount, because root in a machine could change a plain directory.
+
+[Unit]
+Description={description}
+Before={target}
+StartLimitIntervalSec=0
+{needs}
+[Mount]
+What=overlay
+Type=overlay
+Where={path}
+Options=ro,nosuid,nodev,nofail,lowerdir={lower}:{nothing}
+TimeoutSec=15
+"""
+
+
+def publish(index: int, system: System) -> None:
+    """Mount it; if the kernel cannot, publish it as a plain directory. Raises AgentError, OSError."""
+    staged = observe_staged(system)
+    if staged.mounted or not staged.plain:
+        failure = _mount(index, system)
+        if not failure:
+            return
+        if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
+            raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
+        # Remove the units before the rename: at the next boot their mounts would hide what is published now.
+        _withdraw(driver_root(index), system)
+        _withdraw(HOST_NVIDIA, system)
+    # Reached also if other roots are plain directories: a mount would hide those from the machines that use them.
+    system.make_directory(HOST_NVIDIA)
+    system.rename(f"{TREES}/{index}", driver_root(index))
+
+
+def mount_parent(system: System) -> bool:
+    """Mount HOST_NVIDIA, which hides plain directories; return whether it worked. Raises AgentError, OSError."""
+    _write_parent(system)
+    _ask("StartUnit", mount_unit(HOST_NVIDIA), system)
+    if HOST_NVIDIA in mounted(system, OVERLAY):
+        return True
+    _withdraw(HOST_NVIDIA, system)
+    return False
+
+
+def unpublish(index: int, system: System) -> None:
+    """Unmount it if it is mounted. Raises ApplyError while a process has one of its files open."""
+    path = driver_root(index)
+    if path in mounted(system, OVERLAY):
+        failure = _ask("StopUnit", mount_unit(path), system)
+        if path in mounted(system, OVERLAY):
+            raise ApplyError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
+    _withdraw(path, system)
+
+
+def _mount(index: int, system: System) -> str:
+    """Mount it; return why that failed, or "". Raises AgentError for errors unrelated to overlay file systems."""
+    if HOST_NVIDIA not in mounted(system, OVERLAY):
+        _write_parent(system)
+    path, parent = driver_root(index), mount_unit(HOST_NVIDIA)
+    needs = f"Requires={parent}\nAfter={parent}\n"
+    _write_unit(path, f"Driver root {index} of unbounded-agent", f"{TREES}/{index}", needs, system)
+    failure = _ask("StartUnit", mount_unit(path), system)
+    if path in mounted(system, OVERLAY):
+        return ""
+    return f"see `systemctl status '{parent}' '{mount_unit(path)}'`{failure}"
+
+
+def _write_parent(system: System) -> None:
+    system.make_directory(NOTHING)
+    for each in range(INDICES):
+        system.make_directory(f"{MOUNT_POINTS}/{each}")
+    _write_unit(HOST_NVIDIA, "Parent of unbounded-agent's driver roots", MOUNT_POINTS, "", system)
+
+
+def _write_unit(path: str, description: str, lower: str, needs: str, system: System) -> None:
+    """Write and enable a mount unit. Its path determines its content, so it needs no daemon-reload after a rewrite."""
+    name = mount_unit(path)
+    unit = UNIT.format(
+        description=description, target=DRIVER_ROOTS_TARGET, needs=needs, path=path, lower=lower, nothing=NOTHING
+    )
+    file = f"{UNITS}/{name}"
+    if look(lambda path: system.read_untrusted(path)[0], file) != unit.encode():
+        write_record(system, file, unit.encode())
+    if system.read_link(_wanted(name)) != f"../{name}":
+        system.link(_wanted(name), f"../{name}")
+        system.sync_directory(posixpath.dirname(_wanted(name)))
+
+
+def _withdraw(path: str, system: System) -> None:
+    name = mount_unit(path)
+    system.remove(_wanted(name))
+    system.remove(f"{UNITS}/{name}")
+
+
+def _wanted(name: str) -> str:
+    return f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants/{name}"
+
+
+def _ask(verb: str, unit: str, system: System) -> str:
+    """Run a job in PID 1 and wait for it; return why PID 1 refuses, or "". Raises AgentError if it does not answer."""
+    deadline = time.monotonic() + JOB_LIMIT
+    try:
+        # "fail": do not replace the jobs of a host that shuts down.
+        (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+    except BusAnswerError as error:
+        return f": {error}"
+    while time.monotonic() < deadline:
+        try:
+            system.call(SYSTEMD, str(job), GET, f"{SYSTEMD}.Job", "State")
+        except BusAnswerError:
+            # The object of a finished job no longer exists.
+            return ""
+        time.sleep(POLL)
+    raise ApplyError(f"{verb} of {unit} was not done in {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")

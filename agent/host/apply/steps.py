@@ -1,0 +1,180 @@
+"""Performs the steps in their order. Decides nothing: `agent.host.plan.diff` did."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import assert_never
+
+from agent.host.apply.driver_roots import REMAINS_LIMIT, clear, make_way, protect, remove_root, stage
+from agent.host.apply.live_devices import change_devices
+from agent.host.apply.publishing import publish
+from agent.host.state.owned_files import parse_owned, render_owned
+from agent.model.actions import (
+    Action,
+    ChangeDevices,
+    Clearing,
+    ClearRemains,
+    ProtectDriverRoots,
+    PublishDriverRoot,
+    Publishing,
+    ReloadUnits,
+    RemoveDriverRoot,
+    RemoveFile,
+    StageDriverRoot,
+    WriteFile,
+)
+from agent.model.errors import AgentError, ApplyError, DocumentError
+from agent.model.facts import Unseen
+from agent.model.faults import in_words
+from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
+from agent.system.damage import write_record
+from agent.system.files import System
+from agent.system.seen import look
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The steps that were done, and the failures, each a sentence that names its step."""
+
+    done: tuple[Action, ...]
+    failures: tuple[str, ...]
+    uncleared: dict[Clearing, str]
+    """Removals that failed, and why. They are not failures of the pass, because no machine waits for them."""
+
+
+def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
+    """Perform the steps. One bad file delays no other machine; only handoffs are left out once staging has failed.
+
+    Calls `progress` with each step's sentence, and with an empty text during a long one.
+    """
+    done: list[Action] = []
+    uncleared: dict[Clearing, str] = {}
+    failed: list[Action] = []
+    # Without a record the agent writes nothing, but it still forbids a device that is no longer granted.
+    unrecorded = _record(actions, system, finished=False) if actions else ()
+    failures = [*unrecorded]
+    for action in actions:
+        if _left_out(action, failed, recorded=not unrecorded):
+            continue
+        progress(action.describe())
+        try:
+            perform(action, system, lambda: progress(""))
+            done.append(action)
+        except Exception as error:
+            failed.append(action)
+            if isinstance(action, Clearing):
+                uncleared[action] = str(_failed(action, error))
+            else:
+                failures.append(str(_failed(action, error)))
+    if any(isinstance(action, RemoveFile) for action in done):
+        failures += _record(done, system, finished=True)
+    return Applied(tuple(done), tuple(failures), uncleared)
+
+
+def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
+    match action:
+        case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
+            return any(isinstance(each, Publishing) for each in failed)
+        case StageDriverRoot():
+            # The roots that it would replace stay in use.
+            return any(isinstance(each, ProtectDriverRoots) for each in failed)
+        case WriteFile():
+            return not recorded and _is_recorded(action)
+        case RemoveFile():
+            # Keep the settings' record: only it leads a later pass to the machine's permissions.
+            return any(
+                isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
+            )
+        case _:
+            return False
+
+
+def perform(action: Action, system: System, going_on: Callable[[], None] = lambda: None) -> None:
+    """Perform one step. Raises OSError or an AgentError."""
+    match action:
+        case WriteFile():
+            _write(action, system)
+        case RemoveFile(path):
+            _owe_reload(path, system)
+            system.remove(path)
+        case StageDriverRoot(root):
+            stage(root, system, going_on)
+            publish(root.index, system)
+        case PublishDriverRoot(root):
+            publish(root.index, system)
+        case ProtectDriverRoots(indices):
+            protect(indices, system)
+        case ChangeDevices():
+            change_devices(action, system, going_on)
+        case RemoveDriverRoot(index):
+            remove_root(index, system)
+        case ClearRemains(paths):
+            clear(paths, system, REMAINS_LIMIT)
+        case ReloadUnits():
+            system.run("systemctl", "daemon-reload", timeout=60)
+            system.remove(RELOAD_OWED)
+        case _:
+            assert_never(action)
+
+
+def _write(action: WriteFile, system: System) -> None:
+    _owe_reload(action.path, system)
+    if action.path.startswith(f"{STATE}/"):
+        make_way(action.path, system)
+    system.write(action.path, action.content, action.mode)
+
+
+def _is_recorded(write: WriteFile) -> bool:
+    """Return whether the ownership record must name the file. In our own directory every file is ours."""
+    return not write.path.startswith(f"{STATE}/")
+
+
+def _owe_reload(path: str, system: System) -> None:
+    """Record that a reload is owed; before the change, so that no crash in between hides it."""
+    if path.startswith(UNIT_SETTINGS):
+        system.write(RELOAD_OWED, b"")
+
+
+def _failed(action: Action, error: Exception) -> AgentError:
+    match error:
+        case AgentError():
+            return ApplyError(f"cannot {action.describe()}: {error.message}", error.hint)
+        case OSError():
+            return ApplyError(f"cannot {action.describe()}: {error.strerror or error}")
+        case _:
+            return ApplyError(f"cannot {action.describe()}: {in_words(error)}")
+
+
+def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
+    """Update the ownership record: a path is in it before it is written, and until it is removed. Return failures.
+
+    It is a failure too if the current record cannot be read: the files that it names must not be forgotten.
+    """
+    try:
+        before = _read_record(system)
+        owned = dict(before)
+        for action in actions:
+            if isinstance(action, WriteFile) and _is_recorded(action):
+                owned[action.path] = hashlib.sha256(action.content).hexdigest()
+            elif isinstance(action, RemoveFile) and finished:
+                owned.pop(action.path, None)
+        if owned != before:
+            write_record(system, OWNED, render_owned(owned))
+    except OSError as error:
+        return (f"cannot record what is written in {OWNED}: {error.strerror or error}",)
+    return ()
+
+
+def _read_record(system: System) -> dict[str, str]:
+    """Return the record, empty if it is missing or damaged. Raises OSError if it cannot be read."""
+    match look(system.read, OWNED):
+        case bytes() as data:
+            # The record is a cache: the next pass adopts files that are as we would write them; the rest is not ours.
+            with suppress(DocumentError):
+                return parse_owned(data)
+        case Unseen(why):
+            raise OSError(why)
+        case _:
+            pass
+    return {}

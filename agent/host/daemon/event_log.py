@@ -1,0 +1,58 @@
+"""Logs each failure, problem and condition change once, until it clears."""
+
+import logging
+
+from agent.host.daemon.http import health
+from agent.host.outcome import Outcome
+from agent.model.conditions import Condition, ConditionType
+from agent.model.errors import AgentError
+from agent.model.faults import in_words
+from agent.model.text import one_line
+
+log = logging.getLogger(__name__)
+
+
+class Telling:
+    """Remembers what it has logged."""
+
+    def __init__(self) -> None:
+        self.failed: tuple[str, ...] = ()
+        """Failures of the last pass."""
+        self._problems: tuple[str, ...] = ()
+        self._conditions: dict[str, dict[ConditionType, Condition]] = {}
+
+    def rejected(self, why: str) -> None:
+        """Log why the configuration is wrong; log nothing for an empty text."""
+        for line in why.splitlines():
+            log.error("configuration rejected, using the last good one: %s", one_line(line))
+
+    def outcome(self, outcome: Outcome) -> None:
+        """Log a completed pass."""
+        self.failures(outcome.failures)
+        problems = outcome.facts.all_problems()
+        for sentence in problems:
+            if sentence not in self._problems:
+                log.warning("%s", one_line(sentence))
+        self._problems = problems
+        for machine in outcome.machines:
+            for level, sentence in health.changes(machine, self._conditions.get(machine.name, {})):
+                log.log(level, "%s", sentence)
+        self._conditions = {
+            machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
+        }
+
+    def broken_off(self, error: Exception) -> str:
+        """Log why a pass did not finish, with the traceback of an unexpected error."""
+        foreseen = isinstance(error, AgentError | OSError)
+        why = f"the last pass failed: {error if foreseen else in_words(error)}"
+        self.failures((why,), None if foreseen else error)
+        return why
+
+    def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
+        """Log new failures of a pass; if there are none, log the end of earlier ones."""
+        for sentence in failures:
+            if sentence not in self.failed:
+                log.error("%s", one_line(sentence), exc_info=cause)
+        if self.failed and not failures:
+            log.info("the failure is over")
+        self.failed = failures

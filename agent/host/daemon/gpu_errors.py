@@ -1,0 +1,156 @@
+"""Follows GPU errors in the kernel log: counts and logs them, and records lost GPUs."""
+
+import logging
+import select
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+from agent.host.state.lost_gpus import LogRead, binding, bindings, keep_log_read, log_read, record_lost
+from agent.host.vendors import HOST_VENDORS
+from agent.model.text import one_line, rfc3339
+from agent.system.files import System
+from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
+from agent.system.seen import look
+from agent.vendors.host_vendor import GpuError
+
+log = logging.getLogger(__name__)
+
+
+Counted: TypeAlias = Callable[[str, int, int], None]
+"""Called with the PCI address, the error's number, and how often it occurred."""
+
+
+class GpuErrors:
+    """Follows the kernel log. As a source of wake-ups (agent.host.daemon.wakeups), it causes a pass for a lost GPU."""
+
+    name = "kernel-log"
+
+    def __init__(
+        self,
+        system: System,
+        counted: Counted = lambda address, number, times: None,
+        open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
+    ) -> None:
+        """`open_log` gets the log's path, and the number of the last known record.
+
+        The first start in a boot of the host knows none. It skips existing records: the bindings of that time are
+        unknown.
+        """
+        self.counted = counted
+        self.why_not = ""
+        """Why the log cannot be read; empty if it can."""
+        self.last: dict[str, str] = {}
+        """The latest error of each GPU with its time, by PCI address."""
+        self._system, self._open = system, open_log
+        self._log: KernelLog | None = None
+        self._kept = log_read(system)
+        self._sequence = self._kept.sequence if self._kept else None
+        self._listen()
+
+    def open(self) -> None:
+        """Begin to follow the log, unless it is followed already. Raises OSError."""
+        if self._log is None:
+            self._listen()
+        if self._log is None:
+            raise OSError(self.why_not)
+
+    def close(self) -> None:
+        """Close the log; the next `open` or `read` opens it again."""
+        if self._log:
+            self._log.close()
+            self._log = None
+
+    def polled(self) -> Mapping[int, int]:
+        return {self._log.fileno(): select.POLLIN} if self._log else {}
+
+    def asks(self) -> bool:
+        """Like `read`, but raise OSError if the log can no longer be read."""
+        lost = self.read()
+        if self._log is None:
+            raise OSError(self.why_not)
+        return lost
+
+    def read(self) -> bool:
+        """Read new records and return whether a GPU was lost. Never raises for a log that fails."""
+        if self._log is None:
+            self._listen()
+        if self._log is None:
+            return False
+        before, behind = self._log.overruns, self._log.behind
+        try:
+            texts, _ = self._log.read()
+        except OSError as error:
+            self._lose(f"{PATH}: {error.strerror}")
+            return False
+        if self._sequence is not None or not self._log.behind:
+            # Otherwise the next start would report old records, still to be skipped, as new.
+            self._sequence = self._log.sequence
+        if self._log.overruns > before:
+            log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
+        # A repeated error is one line and one check, however many records it has.
+        times = Counter(errors(texts))
+        taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
+        return any([self._take(error, count, behind) for error, count in taken])
+
+    def keep(self, addresses: Iterable[str]) -> None:
+        """Record for the next start of the service how far the log was read; `addresses` are the host's GPUs."""
+        if self._sequence is None:
+            return
+        if self._log is None or self._log.behind:
+            # Unread records may be older than the current driver bindings.
+            bound = self._kept.bindings if self._kept else {}
+        else:
+            bound = bindings(self._system, addresses)
+        now = LogRead(sequence=self._sequence, bindings=bound)
+        if now == self._kept:
+            return
+        self._kept = now
+        try:
+            keep_log_read(self._system, now)
+        except OSError as problem:
+            log.error("it cannot be kept how far %s was read: %s", PATH, one_line(str(problem)))
+
+    def _take(self, error: GpuError, count: int, behind: bool) -> bool:
+        """Handle one error; return whether its GPU is lost. `behind`: the driver may have been bound again since."""
+        self.counted(error.pci_address, error.number, count)
+        self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
+        level = logging.INFO if error.of_application else logging.WARNING
+        log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
+        address = error.pci_address
+        known = self._kept.bindings.get(address) if self._kept else None
+        if not error.lost or (behind and known != binding(self._system, address)):
+            return False
+        try:
+            return record_lost(self._system, error.pci_address, error.meaning)
+        except OSError as problem:
+            log.error("it cannot be kept that %s is lost: %s", error.pci_address, one_line(str(problem)))
+            return False
+
+    def _is_present(self, address: str) -> bool:
+        """Return whether it is on the bus, or just left it after earlier errors: the host's slots bound the series."""
+        return address in self.last or look(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
+
+    def _listen(self) -> None:
+        try:
+            self._log = self._open(self._system.root.rstrip("/") + PATH, self._sequence)
+        except OSError as error:
+            self._lose(f"{PATH}: {error.strerror}")
+        else:
+            self.why_not = ""
+            if self._sequence is None:
+                # Read now, so that only records written before are skipped.
+                self.read()
+
+    def _lose(self, why: str) -> None:
+        self.close()
+        if why != self.why_not:
+            log.warning("errors of GPUs go unseen, which each pass tries again: %s", why)
+        self.why_not = why
+
+
+def errors(texts: Iterable[str]) -> Iterator[GpuError]:
+    """Yield the errors that a vendor recognises."""
+    for text in texts:
+        yield from (error for vendor in HOST_VENDORS if (error := vendor.kernel_message(text)))

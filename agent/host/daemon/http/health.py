@@ -1,0 +1,89 @@
+"""Reports a pass to probes, `systemctl status` and the log. Pure."""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from http import HTTPStatus
+from typing import TypeAlias
+
+from agent.host.daemon.http.server import VERBOSE, Page
+from agent.host.outcome import MachineOutcome
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.text import one_line
+
+NO_MACHINES = "no machine is configured"
+NOT_EVALUATED = "not evaluated"
+"""Of a machine before its first pass."""
+
+
+def status_line(machines: Iterable[MachineOutcome]) -> str:
+    """Return each machine in a few words."""
+    return "; ".join(f"{machine.name}: {_in_words(machine)}" for machine in machines) or NO_MACHINES
+
+
+def _in_words(machine: MachineOutcome) -> str:
+    if not machine.conditions:
+        return NOT_EVALUATED
+    ready = machine.ready
+    if ready.status is Status.TRUE:
+        return "Ready"
+    for each in machine.conditions:
+        if each.type not in NOT_NEEDED_FOR_READY and each.status is ready.status:
+            return f"not ready: {each.type} {each.reason}"
+    return f"not ready: {ready.reason}"
+
+
+def changes(machine: MachineOutcome, told: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
+    """Yield log level and sentence of each condition that changed since it was logged; at first only Ready if True."""
+    for each in machine.conditions:
+        before = told.get(each.type)
+        if before is not None and (before.status, before.reason) == (each.status, each.reason):
+            continue
+        if before is None and each.status is Status.TRUE and each.type is not ConditionType.READY:
+            continue
+        level = logging.INFO if each.status is Status.TRUE else logging.WARNING
+        yield level, one_line(f"{machine.name}: {each.type} is {each.status}: {each.reason}: {each.message}")
+
+
+Check: TypeAlias = tuple[bool, str, str]
+"""Whether the check passed, its name, and why."""
+
+
+def pages(
+    machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
+) -> dict[str, Page]:
+    """Return the health pages. `not_seen` says what was not freshly observed and why; empty if everything was.
+
+    `notes` appear on the verbose page of the observation and do not affect its status.
+    """
+    loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
+    observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
+    found = _both("/livez", loop) | _both("/healthz", loop) | _both("/readyz", observation)
+    for machine in machines:
+        found |= _both(f"/readyz/machines/{machine.name}", list(_checks(machine)))
+    return found
+
+
+def _checks(machine: MachineOutcome) -> Iterator[Check]:
+    """Yield the checks of a machine. Ready alone decides; the others explain."""
+    if not machine.conditions:
+        yield False, ConditionType.READY, NOT_EVALUATED
+        return
+    yield machine.ready.status is Status.TRUE, ConditionType.READY, _explain(machine.ready)
+    for each in machine.conditions:
+        if each.type is not ConditionType.READY:
+            yield each.status is Status.TRUE, each.type, _explain(each)
+
+
+def _explain(condition: Condition) -> str:
+    return f"{condition.status} {condition.reason}: {condition.message}"
+
+
+def _both(path: str, checks: list[Check]) -> dict[str, Page]:
+    """Return the short and the verbose page. The first check decides; both explain a failure, as in Kubernetes."""
+    good = checks[0][0]
+    lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]
+    lines.append(f"{path[1:]} check {'passed' if good else 'failed'}")
+    verbose = Page(
+        HTTPStatus.OK if good else HTTPStatus.SERVICE_UNAVAILABLE, "".join(f"{line}\n" for line in lines).encode()
+    )
+    return {path: Page(HTTPStatus.OK, b"ok\n") if good else verbose, path + VERBOSE: verbose}

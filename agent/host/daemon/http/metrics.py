@@ -1,0 +1,117 @@
+"""Outcomes as Prometheus metrics: gauges show the last outcome, counters add up all of them."""
+
+from collections.abc import Iterable
+from http import HTTPStatus
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.process_collector import ProcessCollector
+
+from agent.host.daemon.http.convergence import Convergence
+from agent.host.daemon.http.gauges import PREFIX, Gauges, View
+from agent.host.daemon.http.server import Page
+from agent.host.outcome import MachineOutcome, Outcome
+from agent.model.actions import ActionKind
+from agent.model.conditions import ConditionType, unknown
+from agent.model.facts import Broken, Facts, Unseen
+from agent.model.reasons import Reason
+
+BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+RESULTS = ("converged", "changed", "partial", "failed")
+"""In this order: nothing to do; something done; some steps or observations failed; no pass was possible."""
+ACTIONS = (*get_args(ActionKind), "other")
+"""Values of actions_total's label. No action has the last kind, but dashboards may name its series."""
+OPENMETRICS = "application/openmetrics-text; version=1.0.0"
+TEXT = "text/plain; version=0.0.4"
+
+
+def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
+    """Return the machine with every condition Unknown: an old observation is no evidence."""
+    conditions = tuple(unknown(kind, Reason.STALE_EVIDENCE, why) for kind in ConditionType)
+    return MachineOutcome(machine.name, conditions)
+
+
+def unseen(facts: Facts) -> str:
+    """Return what could not be observed in this pass, and why; empty after a full observation."""
+    return "; ".join(
+        f"{vendor.vendor} devices: {vendor.devices.why}"
+        for vendor in facts.vendors
+        if isinstance(vendor.devices, Broken | Unseen)
+    )
+
+
+def result(outcome: Outcome) -> str:
+    """Return one of RESULTS."""
+    if outcome.failures or unseen(outcome.facts):
+        return "partial"
+    return "changed" if outcome.actions else "converged"
+
+
+class Metrics:
+    """The counters, and the rendering of everything."""
+
+    def __init__(self) -> None:
+        # `_created` series would double the number of counters, and the text format shows them as separate metrics.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._passes = self._counter("reconcile_total", "Passes by their result.", "result", RESULTS)
+        self._actions = self._counter("actions_total", "Changes made to the host, by kind.", "kind", ACTIONS)
+        self._failures = self._counter("failures_total", "Steps of passes that failed.", "", ())
+        self._reloads = self._counter(
+            "config_reloads_total", "Attempts to read the configuration again.", "result", ("ok", "failed")
+        )
+        # Create its series as errors occur: GPUs times possible numbers would be thousands of series.
+        self._gpu_errors = Counter(
+            f"{PREFIX}_gpu_xid_errors_total",
+            "Errors of GPUs in the kernel's log.",
+            ["gpu", "xid"],
+            registry=self._registry,
+        )
+        self._duration = Histogram(
+            f"{PREFIX}_reconcile_duration_seconds",
+            "How long passes took, by what started them.",
+            ["trigger"],
+            registry=self._registry,
+            buckets=BUCKETS,
+        )
+        self.convergence = Convergence(self._registry)
+
+    def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
+        """Return a counter with every value of its label at 0, so that the first increase is seen."""
+        counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self._registry)
+        for value in values:
+            counter.labels(value)
+        return counter
+
+    def passed(self, trigger: str, outcome: Outcome) -> None:
+        """Count a completed pass."""
+        self._passes.labels(result(outcome)).inc()
+        self._duration.labels(trigger).observe(outcome.duration)
+        self._failures.inc(len(outcome.failures))
+        for action in outcome.actions:
+            self._actions.labels(action.kind).inc()
+
+    def failed(self, trigger: str, duration: float) -> None:
+        """Count a pass that was not possible."""
+        self._passes.labels("failed").inc()
+        self._duration.labels(trigger).observe(duration)
+
+    def gpu_error(self, address: str, number: int, times: int) -> None:
+        """Count errors of a GPU; addresses are those of the host's PCI devices, numbers below 1000."""
+        self._gpu_errors.labels(address, str(number)).inc(times)
+
+    def reloaded(self, good: bool) -> None:
+        """Count an attempt to read the configuration again."""
+        self._reloads.labels("ok" if good else "failed").inc()
+
+    def page(self, view: View, accept: str) -> Page:
+        """Return the exposition; `accept` is TEXT or OPENMETRICS."""
+        gauges = Gauges(view)
+        self._registry.register(gauges)
+        try:
+            encode, content_type = choose_encoder(accept)
+            return Page(HTTPStatus.OK, encode(self._registry), content_type)
+        finally:
+            self._registry.unregister(gauges)

@@ -1,0 +1,281 @@
+"""HTTP for Prometheus and probes. A request executes nothing: it gets one of the pages that the loop prepared."""
+
+import contextlib
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from socketserver import TCPServer, ThreadingMixIn
+from urllib.parse import urlsplit
+
+from agent.host.daemon.http.peers import Peers
+from agent.model.errors import AgentError
+from agent.model.text import one_line
+from agent.system import opening
+from agent.system.sockets import listening_user
+
+log = logging.getLogger(__name__)
+
+CONNECTIONS = 8
+"""Connections at a time. One more replaces an idle one, or is closed: waiting would delay others."""
+POLL = 3600.0
+"""Seconds between serve_forever's checks whether to stop. `stop` wakes it, so a long interval costs nothing."""
+PLAIN = "text/plain; charset=utf-8"
+VERBOSE = "?verbose"
+OPENMETRICS = "?openmetrics"
+"""Suffixes of the keys of Site.fresh: the longer form of a health page, and the other form of /metrics."""
+
+
+Request = socket.socket | tuple[bytes, socket.socket]
+"""How socketserver passes a connection."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One prepared answer."""
+
+    status: HTTPStatus
+    body: bytes
+    content_type: str = PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """All pages by path, in two editions: `stale` is shown if the loop has not published for too long."""
+
+    fresh: Mapping[str, Page] = field(default_factory=dict)
+    stale: Mapping[str, Page] = field(default_factory=dict)
+    fresh_until: float = 0.0
+    """time.monotonic()."""
+
+    def page(self, path: str, verbose: bool, openmetrics: bool, now: float) -> Page | None:
+        """Return the page for a request at `now`; None for an unknown path."""
+        pages = self.fresh if now < self.fresh_until else self.stale
+        key = path + (VERBOSE if verbose else "") + (OPENMETRICS if openmetrics else "")
+        return pages.get(key) or pages.get(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds."""
+
+    headers: float = 1.0
+    """Until the request is complete, so that idle and trickling peers (slowloris) free their slots soon."""
+    whole: float = 5.0
+    """For a whole connection."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    """HTTP/1.0, one request per connection."""
+
+    server: "Server"
+
+    def setup(self) -> None:
+        super().setup()
+        self._cut_after(self.server.limits.headers)
+
+    def finish(self) -> None:
+        self._cut.cancel()
+        with contextlib.suppress(OSError):
+            super().finish()
+
+    def do_GET(self) -> None:
+        """Send the page at the path."""
+        self.server.peers.asked(self.connection)
+        self._cut.cancel()
+        self._cut_after(self.server.limits.whole - self.server.limits.headers)
+        url = urlsplit(self.path)
+        openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
+        verbose = "verbose" in url.query.split("&")
+        page = self.server.site.page(url.path, verbose, openmetrics, time.monotonic())
+        if page is None:
+            self.send_error(HTTPStatus.NOT_FOUND)
+        else:
+            self._answer(page)
+
+    do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """Send a short plain error. The base class calls this too, for malformed requests and unknown methods."""
+        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
+        self._answer(Page(status, f"{status.phrase}\n".encode()))
+
+    def _answer(self, page: Page) -> None:
+        self.send_response(page.status)
+        self.send_header("Content-Type", page.content_type)
+        self.send_header("Content-Length", str(len(page.body)))
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
+            self.send_header("Allow", "GET, HEAD")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(page.body)
+
+    def _cut_after(self, seconds: float) -> None:
+        # A socket's own timeout restarts with each byte, so it cannot bound a connection.
+        self._cut = threading.Timer(seconds, self._hang_up)
+        self._cut.daemon = True
+        self._cut.start()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+    def version_string(self) -> str:
+        return "unbounded-agent"
+
+    def log_message(self, *_: object) -> None:
+        """Write no access log: each scrape would be a line."""
+
+
+class Server(ThreadingMixIn, TCPServer):
+    """Listens as soon as it is created. The loop replaces `site` by one assignment."""
+
+    allow_reuse_address = True
+    # A burst overflows socketserver's 5, and a SYN that the kernel drops costs the peer a second.
+    request_queue_size = 128
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: str, limits: Limits = Limits()) -> None:
+        """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`.
+
+        Raises AgentError if the address cannot be bound now.
+        """
+        host, _, port = address.rpartition(":")
+        try:
+            family, _, _, _, where = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            self._serve(family, where, limits)
+        except OSError as error:
+            user = listening_user(int(port)) if error.errno == errno.EADDRINUSE else None
+            holder = f" by a process of user {user}, which answers Prometheus instead" if user is not None else ""
+            raise AgentError(
+                f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
+                f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`",
+            ) from error
+
+    def _serve(self, family: socket.AddressFamily, where: object, limits: Limits) -> None:
+        """Begin to serve. Raises OSError."""
+        self.site = Site()
+        self.limits = limits
+        self.peers = Peers(CONNECTIONS)
+        self.address_family = family
+        super().__init__(where, Handler)  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port in use, if the address left the choice to the kernel."""
+        return int(self.server_address[1])
+
+    def process_request(self, request: Request, client_address: object) -> None:
+        if not self.peers.admit(_stream(request), self.limits.headers):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread could be started (TasksMax=), so free the slot here.
+            self.peers.leave(_stream(request))
+            raise
+
+    def process_request_thread(self, request: Request, client_address: object) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.peers.leave(_stream(request))
+
+    def handle_error(self, request: Request, client_address: object) -> None:
+        """Ignore errors, such as a peer that hangs up."""
+
+    def stop(self) -> None:
+        """Stop listening; connections end by themselves within their limits."""
+        # Shutting down a listening socket makes it readable, which wakes serve_forever.
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.shutdown()
+        self.server_close()
+        self._thread.join(self.limits.whole)
+
+
+def _stream(request: Request) -> socket.socket:
+    """Return the connection; socketserver's type also allows datagrams."""
+    return request[1] if isinstance(request, tuple) else request
+
+
+class LocalServer(Server):
+    """Serves on a Unix socket that only root may connect to. Replaces a socket that an earlier process left."""
+
+    def __init__(self, directory: str, name: str, limits: Limits = Limits()) -> None:
+        """Raises AgentError if the socket cannot be created."""
+        try:
+            descriptor = opening.look_at(directory)
+            try:
+                # Name it by descriptor: sun_path holds only 107 bytes.
+                place = f"/proc/self/fd/{descriptor}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(place)
+                self._serve(socket.AF_UNIX, place, limits)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise AgentError(
+                f"{directory}/{name}: cannot listen: {error.strerror}",
+                "see what is there; it must be a directory of ours",
+            ) from error
+
+    def server_bind(self) -> None:
+        """Bind, never open to others: Linux gives the file the socket's own mode, less the umask (unix_bind)."""
+        os.fchmod(self.socket.fileno(), 0o600)
+        super().server_bind()
+
+
+class Endpoint:
+    """Serves the configured address; retries until it can be bound: any pod on the host's network may hold it."""
+
+    def __init__(self, address: str) -> None:
+        self.why_not = ""
+        """Why the pages are not served; empty if they are."""
+        self._address, self._site = address, Site()
+        self._server: Server | None = None
+        self.listen()
+
+    def publish(self, site: Site) -> None:
+        """Serve these pages from now on."""
+        self._site = site
+        if self._server:
+            self._server.site = site
+
+    def listen(self) -> None:
+        """Start the server if there is none; log a failure once."""
+        if self._server:
+            return
+        try:
+            self._have(Server(self._address))
+        except AgentError as error:
+            if error.message != self.why_not:
+                log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))
+            self.why_not = error.message
+
+    def move(self, address: str) -> None:
+        """Serve at this address instead. If it cannot be bound, stay at the old one and raise AgentError."""
+        if address == self._address:
+            return
+        server = Server(address)
+        if self._server:
+            self._server.stop()
+        self._address = address
+        self._have(server)
+
+    def _have(self, server: Server) -> None:
+        server.site = self._site
+        self._server, self.why_not = server, ""
+        log.info("serving http://%s/metrics", self._address)

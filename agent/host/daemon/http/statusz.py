@@ -1,0 +1,119 @@
+"""One JSON page for people who look into a problem: short facts, decisions, failures.
+
+Pure. Its keys may change: programs should read the metrics or `status --json`.
+"""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from http import HTTPStatus
+
+from agent.host.daemon.http.server import Page
+from agent.host.daemon.wakeups.poller import Tally
+from agent.host.outcome import MachineOutcome
+from agent.model.conditions import Condition
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen, VendorFacts
+from agent.model.text import rfc3339
+
+PASSES = 20
+"""Passes kept: those of an event and its machine's answer, and some before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass that has ended."""
+
+    ended: str
+    trigger: str
+    seconds: float
+    actions: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Knowledge:
+    """The state of the service, apart from facts and machines."""
+
+    version: str
+    now: float
+    """Seconds since the epoch."""
+    why_not: str
+    """Why there is no fresh observation; empty if the last pass was completed."""
+    passes: Sequence[Pass]
+    wakeups: Sequence[Tally]
+    stuck: Sequence[str]
+    """Reads and commands that missed their deadline and still hang."""
+
+
+def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts | None) -> Page:
+    """Return the page; `facts` are the last ones, even if old, and None before the first."""
+    document = {
+        "version": knowledge.version,
+        "written": rfc3339(knowledge.now),
+        "notObserved": knowledge.why_not,
+        "machines": {machine.name: _machine(machine, facts) for machine in machines},
+        "facts": _facts(facts) if facts else None,
+        "passes": [asdict(each) for each in reversed(knowledge.passes)],
+        "sources": [asdict(tally) for tally in knowledge.wakeups],
+        "stuck": list(knowledge.stuck),
+    }
+    return Page(HTTPStatus.OK, json.dumps(document, indent=1).encode() + b"\n", "application/json")
+
+
+def _machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
+    found = next((each for each in facts.machines if each.name == machine.name), None) if facts else None
+    return {
+        "gpus": machine.gpus,
+        "lostGPUs": machine.lost,
+        "pending": machine.pending,
+        "stopped": machine.stopped,
+        "conditions": {each.type: _condition(each) for each in machine.conditions},
+        "seen": _seen_of(found) if found else None,
+    }
+
+
+def _condition(condition: Condition) -> dict[str, str | None]:
+    """Without its type, which is the key."""
+    return {key: value for key, value in condition.to_kubernetes().items() if key != "type"}
+
+
+def _seen_of(machine: MachineFacts) -> dict[str, object]:
+    return {
+        "unitState": _plain(machine.unit_state),
+        "unitNeedsReload": machine.unit_needs_reload,
+        "deviceAllow": list(map(str, machine.device_allow)),
+        "boundNodes": machine.live.nodes if machine.live else None,
+        "handedDriverRoots": _plain(machine.handed_roots),
+        "reportAgeSeconds": round(machine.report_age, 1) if isinstance(machine.report, bytes) else None,
+    }
+
+
+def _facts(facts: Facts) -> dict[str, object]:
+    return {
+        "architecture": facts.architecture,
+        "systemdVersion": _plain(facts.systemd_version),
+        "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
+        "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
+        "spoiledDriverRoots": facts.spoiled_roots,
+        "problems": facts.all_problems(),
+    }
+
+
+def _vendor(vendor: VendorFacts) -> dict[str, object]:
+    driver = vendor.driver
+    nodes = vendor.devices if isinstance(vendor.devices, tuple) else ()
+    return {
+        "gpus": [asdict(gpu) for gpu in vendor.gpus],
+        "nodes": {node.path: f"{node.number.major}:{node.number.minor}" for node in nodes} or _plain(vendor.devices),
+        "moduleVersion": _plain(driver.module_version) if driver else None,
+        "libraryVersion": _plain(driver.user_space.version) if driver else None,
+        "fabric": _plain(driver.fabric) if driver else None,
+        "persistence": _plain(driver.persistence) if driver else None,
+    }
+
+
+def _plain(seen: Seen[object]) -> object:
+    """Return what was seen; or absent, broken or unseen, with the reason."""
+    if isinstance(seen, Absent | Broken | Unseen):
+        return {type(seen).__name__.lower(): seen.why}
+    return seen

@@ -1,0 +1,299 @@
+"""The service: makes passes on start, events, SIGHUP and a slow timer, in one thread; reports to systemd and HTTP."""
+
+import faulthandler
+import logging
+import os
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from agent import __version__
+from agent.config.last_good import Loaded
+from agent.host.daemon.event_log import Telling
+from agent.host.daemon.gpu_errors import GpuErrors
+from agent.host.daemon.http import health, statusz
+from agent.host.daemon.http.gauges import View
+from agent.host.daemon.http.metrics import OPENMETRICS, TEXT, Metrics, unseen, without_evidence
+from agent.host.daemon.http.server import OPENMETRICS as OPENMETRICS_KEY
+from agent.host.daemon.http.server import Endpoint, LocalServer, Page, Site
+from agent.host.daemon.sd_notify import Notifier, log_to, watchdog_interval
+from agent.host.daemon.signals import BrokenOffError, Signals
+from agent.host.daemon.wakeups.poller import Wakeups
+from agent.host.daemon.wakeups.sources import REPORTS, host_sources
+from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.state.locks import locked
+from agent.host.vendors import HOST_VENDORS
+from agent.model.errors import AgentError, ConfigError
+from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
+from agent.model.text import one_line, rfc3339
+from agent.system.damage import discarded
+from agent.system.deadlines import stuck
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+PROGRESS_INTERVAL = 1.0
+"""Seconds between two signs of life within a step: a driver has a hundred files."""
+WATCHDOG_SHARE = 5 / 12
+"""Share of the watchdog's time between two passes. With jitter, it leaves room to stop the process for a minute."""
+START_STEP = 120
+"""Seconds that systemd waits for the next step of a start; the same as the watchdog's."""
+
+
+class Passes(Protocol):
+    """What the loop needs of agent.host.reconcile.Reconciler."""
+
+    rejected: str
+    """What is wrong with the configuration, while the previous one is in force."""
+
+    def run_pass(self) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds."""
+
+    interval: float = 60.0
+    pending: float = 5.0
+    """Between passes while a machine has not answered its handoff, if its report would cause no event."""
+    pending_watched: float = 15.0
+    """The same if reports are watched: other things that an answer waits for cause no event."""
+    pending_limit: float = 120.0
+    """After this time, `interval` applies: an image without our machine half never answers."""
+    back_off: float = 5.0
+    """After a failure; doubled for each further one, up to `interval`."""
+    jitter: float = 0.1
+    """Share by which a delay varies, so that hosts that booted together do not all work at once."""
+    grace: float = 5.0
+    """How long a pass may continue after SIGTERM before it is interrupted."""
+
+    @property
+    def evidence(self) -> float:
+        """How long an observation is valid, and how long a pass may take."""
+        return 3 * self.interval
+
+
+class Daemon:
+    """The loop and its state."""
+
+    def __init__(
+        self,
+        load: Callable[[], Loaded],
+        make: Callable[[Loaded, Progress], Passes],
+        notifier: Notifier,
+        timing: Timing,
+        gpu_errors: GpuErrors,
+        wakeups: Wakeups,
+        local: LocalServer,
+    ) -> None:
+        self._load, self._make, self._notifier, self._timing = load, make, notifier, timing
+        self._wakeups = wakeups
+        self._watchdog = watchdog_interval(os.environ)
+        self._metrics = Metrics()
+        self._metrics.convergence.sources(tally.name for tally in wakeups.tallies)
+        self._gpu_errors = gpu_errors
+        gpu_errors.counted = self._metrics.gpu_error
+        self._telling = Telling()
+        loaded = load()
+        self.config, self._config_loaded = loaded.config, time.time()
+        self._reconciler = self._make(loaded, self._progress)
+        self._telling.rejected(loaded.rejected)
+        self._endpoint, self._local = Endpoint(self.config.metrics.address), local
+        self._outcome: Outcome | None = None
+        self._observed = 0.0
+        self._why_not = "the first observation is not done"
+        """Why there is no fresh observation; empty after a completed pass."""
+        self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
+        self._failed_in_a_row = 0
+        self._told_progress = 0.0
+        self._pending_since: float | None = None
+        self._publish()
+
+    def loop(self, signals: Signals) -> None:
+        """Run until SIGTERM."""
+        ready, trigger = False, "start"
+        self._wakeups.open()
+        while not signals.stop:
+            reloading, signals.reload = signals.reload, False
+            if reloading:
+                trigger = "reload"
+                self.reload()
+            self._endpoint.listen()
+            self.work(trigger, signals)
+            if not self._why_not and not ready:
+                ready = True
+                self._notifier.send("READY=1")
+            elif reloading and ready:
+                self._notifier.send("READY=1")
+            if not signals.stop:
+                trigger, delay = self.next()
+                if source := self._wakeups.wait(delay, signals):
+                    trigger = source
+                    self._metrics.convergence.begin(source, self._wakeups.first)
+
+    def reload(self) -> None:
+        """Read the configuration again. If it is wrong, or its address cannot be bound, change nothing."""
+        self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
+        try:
+            loaded = self._load()
+            if loaded.rejected:
+                raise ConfigError(loaded.rejected)
+            reconciler = self._make(loaded, self._progress)
+            self._endpoint.move(loaded.config.metrics.address)
+        except AgentError as error:
+            self._reconciler.rejected = str(error)
+            self._telling.rejected(str(error))
+        else:
+            self.config, self._reconciler = loaded.config, reconciler
+            self._config_loaded = time.time()
+            log.info("configuration read again")
+        self._metrics.reloaded(not self._reconciler.rejected)
+
+    def work(self, trigger: str, signals: Signals) -> None:
+        """Make one pass and report it."""
+        self._notifier.send("WATCHDOG=1")
+        started = time.monotonic()
+        # Before the pass, so that it sees newly recorded lost GPUs.
+        self._gpu_errors.read()
+        try:
+            with signals.in_pass():
+                outcome = self._reconciler.run_pass()
+        except Exception as error:
+            # Continue after any error: a restarted service would run into it again.
+            self._metrics.failed(trigger, time.monotonic() - started)
+            self._why_not = self._telling.broken_off(error)
+            actions: tuple[str, ...] = ()
+        else:
+            self._metrics.passed(trigger, outcome)
+            self._outcome, self._why_not = outcome, ""
+            if not unseen(outcome.facts):
+                self._observed = outcome.finished
+            self._gpu_errors.keep(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
+            self._telling.outcome(outcome)
+            actions = outcome.sentences
+        failures, seconds = self._telling.failed, round(time.monotonic() - started, 3)
+        self._passes.append(statusz.Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
+        if not failures and not self._pending:
+            self._metrics.convergence.end()
+        self._publish()
+        status = self._why_not or health.status_line(self._machines())
+        why_not = self._endpoint.why_not
+        self._notifier.status(f"no metrics: {why_not}; {status}" if why_not else status)
+        self._notifier.send("WATCHDOG=1")
+
+    def next(self) -> tuple[str, float]:
+        """Return what triggers the next pass if no event or signal does, and in how many seconds."""
+        timing, now = self._timing, time.monotonic()
+        if not self._pending:
+            self._pending_since = None
+        elif self._pending_since is None:
+            self._pending_since = now
+        if self._failed_in_a_row:
+            trigger, delay = "retry", min(timing.interval, timing.back_off * 2 ** min(self._failed_in_a_row - 1, 10))
+        elif self._pending_since is not None and now - self._pending_since < timing.pending_limit:
+            watched = self._wakeups.watches(REPORTS)
+            trigger, delay = "pending", timing.pending_watched if watched else timing.pending
+        else:
+            trigger, delay = "timer", timing.interval
+        if self._watchdog:
+            delay = min(delay, self._watchdog * WATCHDOG_SHARE)
+        return trigger, delay * random.uniform(1 - timing.jitter, 1 + timing.jitter)
+
+    @property
+    def _pending(self) -> bool:
+        return any(machine.pending for machine in self._machines())
+
+    def _progress(self, sentence: str) -> None:
+        """Report that a step begins, or (empty text) continues: the only sign of life within a pass."""
+        if sentence:
+            log.info("%s", one_line(sentence))
+            self._notifier.status(sentence)
+        elif time.monotonic() - self._told_progress < PROGRESS_INTERVAL:
+            return
+        self._told_progress = time.monotonic()
+        # A first pass that copies a whole driver from a slow disk may exceed TimeoutStartSec=.
+        self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
+
+    def _notes(self) -> tuple[health.Check, ...]:
+        """Return further lines for /readyz?verbose, which do not affect its status."""
+        why_not = self._gpu_errors.why_not
+        last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
+        hanging = tuple((False, "stuck", what) for what in stuck())
+        return ((not why_not, "kernel-log", why_not or "ok"), *hanging, *last)
+
+    def _machines(self) -> tuple[MachineOutcome, ...]:
+        """Return every configured machine; without conditions if no pass has evaluated it yet."""
+        known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
+        return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
+
+    def _publish(self) -> None:
+        """Give the servers both editions: the current one, and the one to show if no pass ends in time."""
+        too_long = f"no pass has ended for {self._timing.evidence:.0f} s"
+        fresh, stale = self._edition(alive=True, why_not=self._why_not), self._edition(alive=False, why_not=too_long)
+        until = time.monotonic() + self._timing.evidence
+        self._endpoint.publish(Site(fresh, stale, until))
+        self._local.site = Site(
+            fresh | {"/statusz": self._statusz(self._why_not)}, stale | {"/statusz": self._statusz(too_long)}, until
+        )
+
+    def _statusz(self, why_not: str) -> Page:
+        found = statusz.Knowledge(__version__, time.time(), why_not, self._passes, self._wakeups.tallies, stuck())
+        return statusz.page(found, self._machines(), self._outcome.facts if self._outcome else None)
+
+    def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
+        machines = self._machines()
+        if why_not:
+            machines = tuple(without_evidence(machine, why_not) for machine in machines)
+        view = View(
+            version=__version__,
+            machines=machines,
+            outcome=None if why_not else self._outcome,
+            observed=self._observed,
+            config_good=not self._reconciler.rejected,
+            config_loaded=self._config_loaded,
+            wakeups=self._wakeups.tallies,
+            discarded=discarded(),
+            stuck=len(stuck()),
+        )
+        not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
+        pages = health.pages(machines, alive, not_seen, self._notes())
+        for key, accept in (("/metrics", TEXT), ("/metrics" + OPENMETRICS_KEY, OPENMETRICS)):
+            pages[key] = self._metrics.page(view, accept)
+        return pages
+
+
+def run(
+    load: Callable[[], Loaded],
+    make: Callable[[Loaded, Progress], Passes],
+    timing: Timing | None = None,
+    system: System | None = None,
+) -> int:
+    """Serve until SIGTERM. `make` gets a callback for each step of a pass.
+
+    Raises AgentError if it cannot start, because another agent runs or the configuration is wrong.
+    """
+    # On the watchdog's SIGABRT, write the stack of each thread to the journal.
+    faulthandler.enable()
+    log_to(sys.stderr)
+    timing, system = timing or Timing(), system or System(host_runner)
+    notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
+    busy = "another unbounded-agent serves this host"
+    with locked(system, INSTANCE_LOCK, 0, busy):
+        gpu_errors = GpuErrors(system)
+        wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
+        local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET)
+        daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
+        signals = Signals(notifier, timing.grace)
+        try:
+            daemon.loop(signals)
+        except BrokenOffError:
+            log.warning("stopped in the middle of a pass; the next start goes on")
+    return 0

@@ -1,0 +1,59 @@
+"""Talks to systemd: sd_notify(3) datagrams, the watchdog's interval, and priorities of journal lines."""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import TextIO
+
+PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
+"""syslog(3) levels, as `<N>` at the start of a line (sd-daemon(3))."""
+STATUS_LIMIT = 500
+"""Characters of STATUS=; `systemctl status` shows one line."""
+
+
+class Notifier:
+    """Sends to the service manager; does nothing without one."""
+
+    def __init__(self, address: str = "") -> None:
+        """`address` as in $NOTIFY_SOCKET: a path, or `@` and a name in the abstract namespace."""
+        self._address = f"\0{address[1:]}" if address.startswith("@") else address
+
+    def send(self, *assignments: str) -> None:
+        """Send one datagram of `NAME=value` lines. Ignores errors."""
+        if not self._address:
+            return
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as s:
+            s.settimeout(1.0)
+            s.sendto("\n".join(assignments).encode(), self._address)
+
+    def status(self, sentence: str) -> None:
+        """Set the line that `systemctl status` shows."""
+        self.send("STATUS=" + " ".join(sentence.split())[:STATUS_LIMIT])
+
+
+def watchdog_interval(environment: Mapping[str, str]) -> float:
+    """Return the seconds within which systemd expects a sign of life, sd_watchdog_enabled(3); 0 if it expects none."""
+    microseconds, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
+    if not microseconds.isdecimal() or (pid and pid != str(os.getpid())):
+        return 0.0
+    return int(microseconds) / 1e6
+
+
+class PriorityFormatter(logging.Formatter):
+    """Puts the priority before each line: the journal takes every line by itself."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        priority = PRIORITIES.get(record.levelno, 6)
+        return "\n".join(f"<{priority}>{line}" for line in super().format(record).splitlines())
+
+
+def log_to(stream: TextIO) -> None:
+    """Send this program's log to `stream`, without priorities if that is a terminal."""
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(logging.Formatter() if stream.isatty() else PriorityFormatter())
+    logger = logging.getLogger("agent")
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

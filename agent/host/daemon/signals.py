@@ -1,0 +1,67 @@
+"""SIGHUP, SIGTERM and SIGINT for the loop: flags that end a wait at once, and a pass only after a grace period."""
+
+import contextlib
+import signal
+import socket
+from collections.abc import Iterator
+from types import FrameType
+
+from agent.host.daemon.sd_notify import Notifier
+
+
+class BrokenOffError(BaseException):
+    """The grace period after SIGTERM expired during a pass. A BaseException, so that no handler swallows it."""
+
+
+class Signals:
+    """Takes the signals over from the interpreter. Create one per process."""
+
+    def __init__(self, notifier: Notifier, grace: float) -> None:
+        self.reload = False
+        self.stop = False
+        self._notifier, self._grace = notifier, grace
+        self._in_pass = False
+        self._reading, self._writing = socket.socketpair()
+        for end in (self._reading, self._writing):
+            end.setblocking(False)
+        # The interpreter writes to it in the C handler, so no signal is lost between checking a flag and waiting.
+        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGHUP, self._on_reload)
+        signal.signal(signal.SIGTERM, self._on_stop)
+        signal.signal(signal.SIGINT, self._on_stop)
+        signal.signal(signal.SIGALRM, self._on_grace_over)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the loop must stop waiting."""
+        return self.stop or self.reload
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable when a signal arrives."""
+        return self._reading.fileno()
+
+    def drain(self) -> None:
+        """Make it unreadable again; call this before checking the flags."""
+        with contextlib.suppress(BlockingIOError):
+            self._reading.recv(4096)
+
+    @contextlib.contextmanager
+    def in_pass(self) -> Iterator[None]:
+        """Let a stop interrupt the block after the grace period. Files stay intact: writes are atomic."""
+        self._in_pass = True
+        try:
+            yield
+        finally:
+            self._in_pass = False
+
+    def _on_reload(self, number: int, frame: FrameType | None) -> None:
+        self.reload = True
+
+    def _on_stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+        self._notifier.send("STOPPING=1")
+        signal.setitimer(signal.ITIMER_REAL, self._grace)
+
+    def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
+        if self._in_pass:
+            raise BrokenOffError

@@ -1,0 +1,111 @@
+"""Watches directories for names that come, go or change, with inotify(7).
+
+Not with pyroute2's Inotify: it has no non-blocking read, takes a failed inotify_add_watch(2) for a watch, and ends at
+an overflow. inotify_simple only wraps the system calls.
+"""
+
+import contextlib
+import os
+import select
+from collections.abc import Callable, Iterable, Mapping
+
+from inotify_simple import INotify, flags
+
+from agent.system import opening
+from agent.system.files import System
+
+NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.ATTRIB
+"""Without CLOSE_WRITE: every program that closes a GPU's node would cause it, even in a machine."""
+FILES = NODES | flags.CLOSE_WRITE
+ANY = ""
+"""Instead of a name: the directory was replaced, or events were lost."""
+MOUNTS = "/proc/self/mountinfo"
+"""poll(2) returns POLLERR and POLLPRI when a mount of the process's mount namespace came or went (proc(5))."""
+
+
+class Directories:
+    """A Source. Directories may come and go."""
+
+    def __init__(
+        self,
+        name: str,
+        system: System,
+        where: Callable[[], Iterable[str]],
+        matters: Callable[[str, str], bool],
+        events: int = NODES,
+        mounts: bool = False,
+    ) -> None:
+        """`matters` gets directory and name, or ANY. `mounts`: file systems get mounted over the directories."""
+        self.name = name
+        self._system, self._where, self._matters = system, where, matters
+        self._events, self._with_mounts = events, mounts
+        self._inotify: INotify | None = None
+        self._mounts: int | None = None
+        self._watched: dict[str, int] = {}
+        """Watch descriptors by path; an inode has only one."""
+
+    def open(self) -> None:
+        self._inotify = INotify(nonblocking=True)
+        if self._with_mounts:
+            self._mounts = opening.stream(MOUNTS)
+        self._watch(self._inotify)
+
+    def close(self) -> None:
+        self._watched = {}
+        if self._inotify is not None:
+            # EBADF may be the reason to close it.
+            with contextlib.suppress(OSError):
+                self._inotify.close()
+        if self._mounts is not None:
+            with contextlib.suppress(OSError):
+                os.close(self._mounts)
+        self._inotify = self._mounts = None
+
+    def polled(self) -> Mapping[int, int]:
+        polled = {} if self._inotify is None else {self._inotify.fileno(): select.POLLIN}
+        return polled if self._mounts is None else polled | {self._mounts: select.POLLPRI}
+
+    def asks(self) -> bool:
+        if self._inotify is None:
+            return False
+        paths = {watch: path for path, watch in self._watched.items()}
+        # A set: thousands of events for one name need one check.
+        touched: set[tuple[str, str]] = set()
+        for event in self._inotify.read(timeout=0):
+            if event.mask & flags.Q_OVERFLOW:
+                touched |= {(path, ANY) for path in self._watched}
+            elif path := paths.get(event.wd):
+                touched.add((path, event.name))
+                if event.mask & flags.IGNORED:
+                    self._watched.pop(path, None)
+        touched |= {(path, ANY) for path in self._watch(self._inotify)}
+        # A list, so that `matters` gets each name: it may keep state.
+        return any([self._matters(path, name) for path, name in sorted(touched)])
+
+    def _watch(self, inotify: INotify) -> list[str]:
+        """Watch the directories that exist now; return those that were replaced or are gone."""
+        wanted, changed = tuple(self._where()), []
+        for path in wanted:
+            try:
+                # For an inode that is already watched, the kernel returns the existing watch.
+                watch = inotify.add_watch(self._system.place(path), self._events | flags.ONLYDIR)
+            except (FileNotFoundError, NotADirectoryError):
+                if self._forget(inotify, path):
+                    changed.append(path)
+                continue
+            if self._watched.get(path) != watch:
+                self._forget(inotify, path)
+                self._watched[path] = watch
+                changed.append(path)
+        for path in self._watched.keys() - set(wanted):
+            self._forget(inotify, path)
+        return changed
+
+    def _forget(self, inotify: INotify, path: str) -> bool:
+        watch = self._watched.pop(path, None)
+        if watch is None:
+            return False
+        # EINVAL: the watch went with its directory.
+        with contextlib.suppress(OSError):
+            inotify.rm_watch(watch)
+        return True

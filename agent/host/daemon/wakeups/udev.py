@@ -1,0 +1,90 @@
+"""Watches devices and drivers that come and go: udevd sends an event once it is done with their nodes."""
+
+import contextlib
+import errno
+import os
+import select
+import socket
+from collections.abc import Callable, Mapping
+from fnmatch import fnmatchcase
+
+from agent.system.files import System
+from agent.system.udev import Event, Monitor, udev_monitor
+
+CONTROL = "/run/udev/control"
+"""udevd's socket. Without it, libudev silently makes a monitor that never gets an event."""
+BATCH = 1000
+"""Events parsed at once."""
+
+
+class Udev:
+    """A Source, with libudev's monitor."""
+
+    name = "udev"
+
+    def __init__(self, system: System, modules: tuple[str, ...], monitor: Callable[[], Monitor] = udev_monitor) -> None:
+        """`modules`: patterns of the kernel modules that matter."""
+        self._system, self._modules, self._make = system, modules, monitor
+        self._monitor: Monitor | None = None
+        self._socket: socket.socket | None = None
+        """The monitor's socket, for what pyudev cannot do: detect an overflow, and drop events without parsing."""
+
+    def open(self) -> None:
+        if not self._system.exists(CONTROL):
+            raise FileNotFoundError(errno.ENOENT, "udevd does not run, there is no", CONTROL)
+        monitor = self._make()
+        self._monitor, self._socket = monitor, socket.socket(fileno=os.dup(monitor.fileno()))
+
+    def close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.close()
+        self._monitor = self._socket = None
+
+    def polled(self) -> Mapping[int, int]:
+        return {} if self._monitor is None else {self._monitor.fileno(): select.POLLIN}
+
+    def asks(self) -> bool:
+        if self._monitor is None or self._socket is None:
+            return False
+        for _ in range(BATCH):
+            try:
+                device = self._monitor.poll(0)
+            except OSError as error:
+                # pyudev's error for POLLERR has no errno; the socket has one.
+                if errno.ENOBUFS not in (error.errno, self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
+                    raise
+                break
+            if device is None:
+                return False
+            if matters(device, self._modules):
+                break
+        else:
+            return False
+        self._drain(self._socket)
+        return True
+
+    def _drain(self, receiving: socket.socket) -> None:
+        """Drop the other events, since the pass observes everything: in a storm, parsing is what costs."""
+        for _ in range(100 * BATCH):
+            try:
+                receiving.recv(1, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno != errno.ENOBUFS:
+                    raise
+
+
+def matters(event: Event, modules: tuple[str, ...]) -> bool:
+    """Return whether the event can change what a pass observes."""
+    if event.subsystem == "drm" and event.action == "change":
+        # A monitor was plugged in (drivers/gpu/drm/drm_sysfs.c); the nodes stay the same.
+        return event.properties.get("HOTPLUG") != "1"
+    if event.subsystem == "drivers":
+        # libudev uses this subsystem for drivers of all buses.
+        return event.device_path.startswith("/bus/pci/drivers/")
+    if event.subsystem == "module":
+        # A starting Kubernetes node loads dozens of other modules.
+        return any(fnmatchcase(event.device_path.removeprefix("/module/"), pattern) for pattern in modules)
+    return True

@@ -1,0 +1,122 @@
+"""Which driver roots are complete, and which of them machines see. Never looks at the files in them."""
+
+import contextlib
+import stat
+from dataclasses import dataclass, replace
+
+from agent.host.state.driver_roots import parse_manifest
+from agent.model.errors import DocumentError
+from agent.model.facts import StagedRoot, Unseen
+from agent.model.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, STATE, TREES, driver_root
+from agent.system.errnos import NOT_THERE
+from agent.system.files import System
+from agent.system.mounts import mounted
+from agent.system.seen import look, why_not
+
+OVERLAY = "overlay"
+LINKED = (
+    f"{STATE} is reached by a symbolic link, and systemd mounts nothing there: put a bind mount in the link's place"
+)
+"""systemd requires a canonical Where= (unit_fail_if_noncanonical in its src/core/unit.c)."""
+INDICES = 64
+"""Number of mount points. The index of a removed driver root is used again."""
+SPARE = 2
+"""One pass stages at most two driver roots per vendor: the loaded module's and the host's newer one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """The driver roots on disk."""
+
+    roots: tuple[StagedRoot, ...]
+    next_index: int
+    problems: tuple[str, ...] = ()
+    mounted: bool = False
+    """HOST_NVIDIA is mounted, so published driver roots are mounts in it."""
+    plain: tuple[int, ...] = ()
+    """Published as plain directories, not mounts."""
+    spoiled: tuple[int, ...] = ()
+    """Incomplete, or without a manifest."""
+    remains: tuple[str, ...] = ()
+    """Paths below STAGING and REMOVED."""
+    unseen: str = ""
+    """Why some could not be observed; empty if all were."""
+
+
+def observe_staged(system: System) -> Staged:
+    """Return the driver roots on disk. An unusable manifest is a problem, never an exception."""
+    try:
+        mounts = mounted(system, OVERLAY)
+        trees, manifests = (_indices(system, place, end) for place, end in ((TREES, ""), (MANIFESTS, ".json")))
+        remains = _remains(system)
+        plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
+    except OSError as error:
+        return Staged((), 0, unseen=why_not(error.filename or "driver roots", error).why)
+    place = look(system.real_path, STATE)
+    problems = [LINKED] if isinstance(place, str) and place != STATE else []
+    roots, unseen = [], list[str]()
+    for index in sorted(manifests):
+        path = f"{MANIFESTS}/{index}.json"
+        try:
+            root = parse_manifest(path, system.read(path))
+            if root.index != index:
+                raise DocumentError(f"{path}: index {root.index} does not fit the file's name", "it is staged again")
+            if index not in trees | plain:
+                raise DocumentError(f"{path}: the files of driver root {index} are gone", "it is staged again")
+            roots.append(replace(root, hidden=index in trees and driver_root(index) not in mounts))
+        except DocumentError as error:
+            problems.append(str(error))
+        except OSError as error:
+            found = why_not(path, error)
+            # Anything but a file in its place, such as a directory, is damage.
+            (unseen if isinstance(found, Unseen) else problems).append(found.why)
+    whole = {root.index for root in roots}
+    return Staged(
+        roots=tuple(sorted(roots)),
+        next_index=_next_index(trees | manifests, system, protected=HOST_NVIDIA in mounts),
+        problems=tuple(problems),
+        mounted=HOST_NVIDIA in mounts,
+        plain=tuple(sorted(plain)),
+        spoiled=() if unseen else tuple(sorted((trees | manifests) - whole)),
+        remains=remains,
+        unseen="; ".join(unseen),
+    )
+
+
+def _remains(system: System) -> tuple[str, ...]:
+    """Return leftovers; none if the caller may not look (mode 0700), since any user may run `plan`."""
+    found: list[str] = []
+    for place in (STAGING, REMOVED):
+        with contextlib.suppress(PermissionError):
+            found += (f"{place}/{name}" for name in _names(system, place))
+    return tuple(found)
+
+
+def _names(system: System, directory: str) -> tuple[str, ...]:
+    try:
+        return system.entries(directory)
+    except FileNotFoundError:
+        return ()
+
+
+def _indices(system: System, directory: str, ending: str) -> set[int]:
+    names = {name.removesuffix(ending) for name in _names(system, directory) if name.endswith(ending)}
+    return {int(name) for name in names if name.isdecimal() and len(name) < 10 and name == str(int(name))}
+
+
+def _is_plain(index: int, system: System) -> bool:
+    """Return whether it is a directory; follow no link, since root in a machine may have put one there."""
+    try:
+        return stat.S_ISDIR(system.owner(driver_root(index))[0])
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return False
+        raise
+
+
+def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
+    """Return an index above all taken ones while mount points last; skip any that a machine has blocked."""
+    above = max(taken, default=-1) + 1
+    free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]
+    unused = (each for each in free if taken.isdisjoint(range(each, each + SPARE)))
+    return next((each for each in unused if protected or not system.exists(driver_root(each))), above)

@@ -1,0 +1,126 @@
+"""Observe the host. Each pass reads everything again, except loader caches whose files have not changed."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from agent.config.settings import Config
+from agent.host.observe.ages import Ages
+from agent.host.observe.driver_roots import observe_staged
+from agent.host.observe.loader_cache import Listing, LoaderCache
+from agent.host.observe.machine import observe_machine, unseen_machine
+from agent.host.observe.mount_sources import observe_sources
+from agent.host.observe.owned_files import observe_files, read_owned
+from agent.host.observe.same_content import with_times
+from agent.host.observe.units import Unit, observe_template, observe_units, observe_version, with_properties
+from agent.host.state.detached_gpus import observe_detached
+from agent.host.state.lost_gpus import observe_lost
+from agent.host.state.remembered_gpus import observe_remembered
+from agent.host.vendors import HOST_VENDORS
+from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
+from agent.model.faults import fault
+from agent.model.paths import HOST_NVIDIA, RELOAD_OWED, machine_of, machine_unit, mount_unit
+from agent.system.deadlines import begin_asking_device
+from agent.system.files import System
+from agent.system.seen import look, why_not
+from agent.system.udev import DeviceSource
+from agent.vendors.host_vendor import Sources
+
+D = TypeVar("D")
+
+
+def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache, ages: Ages) -> Facts:
+    """Return the facts of one pass; what cannot be observed is Unseen in them.
+
+    Raises ObservationError if the record of detached GPUs cannot be read.
+    """
+    owned, discarded = read_owned(system)
+    recorded = () if isinstance(owned, Unseen) else tuple(owned)
+    # Include machines that are no longer configured but still have settings of ours.
+    names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
+    detached = observe_detached(system)
+    # In parallel with the calls to PID 1, which take as long.
+    wait_for_pci = _begin_list("the PCI devices in sysfs", devices.pci_devices)
+    wait_for_drm = _begin_list("the DRM devices in sysfs", devices.drm_devices)
+    services = [service for vendor in HOST_VENDORS for service in vendor.services]
+    parent = mount_unit(HOST_NVIDIA)
+    units = observe_units([*map(machine_unit, names), *services, parent], system)
+    of_machines = {name: with_properties(units[machine_unit(name)], system) for name in names}
+    systemd_version = observe_version(system)
+    sources = Sources(
+        system=system,
+        architecture=system.architecture(),
+        pci=wait_for_pci(),
+        drm=wait_for_drm(),
+        loader_cache=lambda root: _entries(loader_cache.read(system, root)),
+        driver=config.driver,
+        machines=config.machines,
+        units={service: units[service].state for service in services},
+        lost=observe_lost(system),
+        detached=detached.gpus,
+    )
+    template = observe_template(system)
+    no_template = "" if isinstance(template, tuple) else template.why
+    staged = observe_staged(system)
+    remembered, damage = observe_remembered(system)
+    vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
+    roots, notes_of_times = with_times(staged.roots, vendors, system)
+    return Facts(
+        architecture=sources.architecture,
+        systemd_version=systemd_version,
+        template_device_allow=template,
+        vendors=vendors,
+        machines=tuple(_machine(name, unit, system, ages) for name, unit in of_machines.items()),
+        staged=roots,
+        next_driver_root_index=staged.next_index,
+        spoiled_roots=staged.spoiled,
+        plain_roots=staged.plain,
+        mounting_failed=units[parent].state == "failed",
+        staging_remains=staged.remains,
+        staged_unseen=staged.unseen,
+        notes_of_times=notes_of_times,
+        staged_problems=staged.problems,
+        remembered=remembered,
+        draining=detached.draining,
+        mount_sources=observe_sources(config, system),
+        problems=tuple(
+            problem
+            for problem in (no_template, discarded, *loader_cache.skipped(), detached.problem, damage)
+            if problem
+        ),
+        # If unknown, reload once too often.
+        reload_owed=look(system.exists, RELOAD_OWED) is not False,
+        files=observe_files(names, owned, system),
+    )
+
+
+def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
+    """Return the machine's facts; if that fails, only its unit is known."""
+    try:
+        return observe_machine(name, unit, system, ages)
+    except Exception as error:
+        return unseen_machine(name, unit, fault("look at it", error))
+
+
+def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
+    return listing.entries if isinstance(listing, Listing) else listing
+
+
+def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
+    """Begin to list devices, and return a function that waits for the list, in bounded time.
+
+    libudev reads `uevent`, which on some kernels blocks until a driver releases its device (those of 2024 with "driver
+    core: Fix uevent_show() vs driver detach race", since reverted).
+    """
+    try:
+        wait = begin_asking_device(what, listing)
+    except OSError as error:
+        unseen = why_not(what, error)
+        return lambda: unseen
+
+    def listed() -> Seen[D]:
+        try:
+            return wait()
+        except OSError as error:
+            return why_not(what, error)
+
+    return listed

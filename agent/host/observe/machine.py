@@ -1,0 +1,137 @@
+"""Observe one machine from the host, without following any path that the machine can change."""
+
+import math
+
+from agent.host.observe.ages import Ages
+from agent.host.observe.units import Unit
+from agent.host.state.driver_roots import parse_handed
+from agent.model.errors import DocumentError
+from agent.model.facts import Absent, Broken, MachineFacts, Seen, Unseen
+from agent.model.granted import Granted, parse_granted
+from agent.model.handoff import SIZE_LIMIT
+from agent.model.live import LiveSettings, parse_live
+from agent.model.paths import (
+    MACHINE_ROOTS,
+    REPORT_NAME,
+    granted_file,
+    handed_roots_file,
+    live_file,
+    report_directory,
+    started_drop_in,
+    started_nspawn,
+)
+from agent.system.damage import discard
+from agent.system.files import System
+from agent.system.seen import look
+
+
+def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
+    """Return the machine's facts. The report stays bytes, parsed elsewhere."""
+    directory = report_directory(name)
+    report = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{directory}/{REPORT_NAME}")
+    content, age = (report[0], ages.of(directory, report[1])) if isinstance(report, tuple) else (report, 0.0)
+    if isinstance(content, Absent):
+        content = Absent(f"machine {name} has not reported")
+    granted, granted_age = _granted(name, system, ages)
+    live, live_age = _live(name, system, ages)
+    return MachineFacts(
+        name=name,
+        root=_root(name, system),
+        unit_state=unit.state,
+        has_run=unit.has_run,
+        unit_needs_reload=unit.needs_reload,
+        device_allow=unit.device_allow,
+        granted=granted,
+        granted_age=granted_age,
+        live=None if isinstance(live, Unseen) else live,
+        live_unseen=live.why if isinstance(live, Unseen) else "",
+        live_age=live_age,
+        started=_started(name, system) if unit.state == "active" and _unknown(live) else None,
+        handed_roots=_handed_roots(name, system),
+        report=content,
+        report_age=age,
+    )
+
+
+def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
+    """Return the facts of a machine of which only the unit is known."""
+    return MachineFacts(
+        name=name,
+        root=unseen,
+        unit_state=unit.state,
+        has_run=unit.has_run,
+        unit_needs_reload=unit.needs_reload,
+        device_allow=unit.device_allow,
+        granted=unseen,
+        handed_roots=unseen,
+        report=unseen,
+    )
+
+
+def _root(name: str, system: System) -> Seen[str]:
+    """Return its root directory; Broken for a symbolic link: nspawn and we might see different things behind it."""
+    path = f"{MACHINE_ROOTS}/{name}"
+    link = look(system.read_link, path)
+    if isinstance(link, Absent | Broken | Unseen):
+        return link
+    if link is not None:
+        return Broken(f"{path} is a symbolic link to {link}; put the machine's root directory itself there")
+    match look(system.is_directory, path):
+        case True:
+            return path
+        case False:
+            return Absent(f"{path} is not there; unpack the machine's image into that directory")
+        case unseen:
+            return unseen
+
+
+def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
+    """Return the last grant, and its age in seconds."""
+    path = granted_file(name)
+    found = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
+    if not isinstance(found, tuple):
+        return found, 0.0
+    try:
+        return parse_granted(found[0]), ages.of(path, found[1])
+    except DocumentError as error:
+        discard(path, str(error))
+        return Broken(str(error)), 0.0
+
+
+def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:
+    """Return the live settings, and their age in seconds."""
+    found = look(system.read_untrusted, live_file(name))
+    if isinstance(found, Unseen):
+        return found, math.inf
+    if isinstance(found, Broken):
+        discard(live_file(name), found.why)
+    if not isinstance(found, tuple):
+        return None, math.inf
+    try:
+        return parse_live(found[0]), ages.of(live_file(name), found[1])
+    except DocumentError as error:
+        # The record is a cache: a damaged one counts as missing.
+        discard(live_file(name), str(error))
+        return None, math.inf
+
+
+def _unknown(live: LiveSettings | Unseen | None) -> bool:
+    """Return whether no record says which settings it was started with."""
+    return live is None or (isinstance(live, LiveSettings) and not live.fixed)
+
+
+def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
+    nspawn, drop_in = look(system.read, started_nspawn(name)), look(system.read, started_drop_in(name))
+    return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
+
+
+def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
+    path = handed_roots_file(name)
+    data = look(system.read, path)
+    if not isinstance(data, bytes):
+        return data
+    try:
+        return parse_handed(path, data)
+    except DocumentError as error:
+        discard(path, str(error))
+        return Broken(str(error))

@@ -1,0 +1,100 @@
+"""Parse a machine's report. Its writer is not trusted: everything is bounded, and nothing reaches a terminal raw."""
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.errors import DocumentError
+from agent.model.handoff import SIZE_LIMIT, Repair
+from agent.model.paths import REPORT_NAME
+from agent.model.text import printable
+
+H = TypeVar("H", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The machine half's report on one generation of the handoff."""
+
+    generation: str
+    boot_id: str
+    agent_version: str
+    conditions: tuple[Condition, ...]
+    """Each type at most once."""
+    cdi_devices: tuple[str, ...]
+    repairs: Mapping[Repair, int] = field(default_factory=dict)
+    """Counts since the machine's boot; empty from a machine half that does not count."""
+
+
+def _printable(text: str) -> str:
+    # Also refuses Unicode's format characters, with which one text can look like another.
+    if not text.isprintable():
+        raise ValueError(f"control characters are not allowed: {text[:80]!a}")
+    return printable(text)
+
+
+def _distinct(items: list[H]) -> list[H]:
+    if len(set(items)) != len(items):
+        raise ValueError("an item is there twice")
+    return items
+
+
+Printable = AfterValidator(_printable)
+Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
+Name = Annotated[str, StringConstraints(max_length=255), Printable]
+Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class _Condition(_Model):
+    type: ConditionType
+    status: Status
+    reason: Word
+    message: Annotated[str, StringConstraints(max_length=2000), Printable]
+
+
+class _Document(_Model):
+    # Ignore further keys of a newer machine half; the size of the whole is bounded.
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    version: Annotated[int, Field(strict=True, ge=1, le=1)]
+    generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]
+    boot_id: Annotated[str, StringConstraints(pattern=r"^[0-9a-f-]{0,36}$")]
+    agent_version: Annotated[str, StringConstraints(max_length=64), Printable]
+    conditions: Annotated[list[_Condition], Field(max_length=len(ConditionType))]
+    cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
+    repairs: dict[Repair, Count] = Field(default_factory=dict)
+
+
+def parse_report(data: bytes) -> Report:
+    """Parse a report. Raises DocumentError, which names the key."""
+    if len(data) > SIZE_LIMIT:
+        raise DocumentError(f"{REPORT_NAME}: larger than {SIZE_LIMIT} bytes")
+    try:
+        document = _Document.model_validate_json(data)
+    except ValidationError as error:
+        raise DocumentError(f"{REPORT_NAME}: {_sentence(error)}", "the machine's agent writes it anew") from error
+    conditions = tuple(Condition(each.type, each.status, each.reason, each.message) for each in document.conditions)
+    if len({each.type for each in conditions}) != len(conditions):
+        raise DocumentError(f"{REPORT_NAME}: conditions: a type is there twice", "the machine's agent writes it anew")
+    return Report(
+        document.generation,
+        document.boot_id,
+        document.agent_version,
+        conditions,
+        tuple(document.cdi_devices),
+        document.repairs,
+    )
+
+
+def _sentence(error: ValidationError) -> str:
+    """Return the first problem, without the input, which the machine controls."""
+    first: Any = error.errors(include_input=False, include_url=False)[0]
+    key = ".".join(str(part) for part in first["loc"])[:200]
+    return f"{ascii(key)[1:-1] or 'the document'}: {ascii(first['msg'][:200])[1:-1]}"

@@ -1,0 +1,51 @@
+"""Sources of extra mounts: whether they exist, and who controls the paths to them."""
+
+from collections.abc import Collection
+
+from agent.config.mounts import SECRET, mountable
+from agent.config.settings import Config
+from agent.config.values import is_below, plain
+from agent.model.facts import Broken, MountSource, Seen
+from agent.system.deadlines import ask_source
+from agent.system.files import System
+from agent.system.path_trust import others_way, steps
+from agent.system.seen import look
+
+
+def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
+    """Return what each source is; Broken if it may not be mounted. In bounded time: a network mount may hang."""
+    mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
+    secret = {*SECRET, *_real_paths(system)} if mounts else set[str]()
+    written = {mount.source for mount in mounts if not mount.read_only}
+    return {
+        source: look(lambda path: _source(system, path, secret, read_only=path not in written), source)
+        for source in sorted({mount.source for mount in mounts})
+    }
+
+
+def _real_paths(system: System) -> list[str]:
+    """Return the real paths of SECRET: /var/lib/machines may be a link."""
+    seen = (look(system.real_path, path) for path in SECRET)
+    return [path for path in seen if isinstance(path, str)]
+
+
+def _source(system: System, path: str, secret: Collection[str], *, read_only: bool) -> MountSource | Broken:
+    """Return the source; Broken if it may not be mounted. Raises OSError."""
+    source = ask_source(path, lambda: _answering(system, path))
+    try:
+        mountable(plain(source.path), read_only=read_only, secret=secret)
+    except ValueError as error:
+        return Broken(str(error))
+    if any(is_below(step, secret) for step in source.way):
+        return Broken("the way to it leads through what rules over the host or other machines")
+    # A user who can put a link in its place chooses which part of the host root in the machine sees.
+    if why := ask_source(f"the way to {path}", lambda: others_way(system, path, to_it=True)):
+        return Broken(f"{why}, who could lead it anywhere")
+    return source
+
+
+def _answering(system: System, path: str) -> MountSource:
+    real = system.real_path(path)
+    # lstat(2) and the like do not trigger an automount; statfs(2) does.
+    system.free_bytes(real)
+    return MountSource(real, steps(system, path))

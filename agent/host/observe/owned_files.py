@@ -1,0 +1,53 @@
+"""Observe the files that a goal may contain, and the ownership record."""
+
+from collections.abc import Iterable, Mapping
+
+from agent.host.state.owned_files import MARK, is_ours, parse_owned
+from agent.model.errors import DocumentError
+from agent.model.facts import Absent, Broken, FileState, Seen, Unseen
+from agent.model.paths import OWNED, REMEMBERED_GPUS, machine_files, set_device_allow
+from agent.system.damage import discard
+from agent.system.files import System
+from agent.system.seen import look
+
+
+def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
+    """Return digests by path, and a problem or an empty string. An unusable record is discarded, never fatal."""
+    data = look(system.read, OWNED)
+    if isinstance(data, Absent):
+        return {}, ""
+    if isinstance(data, Unseen):
+        return data, data.why
+    try:
+        if not isinstance(data, Broken):
+            return parse_owned(data), ""
+        why = data.why
+    except DocumentError as error:
+        why = str(error)
+    # Log it too: this pass replaces the file, so the pass's final facts no longer show the damage.
+    discard(OWNED, why)
+    return {}, why
+
+
+def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
+    """Return the state of machines' files, of the record of granted GPUs, and of every file in the ownership record."""
+    wanted = {*REMEMBERED_GPUS, *(path for name in machines for path in (*machine_files(name), set_device_allow(name)))}
+    if isinstance(owned, Unseen):
+        contents = {path: _content(path, system) for path in sorted(wanted)}
+        # Without the record, only a file's first line tells whether it is ours.
+        return {
+            path: FileState(each, isinstance(each, bytes) and each.startswith(MARK)) for path, each in contents.items()
+        }
+    return {path: _state(path, owned.get(path), system) for path in sorted(wanted | set(owned))}
+
+
+def _state(path: str, digest: str | None, system: System) -> FileState:
+    content = _content(path, system)
+    owned = digest is not None and (not isinstance(content, bytes) or is_ours(content, digest))
+    return FileState(content, owned)
+
+
+def _content(path: str, system: System) -> Seen[bytes]:
+    # Do not trust the directory: root in a machine can remount its handoff directory writable.
+    found = look(system.read_untrusted, path)
+    return found[0] if isinstance(found, tuple) else found

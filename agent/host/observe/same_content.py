@@ -1,0 +1,108 @@
+"""Driver roots whose files differ from the host's only in their times, as after a package was reinstalled.
+
+The agent compares the content once. If it is the same, the agent records the new times.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from agent.model.facts import Library, StagedRoot, VendorFacts
+from agent.model.paths import TREES, times_file
+from agent.system.deadlines import ask_device
+from agent.system.files import System
+
+LIMIT = 30.0
+"""Seconds to compare one driver, a GB from a slow disk; if it takes longer, it counts as another driver."""
+CHUNK = 1 << 20
+_different: set[int] = set()
+"""Hashes of failed comparisons: staging may keep failing, and each pass would read everything again."""
+
+
+class _Times(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    of: str
+    mtimes: dict[str, int]
+
+
+def with_times(
+    roots: Iterable[StagedRoot], vendors: Iterable[VendorFacts], system: System
+) -> tuple[tuple[StagedRoot, ...], dict[str, bytes]]:
+    """Return the roots with the current times of the host's files, and the records of those times to write, by path."""
+    noted = {root: _noted(root, system) for root in roots}
+    notes: dict[str, bytes] = {}
+    for vendor in vendors:
+        user_space = vendor.driver.user_space if vendor.driver else None
+        if user_space is None or not isinstance(user_space.files, tuple):
+            continue
+        files, version = tuple(sorted(user_space.files)), user_space.version
+        ours = [root for root in noted if (root.vendor, root.version) == (vendor.vendor, version)]
+        if any(noted[root].files == files for root in ours):
+            continue
+        for root in sorted(ours, reverse=True):
+            if _same(noted[root], files, system):
+                noted[root] = replace(root, files=files)
+                mtimes = {file.target: file.mtime_ns for file in files if not file.link}
+                notes[times_file(root.index)] = json.dumps({"of": _digest(root), "mtimes": mtimes}).encode() + b"\n"
+                break
+    return tuple(sorted(noted.values())), notes
+
+
+def _digest(root: StagedRoot) -> str:
+    """Return a digest that identifies the manifest: another root may get the same index."""
+    return hashlib.sha256(repr((root.version, root.files)).encode()).hexdigest()
+
+
+def _noted(root: StagedRoot, system: System) -> StagedRoot:
+    """Return the root with recorded times. An unusable record only costs one more comparison."""
+    with suppress(OSError, ValidationError):
+        times = _Times.model_validate_json(system.read(times_file(root.index)))
+        if times.of == _digest(root):
+            return replace(root, files=_at(root.files, times.mtimes))
+    return root
+
+
+def _at(files: Iterable[Library], mtimes: Mapping[str, int]) -> tuple[Library, ...]:
+    return tuple(replace(file, mtime_ns=mtimes.get(file.target, file.mtime_ns)) for file in files)
+
+
+def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
+    """Return whether everything but the times is the same."""
+    if tuple(sorted(_at(root.files, {file.target: file.mtime_ns for file in files}))) != files:
+        return False
+    before = {file.target: file.mtime_ns for file in root.files}
+    # Skip files whose text we generate from the source's: that text was just compared.
+    renewed = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
+    question = hash((system.root, root, files))
+    if question in _different:
+        return False
+    what = f"the content of driver root {root.index}"
+    try:
+        same = ask_device(what, lambda: all(_same_file(root.index, file, system) for file in renewed), LIMIT)
+    except OSError:
+        # Also if the file was replaced or removed meanwhile: the next pass sees the new one.
+        same = False
+    if not same:
+        _different.add(question)
+    return same
+
+
+def _same_file(index: int, file: Library, system: System) -> bool:
+    with (
+        system.open_public(file.source) as source,
+        # Never read files that machines can change: a plain directory counts as another driver.
+        system.open_public(f"{TREES}/{index}/{file.target}") as copy,
+    ):
+        now = os.fstat(source.fileno())
+        if (now.st_size, now.st_mtime_ns) != (file.size, file.mtime_ns):
+            return False
+        while content := source.read(CHUNK):
+            if copy.read(CHUNK) != content:
+                return False
+        return not copy.read(1)

@@ -1,0 +1,181 @@
+"""Observe systemd: its version, the states of units, and the installed template of nspawn's unit."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from agent.model.device_allow import DeviceAllow
+from agent.model.errors import BusAnswerError, BusError
+from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.system.bus import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system.files import System
+from agent.system.seen import why_not
+
+T = TypeVar("T", str, bool, int, list[object])
+
+TEMPLATE = "systemd-nspawn@.service"
+UNMASK = f"run `systemctl unmask {TEMPLATE}`"
+UNIT_DIRECTORIES = (
+    "/etc/systemd/system",
+    "/run/systemd/system",
+    "/usr/local/lib/systemd/system",
+    "/usr/lib/systemd/system",
+    "/lib/systemd/system",
+)
+"""From systemd.unit(5), in order of precedence; without transient and generated units, which are never templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The current state of one unit."""
+
+    state: Seen[str]
+    """ActiveState."""
+    path: str = ""
+    """Path of its object on the bus."""
+    needs_reload: bool = False
+    """NeedDaemonReload."""
+    has_run: bool = False
+    """It was active in this boot, and no longer is (InactiveEnterTimestampMonotonic)."""
+    device_allow: tuple[DeviceAllow, ...] = ()
+    """DeviceAllow= in force, from all files and set-property."""
+
+
+def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
+    """Return each unit's state by name, with one call to PID 1 and without starting a process.
+
+    Units that are not loaded are included; an alias has the state of its unit.
+    """
+    method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
+    try:
+        answer = system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as")
+    except BusError as error:
+        return {name: Unit(Unseen(str(error))) for name in names}
+    match answer:
+        case ([*entries],) if len(entries) == len(names):
+            # Match by position: the answer has canonical names.
+            return {name: _unit(name, entry) for name, entry in zip(names, entries, strict=True)}
+        case _:
+            return {
+                name: Unit(Unseen(f"{method}: {len(names)} units were asked for, others are told")) for name in names
+            }
+
+
+def with_properties(unit: Unit, system: System) -> Unit:
+    """Return the unit with the properties that matter for a machine's unit."""
+    if not isinstance(unit.state, str):
+        return unit
+    try:
+        return replace(
+            unit,
+            # Read after ActiveState: a machine that has just stopped then has a timestamp.
+            has_run=unit.state != "active"
+            and _property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
+            needs_reload=_property(system, unit.path, "Unit", "NeedDaemonReload", bool),
+            device_allow=_device_allow(system, unit.path),
+        )
+    except BusError as error:
+        return Unit(Unseen(str(error)))
+
+
+def _unit(name: str, entry: object) -> Unit:
+    """Parse an entry of a(ssssssouso): name, description, LoadState, ActiveState, SubState, followed, path, job."""
+    match entry:
+        case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
+            return Unit(_state(name, load, active), path)
+        case _:
+            return Unit(Unseen(f"ListUnitsByNames: the entry of {name} is {repr(entry)[:200]}"))
+
+
+def _state(name: str, load: str, active: str) -> Seen[str]:
+    # A unit whose file was removed or masked may still run, so ActiveState comes first.
+    if active != "inactive" or load == "loaded":
+        return active
+    if load == "not-found":
+        return Absent(f"{name} is not installed")
+    return Broken(f"{name} cannot be started: LoadState is {load}")
+
+
+def _device_allow(system: System, path: str) -> tuple[DeviceAllow, ...]:
+    """Return the unit's DeviceAllow entries; systemd lists them in reverse order of the files."""
+    entries = _property(system, path, "Service", "DeviceAllow", list)
+    allowed = []
+    for entry in entries:
+        match entry:
+            case (str(node), str(permissions)):
+                allowed.append(DeviceAllow(node, permissions))
+            case _:
+                raise BusAnswerError(f"DeviceAllow of {path}: an entry is {entry!r}")
+    return tuple(allowed)
+
+
+def _property(system: System, path: str, interface: str, name: str, kind: type[T]) -> T:
+    """Return a property. Raises BusError, also for another type: systemd's interface is stable."""
+    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
+        case ((str(), value),):
+            return _expected(f"{name} of {path}", value, kind)
+        case answer:
+            raise BusAnswerError(f"{name} of {path}: the answer is {answer!r}")
+
+
+def _expected(what: str, value: object, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise BusAnswerError(f"{what}: {value!r} is no {kind.__name__}")
+    return value
+
+
+def observe_version(system: System) -> Seen[int]:
+    """Return the version of the running systemd."""
+    try:
+        text = _property(system, SYSTEMD_OBJECT, "Manager", "Version", str)
+    except BusError as error:
+        return Unseen(f"the version of systemd: {error}")
+    # Documented as free text, but it always begins with the release number, on Debian and Ubuntu too.
+    match = re.match(r"v?([0-9]{1,9})(?![0-9])", text)
+    return int(match[1]) if match else Broken(f"the version of systemd: no number in {text[:80]!r}")
+
+
+def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
+    """Return DeviceAllow= of the installed template."""
+    for directory in UNIT_DIRECTORIES:
+        path = f"{directory}/{TEMPLATE}"
+        try:
+            return parse_device_allow(system.read_text(path))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            seen = why_not(path, error)
+            return replace(seen, why=f"{seen.why}; it must be a readable file: if it is masked, {UNMASK}")
+    return Absent(f"{TEMPLATE} is in none of {', '.join(UNIT_DIRECTORIES)}: install the package systemd-container")
+
+
+def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
+    """Return the entries in order; an empty one discards those before it (systemd.syntax(7), systemd.unit(5))."""
+    entries: list[DeviceAllow] = []
+    section = ""
+    for line in _logical_lines(text):
+        key, separator, value = (part.strip() for part in line.partition("="))
+        if line.startswith("["):
+            section = line
+        elif separator and key == "DeviceAllow" and section == "[Service]":
+            if value:
+                entries.append(DeviceAllow.parse(value))
+            else:
+                entries.clear()
+    return tuple(entries)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+    """Yield lines without comments and empty ones. A backslash at the end joins lines, even across comments."""
+    parts: list[str] = []
+    for raw in text.split("\n"):
+        line = raw.strip()
+        if line.startswith(("#", ";")) or (not line and not parts):
+            continue
+        parts.append(line.removesuffix("\\").rstrip())
+        if not line.endswith("\\"):
+            yield " ".join(filter(None, parts))
+            parts = []
+    if parts:
+        yield " ".join(filter(None, parts))

@@ -1,0 +1,83 @@
+"""Commands in a machine's unit before each start. They need no agent, so no fault of the agent stops the start. Pure.
+
+systemd-nspawn fails if the source of one Bind= is missing: it has no optional binds.
+"""
+
+from agent.model.paths import (
+    HOST_NVIDIA,
+    PASS_LOCK,
+    handoff_directory,
+    nspawn_file,
+    report_directory,
+    rewritten_nspawn,
+    started_drop_in,
+    started_nspawn,
+    unit_drop_in,
+)
+
+CONFIGURED = "# As configured (nspawn.extra):"
+"""Precedes lines of .nspawn that always stay: if one of their sources is missing, nspawn does not start."""
+MISSING = "\\#missing:"
+"""Comments out a line whose source is missing; in shell quoting."""
+LOCK_WAIT = 20
+"""Seconds to wait for a running pass. A pass that takes longer stages a driver: then start without the lock."""
+REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
+"""Small: a machine that fills it does no harm."""
+
+
+def before_start(machine: str) -> list[str]:
+    """Return ExecStartPre= lines that need only a shell and the base system's tools, no file of ours.
+
+    Each may fail ("-"), and runs outside any sandbox ("+"): in a sandbox, a mount would not reach nspawn.
+    """
+    return [
+        "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
+        "# Make an empty directory for reports, and the directories that the machine mounts:",
+        _shell(_directories(machine)),
+        "# systemd-nspawn starts no machine with a Bind= whose source is missing: such lines wait for a later start.",
+        _shell(_binds(machine)),
+        "# Keep a copy of the settings that the machine starts with, in case the agent could not note them.",
+        _shell(_copies(machine)),
+    ]
+
+
+def _directories(machine: str) -> tuple[str, ...]:
+    report = report_directory(machine)
+    return (
+        "umask 022",
+        f"mkdir -p {HOST_NVIDIA} {handoff_directory(machine)} {report}",
+        # Remove what the machine's previous run left.
+        f"umount -l {report} 2>/dev/null",
+        f"mount {REPORT_MOUNT} {report}",
+    )
+
+
+def _binds(machine: str) -> tuple[str, ...]:
+    file, new = nspawn_file(machine), rewritten_nspawn(machine)
+    return (
+        # A pass of the agent writes the same file. Without `command`, a shell that cannot open the lock ends (special
+        # built-in utilities, POSIX). With umask 077 only root can open the lock, so no other user can hold it.
+        f"umask 077; command exec 9>>{PASS_LOCK} && flock -w {LOCK_WAIT} 9",
+        "umask 022",
+        f"test -s {file} || exit 0",
+        f"text=$(while IFS= read -r line; do line=${{line#{MISSING}}}",
+        f'case "$theirs$line" in "{CONFIGURED}") theirs=1 ;; '
+        # Without -r, `read` takes backslashes and splits at colons as nspawn does (systemd.nspawn(5), Bind=).
+        'Bind=*|BindReadOnly=*) printf %s "${line#*=}" | { IFS=: read source rest; test -e "$source"; } '
+        f"|| line={MISSING}$line ;; esac",
+        f'printf "%s\\n" "$line"; done <{file})',
+        f'test -z "$text" || test "$text" = "$(cat {file})" && exit 0',
+        f'printf "%s\\n" "$text" >{new} && sync {new} && mv -f {new} {file}',
+    )
+
+
+def _copies(machine: str) -> tuple[str, ...]:
+    copies = ((nspawn_file(machine), started_nspawn(machine)), (unit_drop_in(machine), started_drop_in(machine)))
+    return ("umask 022", *(f"cp -f {source} {copy} || rm -f {copy}" for source, copy in copies))
+
+
+def _shell(script: tuple[str, ...]) -> str:
+    """Return an ExecStartPre= line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
+    escaped = [line.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$") for line in script]
+    # systemd joins the lines with blanks. It takes a line that begins with # or ; as a comment, even within quotes.
+    return "ExecStartPre=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"

@@ -1,0 +1,217 @@
+"""The difference between facts and goal: ordered steps, and what prevents them. Pure."""
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from agent.host.plan.driver_roots import collect, protect, publish, record_handed
+from agent.host.plan.goal import Plan
+from agent.host.plan.live_devices import change_running, forbid_withdrawn
+from agent.host.plan.remembered import record_remembered
+from agent.host.state.owned_files import MARK
+from agent.model.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.faults import Fault, fault
+from agent.model.goal import MachineGoal, OwnedFile
+from agent.model.granted import render_granted
+from agent.model.paths import STATE, UNIT_SETTINGS, granted_file, machine_files, set_device_allow
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the machines' reports confirm."""
+
+    released: Set[str] = frozenset()
+    """Machines that no longer use what was withdrawn from them."""
+    lacking: Set[str] = frozenset()
+    """Machines in which nodes of their current handoff are missing."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Unexpected errors with the report, by machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Steps in the order of execution, and the files that are not ours to write."""
+
+    actions: tuple[Action, ...]
+    refused: dict[str, str | Unseen]
+    """By machine: why its files cannot be written; Unseen if they could not be read."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Unexpected errors by machine, including the plan's. Unless only the report was bad, such a machine only loses
+    what was withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """The steps for one machine."""
+
+    running: list[ChangeDevices]
+    settings: list[WriteFile]
+    handoff: list[Action]
+
+
+def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
+    """Return steps in this order: running machines, settings (for a start), driver roots, the handoffs that name them.
+
+    What no machine waits for comes last, but unused driver roots make room before a new one is staged.
+    """
+    refused: dict[str, str | Unseen] = {}
+    faults, machines = {**plan.faults, **said.faults}, []
+    for machine in plan.goal.machines:
+        try:
+            why = _refusal(machine, facts)
+            if why is None:
+                machines.append(_steps(machine, facts, said))
+            else:
+                refused[machine.name] = why
+        except Exception as error:
+            faults[machine.name] = fault("compare what it has with what it should have", error)
+            machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
+    settings = [write for machine in machines for write in machine.settings]
+    removals = [*_permissions(plan, facts), *_removals(plan, facts)]
+    changed = [write.path for write in settings] + [removal.path for removal in removals]
+    reload_needed = (
+        facts.reload_owed
+        or any(path.startswith(UNIT_SETTINGS) for path in changed)
+        or any(machine.unit_needs_reload for machine in facts.machines)
+    )
+    reload: list[Action] = [ReloadUnits()] if reload_needed else []
+    stage: list[Action] = [StageDriverRoot(root) for root in plan.goal.driver_roots if root not in facts.staged]
+    running = [change for machine in machines for change in machine.running]
+    handoffs = [action for machine in machines for action in machine.handoff]
+    later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
+    later += [WriteFile(path, content) for path, content in facts.notes_of_times.items()]
+    unused = collect(plan.goal, facts)
+    first, last = (unused, []) if stage else ([], unused)
+    needed, others = publish(plan.goal, facts, unused)
+    later += others
+    shown = [*protect(facts), *needed]
+    at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
+    if handoffs and not removals:
+        # A running machine does not need the reload, which blocks PID 1 and takes longer than all that the machine
+        # waits for: postpone it to the pass after the machine's answer. Not if a machine is about to start, which needs
+        # it, nor after a drop-in was removed: later passes may not look at that unit.
+        at_end = []
+    noted = record_remembered(plan.goal.remembered, facts)
+    changes = (*removals, *running, *settings, *at_start, *first, *shown, *stage, *handoffs, *at_end, *noted)
+    return Difference((*changes, *last, *later), refused, faults)
+
+
+def _steps(machine: MachineGoal, facts: Facts, said: Said) -> _Steps:
+    lacking = machine.name in said.lacking
+    running = change_running(machine, facts, released=machine.name in said.released, lacking=lacking)
+    bound = any(change.binds_anew for change in running) or (lacking and _bound_anew(machine, facts))
+    settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write(file, facts)]
+    return _Steps(running, settings, _publish(machine, facts, again=bound))
+
+
+def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
+    """Return whether a start of the machine would use other settings than the goal's."""
+    paths = (goal.nspawn.path, goal.drop_in.path)
+    return any(
+        isinstance(action, ReloadUnits) or (isinstance(action, WriteFile) and action.path in paths)
+        for action in difference.actions
+    )
+
+
+def startable(goal: MachineGoal, facts: Facts) -> bool:
+    """Return whether the machine's files are ours, even if older than this goal, and systemd has read the drop-in.
+
+    Without .nspawn the template's settings would apply: -U, which changes the owners of all files. Without the drop-in,
+    nothing would prepare the start. Older settings are better than a node that is down.
+    """
+    contents = [facts.files[file.path].content for file in (goal.nspawn, goal.drop_in)]
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    unread = facts.reload_owed or machine.unit_needs_reload
+    return not unread and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
+
+
+def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
+    """Return the handoff with our records of it. `again`: even if unchanged, so that the machine half checks its nodes.
+
+    The record of the grant comes first: after a crash in between, the next pass sees that the handoff is the old one.
+    `again` rewrites the record too: its time is that of the last publication.
+    """
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    note = WriteFile(granted_file(goal.name), render_granted(goal.granted))
+    noted = [note] if again or machine.granted != goal.granted else []
+    handoff = [_whole(goal.handoff_file)] if again else _write(goal.handoff_file, facts)
+    return [*record_handed(goal, facts), *noted, *handoff]
+
+
+def _bound_anew(goal: MachineGoal, facts: Facts) -> bool:
+    """Return whether all nodes that the machine lacked were bound since the last publication, which is then repeated.
+
+    This happens if a pass failed or was killed before it published, or after one that could not bind some nodes.
+    """
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    whole = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
+    return bool(whole) and machine.live_age < machine.granted_age
+
+
+def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
+    state = facts.files[file.path]
+    if state.content == file.content and (state.owned or _private(file.path)):
+        return []
+    return [_whole(file)]
+
+
+def _whole(file: OwnedFile) -> WriteFile:
+    return WriteFile(file.path, file.content, file.mode)
+
+
+def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
+    for file in (machine.nspawn, machine.drop_in):
+        state = facts.files[file.path]
+        match state.content:
+            case Unseen() as unseen:
+                return unseen
+            case Broken(why):
+                return why
+            case Absent():
+                continue
+            case content if not state.owned and content != file.content:
+                return (
+                    f"{file.path} was not written by this agent; move its settings to machines.{machine.name}.nspawn "
+                    "in the configuration and remove it"
+                )
+    return None
+
+
+def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
+    """Return removals of owned files that no machine wants any longer; files of held machines stay."""
+    wanted = {file.path for file in plan.goal.files()}
+    wanted |= {path for name in plan.held for path in machine_files(name)}
+    return [
+        RemoveFile(path)
+        for path, state in sorted(facts.files.items())
+        # Even if the file is gone: a removal may have been interrupted before it was recorded.
+        if state.owned and path not in wanted
+    ]
+
+
+def _permissions(plan: Plan, facts: Facts) -> list[RemoveFile]:
+    """Return removals of the permissions that machines got while they ran. Our drop-in outranks them, but goes too.
+
+    They come before the settings, because only the record of the settings leads a later pass to such a machine.
+    """
+    template = facts.template_device_allow
+    if not isinstance(template, tuple):
+        # Without the template it is unknown which are ours. No machine starts without it either.
+        return []
+    configured = {machine.name for machine in plan.goal.machines} | plan.held.keys() | plan.skipped.keys()
+    removals = []
+    for machine in facts.machines:
+        if machine.name in configured or machine.live is None:
+            continue
+        ours = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in template}
+        path = set_device_allow(machine.name)
+        content = facts.files[path].content
+        # Keep a property that an administrator has set and that has no entry of ours.
+        if isinstance(content, bytes) and ours & set(content.decode(errors="replace").splitlines()):
+            removals.append(RemoveFile(path))
+    return removals
+
+
+def _private(path: str) -> bool:
+    """Return whether the path is in our own directory, where files need no ownership record."""
+    return path.startswith(f"{STATE}/")

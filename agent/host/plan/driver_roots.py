@@ -1,0 +1,147 @@
+"""Which driver roots machines were handed, and which of those on disk are no longer used. Pure."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from agent.host.state.driver_roots import render_handed
+from agent.model.actions import (
+    Action,
+    ClearRemains,
+    ProtectDriverRoots,
+    PublishDriverRoot,
+    RemoveDriverRoot,
+    WriteFile,
+)
+from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
+from agent.model.faults import Fault
+from agent.model.goal import Goal, MachineGoal
+from agent.model.paths import handed_roots_file
+
+ENDED = ("inactive", "failed")
+"""ActiveState of a machine in which no process runs."""
+
+
+def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
+    """Return the indices that the machine's current handoff names, by vendor; None if unknown."""
+    granted = next((each.granted for each in facts.machines if each.name == machine), Absent("no such machine"))
+    if isinstance(granted, Absent):
+        return {}
+    return None if isinstance(granted, Broken | Unseen) else {**granted.driver_roots}
+
+
+def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
+    """Return the step to do before a handoff is replaced: running containers still use what the old one named."""
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    recorded = machine.handed_roots
+    if not isinstance(recorded, tuple):
+        # Only the machine's start creates the record: later, it is unknown what running containers use.
+        return []
+    new = {root.index for grant in goal.grants if (root := grant.driver_root)}
+    handed = {*recorded, *(named_roots(facts, goal.name) or {}).values(), *new}
+    if handed == set(recorded):
+        return []
+    return [WriteFile(handed_roots_file(goal.name), render_handed(handed))]
+
+
+def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Action], list[Action]]:
+    """Return steps that publish roots no machine sees, as after a crash: those that handoffs name, and the others."""
+    going = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
+    hidden = [root for root in facts.staged if root.hidden and root.index not in going]
+    return (
+        [PublishDriverRoot(root) for root in hidden if root in goal.driver_roots],
+        [PublishDriverRoot(root) for root in hidden if root not in goal.driver_roots],
+    )
+
+
+def without_plain(facts: Facts) -> Facts:
+    """Return facts without the driver roots that `protect` takes away, so that the plan stages them again."""
+    if not _replaceable(facts):
+        return facts
+    return replace(facts, staged=tuple(root for root in facts.staged if root.index not in facts.plain_roots))
+
+
+def protect(facts: Facts) -> list[Action]:
+    """Return the step that replaces plain directories by mounts; if it fails, not again in this boot."""
+    return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
+
+
+def _replaceable(facts: Facts) -> bool:
+    """Return whether no machine runs, every machine's settings can be planned, and the host has all needed drivers."""
+    if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
+        return False
+    for each in facts.machines:
+        running = each.unit_state not in (*ENDED, "activating")
+        if running or isinstance(each.root, Fault) or named_roots(facts, each.name) is None:
+            return False
+    seen = all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors)
+    return seen and all(_on_host(root, facts) for root in facts.staged if root.index in facts.plain_roots)
+
+
+def _on_host(root: StagedRoot, facts: Facts) -> bool:
+    """Return whether the host has that driver's files, or those of the loaded module, which machines then use."""
+    driver = next((each.driver for each in facts.vendors if each.vendor == root.vendor), None)
+    if driver is None or not isinstance(driver.user_space.files, tuple):
+        return False
+    version = driver.user_space.version
+    return isinstance(version, str) and version in (root.version, driver.module_version)
+
+
+def collect(goal: Goal, facts: Facts) -> list[Action]:
+    """Return removals of roots that no machine was handed since its start, except those for the host's module or files.
+
+    A container that restarts in place needs the paths that it was made with, so a driver root stays while any machine
+    runs that was handed it. Remove none if something relevant could not be observed (fail static).
+    """
+    staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
+    # Staging clears remains by itself.
+    remains = () if staging else facts.staging_remains
+    actions: list[Action] = [ClearRemains(remains)] if remains else []
+    used = _used(goal, facts)
+    if used is None:
+        return actions
+    known = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
+    spoiled = dict.fromkeys(facts.spoiled_roots, "half made")
+    on_disk = {**known, **spoiled}
+    return actions + [RemoveDriverRoot(index, on_disk[index]) for index in sorted(on_disk.keys() - used)]
+
+
+def _used(goal: Goal, facts: Facts) -> set[int] | None:
+    """Return the indices that must stay; None if not all are known."""
+    used = {root.index for root in (*goal.driver_roots, *goal.waiting_roots)}
+    for machine in facts.machines:
+        of_machine = _used_by(machine, facts)
+        if of_machine is None:
+            return None
+        used |= of_machine
+    for vendor in facts.vendors:
+        if not isinstance(vendor.devices, tuple | Absent):
+            return None
+        if vendor.driver is not None:
+            newest = _of_the_host(vendor.vendor, vendor.driver, facts.staged)
+            if newest is None:
+                return None
+            used |= newest
+    return used
+
+
+def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
+    named = named_roots(facts, machine.name)
+    if named is None:
+        return None
+    if machine.unit_state in ENDED:
+        return set(named.values())
+    if not isinstance(machine.handed_roots, tuple):
+        return None
+    return {*named.values(), *machine.handed_roots}
+
+
+def _of_the_host(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
+    """Return the newest root of the module's version and of the files' version, even while no machine has a GPU."""
+    versions = (driver.module_version, driver.user_space.version)
+    unclear = any(isinstance(version, Unseen | Broken) for version in versions)
+    if unclear or not isinstance(driver.user_space.files, tuple):
+        return None
+    ours = [root for root in staged if root.vendor == vendor]
+    return {
+        max(root.index for root in ours if root.version == each.version) for each in ours if each.version in versions
+    }

@@ -1,0 +1,248 @@
+"""Plan the goal: a pure function of configuration and facts. The same facts in any order give the same bytes."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from agent.config.settings import Config, MachineSettings
+from agent.host.plan.before_start import CONFIGURED
+from agent.host.plan.driver_roots import named_roots
+from agent.host.plan.live_devices import owners, still_used
+from agent.host.plan.mounts import there
+from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
+from agent.host.plan.remembered import remember
+from agent.host.plan.selection import Selection, other_driver, select
+from agent.host.plan.shares import Shares, in_turn, unknown_grants
+from agent.host.plan.unit_drop_in import device_allow, from_template, render_drop_in
+from agent.host.vendors import host_vendor
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, StagedRoot, VendorFacts
+from agent.model.faults import Fault, fault
+from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
+from agent.model.granted import Granted
+from agent.model.handoff import OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
+from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The goal, and the machines that it leaves as they are, each with the reason."""
+
+    goal: Goal
+    held: dict[str, str]
+    """Machines that must not change: they are missing, in use, or could not be observed (fail static)."""
+    skipped: dict[str, str]
+    """Machines without a GPU and with nothing of ours to withdraw."""
+    faults: Mapping[str, Fault] = field(default_factory=dict)
+    """Unexpected errors by machine; the plan leaves such a machine as it is."""
+
+
+def plan(config: Config, facts: Facts, now: float = 0.0) -> Plan:
+    """Plan what each machine should have, and the driver roots for it. `now`: seconds since the epoch."""
+    return _plan(config, facts, now, _faults(facts))
+
+
+def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault]) -> Plan:
+    held = _leaving(config, facts)
+    skipped: dict[str, str] = {}
+    machines: list[MachineGoal] = []
+    roots = _Roots(facts.next_driver_root_index)
+    gone = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
+    shares = Shares(config, facts, faults)
+    unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
+    unseen += [facts.staged_unseen] if facts.staged_unseen else []
+    unknown = unknown_grants(config, facts, faults)
+    template = facts.template_device_allow
+    for name, settings in in_turn(config):
+        if name in gone:
+            # Perhaps its file system is not mounted yet: keep our files for it.
+            held[name] = gone[name]
+        elif name in faults:
+            held[name] = faults[name].why
+        elif unseen or name in unknown:
+            held[name] = "; ".join([*unseen, *unknown.get(name, ())])
+        elif not isinstance(template, tuple):
+            held[name] = template.why
+        elif not any(vendor.gpus for vendor in facts.vendors) and not settings.beside_gpus and not _ours(facts, name):
+            skipped[name] = "no GPU on this host"
+        else:
+            try:
+                machine = _machine(name, config, facts, template, roots, shares.of(name))
+            except Exception as error:
+                # It keeps what it has. Plan all machines again, so that none planned before it gets any of that.
+                return _plan(config, facts, now, {**faults, name: fault("plan its settings", error)})
+            shares.give(name, settings, machine.grants)
+            machines.append(machine)
+    waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
+    machines.sort(key=lambda each: each.name)
+    remembered = remember(config, facts, machines, held, now)
+    return Plan(Goal(tuple(roots.wanted), tuple(machines), waiting, remembered), held, skipped, faults)
+
+
+def _faults(facts: Facts) -> dict[str, Fault]:
+    """Return the faults that occurred while observing machines."""
+    return {machine.name: machine.root for machine in facts.machines if isinstance(machine.root, Fault)}
+
+
+def _leaving(config: Config, facts: Facts) -> dict[str, str]:
+    """Return running machines that are no longer configured. They keep their settings.
+
+    With the template's -U instead, nspawn would give the whole root directory to other users at the next start.
+    """
+    return {
+        machine.name: "it is not in the configuration any more, and its settings stay while it runs"
+        for machine in facts.machines
+        if machine.name not in config.machines and machine.unit_state not in ("inactive", "failed")
+    }
+
+
+class _Roots:
+    """Assigns indices to driver roots that are not on disk yet, the same for all machines."""
+
+    def __init__(self, next_index: int) -> None:
+        self.next_index = next_index
+        self.wanted: list[StagedRoot] = []
+        self.waiting: list[StagedRoot] = []
+
+    def place(self, grant: Grant) -> Grant:
+        serving = self._place(grant.driver_root, self.wanted)
+        waiting = self._place(grant.waiting_root, self.waiting)
+        return replace(grant, driver_root=serving, waiting_root=waiting)
+
+    def _place(self, root: StagedRoot | None, among: list[StagedRoot]) -> StagedRoot | None:
+        if root is None:
+            return None
+        if root.index == UNSTAGED:
+            placed = [*self.wanted, *self.waiting]
+            known = [each for each in placed if replace(each, index=UNSTAGED) == root]
+            root = known[0] if known else replace(root, index=self.next_index)
+            self.next_index = max(self.next_index, root.index + 1)
+        if root not in among:
+            among.append(root)
+        return root
+
+
+def _ours(facts: Facts, machine: str) -> bool:
+    return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
+
+
+def _machine(
+    name: str, config: Config, facts: Facts, template: tuple[DeviceAllow, ...], roots: _Roots, share: Share
+) -> MachineGoal:
+    settings = config.machines[name]
+    grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
+    nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
+    directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
+    mounts = there(settings.extra_mounts, facts, config.machines)
+    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found)
+    allow = device_allow(settings, template, nodes)
+    allow += still_used(name, facts, allow)
+    drop_in = render_drop_in(name, settings, allow)
+    handoff = Handoff(
+        name,
+        facts.architecture,
+        tuple(_request(grant) for grant in grants if grant.vendor != OTHER_DEVICES or grant.nodes),
+        default_runtime=settings.default_runtime,
+        restart_device_plugin=settings.restart_device_plugin,
+        containerd_drop_in=settings.containerd_drop_in,
+    )
+    return MachineGoal(
+        name=name,
+        grants=grants,
+        nspawn=OwnedFile(nspawn_file(name), nspawn),
+        drop_in=OwnedFile(unit_drop_in(name), drop_in),
+        handoff=handoff,
+        handoff_file=OwnedFile(handoff_file(name), render_handoff(handoff)),
+        granted=Granted(
+            handoff.generation,
+            (
+                *(gpu for grant in grants for gpu in grant.gpus),
+                *(gpu for grant in grants for gpu in grant.detached if gpu in facts.draining),
+            ),
+            {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
+        ),
+        live=LiveSettings(
+            fixed=_fixed(name, settings, template),
+            allow=allow,
+            nodes={
+                **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
+                **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
+            },
+            owners=owners(allow, facts),
+            mounts=tuple(mount.target for mount in mounts.found),
+        ),
+        lacking=mounts.lacking,
+    )
+
+
+def _grants(
+    name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
+) -> tuple[Grant, ...]:
+    """Return the grants of the vendors in the machine's handoff. One of them reports what is configured but missing."""
+    vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
+    present = named_roots(facts, name) or {}
+    telling = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
+    grants = []
+    for vendor in vendors:
+        choice = DriverRoots(facts.staged, present.get(vendor.vendor))
+        wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
+        grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
+        problems = selection.problems if vendor.vendor == telling else ()
+        # Each vendor reports its own GPUs, since its conditions name the next step.
+        problems += tuple(
+            other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
+        )
+        grants.append(replace(grant, problems=problems + grant.problems))
+    # Omit the other devices if none are configured.
+    return tuple(each for each in grants if each.vendor != OTHER_DEVICES or each.nodes or each.lacking)
+
+
+def _is_handed(vendor: VendorFacts) -> bool:
+    """Return whether handoffs name the vendor. Without a GPU on the host, they omit vendors that older images lack.
+
+    A machine half that knows such a vendor removes by itself what the machine had of it.
+    """
+    return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
+
+
+def _fixed(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
+    """Return a digest of the settings without devices: only devices can change in a running machine."""
+    # Include all configured mounts: a source that is missing now does not change the settings.
+    nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
+    # Not worth a restart: DevicesAllowed would call a machine that runs without these lines outdated.
+    nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
+    drop_in = render_drop_in(name, settings, from_template(template), whole=False)
+    return hashlib.sha256(nspawn + drop_in).hexdigest()
+
+
+def _bindable(grant: Grant) -> Grant:
+    """Return the grant without nodes whose path no .nspawn file can hold; a problem names each of those."""
+    refused = [node for node in grant.nodes if not bindable(node.path)]
+    problems = tuple(f"{node.path!r} cannot be written into a .nspawn file" for node in refused)
+    nodes = tuple(node for node in grant.nodes if node not in refused)
+    return replace(grant, nodes=nodes, problems=grant.problems + problems)
+
+
+def _request(grant: Grant) -> Request:
+    root = grant.driver_root
+    with_node = {node.pci_address for node in grant.nodes}
+    return Request(
+        vendor=grant.vendor,
+        gpus=tuple(address for address in grant.gpus if address in with_node),
+        devices=tuple(_device(node) for node in grant.nodes),
+        driver_version=root.version if root else "",
+        driver_root=f"{MACHINE_HOST_NVIDIA}/{root.index}" if root else "",
+        files=tuple(sorted(GrantedFile(file.target, file.link) for file in root.files)) if root else (),
+        sockets=grant.services,
+        environment=grant.environment,
+        cdi_modes=grant.cdi_modes,
+        cdi_hooks=grant.cdi_hooks,
+    )
+
+
+def _device(node: DeviceNode) -> GrantedDevice:
+    number = node.number
+    # Only for MIG instances, whose nodes belong to a GPU: version 1 of the handoff had other capabilities' nodes too.
+    capability = node.capability if node.pci_address else ""
+    return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)

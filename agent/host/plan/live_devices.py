@@ -1,0 +1,102 @@
+"""Changes to a machine's devices while it runs. Pure."""
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from agent.host.plan.unit_drop_in import node_by_number
+from agent.model.actions import ChangeDevices
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import DeviceNode, Facts
+from agent.model.goal import MachineGoal
+from agent.model.live import LiveSettings
+
+
+def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: bool) -> list[ChangeDevices]:
+    """Return the change, if any; none if its live settings are unknown.
+
+    `released`: it no longer uses what was withdrawn. `lacking`: it reports missing nodes for its current handoff. Bind
+    those once more, not in every pass.
+    """
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    before = machine.live
+    if machine.unit_state != "active" or before is None:
+        return []
+    leftover = [] if released else _leftover(goal, before, facts)
+    allow = (*goal.live.allow, *leftover)
+    noted = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in leftover}}
+    rebind = lacking and before.rebound != goal.generation
+    # Clear it once the machine has all nodes: a module that is loaded again makes new nodes again.
+    rebound = goal.generation if rebind else "" if released and not lacking else before.rebound
+    same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
+    if same and noted == before.owners and not before.unsure:
+        return []
+    others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
+    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound, owners=noted, mounts=before.mounts)
+    return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
+
+
+def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
+    """Return the change for a machine with a fault: forbid the rest at once, since another machine may have it."""
+    wanted = {entry.node for entry in goal.live.allow}
+    changes = []
+    for machine in facts.machines:
+        if machine.name == goal.name and machine.unit_state == "active" and (before := machine.live):
+            allow = tuple(entry for entry in before.allow if entry.node in wanted)
+            others = tuple(entry for entry in machine.device_allow if entry not in before.allow)
+            if allow != before.allow:
+                changes.append(ChangeDevices(goal.name, before, replace(before, allow=allow), others))
+    return changes
+
+
+def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
+    """Return permissions to keep for present devices that are no longer granted: CDI may still give them to a pod.
+
+    Withdraw the permission at once if the device is gone, since another may get its number; if another device already
+    has the number, as after a driver found its GPUs in another order; and if the number's owner is unknown.
+    """
+    present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
+    known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]
+    return [entry for entry in known if live.owners.get(entry.node) == present[entry.node]]
+
+
+def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
+    """Return the current owner of each entry's device number, in the form of LiveSettings.owners."""
+    present = _owners(facts)
+    return {entry.node: present[entry.node] for entry in allow if entry.node in present}
+
+
+def still_used(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
+    """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
+
+    Drained GPUs have such users until the last one ends. So do devices that the template allows and that machines no
+    longer get, if the machine started with an older release's settings. These permissions are part of its settings:
+    otherwise any daemon-reload would withdraw them.
+    """
+    live = next((each.live for each in facts.machines if each.name == name), None)
+    if live is None:
+        return ()
+    draining = {node_by_number(node.number): _owner(node) for node in _draining(facts)}
+    may_need = draining.keys() - {entry.node for entry in allow}
+    # Keep numbers of the same GPU, and numbers without an owner: older releases did not record owners.
+    same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
+    template = facts.template_device_allow
+    withheld = set(template).difference(allow) if isinstance(template, tuple) else set()
+    return tuple(entry for entry in live.allow if entry in withheld or entry.node in same)
+
+
+def _draining(facts: Facts) -> list[DeviceNode]:
+    """Return the nodes that the last users of draining GPUs may still open, including nodes of no single GPU."""
+    of_gpus = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
+    return [node for node in _all_nodes(of_gpus) if facts.draining and node.pci_address in ("", *facts.draining)]
+
+
+def _owners(facts: Facts) -> dict[str, str]:
+    return {node_by_number(node.number): _owner(node) for node in _all_nodes(facts)}
+
+
+def _owner(node: DeviceNode) -> str:
+    return node.pci_address or node.path
+
+
+def _all_nodes(facts: Facts) -> list[DeviceNode]:
+    return [node for vendor in facts.vendors if isinstance(vendor.devices, tuple) for node in vendor.devices]

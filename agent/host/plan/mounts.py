@@ -1,0 +1,64 @@
+"""The extra mounts of a machine. Pure."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.config.mounts import ExtraMount
+from agent.config.settings import MachineSettings
+from agent.model.facts import Absent, Broken, Facts, MountSource, Unseen
+
+BINDS = ("Bind", "BindReadOnly")
+BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
+"""The path in such a line: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mounts:
+    """The mounts of one machine from its next start on."""
+
+    found: tuple[ExtraMount, ...] = ()
+    """With the real paths of their sources: nspawn follows links as root, and they may lead elsewhere by then."""
+    lacking: tuple[str, ...] = ()
+    """Sources that would stop the machine's start, or may not be mounted, in words."""
+
+
+def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
+    """Split the mounts into those possible now and the others. `machines`: all configured ones."""
+    given = _given(facts, machines) if mounts else {}
+    found, lacking = [], []
+    for mount in mounts:
+        match facts.mount_sources.get(mount.source):
+            case MountSource() as source if around := _around(source, given):
+                # Even if mounted read-only: root in a machine can remount it.
+                why = f"the way to it leads through {around}, where machine {given[around]} could put a link"
+                lacking.append(f"{mount.source} for {mount.target} ({why})")
+            case MountSource(path=real):
+                found.append(mount.model_copy(update={"source": real}))
+            case Broken(why) | Unseen(why):
+                lacking.append(f"{mount.source} for {mount.target} ({why})")
+            case Absent() | None:
+                lacking.append(f"{mount.source} for {mount.target}")
+    return Mounts(tuple(found), tuple(lacking))
+
+
+def _given(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
+    """Return machines by the host paths they mount, now or once these exist: below them they can put links anywhere."""
+    given = {path: name for name, settings in machines.items() for path in _named(settings)}
+    seen = {source.path: given[path] for path, source in facts.mount_sources.items()
+            if path in given and isinstance(source, MountSource) and not _around(source, given)}  # fmt: skip
+    return given | seen
+
+
+def _named(settings: MachineSettings) -> Iterator[str]:
+    yield from (mount.source for mount in settings.extra_mounts)
+    for key in BINDS:
+        lines = settings.nspawn.extra.get("Files", {}).get(key, [])
+        for line in [lines] if isinstance(lines, str) else lines:
+            if source := BIND_SOURCE.match(line):
+                yield re.sub(r"\\(.)", r"\1", source["path"])
+
+
+def _around(source: MountSource, places: Iterable[str]) -> str:
+    """Return the first of the places that the path to the source passes through; "" for none."""
+    return next((place for place in places for step in source.way if step.startswith(f"{place.rstrip('/')}/")), "")

@@ -1,0 +1,103 @@
+"""Renders a machine's settings file, systemd.nspawn(5)."""
+
+from agent.config.mounts import ExtraMount
+from agent.config.nspawn_settings import NspawnSettings
+from agent.host.plan.before_start import CONFIGURED
+from agent.host.state.owned_files import MARK
+from agent.model.facts import DeviceNode, ServiceDirectory
+from agent.model.paths import (
+    CONFIG_FILE,
+    HOST_NVIDIA,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_HOST_NVIDIA,
+    MACHINE_REPORT_DIRECTORY,
+    handoff_directory,
+    report_directory,
+)
+
+SYS_MODULE = "BindReadOnly=/sys/module"
+"""The whole directory: a module that is not loaded has none of its own, and a missing source would stop the start."""
+TRUE = ("yes", "y", "true", "t", "on", "1")
+"""As systemd's parse_boolean."""
+OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
+"""Settings of [Network] that imply Private=yes."""
+
+HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG_FILE}.\n"
+
+
+def bindable(path: str) -> bool:
+    """Return whether a Bind= line can hold the path: a line break would start another setting, blanks are stripped."""
+    return path == path.strip() and path.isprintable() and path.startswith("/")
+
+
+def escape(path: str) -> str:
+    """Escape a path for Bind=: a colon separates, a backslash escapes, there are no specifiers (systemd.nspawn(5))."""
+    return path.replace("\\", "\\\\").replace(":", "\\:")
+
+
+def render_nspawn(
+    machine: str,
+    settings: NspawnSettings,
+    nodes: tuple[DeviceNode, ...],
+    directories: tuple[ServiceDirectory, ...] = (),
+    mounts: tuple[ExtraMount, ...] = (),
+) -> bytes:
+    """Return the whole file."""
+    sections: dict[str, list[str]] = {
+        "Exec": [
+            "Boot=yes",
+            "PrivateUsers=no",
+            f"Capability={settings.capability}",
+            f"SystemCallFilter={settings.system_call_filter}",
+        ],
+        "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
+        "Files": [
+            f"BindReadOnly={escape(HOST_NVIDIA)}:{MACHINE_HOST_NVIDIA}",
+            f"BindReadOnly={escape(handoff_directory(machine))}:{MACHINE_HANDOFF_DIRECTORY}",
+            f"Bind={escape(report_directory(machine))}:{MACHINE_REPORT_DIRECTORY}",
+        ],
+    }
+    if settings.modules:
+        sections["Files"].append("BindReadOnly=/lib/modules")
+    if _reduced_sys(settings):
+        sections["Files"].append(SYS_MODULE)
+    if settings.kmsg:
+        sections["Files"].append("Bind=/dev/kmsg")
+    sections["Files"] += [f"Bind={escape(node.path)}" for node in nodes]
+    sections["Files"] += [
+        f"{'Bind' if directory.writable else 'BindReadOnly'}={escape(directory.path)}" for directory in directories
+    ]
+    sections["Files"] += [
+        f"{'BindReadOnly' if mount.read_only else 'Bind'}={escape(mount.source)}:{escape(mount.target)}"
+        for mount in mounts
+    ]
+    for section, extra in sorted(settings.extra.items()):
+        lines = sections.setdefault(section, [])
+        if section == "Files":
+            lines.append(CONFIGURED)
+        for key, values in sorted(extra.items()):
+            lines += [f"{key}={value}" for value in ([values] if isinstance(values, str) else values)]
+    body = "\n".join(f"[{section}]\n" + "".join(f"{line}\n" for line in lines) for section, lines in sections.items())
+    return (HEADER + "\n" + body).encode()
+
+
+def _reduced_sys(settings: NspawnSettings) -> bool:
+    """Return whether nspawn shows the machine a /sys of a few directories (mount_sysfs in nspawn-mount.c).
+
+    It does for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if only
+    the network's part of the kernel file systems is to be writable.
+    """
+    network = settings.extra.get("Network", {})
+    virtual_ethernet = _last(network.get("VirtualEthernet", []), _yes(settings.virtual_ethernet)).lower() in TRUE
+    private = _last(network.get("Private", []), "no").lower() in TRUE
+    own = virtual_ethernet or private or any(network.get(key) for key in OWN_NETWORK)
+    return own or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
+
+
+def _last(values: str | list[str], default: str) -> str:
+    """Return the last of several assignments, which is the one that counts."""
+    return values if isinstance(values, str) else [default, *values][-1]
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

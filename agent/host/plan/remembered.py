@@ -1,0 +1,77 @@
+"""Work out which granted GPUs to remember, and since when some are gone. Pure."""
+
+from collections.abc import Container, Iterable
+
+from agent.config.settings import Config
+from agent.model.actions import Action, WriteFile
+from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.model.goal import MachineGoal, OwnedFile
+from agent.model.paths import REMEMBERED_GPUS
+from agent.model.remembered import Remembered, RememberedGpu, render_remembered
+
+
+def remember(
+    config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
+) -> Seen[Remembered]:
+    """Return the record as it should be. `held`: machines that keep whatever they have.
+
+    A GPU that is present but granted to no machine was withdrawn: it is not lost when it goes. Nor is a GPU that the
+    machine's settings no longer name, or that is in another slot now.
+    """
+    before = facts.remembered
+    if isinstance(before, Unseen | Absent):
+        return before
+    if isinstance(before, Broken):
+        before = Remembered(damage=before.why)
+    if not all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors):
+        # If listing the bus failed, every GPU would seem to be lost.
+        return before
+    granted: dict[str, set[str]] = {}
+    for goal in goals:
+        for address in (address for grant in goal.grants for address in grant.gpus):
+            granted.setdefault(address, set()).add(goal.name)
+    known = {each.pci_address: each for each in before.gpus}
+    present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
+    uuids = {gpu.uuid for gpu in present.values() if gpu.uuid}
+    gpus = []
+    for address in sorted({*known, *granted}):
+        gpu, old = present.get(address), known.get(address)
+        if gpu is not None:
+            model, uuid = (old.model, old.uuid) if old else ("", "")
+            kept = [name for name in (old.machines if old else ()) if name in held and name in config.machines]
+            machines = tuple(sorted({*granted.get(address, ()), *kept}))
+            each = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, machines)
+        elif old is not None and old.uuid not in uuids:
+            machines = tuple(name for name in old.machines if _wanted(config, name, old))
+            lost = old.lost or now
+            each = RememberedGpu(address, old.vendor, old.model, old.uuid, machines, lost)
+        else:
+            continue
+        if each.machines:
+            gpus.append(each)
+    return Remembered(tuple(gpus), before.damage)
+
+
+def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
+    """Return steps to write the copies that differ; none while there is nothing to remember."""
+    files = remembered_files(remembered)
+    found = {file.path: facts.files[file.path].content for file in files}
+    if remembered == Remembered() and all(isinstance(each, Absent) for each in found.values()):
+        return []
+    return [WriteFile(file.path, file.content) for file in files if found[file.path] != file.content]
+
+
+def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
+    """Return both copies, in the order of writing; none if the record could not be read."""
+    if not isinstance(remembered, Remembered):
+        return ()
+    content = render_remembered(remembered)
+    return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
+
+
+def _wanted(config: Config, machine: str, gpu: RememberedGpu) -> bool:
+    """Return whether the machine's settings still ask for a GPU that has gone."""
+    if machine not in config.machines:
+        return False
+    wanted = config.machines[machine].gpus
+    return isinstance(wanted, str) or gpu.pci_address in wanted or gpu.uuid in wanted

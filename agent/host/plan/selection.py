@@ -1,0 +1,91 @@
+"""Select the GPUs, of any vendor, that a machine's settings ask for. Pure."""
+
+from dataclasses import dataclass, replace
+
+from agent.host.vendors import host_vendor, rank
+from agent.model.facts import Gpu, VendorFacts
+from agent.model.goal import Share
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The selected GPUs of all vendors."""
+
+    gpus: tuple[Gpu, ...]
+    """Including detached ones; with `count=N`, only while they drain or if no other GPU can replace them."""
+    problems: tuple[str, ...] = ()
+    """What the settings ask for but the host does not have, one sentence each."""
+    wrong_driver: tuple[Gpu, ...] = ()
+    """GPUs that the settings ask for, but that another driver took first."""
+
+
+def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
+    """Select the GPUs of one machine. `wanted`: the setting `gpus`."""
+    present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
+    fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
+    usable = [gpu for gpu in fitting if _counts(gpu, vendors, share)]
+    wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
+    if wanted == "all":
+        # If another vendor's GPUs are usable, this one may be meant for the host's own display.
+        missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
+        return Selection(_free(usable, share), _still(usable, share), wrong_driver=missed)
+    if isinstance(wanted, str):
+        selection = _count(usable, int(wanted.removeprefix("count=")), share)
+        if not selection.problems:
+            return selection
+        return replace(selection, problems=selection.problems + _still(usable, share), wrong_driver=wrong)
+    chosen: list[Gpu] = []
+    problems: list[str] = []
+    missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
+    for name in wanted:
+        found = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
+        chosen += [gpu for gpu in _free(found, share) if gpu not in chosen]
+        problems += _still(found, share)
+        if not found and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
+            problems.append(_missing(name, present))
+    return Selection(tuple(chosen), tuple(problems), missed)
+
+
+def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
+    """Return whether `all` and `count=N` include it. An integrated GPU, for example, may have no driver on purpose."""
+    awaited = any(vendor.driver_awaited for vendor in vendors if vendor.vendor == gpu.vendor)
+    return bool(gpu.driver) or awaited or gpu.pci_address in share.has
+
+
+def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
+    free = [gpu for gpu in _free(usable, share) if gpu.pci_address not in share.taken]
+    # A GPU that is plugged in at a lower address must not replace one that pods use.
+    # Nor is a draining GPU replaced before its users have ended: it may be attached again.
+    last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
+
+    def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
+        # By vendor before the address: an integrated GPU has a low one, and is rarely meant. By vendor also before the
+        # driver, which may come late: a machine keeps what it was given first.
+        has = gpu.pci_address in share.has
+        return gpu.pci_address in last, not has, rank(gpu.vendor), not gpu.driver, gpu.pci_address
+
+    chosen = tuple(sorted(free, key=order)[:count])
+    others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
+    short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
+    return Selection(chosen, () if len(chosen) == count else (short,))
+
+
+def _free(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
+    return tuple(gpu for gpu in gpus if gpu.pci_address not in share.kept)
+
+
+def _still(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
+    """Return why the others are not free, one sentence each."""
+    return tuple(
+        f"GPU {gpu.pci_address} is {share.kept[gpu.pci_address]}" for gpu in gpus if gpu.pci_address in share.kept
+    )
+
+
+def _missing(name: str, present: list[Gpu]) -> str:
+    found = (other_driver(gpu, name) for gpu in present if name in (gpu.pci_address, gpu.uuid))
+    return next(found, f"GPU {name} is not on this host")
+
+
+def other_driver(gpu: Gpu, name: str) -> str:
+    """Return why a machine cannot get the GPU."""
+    return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"

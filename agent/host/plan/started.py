@@ -1,0 +1,85 @@
+"""Derive a running machine's live settings from copies of the files that it started with, if their record is missing.
+
+The record is missing if prepare@ ended too early or could not write it, or if it was damaged since. Pure.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agent.host.plan.goal import Plan
+from agent.host.plan.nspawn import escape
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import Facts, MachineFacts
+from agent.model.faults import Fault, fault
+from agent.model.goal import MachineGoal
+from agent.model.live import READ_ONLY, LiveSettings
+
+NOT_COMPARED = re.compile(rb"^(?:#.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
+"""Lines of a drop-in: devices, which can change in a running machine, preparation of the start, and comments.
+
+These differ between releases. A backslash at the end of a line continues it (systemd.syntax(7)).
+"""
+NODE = re.compile(rb"Bind=/dev/(?!kmsg$)")
+"""Only devices have such a line; other settings stay the same."""
+
+
+def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
+    """Return the facts, completed for machines without a record, and faults by machine, whose facts stay."""
+    goals = {goal.name: goal for goal in planned.goal.machines}
+    machines, faults = [], {}
+    for machine in facts.machines:
+        if machine.started and machine.name in goals:
+            try:
+                machine = replace(machine, live=_known(goals[machine.name], machine))
+            except Exception as error:
+                faults[machine.name] = fault("find out what it was started with", error)
+        machines.append(machine)
+    return replace(facts, machines=tuple(machines)), faults
+
+
+def _known(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
+    """Return its live settings: devices from the record, if there is one; settings compared with the goal again."""
+    derived = _derived(goal, machine)
+    if machine.live is None or derived is None:
+        return derived
+    return replace(machine.live, fixed=derived.fixed, mounts=derived.mounts)
+
+
+def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
+    """Return None if these files are unknown. `fixed` is empty if settings differ that only a start applies."""
+    if machine.started is None:
+        return None
+    nspawn, drop_in = machine.started[0].splitlines(), machine.started[1].decode(errors="replace")
+    lines = {path: _line(path, number) for path, number in goal.live.nodes.items()}
+    same = _settings(nspawn, lines) == _settings(goal.nspawn.content.splitlines(), lines)
+    same = same and _without_devices(machine.started[1]) == _without_devices(goal.drop_in.content)
+    allowing = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
+    allowed = [DeviceAllow.parse(line.partition("=")[2]) for line in allowing]
+    numbers = {entry.node for entry in allowed}
+    # Bind daemons' directories again too: it is unknown which existed at the start.
+    nodes = {
+        path: number
+        for path, number in goal.live.nodes.items()
+        if lines[path] in nspawn and f"/dev/char/{number}" in numbers
+    }
+    # We permitted whatever systemd now permits by number. The numbers' owners are unknown, so withdraw at once those
+    # that are not granted.
+    permitted = (*machine.device_allow, *allowed)
+    ours = [entry for entry in permitted if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
+    allow = tuple(dict.fromkeys(ours))
+    fixed, mounts = (goal.live.fixed, goal.live.mounts) if same else ("", ())
+    return LiveSettings(fixed, allow, nodes, unsure=True, mounts=mounts)
+
+
+def _line(path: str, number: str) -> bytes:
+    return f"{'BindReadOnly' if number.startswith(READ_ONLY) else 'Bind'}={escape(path)}".encode()
+
+
+def _settings(content: list[bytes], lines: dict[str, bytes]) -> list[bytes]:
+    devices = {*lines.values()}
+    return [line for line in content if line not in devices and not NODE.match(line) and not line.startswith(b"#")]
+
+
+def _without_devices(drop_in: bytes) -> bytes:
+    return NOT_COMPARED.sub(b"", drop_in)

@@ -1,0 +1,71 @@
+"""Renders the drop-in for systemd-nspawn@NAME.service, systemd.unit(5)."""
+
+from agent.config.settings import MachineSettings
+from agent.host.plan.before_start import before_start
+from agent.host.plan.nspawn import HEADER
+from agent.model.device import DeviceNumber
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import DeviceNode
+
+NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
+"""Prefixes of template entries that no machine gets: with them, root in a machine reaches the host's disks.
+
+They serve `systemd-nspawn --image=`. A devtmpfs in a machine has a node for each disk of the host. Root can also change
+the file behind a loop device that is mounted read-only (LOOP_CHANGE_FD, drivers/block/loop.c).
+"""
+
+
+def device_allow(
+    settings: MachineSettings, template: tuple[DeviceAllow, ...], nodes: tuple[DeviceNode, ...]
+) -> tuple[DeviceAllow, ...]:
+    """Return the whole DeviceAllow= list. `template`: the list of the installed template unit."""
+    # DevicePolicy=closed does not allow the bound node: without this, open() fails with EPERM (systemd 257).
+    kmsg = (DeviceAllow("/dev/kmsg", "rw"),) if settings.nspawn.kmsg else ()
+    modes = {device.path: device.mode for device in settings.extra_devices}
+    ours = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
+    return (*from_template(template), *kmsg, *ours)
+
+
+def from_template(template: tuple[DeviceAllow, ...]) -> tuple[DeviceAllow, ...]:
+    """Return the template's entries that a machine gets."""
+    return tuple(entry for entry in template if not entry.node.startswith(NOT_FOR_MACHINES))
+
+
+def node_by_number(number: DeviceNumber) -> str:
+    """Return the entry by number: systemd looks up paths when it applies the policy, and skips missing nodes."""
+    return f"/dev/char/{number.major}:{number.minor}"
+
+
+def render_drop_in(
+    machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
+) -> bytes:
+    """Return the file with the list from `device_allow`. `whole=False`: without the commands before the start."""
+    lines = [
+        "[Unit]",
+        f"Wants=unbounded-agent-prepare@{machine}.service",
+        f"After=unbounded-agent-prepare@{machine}.service",
+        "# A machine whose start fails, for want of a node that is bound, is tried again until it works.",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        *(before_start(machine) if whole else ()),
+        *(f"Environment={quote(f'{name}={value}')}" for name, value in sorted(settings.nspawn.environment.items())),
+        "# The template's 16384 would cap the processes of the whole node.",
+        "TasksMax=infinity",
+        "# NCCL and RDMA pin memory.",
+        "LimitMEMLOCK=infinity",
+        "Restart=on-failure",
+        "RestartSec=2",
+        "# An empty assignment first, then the template's list without loop devices and device mapper: otherwise what",
+        "# systemctl set-property once wrote into 50-DeviceAllow.conf would stay allowed. Further devices: a drop-in",
+        "# that sorts behind this one.",
+        "DeviceAllow=",
+        *(f"DeviceAllow={entry}" for entry in allow),
+    ]
+    return (HEADER + "\n" + "".join(f"{line}\n" for line in lines)).encode()
+
+
+def quote(value: str) -> str:
+    """Quote a value for a setting that splits words; specifiers and variables become literal (systemd.syntax(7))."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
+    return f'"{escaped}"'

@@ -1,0 +1,250 @@
+"""One pass: observe facts, plan the goal, apply the difference, verify it, report it."""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from agent.config.settings import Config
+from agent.host.apply.host_status import publish_judgements
+from agent.host.apply.steps import Applied, apply
+from agent.host.observe.ages import Ages
+from agent.host.observe.host import observe
+from agent.host.observe.loader_cache import LoaderCache
+from agent.host.observe.machine_report import Report, parse_report
+from agent.host.outcome import MachineOutcome, Outcome
+from agent.host.plan.diff import Difference, Said, diff, settings_pending, startable
+from agent.host.plan.driver_roots import without_plain
+from agent.host.plan.goal import Plan, plan
+from agent.host.plan.started import with_started
+from agent.host.state.condition_history import read_history, write_history
+from agent.host.state.locks import locked
+from agent.host.state.remains import clear_remains, clear_report
+from agent.host.verify import answers, readiness
+from agent.host.verify.flapping import with_time
+from agent.host.verify.lost_gpus import lost_by, with_lost
+from agent.model.actions import Clearing, ClearRemains, Done
+from agent.model.conditions import Condition, with_transitions
+from agent.model.errors import CommandError, DocumentError, UnsupportedError
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
+from agent.model.faults import fault
+from agent.model.goal import MachineGoal
+from agent.model.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit, report_directory
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.system.udev import DeviceSource
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT = 10.0
+"""Seconds to wait for a pass of another process."""
+CLEAR_AGAIN = 600.0
+"""Seconds before the next attempt to remove a driver root that could not be removed: one may take a minute."""
+REMAINS_AGAIN = 60.0
+"""The same for remains: each attempt removes some of them within a second."""
+BUSY = "another pass of unbounded-agent is still running"
+SYSTEMD_MINIMUM = 252
+"""Debian 12's version, the oldest tested."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uncleared:
+    """A removal that failed."""
+
+    tried: float
+    """By CLOCK_MONOTONIC."""
+    why: str
+
+
+@dataclass(slots=True)
+class Reconciler:
+    """Brings a host to its goal.
+
+    From one pass to the next it keeps only the parsed loader cache, the ages of records, failed removals, and the
+    faults that it has logged.
+    """
+
+    config: Config
+    system: System
+    devices: DeviceSource
+    progress: Callable[[str], None] = lambda _: None
+    """Called with each step's sentence when it begins, and with an empty text when a part of one is done."""
+    rejected: str = ""
+    """What is wrong with the configuration, if the last good one is in force instead; otherwise empty."""
+    loader_cache: LoaderCache = field(default_factory=LoaderCache)
+    ages: Ages = field(default_factory=Ages)
+    uncleared: dict[Clearing, Uncleared] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
+    """Faults of the last pass."""
+
+    def look(self) -> tuple[Facts, Plan, Difference]:
+        """Return facts, plan and difference; change nothing."""
+        facts = without_plain(observe(self.config, self.system, self.devices, self.loader_cache, self.ages))
+        self.progress("")
+        if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
+            raise UnsupportedError(
+                f"systemd {facts.systemd_version} is too old, {SYSTEMD_MINIMUM} or newer is needed",
+                "use Debian 12, Ubuntu 24.04 or newer as the host",
+            )
+        planned = plan(self.config, facts, time.time())
+        facts, faults = with_started(planned, facts)
+        planned = replace(planned, faults={**planned.faults, **faults})
+        return facts, planned, diff(planned, facts, self._said(facts, planned))
+
+    def _said(self, facts: Facts, planned: Plan) -> Said:
+        goals = {goal.name: goal for goal in planned.goal.machines}
+        released, lacking, faults = set(), set(), {}
+        for machine in (each for each in facts.machines if each.name in goals):
+            goal = goals[machine.name]
+            try:
+                report = read_report(machine)
+                released |= {machine.name} if answers.released(machine, goal, report) else set()
+                lacking |= {machine.name} if answers.lacks_nodes(goal, report) else set()
+            except Exception as error:
+                faults[machine.name] = broken = fault("read its report", error)
+                # Treat it as a broken report: no report may keep a permission alive.
+                released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
+        return Said(released, lacking, faults)
+
+    def run_pass(self, *, by_hand: bool = False) -> Outcome:
+        """Make one pass, then start stopped machines; never restart one. Raises AgentError if no pass is possible.
+
+        A machine that ran in this boot was stopped by a user: only `by_hand` starts it.
+        """
+        outcome = self.reconcile()
+        failures = outcome.failures
+        machines = []
+        # After releasing the lock of passes: the start runs prepare@, which makes a pass of its own.
+        for machine in outcome.machines:
+            if machine.stopped and machine.startable and (by_hand or not machine.has_run):
+                failures += self._start(machine.name)
+                machine = replace(machine, pending=True)
+            machines.append(machine)
+        return replace(outcome, machines=tuple(machines), failures=failures)
+
+    def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
+        """Bring files to the goal and judge the result. Raises AgentError if no pass is possible."""
+        started = time.monotonic()
+        with locked(self.system, PASS_LOCK, lock_wait, BUSY):
+            clear_remains(self.system, tuple(self.config.machines))
+            facts, planned, difference = self.look()
+            applied = self._apply(planned, difference)
+            if applied.done or applied.failures:
+                facts, planned, difference = self.look()
+            machines = self.judge(facts, planned, difference)
+            failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
+            wanted = {machine.name: machine.ready for machine in machines if self._on_node(machine.name)}
+            unpublished = publish_judgements(self.system, wanted, time.time())
+        problems = tuple(each.why for each in self.uncleared.values())
+        return Outcome(
+            facts=replace(facts, problems=(*facts.problems, *problems)),
+            machines=machines,
+            actions=tuple(Done(action.kind, action.describe()) for action in applied.done),
+            failures=failures + unpublished + self._tell(machines),
+            duration=time.monotonic() - started,
+            finished=time.time(),
+        )
+
+    def judge(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
+        """Return every configured machine with its conditions."""
+        history, now = read_history(self.system), time.time()
+        goals = {goal.name: goal for goal in planned.goal.machines}
+        machines = []
+        for machine in sorted(facts.machines, key=lambda each: each.name):
+            if machine.name not in self.config.machines:
+                continue
+            before, remembered = history.get(machine.name, ()), planned.goal.remembered
+            faulted = difference.faults.get(machine.name)
+            try:
+                if faulted:
+                    outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
+                elif machine.name in goals:
+                    outcome = self._judge(machine, goals[machine.name], facts, difference)
+                else:
+                    outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
+                found = readiness.with_rejected(outcome.conditions, self.rejected)
+                found = with_lost(found, machine.name, remembered)
+                conditions = with_transitions(with_time(found, before, now), before, now)
+            except Exception as error:
+                faulted = fault("judge it", error)
+                outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
+                conditions = with_transitions(outcome.conditions, (), now)
+            pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
+            lost = tuple(gpu.pci_address for gpu in lost_by(machine.name, remembered))
+            machines.append(replace(outcome, conditions=conditions, lost=lost, pending=pending, fault=faulted))
+        return tuple(machines)
+
+    def _without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
+        if machine.name in planned.held:
+            return readiness.held(machine, planned.held[machine.name])
+        return readiness.without_gpus(self.config.machines[machine.name], facts)
+
+    def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference) -> MachineOutcome:
+        report, refused = read_report(machine), difference.refused.get(machine.name, "")
+        return MachineOutcome(
+            name=machine.name,
+            conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
+            gpus=tuple(address for grant in goal.grants for address in grant.gpus),
+            pending=not refused and answers.pending(machine, goal, report),
+            stopped=not refused and machine.unit_state in ("inactive", "failed"),
+            startable=not refused and startable(goal, facts),
+            has_run=machine.has_run,
+            repairs=report.repairs if isinstance(report, Report) else {},
+            starts_with=None if refused or settings_pending(goal, difference) else goal.live,
+        )
+
+    def _tell(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:
+        """Return one sentence per fault; log the traceback of new ones."""
+        faults = {each.name: each.fault for each in machines if each.fault}
+        sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
+        for name, sentence in sentences.items():
+            if sentence not in self.told:
+                log.error("%s", sentence, exc_info=faults[name].error)
+        self.told = tuple(sentences.values())
+        return self.told
+
+    def _start(self, name: str) -> tuple[str, ...]:
+        self.progress(f"start machine {name}")
+        clear_report(self.system, name)
+        try:
+            self.system.run("systemctl", "start", "--no-block", machine_unit(name))
+        except CommandError as error:
+            return (str(error),)
+        return ()
+
+    def _on_node(self, name: str) -> bool:
+        return self.config.machines[name].node_condition
+
+    def _apply(self, planned: Plan, difference: Difference) -> Applied:
+        if planned.goal.machines:
+            # A Bind= whose source is missing keeps the machine from booting.
+            self.system.make_directory(HOST_NVIDIA)
+        failures = []
+        for machine in planned.goal.machines:
+            # The machine's unit mounts a file system on the report directory before the start.
+            for directory in (handoff_directory(machine.name), report_directory(machine.name)):
+                try:
+                    self.system.make_directory(directory)
+                except OSError as error:
+                    failures.append(f"cannot make {directory}: {error.strerror}")
+        now = time.monotonic()
+        wanted = [(action, each) for action, each in self.uncleared.items() if action in difference.actions]
+        waiting = {action: each for action, each in wanted if now - each.tried < _again(action)}
+        due = [action for action in difference.actions if action not in tuple(waiting)]
+        applied = apply(due, self.system, self.progress)
+        self.uncleared = waiting | {action: Uncleared(now, why) for action, why in applied.uncleared.items()}
+        return replace(applied, failures=(*failures, *applied.failures))
+
+
+def _again(action: Clearing) -> float:
+    return REMAINS_AGAIN if isinstance(action, ClearRemains) else CLEAR_AGAIN
+
+
+def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
+    """Return the machine's parsed report; Broken if it is malformed."""
+    if isinstance(machine.report, Absent | Broken | Unseen):
+        return machine.report
+    try:
+        return parse_report(machine.report)
+    except DocumentError as error:
+        return Broken(str(error))

@@ -1,0 +1,35 @@
+"""Read the record of the GPUs that machines were last granted, from the first intact copy of two."""
+
+from agent.model.errors import DocumentError
+from agent.model.facts import Broken, Seen, Unseen
+from agent.model.paths import REMEMBERED_GPUS
+from agent.model.remembered import Remembered, parse_remembered
+from agent.system.damage import count
+from agent.system.files import System
+from agent.system.seen import look
+
+
+def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
+    """Return the record, empty if there is none yet, and a problem or "". Broken: neither copy can be used."""
+    copies = [_copy(path, system) for path in REMEMBERED_GPUS]
+    problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
+    # The first copy is written first, so after a crash in between it is the newer one.
+    whole = next((each for each in copies if isinstance(each, Remembered)), None)
+    if whole:
+        return whole, f"{problems}; using the other copy of this record, which replaces it" if problems else ""
+    if any(isinstance(each, Unseen) for each in copies):
+        return Unseen(problems), problems
+    if problems:
+        return Broken(problems), problems
+    return Remembered(), ""
+
+
+def _copy(path: str, system: System) -> Seen[Remembered]:
+    data = look(system.read, path)
+    try:
+        found = parse_remembered(path, data) if isinstance(data, bytes) else data
+    except DocumentError as error:
+        found = Broken(str(error))
+    if isinstance(found, Broken):
+        count(path)
+    return found

@@ -1,0 +1,30 @@
+"""The vendors that the host half supports."""
+
+from collections.abc import Callable, Set
+
+from agent.model.facts import PciDevice, Seen
+from agent.system.files import System
+from agent.vendors.amd.host import AMD
+from agent.vendors.host_vendor import HostVendor
+from agent.vendors.intel.host import INTEL
+from agent.vendors.nvidia.devices.kernel_modules import load
+from agent.vendors.nvidia.host import NVIDIA
+from agent.vendors.other_devices.host import OTHER
+
+HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL, OTHER)
+
+Loader = Callable[[System, Callable[[], Seen[tuple[PciDevice, ...]]], Set[str], Callable[[str], None]], None]
+"""Takes the system, a lister of PCI devices, detached addresses, and a callback for progress. Raises AgentError."""
+
+LOADERS: tuple[Loader, ...] = (load,)
+"""Loaders of kernel modules, used if so configured. Modules that come with the kernel load by themselves."""
+
+
+def rank(name: str) -> int:
+    """Return the vendor's place in the order in which `count=N` takes GPUs."""
+    return [vendor.name for vendor in HOST_VENDORS].index(name)
+
+
+def host_vendor(name: str) -> HostVendor:
+    """Return the vendor of this name. Raises KeyError for an unknown name."""
+    return {vendor.name: vendor for vendor in HOST_VENDORS}[name]

@@ -1,0 +1,65 @@
+"""Conditions that depend on time: Ready that comes and goes, and work in progress that never ends. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from agent.model.conditions import Condition, ConditionType, Status, false, summarize
+from agent.model.reasons import Reason
+from agent.model.text import rfc3339
+
+WINDOW = 600.0
+"""Seconds for which a loss of Ready is remembered."""
+LOSSES = 4
+"""Losses within WINDOW after which Ready has to settle. Fewer may be a repair by hand, or planned restarts."""
+SETTLING = 60.0
+"""Seconds without a fault until Ready is True again."""
+STARTING_LIMIT = 300.0
+"""Seconds that Fabric Manager may take to start. On eight GPUs with NVSwitch it needs less than one minute."""
+
+
+def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
+    """Return the new conditions, Ready last, adjusted by those of the previous pass."""
+    before = {each.type: each for each in old}
+    others = [_overdue(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
+    ready = next(each for each in new if each.type is ConditionType.READY)
+    if others != [each for each in new if each.type is not ConditionType.READY]:
+        ready = summarize(others)
+    return (*others, settled(ready, before.get(ConditionType.READY), now))
+
+
+def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
+    """Return Ready as to be shown: False at once; True only after a delay if Ready was lost too often.
+
+    Only faults (False) count: Ready is Unknown while a machine answers a new handoff, which is no fault.
+    """
+    # Drop times in the future: the clock was set back since, and they would not expire.
+    losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)
+    good_since = before.good_since if before and before.good_since <= now else 0.0
+    if ready.status is Status.FALSE:
+        return replace(ready, losses=(*losses, now) if good_since else losses, good_since=0.0)
+    if ready.status is Status.TRUE:
+        good_since = good_since or now
+        if len(losses) >= LOSSES and now - good_since < SETTLING:
+            ready = false(
+                ConditionType.READY,
+                Reason.SETTLING,
+                f"all conditions are met, but it was lost {len(losses)} times within {WINDOW / 60:.0f} minutes: "
+                f"it counts again from {rfc3339(good_since + SETTLING)} on, unless something fails until then",
+            )
+    return replace(ready, losses=losses, good_since=good_since)
+
+
+def _overdue(condition: Condition, before: Condition | None, now: float) -> Condition:
+    """Return the condition, False if a start has been in progress for too long."""
+    if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
+        return condition
+    # Transitions are those of the status, so from the second pass on, time as Unknown for another reason counts too.
+    waited = now - before.last_transition if before.reason == condition.reason else 0.0
+    if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
+        return condition
+    return false(
+        condition.type,
+        Reason.FABRIC_MANAGER_STUCK,
+        f"{condition.message} for more than {STARTING_LIMIT / 60:.0f} minutes; see its log with `journalctl -u`, and "
+        "restart it",
+    )

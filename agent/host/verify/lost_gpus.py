@@ -1,0 +1,58 @@
+"""The condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure."""
+
+from collections.abc import Sequence
+
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
+from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.reasons import Reason
+from agent.model.remembered import Remembered, RememberedGpu
+from agent.model.text import rfc3339
+
+KIND = ConditionType.GPUS_COMPLETE
+
+
+def lost_by(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+    """Return GPUs that the machine was granted and that have left PCI, without acknowledged losses."""
+    return tuple(gpu for gpu in _of(machine, remembered) if gpu.lost)
+
+
+def with_lost(conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]) -> tuple[Condition, ...]:
+    """Return the conditions with GPUsComplete in its place. It makes Ready False only if the last GPU is lost.
+
+    The GPUs that the machine still has work, and Ready says so: a lost GPU does not take the whole node out of use.
+    """
+    complete = _complete(machine, remembered)
+    left = [gpu for gpu in _of(machine, remembered) if not gpu.lost]
+    all_lost = complete.status is Status.FALSE and not left
+
+    found = {each.type: each for each in conditions} | {KIND: complete}
+    if all_lost and found[ConditionType.READY].status is not Status.FALSE:
+        found[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
+    return tuple(found[kind] for kind in ConditionType)
+
+
+def _of(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+    if not isinstance(remembered, Remembered):
+        return ()
+    return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
+
+
+def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
+    if isinstance(remembered, Absent | Broken | Unseen):
+        return unknown(KIND, Reason.OBSERVATION_FAILED, remembered.why)
+    damage = (
+        f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); "
+        "compare this host's GPUs with `lspci`, then acknowledge it: `unbounded-agent gpus forget`"
+    )
+    if lost := lost_by(machine, remembered):
+        gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
+        message = (
+            f"gone from the PCI bus without `unbounded-agent gpus detach`: {gone}; look into `dmesg` and the server's "
+            f"hardware log; if it was removed on purpose: `unbounded-agent gpus forget {lost[0].pci_address}`"
+        )
+        return false(KIND, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
+    if remembered.damage:
+        return unknown(KIND, Reason.RECORD_DAMAGED, damage)
+    if not _of(machine, remembered):
+        return not_applicable(KIND, "no GPU is granted")
+    return true(KIND, Reason.COMPLETE, "every GPU that the machine was granted is on the PCI bus")

@@ -1,0 +1,279 @@
+"""The conditions of one machine, from what both halves observe. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from agent.config.settings import MachineSettings
+from agent.host.observe.machine_report import Report
+from agent.host.vendors import host_vendor
+from agent.host.verify.answers import STALE_AFTER, answers
+from agent.model.conditions import (
+    IN_MACHINE,
+    Condition,
+    ConditionType,
+    Status,
+    false,
+    not_applicable,
+    summarize,
+    true,
+    unknown,
+    worst,
+)
+from agent.model.facts import Absent, Broken, Facts, MachineFacts, StagedRoot, Unseen
+from agent.model.goal import Grant, MachineGoal
+from agent.model.handoff import with_remark
+from agent.model.paths import driver_root, mount_unit
+from agent.model.reasons import Reason
+
+PLAIN = "another one is mounted when no machine runs and the kernel has overlay file systems: see docs/drivers/roots.md"
+
+SAID = "machine says: "
+"""Marks the machine's own words: root in the machine can write anything there."""
+
+FROM_VENDORS = (
+    ConditionType.DRIVER_LOADED,
+    ConditionType.DEVICES_PRESENT,
+    ConditionType.LIBRARIES_PRESENT,
+    ConditionType.FABRIC_READY,
+    ConditionType.PERSISTENCE_MODE,
+)
+
+
+def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
+    """Return the conditions of a machine that gets no GPU, because there is none, or none for it."""
+    reason, message = Reason.NO_GPU, "this host has no GPU"
+    if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
+        reason = Reason.GPU_DETACHED
+        message = f"an administrator detached {', '.join(detached)}, and no other GPU is for it"
+    elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
+        reason = Reason.NO_GPU_GRANTED
+        message = f"the GPUs of this host have another driver, or none ({', '.join(drivers)})"
+    conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
+    if settings.require_gpus:
+        ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")
+    else:
+        ready = true(ConditionType.READY, reason, f"{message}: nothing is set up")
+    return (*conditions, ready)
+
+
+def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
+    """Return the conditions of a machine that is left as it is: it is missing, or the host could not be observed."""
+    if isinstance(machine.root, Absent | Broken):
+        ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
+        running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
+        others = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
+        found = {each.type: each for each in (*others, running, ready)}
+        return tuple(found.values())
+    conditions = [
+        unknown(kind, Reason.OBSERVATION_FAILED, why) for kind in ConditionType if kind is not ConditionType.READY
+    ]
+    return (*conditions, summarize(conditions))
+
+
+def faulted(why: str) -> tuple[Condition, ...]:
+    """Return the conditions of a machine with an unexpected error."""
+    return tuple(unknown(kind, Reason.INTERNAL_ERROR, why) for kind in ConditionType)
+
+
+def evaluate(
+    settings: MachineSettings,
+    goal: MachineGoal,
+    facts: Facts,
+    report: Report | Absent | Broken | Unseen,
+    refused: str | Unseen,
+) -> tuple[Condition, ...]:
+    """Return every condition except GPUsComplete, in the order of ConditionType, Ready last.
+
+    `refused`: why the settings cannot be written.
+    """
+    machine = next(each for each in facts.machines if each.name == goal.name)
+    if not any(grant.gpus or grant.problems for grant in goal.grants):
+        return _with_lacking(_without_gpus(settings, machine, goal, facts, report, refused), machine, goal)
+    from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
+    inside = dict(_inside(machine, goal, report))
+    if not settings.node_condition:
+        # Ignore the report: a machine half reports it only if the host half asks for it.
+        message = f"machines.{goal.name}.node_condition is not set"
+        inside[ConditionType.NODE_CONDITION_SET] = not_applicable(ConditionType.NODE_CONDITION_SET, message)
+    conditions = [
+        *from_vendors,
+        _driver_root_staged(goal, facts),
+        _machine_running(machine),
+        _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
+        *(inside[kind] for kind in IN_MACHINE),
+    ]
+    return _with_lacking((*conditions, summarize(conditions)), machine, goal)
+
+
+def _without_gpus(
+    settings: MachineSettings,
+    machine: MachineFacts,
+    goal: MachineGoal,
+    facts: Facts,
+    report: Report | Absent | Broken | Unseen,
+    refused: str | Unseen,
+) -> tuple[Condition, ...]:
+    """Return the conditions without GPUs, with those of other devices, which do not affect Ready: it is about GPUs."""
+    conditions = without_gpus(settings, facts)
+    inside, said = _inside(machine, goal, report), {}
+    if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
+        kind = ConditionType.DEVICES_ALLOWED
+        said[kind] = _devices_allowed(machine, goal, refused, inside[kind])
+    if settings.cdi_modes:
+        said[ConditionType.CDI_SPEC_CURRENT] = inside[ConditionType.CDI_SPEC_CURRENT]
+    return tuple(said.get(each.type, each) for each in conditions)
+
+
+def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal) -> tuple[Condition, ...]:
+    """Add missing non-GPU devices and mounts to DevicesPresent's message; GPU pods do not need them."""
+    lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
+    remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
+    if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
+        late = [path for path in goal.live.mounts if path not in machine.live.mounts]
+        remark += f"; mounted from the machine's next start on: {', '.join(late)}" if late else ""
+    return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
+
+
+def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Condition, ...]:
+    """Mention a rejected configuration if the last good one is in force. The status stays: this harms no pod."""
+    if not rejected:
+        return conditions
+    kind = ConditionType.MACHINE_RUNNING
+    why = f"with the last good settings, because the configuration is wrong: {rejected}"
+    advice = "correct it and run `systemctl reload unbounded-agent`"
+    return tuple(
+        true(kind, Reason.LAST_GOOD_SETTINGS, f"{each.message}, {why}; {advice}")
+        if each.type is kind and each.status is Status.TRUE
+        else each
+        for each in conditions
+    )
+
+
+def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
+    """Return the worst of the vendors' conditions, without vendors that have no GPU and no problem here."""
+    found = []
+    for grant in grants:
+        vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
+        if grant.gpus or grant.problems:
+            found += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
+    return worst(found)
+
+
+def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
+    kind = ConditionType.DRIVER_ROOT_STAGED
+    roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
+    waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
+    if not any(grant.driver_files and (grant.gpus or grant.problems) for grant in goal.grants):
+        return not_applicable(kind, "the granted GPUs need no files of the host's driver")
+    if not roots and waiting:
+        return false(kind, Reason.NOTHING_FITS, f"no driver root fits the loaded kernel module; {'; '.join(waiting)}")
+    if not roots:
+        return false(
+            kind, Reason.NOTHING_TO_STAGE, "the host has no complete driver to stage; see the conditions before"
+        )
+    for root in roots:
+        if root not in facts.staged:
+            problems = "".join(f"; {problem}" for problem in facts.staged_problems)
+            message = f"driver {root.version} is not staged; `unbounded-agent apply` does it, or says why it cannot"
+            return false(kind, Reason.NOT_STAGED, message + problems)
+        if root.hidden:
+            unit = mount_unit(driver_root(root.index))
+            return false(
+                kind, Reason.NOT_MOUNTED, f"{_place(root)}, which is not mounted: see `systemctl status '{unit}'`"
+            )
+    told = "; ".join([*(_place(root) for root in roots), *waiting])
+    if any(root.index in facts.plain_roots for root in roots):
+        return true(
+            kind, Reason.PLAIN_COPY, f"{told}: a plain directory, which root in one machine can change for all; {PLAIN}"
+        )
+    return true(kind, Reason.STAGED, told)
+
+
+def _place(root: StagedRoot) -> str:
+    return f"driver {root.version} is driver root {root.index}"
+
+
+def _waiting(root: StagedRoot, facts: Facts) -> str:
+    if root in facts.staged:
+        return f"{_place(root)}, and waits until its kernel module is loaded"
+    return f"driver {root.version}, which waits until its kernel module is loaded, is not staged yet"
+
+
+def _machine_running(machine: MachineFacts) -> Condition:
+    kind = ConditionType.MACHINE_RUNNING
+    match machine.unit_state:
+        case "active":
+            return true(kind, Reason.RUNNING, f"machine {machine.name} is running")
+        case "activating" | "reloading":
+            return unknown(kind, Reason.STARTING, f"machine {machine.name} is starting")
+        case Unseen(why) | Broken(why) | Absent(why):
+            return unknown(kind, Reason.OBSERVATION_FAILED, why)
+        case "inactive" if machine.has_run:
+            return false(
+                kind, Reason.STOPPED, f"it ran and was stopped; start it with `machinectl start {machine.name}`"
+            )
+        case "inactive":
+            return false(
+                kind, Reason.NOT_STARTED, f"machine {machine.name} is not started yet, or waits for its driver"
+            )
+        case state:
+            return false(
+                kind,
+                Reason.NOT_RUNNING,
+                f"systemd-nspawn@{machine.name}.service is {state}; see `journalctl -u systemd-nspawn@{machine.name}`",
+            )
+
+
+def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Unseen, inside: Condition) -> Condition:
+    kind = ConditionType.DEVICES_ALLOWED
+    if isinstance(refused, Unseen):
+        return unknown(kind, Reason.OBSERVATION_FAILED, refused.why)
+    if refused:
+        return false(kind, Reason.FOREIGN_FILE, refused)
+    if machine.unit_state != "active":
+        return inside
+    if machine.live_unseen:
+        return unknown(kind, Reason.OBSERVATION_FAILED, machine.live_unseen)
+    reboot = f"`machinectl reboot {machine.name}`"
+    if machine.live is None or machine.live.fixed != goal.live.fixed:
+        why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
+        return false(kind, Reason.MACHINE_RESTART_NEEDED, why)
+    lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
+    lacking += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
+    if lacking:
+        why = f"the running machine could not be given {', '.join(lacking)}: it is tried again, or run {reboot}"
+        return false(kind, Reason.NOT_GIVEN, why)
+    return inside
+
+
+def _inside(
+    machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen
+) -> Mapping[ConditionType, Condition]:
+    """Return what the machine half reports; Unknown if there is no current report, with the reason."""
+    kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+    if machine.unit_state != "active":
+        return {
+            kind: unknown(kind, Reason.MACHINE_NOT_RUNNING, f"machine {machine.name} is not running") for kind in kinds
+        }
+    match report:
+        case Absent():
+            reason, message = (
+                Reason.NO_REPORT,
+                "the machine has not reported; it may still be booting, or its image lacks this agent's machine half: "
+                f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`, and build an image without it from "
+                f"containerfiles/",
+            )
+        case Broken(why):
+            reason, message = Reason.BAD_REPORT, why
+        case Unseen(why):
+            reason, message = Reason.OBSERVATION_FAILED, why
+        case _ if not answers(report, machine, goal):
+            reason, message = Reason.HANDOFF_PENDING, "the machine has not answered the latest handoff yet"
+        case _ if machine.report_age > STALE_AFTER:
+            reason, message = Reason.REPORT_STALE, f"the machine's last report is {machine.report_age:.0f} s old"
+        case _:
+            reported = {each.type: each for each in report.conditions}
+            missing = "the machine's report does not mention it; its agent may be of another release"
+            said = {kind: replace(each, message=f"{SAID}{each.message}") for kind, each in reported.items()}
+            return {kind: said.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
+    return {kind: unknown(kind, reason, message) for kind in kinds}

@@ -1,0 +1,245 @@
+"""Other CDI specifications in the machine, and what they do to devices of ours.
+
+Cache.refresh (pkg/cdi/cache.go of the Container Device Interface) decides who wins: a directory outranks those before
+it, a name in two files of one directory belongs to neither, and an invalid file is skipped. It reads non-files too
+(scanSpecDirs), and waits for a FIFO without a writer.
+"""
+
+import errno
+import hashlib
+import posixpath
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from agent.machine.notes import Notes, Owned
+from agent.model.conditions import Condition, ConditionType, Status, false
+from agent.model.errors import AgentError
+from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
+from agent.model.reasons import Reason
+from agent.model.text import printable
+from agent.system.files import READ_LIMIT, System
+from agent.vendors.machine_vendor import MachineVendor
+
+SUFFIXES = (".json", ".yaml")
+ENABLED = "/etc/systemd/system/multi-user.target.wants"
+MASKS = "/etc/systemd/system"
+SHOWN = 4
+"""Device names in a message; there may be hundreds."""
+
+
+class OwnSpec(Protocol):
+    """A specification of ours, as a MachineVendor describes its own."""
+
+    @property
+    def spec_path(self) -> str: ...
+
+    @property
+    def spec_kind(self) -> str: ...
+
+    @property
+    def rival_spec(self) -> str: ...
+
+    @property
+    def rival_units(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignSpec:
+    """A file that others wrote."""
+
+    path: str
+    devices: tuple[str, ...]
+    """Qualified names."""
+    fault: str = ""
+    """Why it has no devices, as a message says it after the path."""
+    blocking: bool = False
+    """Runtimes that read it may hang for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """All other files next to our specification."""
+
+    same_directory: Mapping[str, str]
+    """Path by device name."""
+    outranking: Mapping[str, str]
+    remarks: tuple[str, ...] = ()
+    """Remarks on files that harm no device of ours."""
+    blocking: tuple[str, ...] = ()
+    """What is wrong with files that keep runtimes from reading any specification."""
+
+    def names(self) -> frozenset[str]:
+        """Return the names of devices that pods do not get from our specification."""
+        return frozenset({*self.same_directory, *self.outranking})
+
+
+def look(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> Foreign:
+    """Return what else is there besides the vendor's specification; see `others`."""
+    specs = others(system, notes, owned, vendor)
+    broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
+    blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
+    places = of_kind(specs, vendor)
+    return replace(places, remarks=(*broken, *_writer_remark(system, vendor)), blocking=blocking)
+
+
+def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
+    """Keep only those with devices of our specification's kind. Pure."""
+    rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
+    same: dict[str, str] = {}
+    outranking: dict[str, str] = {}
+    for spec in specs:
+        place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        place.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
+    return Foreign(same, outranking)
+
+
+def others(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
+    """Return all files of others; runs the vendor's tool once for every new or changed one."""
+    name = f"foreign-specs-{vendor.name}"
+    noted = notes.load(name)
+    found, known = [], {}
+    for directory in CDI_DIRECTORIES:
+        for entry in system.entries(directory) if system.is_directory(directory) else ():
+            path = f"{directory}/{entry}"
+            if owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
+                continue
+            spec, note = _read(system, vendor, path, noted.get(path))
+            found.append(spec)
+            if note:
+                known[path] = note
+    notes.save(name, known)
+    return tuple(found)
+
+
+def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
+    """Say why a specification with these devices is not published: the names would then belong to neither file."""
+    shared = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
+    if not shared or system.exists(own.spec_path):
+        return None
+    paths = tuple(dict.fromkeys(foreign.same_directory[each] for each in shared))
+    return collision(Reason.NAMES_COLLIDE, shared, paths, own)
+
+
+def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
+    """Adjust our specification's condition, given its devices, to the effect of the other files. Pure."""
+    if condition.status is not Status.TRUE:
+        return condition
+    if foreign.blocking:
+        return false(condition.type, Reason.RUNTIME_BLOCKED, f"{'; '.join(foreign.blocking)}; remove it")
+    ours = [f"{vendor.spec_kind}={name}" for name in devices]
+    for others, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.outranking, Reason.SHADOWED)):
+        shared = [name for name in ours if name in others]
+        if shared:
+            paths = tuple(dict.fromkeys(others[name] for name in shared))
+            return collision(reason, shared, paths, vendor)
+    unharmed = [
+        f"{path} has further devices of this kind: {_short(names)}"
+        for path, names in _by_path({**foreign.same_directory, **foreign.outranking}).items()
+    ]
+    return replace(condition, message=printable("; ".join([condition.message, *unharmed, *foreign.remarks])))
+
+
+def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
+    """Return the condition for devices of ours that others have too. Pure."""
+    kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
+    stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
+    if reason is Reason.SHADOWED:
+        return false(
+            kind,
+            Reason.SHADOWED,
+            f"{where} outranks {vendor.spec_path} for {_short(shared)}: pods get what it holds; {stop}",
+        )
+    return false(
+        kind,
+        Reason.NAMES_COLLIDE,
+        f"{where} and {vendor.spec_path} both have {_short(shared)}, so that no pod can be given them; {stop}",
+    )
+
+
+def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
+    """Read a file of others; return it with the note on it."""
+    try:
+        if not system.is_file(path) and _leads_somewhere(system, path):
+            why = "is no regular file: a container runtime that reads it may hang, and no container with a GPU starts"
+            return ForeignSpec(path, (), why, blocking=True), {}
+        content = _content(system, path)
+    except OSError as error:
+        return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
+    digest = hashlib.sha256(content).hexdigest()
+    if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
+        listed = [str(each) for each in noted["devices"]]
+    else:
+        # Alone in a directory, so that the listed devices are those of this file.
+        directory = f"{MACHINE_STATE}/cdi-foreign"
+        # A name that is only a suffix counts, as in Go's filepath.Ext.
+        suffix = next(each for each in SUFFIXES if path.endswith(each))
+        for each in SUFFIXES:
+            system.remove(f"{directory}/spec{each}")
+        system.write(f"{directory}/spec{suffix}", content)
+        try:
+            listed = list(vendor.list_devices(system, directory))
+        except AgentError as error:
+            return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
+    # A specification without devices is invalid.
+    fault = "" if listed else "is no valid CDI spec, and runtimes skip it"
+    return ForeignSpec(path, tuple(listed), fault), {"digest": digest, "devices": listed}
+
+
+def _content(system: System, path: str) -> bytes:
+    """Return the content, following a link only to a world-readable file. Raises OSError.
+
+    A pod with access to the directory can link to a secret, which a tool's error would then quote in our report.
+    """
+    if system.read_link(path) is None:
+        return system.read(path)
+    with system.open_public(system.real_path(path)) as file:
+        content = file.read(READ_LIMIT + 1)
+    if len(content) > READ_LIMIT:
+        raise OSError(errno.EFBIG, f"larger than {READ_LIMIT} bytes", path)
+    return content
+
+
+def _leads_somewhere(system: System, path: str) -> bool:
+    """Return False for a dangling link, which runtimes ignore."""
+    try:
+        system.real_path(path)
+    except OSError:
+        return False
+    return True
+
+
+def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
+    """Name units that write a competing file: one that is enabled now makes a file that outranks ours tomorrow."""
+    enabled = [
+        unit
+        for unit in vendor.rival_units
+        if system.exists(f"{ENABLED}/{unit}") and system.read_link(f"{MASKS}/{unit}") != "/dev/null"
+    ]
+    if not enabled:
+        return ()
+    return (
+        f"{', '.join(enabled)} is enabled and would write {vendor.rival_spec}, which outranks this: {_advice(vendor)}",
+    )
+
+
+def _advice(vendor: OwnSpec) -> str:
+    if not vendor.rival_units:
+        return f"remove {vendor.rival_spec}, and run no more what wrote it"
+    # 1.20.1 starts units that are only disabled, by a udev rule with SYSTEMD_WANTS. 1.19's packages have them in
+    # /etc/systemd/system, where nothing can be masked and disabling is enough.
+    units = " ".join(vendor.rival_units)
+    return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {vendor.rival_spec}"
+
+
+def _by_path(paths: Mapping[str, str]) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, path in paths.items():
+        found.setdefault(path, []).append(name)
+    return found
+
+
+def _short(names: Iterable[str]) -> str:
+    listed = list(names)
+    more = f" and {len(listed) - SHOWN} more" if len(listed) > SHOWN else ""
+    return f"{', '.join(listed[:SHOWN])}{more}"

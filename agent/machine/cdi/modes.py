@@ -1,0 +1,224 @@
+"""Publishes the CDI specifications that a vendor's generator makes in other modes, each in its own file.
+
+As with that of GPUs: generated aside, verified, put in place by one rename, and generated again when its inputs change.
+"""
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, astuple, dataclass
+from typing import Any
+
+from agent.machine.cdi import foreign_specs
+from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
+from agent.machine.containerd.active import containerd_state
+from agent.machine.devices.nodes import live_numbers
+from agent.machine.notes import Notes, Owned
+from agent.machine.steps import ERROR_SHOWN
+from agent.model.conditions import ConditionType, Status, true
+from agent.model.errors import AgentError
+from agent.model.handoff import Handoff, Request
+from agent.model.paths import mode_spec_file, spec_directory
+from agent.model.reasons import Reason
+from agent.model.text import one_line
+from agent.system.files import System
+from agent.vendors.machine_vendor import CdiModes, MachineVendor
+
+MODE_LIMIT = 8.0
+"""Seconds for one mode; none of them starts anything slow."""
+LIMIT = 10.0
+"""Seconds for all together: with those of GPUs, which a run may try twice, far below the TimeoutStartSec= of
+unbounded-agent-gpu.service, after which no node would be withdrawn and nothing reported."""
+SHORTEST = 1.0
+"""Seconds below which it is not worth starting one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mode:
+    """One specification: what it is made of, and where it goes. An OwnSpec."""
+
+    name: str
+    vendor: CdiModes
+    request: Request
+    """What it is made from."""
+    spec_path: str
+    spec_kind: str
+    rival_spec: str = ""
+    rival_units: tuple[str, ...] = ()
+
+    @property
+    def note(self) -> str:
+        return f"spec-{self.request.vendor}-{self.name}"
+
+
+def publish_modes(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
+) -> str:
+    """Publish all modes that the request asks for, and return a remark for CDISpecCurrent; raises nothing.
+
+    Only a remark, because Ready is about GPUs, and pods get those from another file.
+    """
+    modes, granted = vendor.cdi_modes, [device for each in handoff.requests for device in each.devices]
+    publisher = _Publisher(system, notes, owned, vendor)
+    served, lacking, failed = [], [], []
+    for name in request.cdi_modes:
+        path = mode_spec_file(vendor.name, name)
+        if modes is None or not (kind := modes.kind(name)):
+            failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
+            with contextlib.suppress(OSError):
+                # From a newer image's agent: this release does not know which of its devices are still this machine's.
+                owned.remove(path)
+            continue
+        mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
+        try:
+            if not mode.request.devices:
+                # No pod may get what is no longer this machine's.
+                owned.remove(path)
+                lacking.append(name)
+            else:
+                served.append(publisher.settle(mode))
+        # Any exception: output of the tool or of others must cost neither the other modes nor the report.
+        except Exception as error:
+            failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}{publisher.keep(mode)}")
+    parts = [
+        *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
+        *served,
+        *publisher.remarks,
+        *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
+    ]
+    return "".join(f"; {part}" for part in parts)
+
+
+class _Publisher:
+    """Publishes one mode after another."""
+
+    def __init__(self, system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> None:
+        self._system, self._notes, self._owned, self._vendor = system, notes, owned, vendor
+        self._deadline = time.monotonic() + LIMIT
+        self._others: tuple[ForeignSpec, ...] | None = None
+        self.remarks: dict[str, None] = {}
+        """Remarks on several modes, each once, in order."""
+
+    def settle(self, mode: _Mode) -> str:
+        """Say what pods can request in the mode. Raises AgentError or OSError; the caller must then call `keep`."""
+        if not self._owned.make_way(mode.spec_path):
+            raise AgentError(f"{mode.spec_path} is not ours and is not overwritten", "move it away if nothing needs it")
+        if self._others is None:
+            self._others = foreign_specs.others(self._system, self._notes, self._owned, self._vendor)
+        foreign = foreign_specs.of_kind(self._others, mode)
+        noted = self._current(mode) or self._publish(mode, foreign)
+        self.remarks |= dict.fromkeys(noted["remarks"])
+        said = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
+        said = foreign_specs.beside(said, noted["devices"], foreign, mode)
+        if said.status is not Status.TRUE:
+            raise AgentError(said.message)
+        return said.message
+
+    def keep(self, mode: _Mode) -> str:
+        """Keep a published specification that cannot be regenerated, without withdrawn nodes. Raises nothing."""
+        try:
+            if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
+                return ""
+            if self._narrow(mode):
+                return "; the published one is out of date"
+            self._owned.remove(mode.spec_path)
+            return f"; {mode.spec_path} is removed, as nothing of it is this machine's any more"
+        # As in publish_modes; the first failure is reported anyway.
+        except Exception as error:
+            return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
+
+    def _narrow(self, mode: _Mode) -> bool:
+        """Remove nodes that are no longer granted from the published specification; False if it cannot stay."""
+        from agent.vendors.cdi.normalise import settled
+
+        try:
+            text = self._system.read(mode.spec_path)
+            spec = mode.vendor.narrowed(json.loads(text), mode.request)
+            if spec is not None and _text(settled(spec)) != text:
+                self._system.write(mode.spec_path, _text(settled(spec)))
+        except (OSError, ValueError, RecursionError):
+            # Text of others, or no space for ours: a file can still be removed.
+            return False
+        return spec is not None
+
+    def _current(self, mode: _Mode) -> dict[str, Any]:
+        """Return the note on the published specification if it is unchanged and its inputs are too."""
+        noted = self._notes.load(mode.note)
+        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._system, self._notes, mode):
+            return {}
+        return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
+
+    def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
+        """Generate and publish; return the note on the result."""
+        noted, inputs = self._notes.load(mode.note), _inputs(self._system, self._notes, mode)
+        if noted.get("inputs") == inputs:
+            self._refuse(mode, noted["devices"], foreign)
+        limit = min(MODE_LIMIT, self._deadline - time.monotonic())
+        if limit < SHORTEST:
+            raise AgentError(f"not made yet, the modes before it took all of {LIMIT:.0f} s", "the next run tries it")
+        spec, remarks = self._generate(mode, limit)
+        devices = [each["name"] for each in spec["devices"]]
+        noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
+        # Noted, so that a colliding one is not generated again each minute.
+        self._notes.save(mode.note, noted)
+        self._refuse(mode, devices, foreign)
+        text = _text(spec)
+        self._owned.claim(mode.spec_path)
+        self._system.write(mode.spec_path, text)
+        noted["digest"] = _digest(text)
+        self._notes.save(mode.note, noted)
+        return noted
+
+    def _refuse(self, mode: _Mode, devices: Iterable[str], foreign: Foreign) -> None:
+        if refused := foreign_specs.refusal(self._system, mode, devices, foreign):
+            raise AgentError(refused.message)
+
+    def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], tuple[str, ...]]:
+        """Return a specification that may be published, and remarks on it."""
+        # Imported here: most runs generate nothing.
+        from agent.machine.containerd.version import as_containerd_takes
+        from agent.vendors.cdi.normalise import settled
+
+        directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
+        self._system.make_directory(directory)
+        try:
+            made = mode.vendor.generate(self._system, mode.name, mode.request, directory, limit)
+        finally:
+            for name in self._system.entries(directory):
+                self._system.remove(f"{directory}/{name}")
+        spec, remarks = as_containerd_takes(self._system, self._notes, settled(made))
+        present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
+        live = live_numbers(self._system, mode.request.devices)
+        problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
+        if problems or not isinstance(spec, dict):
+            raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
+        return spec, remarks
+
+
+def _host_paths(spec: object) -> set[str]:
+    """Return the host paths of mounts at any depth; `verify` reports malformed ones."""
+    if isinstance(spec, dict):
+        own = {spec["hostPath"]} if isinstance(spec.get("hostPath"), str) else set()
+        return own.union(*map(_host_paths, spec.values()))
+    return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
+
+
+def _inputs(system: System, notes: Notes, mode: _Mode) -> str:
+    """Return a digest of everything that the specification is made from."""
+    tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}
+    live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
+    there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
+    # containerd's version limits what the specification may hold.
+    depends = [asdict(mode.request), tools, live, there, containerd_state(system, notes)]
+    return _digest(json.dumps(depends, sort_keys=True).encode())
+
+
+def _text(spec: object) -> bytes:
+    """Return it as JSON, which is YAML."""
+    return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()

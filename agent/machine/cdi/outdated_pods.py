@@ -1,0 +1,107 @@
+"""Finds pods whose containers were made with another driver root, or other device numbers, than those granted now.
+
+They keep what they were made with until their owner recreates them: the agent only names them.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType
+from agent.model.handoff import GrantedDevice, Handoff, with_remark
+from agent.model.paths import MACHINE_HOST_NVIDIA
+from agent.system.files import System
+
+BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
+"""containerd's bundles `<container id>/` of the CRI's running containers, each with its OCI specification config.json.
+
+Below `state` of containerd's configuration, by default /run/containerd; this layout since containerd 1.2.
+"""
+NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
+"""Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
+SHOWN = 10
+"""Pods in the message, whose length is limited; the others are counted."""
+
+
+def name_outdated(
+    conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
+) -> tuple[Condition, ...]:
+    """Add the pods' names to CDISpecCurrent's message; status and reason stay.
+
+    A long message gives way, as one on why a specification is not published names each node of each GPU.
+    """
+    pods = outdated_pods(system, notes, handoff)
+    if not pods:
+        return conditions
+    shown = [f"{pod} ({', '.join(sorted(why))})" for pod, why in sorted(pods.items())[:SHOWN]]
+    more = f" and {len(pods) - SHOWN} more" if len(pods) > SHOWN else ""
+    remark = f"; PodsOutdated (recreate them: they keep what they were made with): {', '.join(shown)}{more}"
+    return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
+
+
+def outdated_pods(system: System, notes: Notes, handoff: Handoff) -> dict[str, set[str]]:
+    """Return, by `namespace/name`, the driver roots and device numbers that a pod has and the handoff does not."""
+    versions = _versions(notes, handoff)
+    granted = {device.path: device for request in handoff.requests for device in request.devices}
+    current = {request.driver_root for request in handoff.requests}
+    pods: dict[str, set[str]] = {}
+    for container in _containers(system, notes).values():
+        why = {_root(root, versions) for root in container.get("roots", ()) if root not in current}
+        why |= set(_other_numbers(container.get("devices", {}), granted))
+        if why:
+            pods.setdefault(container["pod"], set()).update(why)
+    return pods
+
+
+def _versions(notes: Notes, handoff: Handoff) -> dict[str, Any]:
+    """Return driver versions by driver root, of all handoffs since the machine's boot."""
+    versions = notes.load("driver-versions")
+    versions |= {request.driver_root: request.driver_version for request in handoff.requests if request.driver_root}
+    notes.save("driver-versions", versions)
+    return versions
+
+
+def _root(root: str, versions: Mapping[str, Any]) -> str:
+    version = f" with driver {versions[root]}" if root in versions else ""
+    return f"driver root {root.rpartition('/')[2]}{version}"
+
+
+def _other_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, GrantedDevice]) -> list[str]:
+    return [
+        f"{path} as {number[0]}:{number[1]}"
+        for path, number in devices.items()
+        if path in granted and number != [granted[path].major, granted[path].minor]
+    ]
+
+
+def _containers(system: System, notes: Notes) -> dict[str, dict[str, Any]]:
+    """Return containers by id. An OCI specification never changes while its container runs, so each is read once."""
+    noted = notes.load("containers")
+    names = system.entries(BUNDLES) if system.is_directory(BUNDLES) else ()
+    found = {}
+    for name in names:
+        known = noted.get(name)
+        container = known if isinstance(known, dict) else _container(system, name)
+        if container is not None:
+            found[name] = container
+    notes.save("containers", found)
+    return found
+
+
+def _container(system: System, name: str) -> dict[str, Any] | None:
+    """Return what a container has of drivers; None if it cannot be read, as it is being made or removed."""
+    try:
+        specification = json.loads(system.read(f"{BUNDLES}/{name}/config.json"))
+        annotations = specification.get("annotations") or {}
+        sources = [str(mount.get("source")) for mount in specification.get("mounts") or ()]
+        devices = (specification.get("linux") or {}).get("devices") or ()
+        numbers = {str(device["path"]): [int(device["major"]), int(device["minor"])] for device in devices}
+    except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return None
+    inside = f"{MACHINE_HOST_NVIDIA}/"
+    indices = {source.removeprefix(inside).partition("/")[0] for source in sources if source.startswith(inside)}
+    if not numbers and not indices:
+        return {}
+    pod = f"{annotations.get(NAMESPACE, '?')}/{annotations.get(POD, name)}"
+    return {"pod": pod, "roots": sorted(inside + index for index in indices), "devices": numbers}

@@ -1,0 +1,275 @@
+"""Publishes a vendor's CDI specification: generated aside, verified, put in place by one rename. Never a worse one."""
+
+import hashlib
+import json
+import posixpath
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
+
+from agent.machine.cdi import foreign_specs
+from agent.machine.cdi.foreign_specs import Foreign
+from agent.machine.containerd.active import containerd_state
+from agent.machine.devices.nodes import live_numbers
+from agent.machine.journal import INFO, WARNING, say
+from agent.machine.notes import Notes, Owned, remove_remains
+from agent.machine.repairs import repaired
+from agent.machine.vendors import VENDOR_NAMES
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
+from agent.model.device import DeviceNumber
+from agent.model.errors import AgentError
+from agent.model.handoff import Repair, Request
+from agent.model.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, spec_file
+from agent.model.reasons import Reason
+from agent.system.errnos import UNUSABLE
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor, Verdict
+
+KIND = ConditionType.CDI_SPEC_CURRENT
+UNPARTITIONED_FOR = 600.0
+"""Seconds for which a GPU counts as usable only by partitions: with no partition, nothing signals the end of that."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """The CDISpecCurrent condition, and the names of the devices that pods can request."""
+
+    condition: Condition
+    devices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A specification's text with its verdict."""
+
+    text: bytes
+    verdict: Verdict
+    unpartitioned: tuple[str, ...] = ()
+    """Granted GPUs that no specification can serve; the verdict does not count them as missing."""
+
+    @property
+    def good(self) -> bool:
+        return not self.verdict.problems and not self.verdict.missing
+
+
+def publish_spec(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, generation: str
+) -> Published:
+    """Bring the published specification up to date; starts no program if nothing that it depends on has changed."""
+    if not request.gpus:
+        removed = owned.remove(vendor.spec_path)
+        if removed:
+            notes.save(f"spec-{vendor.name}", {"removed": time.time_ns()})
+        message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
+        return Published(not_applicable(KIND, message))
+    if not owned.make_way(vendor.spec_path):
+        return Published(_foreign(vendor.spec_path))
+    foreign = foreign_specs.look(system, notes, owned, vendor)
+    published = _publish(system, notes, owned, vendor, request, generation, foreign)
+    names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
+    return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
+
+
+def remove_stale_specs(system: System, owned: Owned, requests: Iterable[Request]) -> None:
+    """Remove our specifications under names of former releases, and of modes that no request names any more.
+
+    Also what killed writers left next to notes, and next to the specifications of all vendors that this release knows.
+    """
+    modes = (mode_spec_file(request.vendor, mode) for request in requests for mode in request.cdi_modes)
+    wanted = (*map(spec_file, VENDOR_NAMES), *modes)
+    try:
+        for path in owned.paths:
+            if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
+                say(INFO, f"removed {path}: this release makes no such specification")
+        for path in wanted:
+            system.remove_remains(path)
+        remove_remains(system)
+    except (AgentError, OSError) as error:
+        # Leftovers must not cost the report.
+        say(WARNING, f"cannot remove what earlier CDI specs and runs left: {error}")
+
+
+def spec_changed(system: System, notes: Notes, vendor: MachineVendor) -> int:
+    """Return when the specification was last published or removed, nanoseconds since the epoch; 0 if not since boot."""
+    try:
+        return system.identity(vendor.spec_path).mtime_ns
+    except FileNotFoundError:
+        removed = notes.load(f"spec-{vendor.name}").get("removed")
+        return removed if isinstance(removed, int) else 0
+
+
+def _publish(
+    system: System,
+    notes: Notes,
+    owned: Owned,
+    vendor: MachineVendor,
+    request: Request,
+    generation: str,
+    foreign: Foreign,
+) -> Published:
+    live = live_numbers(system, request.devices)
+    current = _current(system, vendor, request, live)
+    if vendor.driver_files and not request.driver_root:
+        # An empty --driver-root= would mean the machine's own root.
+        return _kept(
+            current, Reason.NO_DRIVER_ROOT, "GPUs are granted, but no driver files: see DriverRootStaged on the host"
+        )
+    inputs = _inputs(system, notes, vendor, request, live, generation)
+    noted = notes.load(f"spec-{vendor.name}")
+    current = _as_noted(current, noted, inputs)
+    if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
+        return Published(true(KIND, Reason.VERIFIED, str(noted.get("message"))), current.verdict.devices)
+    if noted.get("inputs") == inputs and (
+        refused := foreign_specs.refusal(system, vendor, noted.get("colliding", ()), foreign)
+    ):
+        return Published(refused)
+    try:
+        new, remarks = _generate(system, notes, vendor, request, live)
+    except (AgentError, OSError) as error:
+        return _kept(
+            current, Reason.GENERATION_FAILED, f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked"
+        )
+    if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
+        faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
+        why = "; ".join((*faults, *remarks))
+        return _kept(current, Reason.SPEC_REFUSED, f"the new spec of {_maker(vendor)} is refused: {why}")
+    if refused := foreign_specs.refusal(system, vendor, new.verdict.devices, foreign):
+        notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
+        return Published(refused)
+    if not current or current.text != new.text:
+        owned.claim(vendor.spec_path)
+        # The temporary file next to it has no suffix .yaml or .json: two files with one device make it unusable.
+        system.write(vendor.spec_path, new.text)
+        was_ours = current is not None and noted.get("digest") == _digest(current.text)
+        if noted.get("inputs") == inputs and "digest" in noted and not was_ours:
+            repaired(notes, Repair.SPEC, f"somebody changed {vendor.spec_path}")
+    condition = _condition(vendor, new.verdict, remarks)
+    if condition.status is Status.TRUE:
+        noted = {"inputs": inputs, "digest": _digest(new.text), "message": condition.message}
+        lasting = {"unpartitioned": list(new.unpartitioned), "until": time.monotonic() + UNPARTITIONED_FOR}
+        notes.save(f"spec-{vendor.name}", noted | lasting)
+    return Published(condition, new.verdict.devices)
+
+
+def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]) -> Condition:
+    if verdict.missing_gpus:
+        return false(
+            KIND,
+            Reason.GPU_MISSING,
+            f"{_maker(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
+            f"see `dmesg` on the host for the driver's lines (NVRM, Xid), and DevicesAllowed",
+        )
+    if verdict.missing_partitions:
+        message = f"{_maker(vendor)} does not list {', '.join(verdict.missing_partitions)}: see DevicesAllowed"
+        return false(KIND, Reason.PARTITION_MISSING, "; ".join((message, "the others are served", *remarks)))
+    parts = [f"{vendor.spec_path} has {len(verdict.devices)} device names"]
+    if verdict.not_in_spec:
+        parts.append(f"NotInSpec (the generator leaves them out): {', '.join(verdict.not_in_spec)}")
+    return true(KIND, Reason.VERIFIED, "; ".join([*parts, *remarks]))
+
+
+def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
+    """Fail static: keep the old specification in use, unless there is none or it is now wrong."""
+    if current is None:
+        return Published(false(KIND, reason, f"{message}. No spec has been published yet"))
+    if current.verdict.problems:
+        faults = "; ".join(current.verdict.problems)
+        return Published(false(KIND, reason, f"{message}. The published spec stays, but is out of date: {faults}"))
+    return Published(false(KIND, reason, f"{message}. The last good spec stays in use"), current.verdict.devices)
+
+
+def _better(new: Verdict, current: Verdict) -> bool:
+    """Return whether every GPU and partition that is served now still would be."""
+    return bool(current.problems) or new.missing <= current.missing
+
+
+def _generate(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+) -> tuple[Candidate, tuple[str, ...]]:
+    directory = spec_directory(vendor.name)
+    system.make_directory(directory)
+    # Imported here: most runs generate nothing.
+    from agent.machine.containerd.version import as_containerd_takes
+    from agent.vendors.cdi.normalise import settled
+
+    generated = vendor.generate(system, request, directory, live)
+    for name in system.entries(directory):
+        system.remove(f"{directory}/{name}")
+    spec, left_out = as_containerd_takes(system, notes, settled(generated.spec))
+    remarks = (*generated.remarks, *left_out)
+    # Publish what was verified, not what another parser may read from the same text. JSON is YAML.
+    clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
+    verdict = _verdict(system, vendor, spec, request, live)
+    return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
+
+
+def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
+    """Return the published specification; for some time, GPUs that none could serve do not count as missing in it."""
+    until, gpus = noted.get("until"), noted.get("unpartitioned")
+    if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
+        return current
+    return _without_unpartitioned(current, gpus) if isinstance(until, float) and time.monotonic() < until else current
+
+
+def _without_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candidate:
+    missing = tuple(gpu for gpu in candidate.verdict.missing_gpus if gpu not in gpus)
+    return Candidate(candidate.text, replace(candidate.verdict, missing_gpus=missing), tuple(gpus))
+
+
+def _current(
+    system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+) -> Candidate | None:
+    """Return the published specification; None if there is none, or if others replaced it.
+
+    Raises OSError if it cannot be read: then nothing may replace it, because it may be the better one.
+    """
+    try:
+        text = system.read(vendor.spec_path)
+        spec = json.loads(text)
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+    except OSError as error:
+        if error.errno not in UNUSABLE:
+            raise
+        return None
+    return Candidate(text, _verdict(system, vendor, spec, request, live))
+
+
+def _verdict(
+    system: System, vendor: MachineVendor, spec: object, request: Request, live: dict[str, DeviceNumber]
+) -> Verdict:
+    present = {path for path in vendor.host_paths(spec) if path.startswith("/") and system.exists(path)}
+    return vendor.verify(spec, request, live, present)
+
+
+def _inputs(
+    system: System,
+    notes: Notes,
+    vendor: MachineVendor,
+    request: Request,
+    live: dict[str, DeviceNumber],
+    generation: str,
+) -> str:
+    """Return a digest of everything a specification is made from. A boot of the machine clears the notes with it."""
+    programs = (*vendor.tools, *vendor.inputs)
+    tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
+    numbers = {path: asdict(number) for path, number in live.items()}
+    there = [path for path in vendor.optional_paths(request) if system.exists(path)]
+    # containerd's version limits what the specification may hold.
+    depends = [generation, tools, numbers, there, containerd_state(system, notes)]
+    return _digest(json.dumps(depends, sort_keys=True).encode())
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _maker(vendor: MachineVendor) -> str:
+    return vendor.tools[0] if vendor.tools else "this agent"
+
+
+def _foreign(path: str) -> Condition:
+    return false(
+        KIND, Reason.FOREIGN_FILE, f"{path} is not ours and is not overwritten: move it away if nothing needs it"
+    )

@@ -1,0 +1,113 @@
+"""Checks that containerd runs with its configuration, and restarts it only if the configuration really differs."""
+
+import re
+import time
+from dataclasses import astuple, replace
+
+from agent.machine.containerd.tables import MAIN
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType, Status, false, true, unknown
+from agent.model.digits import whole_number
+from agent.model.reasons import Reason
+from agent.system.files import System
+
+ACTIVE = ConditionType.RUNTIME_ACTIVE
+UNIT = "containerd.service"
+CHANGED = "containerd-changed"
+"""The note of when its configuration last changed, and a digest of the result."""
+LOADED = "containerd-loaded"
+"""The note of the containerd last proven to run with its configuration: its start time, and that digest."""
+REPLACED = "containerd-replaced"
+"""The note of a containerd that still runs after its program was replaced by one that takes other CDI specifications:
+its file in /proc, and the identity of the program behind that."""
+CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
+"""One of containerd's global options."""
+
+
+def note_change(notes: Notes, effective: str = "") -> None:
+    """Note that only a containerd started from now on, or with the same effective configuration, is up to date."""
+    notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
+
+
+def unfinished(notes: Notes) -> bool:
+    """Return whether a run was killed before it checked the result of its change."""
+    changed = notes.load(CHANGED)
+    return bool(changed) and not changed.get("effective")
+
+
+def check_active(system: System, notes: Notes, configured: Condition) -> Condition:
+    """Return RuntimeActive: containerd runs, and was started after our last change of its configuration.
+
+    Its reason is RestartPending when the caller is to call `restart`. `configured` is RuntimeConfigured.
+    """
+    if configured.reason == Reason.NOT_APPLICABLE:
+        return replace(configured, type=ACTIVE)
+    if configured.status is not Status.TRUE:
+        return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
+    changed = notes.load(CHANGED)
+    unit = show(system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
+    state = unit.get("ActiveState", "unknown")
+    # Both are CLOCK_MONOTONIC, which a machine shares with its host and which setting the clock does not move.
+    started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
+    if unit.get("LoadState") == "not-found":
+        return false(ACTIVE, Reason.NO_CONTAINERD, f"there is no {UNIT}: install containerd in the image")
+    # Our drop-in of containerd.service starts this service by ExecStartPost=, once containerd has said READY=1.
+    running = state == "active" or unit.get("SubState") == "start-post"
+    other = config_argument(unit.get("ExecStart", ""))
+    if running and other not in ("", MAIN):
+        return false(
+            ACTIVE,
+            Reason.OTHER_CONFIGURATION,
+            f"{UNIT} starts containerd with {other} instead of {MAIN}: remove that argument from ExecStart=",
+        )
+    loaded = {"started": started, "effective": changed.get("effective", "")}
+    # The latter: after a repair of its files, if the same process never read the changed ones.
+    if running and (
+        started >= changed.get("microseconds", 0) or (loaded["effective"] and notes.load(LOADED) == loaded)
+    ):
+        notes.save(LOADED, loaded)
+        return true(ACTIVE, Reason.RUNNING, f"{UNIT} runs with this configuration")
+    if running:
+        return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is being restarted, since its configuration changed")
+    if state == "failed":
+        return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
+    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: proven at the next run")
+
+
+def config_argument(exec_start: str) -> str:
+    """Return containerd's --config argument in the property ExecStart=; empty without one. Ignores other programs'."""
+    for arguments in exec_start.split("argv[]=")[1:]:
+        arguments = arguments.partition(";")[0]
+        program = arguments.partition(" ")[0]
+        if program.rpartition("/")[2] == "containerd" and (match := CONFIG_ARGUMENT.search(arguments)):
+            return match[1]
+    return ""
+
+
+def show(system: System, properties: str) -> dict[str, str]:
+    """Return properties of containerd's unit by name. Raises CommandError."""
+    output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
+    return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
+
+
+def containerd_state(system: System, notes: Notes) -> list[object]:
+    """Return everything that the result of as_containerd_takes depends on, without starting a program."""
+    program, noted = system.find_program("containerd"), notes.load(REPLACED)
+    ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
+    return [program and program_identity(system, program), ended]
+
+
+def program_identity(system: System, path: str) -> list[object] | None:
+    """Return a program's identity as notes keep it; None if there is none."""
+    try:
+        return list(astuple(system.identity(path)))
+    except OSError:
+        # For a process that has just ended, the kernel may also return EACCES.
+        return None
+
+
+def restart(system: System) -> None:
+    """Restart containerd; the last act of a run. Raises CommandError."""
+    # --no-block: containerd's start waits for the end of this run, which is ordered before it: we would wait for
+    # ourselves. Its stop does not wait (job_compare in systemd's job.c lets stops go first), so now there is no CRI.
+    system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)

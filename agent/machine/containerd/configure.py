@@ -1,0 +1,214 @@
+"""Configures containerd, and reads back what containerd makes of it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple
+from typing import Any
+
+from agent.machine.containerd import files, tables
+from agent.machine.containerd.active import unfinished
+from agent.machine.containerd.change import Places, Wanted, digest, write_and_read_back
+from agent.machine.containerd.tables import MAIN, Configuration, Table
+from agent.machine.notes import Notes, Owned
+from agent.machine.repairs import repaired
+from agent.machine.vendors import VENDOR_NAMES, machine_vendor
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.model.errors import AgentError, DocumentError, ExitCodeError
+from agent.model.handoff import Handoff, Repair, Request
+from agent.model.paths import MACHINE_STATE
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
+
+CONFIGURED = ConditionType.RUNTIME_CONFIGURED
+BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
+ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` has CDI enabled, and these GPUs need no more")
+
+
+def configure_runtime(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
+) -> Condition:
+    """Configure containerd if possible, and return RuntimeConfigured."""
+    if not request.gpus:
+        # The configuration stays: GPUs come back, and removing it would restart containerd twice.
+        return not_applicable(CONFIGURED, "no GPU is granted to this machine")
+    others = (machine_vendor(each.vendor) for each in handoff.requests if each.gpus)
+    if vendor.handler is None and any(each and each.handler for each in others):
+        return not_applicable(CONFIGURED, "another vendor's runtime is configured, and CDI with it")
+    default, chosen = handoff.default_runtime, handoff.containerd_drop_in
+    return configure_vendor(system, notes, owned, vendor, default=default, chosen=chosen)
+
+
+def configure_vendor(
+    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool, chosen: str = ""
+) -> Condition:
+    """Do the same for the one vendor with GPUs here whose runtime is to be configured.
+
+    `chosen`: the path of our part of the configuration, if not the usual one.
+    """
+    handler, places = vendor.handler, _places(owned, vendor, chosen)
+    drop_in, name = places.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
+    program = system.find_program("containerd")
+    if program is None:
+        return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
+    if handler and not system.exists(handler.binary):
+        return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
+    if not owned.make_way(drop_in):
+        return false(CONFIGURED, Reason.FOREIGN_FILE, f"{drop_in} is not ours and is not overwritten: move it away")
+    if handler:
+        _edit_runtime_config(system, notes, vendor)
+    noted = notes.load(name)
+    # One digest of everything that the result depends on: a run that finds it unchanged starts no program.
+    state = _state(system, program, vendor, drop_in, default=default)
+    if noted.get("state") == state and not unfinished(notes):
+        return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
+    # Imported here: most runs need no version.
+    from agent.machine.containerd.version import containerd_version
+
+    if handler is None and not places.former and _enabled_by_others(system, notes, owned, drop_in, program):
+        notes.save(name, {"state": state, "by_others": True})
+        return ENABLED
+    version = containerd_version(system, notes, program)
+    before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
+    wanted = _wanted(system, version, vendor, places, before, default=default)
+    faults = write_and_read_back(system, notes, owned, vendor, places, wanted, before, default=default)
+    left = digest(files.read_optional(system, drop_in))
+    if not faults and (found := _changed_by_others(noted, digest(before[drop_in]), wanted, drop_in)):
+        repaired(notes, Repair.CONTAINERD, found)
+    state = _state(system, program, vendor, drop_in, default=default)
+    notes.save(name, {"state": state, "problem": faults, "drop_in": left, "path": drop_in})
+    return _configured(faults, drop_in)
+
+
+def _places(owned: Owned, vendor: MachineVendor, chosen: str) -> Places:
+    """Choose the paths. A vendor's drop-in stays even if only CDI is needed: removing it would restart containerd."""
+    drop_in = chosen or tables.drop_in_path(vendor.handler)
+    kept = {drop_in} if vendor.handler else {drop_in, *_of_vendors()}
+    return Places(drop_in, tuple(path for path in owned.ending(tables.SUFFIXES) if path not in kept))
+
+
+def _of_vendors() -> list[str]:
+    """Return the usual paths of drop-ins for vendors' runtimes."""
+    return [tables.drop_in_path(handler) for handler in _handlers()]
+
+
+def _names_a_runtime(system: System, drop_in: str) -> bool:
+    """Return whether it was written for a vendor's runtime: at a configured path all of ours have the same name."""
+    content = files.read_optional(system, drop_in) or b""
+    return any(handler.binary.encode() in content for handler in _handlers())
+
+
+def _handlers() -> list[RuntimeHandler]:
+    vendors = (machine_vendor(name) for name in VENDOR_NAMES)
+    return [vendor.handler for vendor in vendors if vendor and vendor.handler]
+
+
+def _enabled_by_others(system: System, notes: Notes, owned: Owned, drop_in: str, program: str) -> bool:
+    """Return whether pods get CDI devices, if they need only CDI, without a drop-in for that.
+
+    A drop-in for a vendor's runtime also enables CDI, stays when that vendor's last GPU goes, and is loaded after our
+    drop-in for CDI, which containerd 1.x would then replace by it.
+    """
+    of_vendors = any(owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
+    if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
+        return False
+    from agent.machine.containerd.version import known_version
+
+    try:
+        version = known_version(system, notes, program)
+        return not list(tables.cdi_problems(files.effective(system, MAIN, version)))
+    except (ExitCodeError, DocumentError):
+        # The steps that follow report what is wrong with it.
+        return False
+
+
+def _configured(problem: str, drop_in: str) -> Condition:
+    if problem:
+        return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
+    return true(CONFIGURED, Reason.READ_BACK, f"`containerd config dump` has what {drop_in} holds, and lost nothing")
+
+
+def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
+    """Say what others did to our part since it was noted; empty if only what it follows changed."""
+    if not noted.get("drop_in") or noted.get("path") != drop_in:
+        return ""
+    if wanted.drop_in is not None and found != noted["drop_in"]:
+        return f"somebody {'changed' if found else 'removed'} {drop_in}"
+    return f"somebody took the import of {drop_in} out of {MAIN}" if wanted.main is not None else ""
+
+
+def _edit_runtime_config(system: System, notes: Notes, vendor: MachineVendor) -> None:
+    """Set only our keys, as the file belongs to the handler's package. It is read at each container's start."""
+    name = f"runtime-{vendor.name}"
+    present = files.read_optional(system, vendor.runtime_config)
+    text = (present or b"").decode(errors="surrogateescape")
+    edited = vendor.edit_runtime_config(text)
+    if present is None or edited != text:
+        system.write(vendor.runtime_config, edited.encode(errors="surrogateescape"))
+        if notes.load(name):
+            repaired(notes, Repair.RUNTIME, f"somebody changed {vendor.runtime_config}")
+    notes.save(name, {"path": vendor.runtime_config})
+
+
+def _wanted(
+    system: System,
+    version: tuple[int, ...],
+    vendor: MachineVendor,
+    places: Places,
+    before: dict[str, bytes | None],
+    *,
+    default: bool,
+) -> Wanted:
+    drop_in = places.drop_in
+    text = before[MAIN] or b""
+    main = files.parse(MAIN, text)
+    if not main:
+        # No file, or one with only comments, which stay.
+        text = files.render_toml({"version": tables.new_version(version)}) + text
+    if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
+        text = files.with_import(text, tables.import_pattern(drop_in))
+    main = files.parse(MAIN, text)
+    everything = files.loaded_files(system, main, drop_in)
+    # The order without our earlier files, which will be removed.
+    order = [path for path in everything if path not in places.former]
+    behind = tuple(order[order.index(drop_in) + 1 :])
+    loaded = {path: everything[path] for path in order if path != drop_in}
+    configuration = Configuration(main, loaded, _baseline(system, main, loaded, version), behind, drop_in)
+    document = tables.render(configuration, version, vendor.handler, default=default)
+    try:
+        same = before[drop_in] is not None and files.parse(drop_in, before[drop_in] or b"") == document
+    except AgentError:
+        same = False
+    return Wanted(
+        main=None if text == before[MAIN] else text,
+        drop_in=None if same else files.render_toml(document, files.HEADER),
+        baseline=configuration.dump,
+        behind=behind,
+        document=document,
+        version=version,
+    )
+
+
+def _baseline(system: System, main: Table, imported: Iterable[str], version: tuple[int, ...]) -> Table:
+    """Return what containerd itself, of whatever version, makes of the same files without ours."""
+    system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
+    try:
+        return files.effective(system, BASELINE, version)
+    except ExitCodeError as error:
+        raise DocumentError(
+            f"containerd refuses {MAIN} and what it imports, here as {BASELINE} without our drop-in: {error}",
+            "repair it: containerd cannot start with it either",
+        ) from error
+
+
+def _state(system: System, program: str, vendor: MachineVendor, drop_in: str, *, default: bool) -> str:
+    """Return a digest of containerd's program, of all files that it loads, and of what is requested."""
+    handler = astuple(vendor.handler) if vendor.handler else None
+    digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())
+    main = files.read_optional(system, MAIN)
+    loaded = files.loaded_files(system, files.parse(MAIN, main or b""), drop_in)
+    for path in dict.fromkeys((MAIN, drop_in, *loaded)):
+        content = files.read_optional(system, path)
+        digest.update(f"\0{path}\0".encode() + (content if content is not None else b"\0absent"))
+    return digest.hexdigest()

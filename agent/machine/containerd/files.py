@@ -1,0 +1,169 @@
+"""Reads containerd's configuration files and writes ours, so that an earlier state can be restored."""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from agent.machine.containerd.tables import MAIN, Table, covers, imports
+from agent.model.errors import DocumentError
+from agent.system.files import System
+from agent.vendors.machine_vendor import EDIT_LIMIT
+
+DUMP_MIGRATES = (2, 0, 6)
+TOKENS = re.compile(
+    r"""\"{3}(?:\\.|[^\\])*?\"{3,5}|'{3}.*?'{3,5}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*"""
+    r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
+    re.DOTALL | re.MULTILINE,
+)
+"""Strings, comments and brackets (toml.io/en/v1.0.0); a long string may end in two further quotation marks."""
+HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
+
+
+def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
+    """Return the files that containerd imports, in its order, including ours (as an empty table) if it is covered.
+
+    Breadth first, each once (LoadConfig in containerd's cmd/containerd/server/config). Raises DocumentError.
+    """
+    loaded: dict[str, Table] = {}
+    pending = list(imports(MAIN, main))
+    while pending:
+        pattern = pending.pop(0)
+        matches = set(_glob(system, pattern)) if "*" in pattern else {pattern}
+        if covers(pattern, drop_in):
+            matches.add(drop_in)
+        for path in sorted(matches - {MAIN, *loaded}):
+            loaded[path] = {} if path == drop_in else _load(system, path)
+            pending += imports(path, loaded[path])
+    return loaded
+
+
+def _load(system: System, path: str) -> Table:
+    content = read_optional(system, path)
+    if content is None:
+        raise DocumentError(f"{path}, which is imported, is not there", f"make it, or take its import out of {MAIN}")
+    return parse(path, content)
+
+
+def _glob(system: System, pattern: str) -> list[str]:
+    """Return the paths that match a pattern of Go's filepath.Glob; no match is not an error."""
+    found = [""]
+    for part in pattern.split("/")[1:]:
+        wild = any(character in part for character in "*?[")
+        directories = [each for each in found if system.is_directory(each or "/")]
+        names = {each: system.entries(each or "/") if wild else (part,) for each in directories}
+        found = [
+            f"{each}/{name}" for each in directories for name in names[each] if not wild or fnmatchcase(name, part)
+        ]
+    return [path for path in found if system.exists(path)]
+
+
+def effective(system: System, main: str, version: tuple[int, ...]) -> Table:
+    """Return containerd's result for a main file and its imports, with defaults. Raises CommandError, DocumentError."""
+    # Before 2.0.6, `dump` prints defaults in place of a version 2 file's tables. `migrate` does what the daemon does
+    # (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
+    verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
+    text = system.run("containerd", "--config", main, "config", verb)
+    return parse(main, text.encode(errors="surrogateescape"))
+
+
+def parse(path: str, text: bytes) -> Table:
+    """Parse TOML. Raises DocumentError that names the file."""
+    try:
+        return tomllib.loads(text.decode())
+    # ValueError: not TOML, not UTF-8, or a number with more digits than int() accepts.
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(
+            f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
+        ) from error
+
+
+def read_optional(system: System, path: str) -> bytes | None:
+    """Return a file's content; None if there is no such file."""
+    try:
+        return system.read(path)
+    except FileNotFoundError:
+        return None
+
+
+def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
+    """Return plain data as TOML text. Raises DocumentError."""
+    # Imported here: it takes longer than a run that writes nothing.
+    import tomlkit
+
+    try:
+        return (header + tomlkit.dumps(table)).encode()
+    except RecursionError as error:
+        raise DocumentError(
+            f"{MAIN}, or what it imports, cannot be edited: its tables are nested too deeply", "repair it"
+        ) from error
+
+
+def with_import(text: bytes, pattern: str) -> bytes:
+    """Return the main file's text with one more import; comments and layout stay. Raises DocumentError."""
+    document = parse(MAIN, text)
+    if "imports" not in document:
+        # At the start: at the end it would become a key of the last table.
+        return f'imports = ["{pattern}"]\n'.encode() + text
+    # Called only for its error.
+    imports(MAIN, document)
+    document["imports"] = [*document["imports"], pattern]
+    try:
+        edited = _with_listed(text.decode(), pattern).encode()
+        if parse(MAIN, edited) == document:
+            return edited
+        why = "the edit would change more than that"
+    # Any exception: tomlkit raises its own, and a file that containerd reads must stay intact.
+    except Exception as error:
+        why = str(error)
+    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to the list imports in it')
+
+
+def _with_listed(text: str, pattern: str) -> str:
+    import tomlkit
+
+    # Top-level keys stand before the first table, so tomlkit need not parse more: it fails at orders of tables that
+    # containerd accepts.
+    head = _without_tables(text)
+    if len(head) > EDIT_LIMIT:
+        raise DocumentError(
+            f"{len(head)} characters stand before its first table, and the agent edits at most {EDIT_LIMIT}"
+        )
+    listing = tomlkit.parse(head)
+    listed: Any = listing["imports"]
+    listed.append(pattern)
+    return tomlkit.dumps(listing) + text.removeprefix(head)
+
+
+def _without_tables(text: str) -> str:
+    """Return the text before the first table's header: a bracket that begins a line outside lists and strings.
+
+    The text must be TOML, so that every string and list ends. Takes one pass, whatever they contain.
+    """
+    depth = 0
+    for token in TOKENS.finditer(text):
+        match token.lastgroup:
+            case "line" if not depth:
+                return text[: token.start()]
+            case "line" | "open":
+                depth += 1
+            case "close":
+                depth -= 1
+            case _:
+                pass
+    return text
+
+
+def put(system: System, files: Mapping[str, bytes | None]) -> None:
+    """Write what differs, in this order; None removes a file."""
+    for path, content in files.items():
+        if content is None:
+            system.remove(path)
+        elif read_optional(system, path) != content:
+            write(system, path, content)
+
+
+def write(system: System, path: str, content: bytes) -> None:
+    """Keep the file's mode. A new file is only for root: it may repeat passwords of the main file's registries."""
+    system.write(path, content, system.mode(path) if system.exists(path) else 0o600)

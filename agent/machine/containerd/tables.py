@@ -1,0 +1,267 @@
+"""What containerd's configuration needs so that pods get devices by CDI, and whether it has it. Pure.
+
+The tables are those of containerd's docs/cri/config.md: version 2 of the file has one CRI table, and from version 3 it
+is split in two, of which only the runtime's matters here.
+"""
+
+import copy
+import posixpath
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from agent.model.errors import DocumentError, UnsupportedError
+from agent.model.paths import CDI_DIRECTORIES
+from agent.vendors.machine_vendor import RuntimeHandler
+
+Table = dict[str, Any]
+
+MAIN = "/etc/containerd/config.toml"
+CONF_D = "/etc/containerd/conf.d"
+IMPORT = f"{CONF_D}/*.toml"
+"""As in containerd 2.2's default configuration; a pattern without a match is no error, but a missing file is one."""
+SUFFIXES = (".toml", ".part")
+"""Suffixes of our drop-in; `.part` is Talos's, for files that it merges."""
+
+CRI_2 = "io.containerd.grpc.v1.cri"
+CRI_3 = "io.containerd.cri.v1.runtime"
+SHIM = "io.containerd.runc.v2"
+OLDEST = (1, 7, 0)
+"""The first containerd whose CRI plugin supports CDI."""
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The files that containerd loads, in its order, without our drop-in."""
+
+    main: Table
+    imported: Mapping[str, Table]
+    """By path."""
+    dump: Table
+    """What `containerd config dump` prints for these files: with all defaults."""
+    behind: tuple[str, ...] = ()
+    """The imported files that are loaded after our drop-in."""
+    drop_in: str = ""
+    """Path of our drop-in."""
+
+    def version(self, containerd: tuple[int, ...]) -> int:
+        """Return the version that decides the names of the tables: the main file's, 1 if it has none.
+
+        In a main file without plugins' tables there is nothing to name: then it is that of the files that it imports.
+        """
+        if "version" in self.main or "plugins" in self.main:
+            value = self.main.get("version", 1)
+            return value if isinstance(value, int) else 1
+        imported = (document.get("version") for document in self.imported.values())
+        return max((each for each in imported if isinstance(each, int)), default=new_version(containerd))
+
+
+def drop_in_path(handler: RuntimeHandler | None) -> str:
+    """Return its path; without a handler, for CDI alone. 99 sorts last: containerd loads drop-ins alphabetically."""
+    return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
+
+
+def import_pattern(drop_in: str) -> str:
+    """Return what the main file must import; in a directory of others' files it matches only ours."""
+    stem, suffix = posixpath.splitext(drop_in)
+    return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
+
+
+def parse_version(text: str) -> tuple[int, ...]:
+    """Parse `containerd --version`: "containerd github.com/containerd/containerd/v2 v2.1.9 <commit>"."""
+    # At most nine digits: int() refuses thousands of them.
+    match = re.search(r"\sv?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", text)
+    if match is None:
+        raise DocumentError(f"containerd --version: no version in {text.strip()[:200]!r}")
+    return tuple(int(number) for number in match.groups())
+
+
+def new_version(containerd: tuple[int, ...]) -> int:
+    """Return the version for a new file; every containerd 2 reads version 3."""
+    return 2 if containerd < (2, 0, 0) else 3
+
+
+def cri_table(version: int) -> str:
+    """Return the CRI plugin's name in files of a version."""
+    return CRI_2 if version < 3 else CRI_3
+
+
+def imports(path: str, document: Table) -> tuple[str, ...]:
+    """Return absolute patterns of the files that a file imports; relative ones start at the importing file."""
+    listed = document.get("imports", [])
+    if not isinstance(listed, list):
+        raise DocumentError(f"{path}: key imports is not a list", "repair it: containerd cannot start with it either")
+    directory = posixpath.dirname(path)
+    return tuple(posixpath.normpath(posixpath.join(directory, str(pattern))) for pattern in listed)
+
+
+def covers(pattern: str, path: str) -> bool:
+    """Return whether an import makes containerd load a file; it treats only text with an asterisk as a pattern."""
+    if "*" not in pattern:
+        return pattern == path
+    # Like Go's filepath.Glob: no wildcard matches a slash.
+    parts, wanted = path.split("/"), pattern.split("/")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def render(
+    configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
+) -> Table:
+    """Return the drop-in's content; raises UnsupportedError if this containerd or its configuration cannot do it."""
+    if containerd < OLDEST:
+        raise UnsupportedError(
+            f"containerd is {_text(containerd)}; {_text(OLDEST)} is the first with CDI",
+            "install a newer containerd in the image",
+        )
+    version = configuration.version(containerd)
+    if version < 2:
+        raise UnsupportedError(
+            f"{MAIN} has version {version}, whose tables containerd no longer documents",
+            f"`containerd config migrate` prints it in a newer version: check it and put it into {MAIN}",
+        )
+    for path, document in {MAIN: configuration.main, **configuration.imported}.items():
+        disabled = document.get("disabled_plugins", [])
+        if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
+            raise UnsupportedError(
+                f"{path} disables containerd's CRI plug-in, so that no kubelet can use it",
+                "remove cri from disabled_plugins",
+            )
+    # containerd 1.x replaces a plugin's whole table by that of the last file loaded; 2.0 merges them deeply.
+    replaces = containerd < (2, 0, 0)
+    later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
+    if replaces and later:
+        raise UnsupportedError(
+            f"{', '.join(later)} is loaded after {configuration.drop_in}, whose table it would replace",
+            "import it before, under a name that sorts before ours, or move its settings into the main file",
+        )
+    effective = _effective(configuration, cri_table(version), replaces=replaces)
+    table = copy.deepcopy(effective) if replaces else {}
+    if replaces:
+        # Its default runtimes are also replaced by a table that names any.
+        for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
+            table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
+        effective = copy.deepcopy(table)
+    _add_ours(table, effective, version, handler, default=default)
+    # If drop-in and main file differ in version, containerd 2.0-2.2 silently drops one of them.
+    return {"version": version, "plugins": {cri_table(version): table}}
+
+
+def problems(
+    before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
+) -> Iterator[str]:
+    """Say what is wrong with `containerd config dump` after the drop-in, compared with that of the files without it."""
+    left = dict(_leaves(after.get("plugins", {})))
+    for path, value in _leaves(before.get("plugins", {})):
+        if _is_ours(path, handler):
+            continue
+        if path not in left:
+            yield f"{'.'.join(path)} is lost"
+        elif left[path] != value:
+            # Not the values: they may be passwords of a registry, and this message is shown on the Node.
+            yield f"{'.'.join(path)} is changed"
+    if handler:
+        runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
+        if _at(runtime, "options").get("BinaryName") != handler.binary:
+            yield f"runtime {handler.name} does not run {handler.binary}"
+        # Compare with its basis as containerd prints it: neither has keys that containerd does not know.
+        taken, known = dict(_leaves(runtime)), dict(_leaves(_basis(cri_of(before), handler)))
+        for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
+            if path in known and not _is_ours((handler.name, *path), handler) and taken.get(path) != known[path]:
+                yield f"runtime {handler.name} has not taken over {'.'.join(path)}"
+    yield from cdi_problems(after)
+    if handler and default and _at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
+        yield f"default_runtime_name is not {handler.name}"
+
+
+def _is_ours(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
+    """Return whether the drop-in sets this key, whatever its value was before."""
+    if path[-1] in {"enable_cdi", "cdi_spec_dirs", "default_runtime_name"}:
+        return True
+    return handler is not None and (
+        path[-2:] == (handler.name, "runtime_type") or path[-3:] == (handler.name, "options", "BinaryName")
+    )
+
+
+def cdi_problems(dump: Table) -> Iterator[str]:
+    """Say what keeps pods from CDI devices, according to `containerd config dump`."""
+    cri = cri_of(dump)
+    if not cri.get("enable_cdi", dump.get("version", 0) >= 3):
+        yield "enable_cdi is not true"
+    missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
+    if missing:
+        yield f"cdi_spec_dirs lacks {', '.join(missing)}"
+
+
+def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
+    """Return the CRI table that the files result in: all merged, or (`replaces`) that of the last file that has one."""
+    documents = (configuration.main, *configuration.imported.values())
+    tables = [_at(each, "plugins", cri) for each in documents]
+    if replaces:
+        return next((table for table in reversed(tables) if table), {})
+    merged: Table = {}
+    for table in tables:
+        _merge(merged, table)
+    return merged
+
+
+def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool) -> None:
+    if version < 3 or effective.get("enable_cdi") is False:
+        # The default since containerd 2.0, deprecated in 2.2.
+        table["enable_cdi"] = True
+    listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
+    table["cdi_spec_dirs"] = [*listed, *(each for each in CDI_DIRECTORIES if each not in listed)]
+    if handler is None:
+        return
+    containerd = table.setdefault("containerd", {})
+    if default:
+        containerd["default_runtime_name"] = handler.name
+    runtime = copy.deepcopy(_basis(effective, handler))
+    runtime["runtime_type"] = SHIM
+    runtime["options"] = _at(runtime, "options") | {"BinaryName": handler.binary}
+    containerd.setdefault("runtimes", {})[handler.name] = runtime
+
+
+def _basis(effective: Table, handler: RuntimeHandler) -> Table:
+    """Return the settings that the handler starts from: its namesake's, else the default runtime's, else runc's.
+
+    Another shim's, such as Kata's, has options that this one does not know.
+    """
+    containerd = _at(effective, "containerd")
+    runtimes, default = _at(containerd, "runtimes"), containerd.get("default_runtime_name")
+    named = _at(runtimes, handler.name)
+    usual = _at(runtimes, str(default))
+    return named or (usual if usual.get("runtime_type", SHIM) == SHIM else {}) or _at(runtimes, "runc")
+
+
+def cri_of(dump: Table) -> Table:
+    """Return the CRI table of a dump, which containerd 2 prints in version 3 whatever version the files have."""
+    plugins = dump.get("plugins", {})
+    return _at(plugins, CRI_3) or _at(plugins, CRI_2)
+
+
+def _merge(into: Table, table: Table) -> None:
+    for key, value in table.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = copy.deepcopy(value)
+
+
+def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, str(key)))
+    elif path:
+        yield path, value
+
+
+def _at(document: object, *names: str) -> Table:
+    for name in names:
+        document = document.get(name) if isinstance(document, dict) else None
+    return document if isinstance(document, dict) else {}
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

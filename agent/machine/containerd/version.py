@@ -1,0 +1,93 @@
+"""Finds containerd's version by one call of its program, and which CDI specifications it takes."""
+
+import posixpath
+from dataclasses import astuple
+
+from agent.machine.containerd.active import REPLACED, UNIT, program_identity, show
+from agent.machine.containerd.tables import parse_version
+from agent.machine.notes import Notes
+from agent.model.errors import DocumentError
+from agent.system.files import System
+
+NOTE = "containerd-version"
+GROUPS_SINCE = (1, 7, 16)
+"""The first with version 0.7 of the Container Device Interface's library. An older one skips any specification with
+additionalGids entirely, because they came with version 0.7.0."""
+
+
+def containerd_version(system: System, notes: Notes, program: str) -> tuple[int, ...]:
+    """Ask each program file once in a boot. Raises CommandError, DocumentError or OSError."""
+    identity, noted = list(astuple(system.identity(program))), notes.load(NOTE)
+    if noted.get("program") == identity and isinstance(noted.get("version"), list):
+        return tuple(noted["version"])
+    version = parse_version(system.run("containerd", "--version", timeout=10))
+    notes.save(NOTE, {"program": identity, "version": list(version)})
+    return version
+
+
+def known_version(system: System, notes: Notes, program: str) -> tuple[int, ...]:
+    """Return the same; () for a custom build that reports no version."""
+    try:
+        return containerd_version(system, notes, program)
+    except DocumentError:
+        return ()
+
+
+def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[object, tuple[str, ...]]:
+    """Return a settled CDI specification without what this machine's containerd does not know, and a remark on changes.
+
+    Raises CommandError or OSError.
+    """
+    # Imported here: agent.machine.containerd.configure needs only the version.
+    from agent.vendors.cdi.normalise import without_groups
+
+    groupless = without_groups(spec)
+    if groupless == spec or not (version := _without_groups(system, notes)):
+        return spec, ()
+    return groupless, (
+        f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so that they "
+        "are left out: containers that do not run as root need the groups of the nodes as supplementalGroups",
+    )
+
+
+def _without_groups(system: System, notes: Notes) -> str:
+    """Return the version of a containerd that does not know additionalGids, else "".
+
+    A specification must suit both the program and a containerd that still runs after its program was replaced.
+    """
+    program = system.find_program("containerd")
+    if program is None or not system.is_file(program):
+        return ""
+    try:
+        version = containerd_version(system, notes, program)
+        if version < GROUPS_SINCE:
+            return _text(version)
+    except DocumentError:
+        # A custom build. RuntimeConfigured says so.
+        pass
+    return _running_without_groups(system, notes, program)
+
+
+def _running_without_groups(system: System, notes: Notes, program: str) -> str:
+    """Return the same for a running containerd that is not of that file; noted, as its end changes the answer."""
+    process = show(system, "MainPID").get("MainPID", "0")
+    # The kernel leads from here to the running file, even if it was removed (proc(5)).
+    running = f"/proc/{process}/exe"
+    identity = program_identity(system, running)
+    if identity is None or identity == program_identity(system, program):
+        return ""
+    if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
+        # For example a shell that waits for it, which is not to be run.
+        return ""
+    try:
+        version = parse_version(system.run(running, "--version", timeout=10))
+    except DocumentError:
+        return ""
+    if version >= GROUPS_SINCE:
+        return ""
+    notes.save(REPLACED, {"running": running, "identity": identity})
+    return f"{_text(version)} (it still runs: restart {UNIT})"
+
+
+def _text(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,39 @@
+"""Links to the granted nodes by their number, /dev/char/MAJOR:MINOR.
+
+On a host, udev makes them. No udevd runs in a machine, and nspawn makes only those of its own nodes.
+Older runc, and systemd in containers' scopes, find a device's path by them; `nvidia-ctk system
+create-dev-char-symlinks` and the GPU Operator's validator make the same.
+"""
+
+import posixpath
+
+from agent.machine.devices.nodes import live_numbers
+from agent.machine.journal import WARNING, say
+from agent.machine.notes import Notes
+from agent.model.handoff import Request
+from agent.system.files import System
+
+DIRECTORY = "/dev/char"
+
+
+def link_nodes(system: System, notes: Notes, request: Request) -> None:
+    """Make missing links, and remove those to nodes that are no longer granted; others' links stay."""
+    name = f"char-links-{request.vendor}"
+    made = {path: text for path, text in notes.load(name).items() if isinstance(text, str)}
+    numbers = live_numbers(system, request.devices)
+    wanted = {
+        f"{DIRECTORY}/{number.major}:{number.minor}": posixpath.relpath(path, DIRECTORY)
+        for path, number in numbers.items()
+    }
+    try:
+        for path, text in made.items():
+            if wanted.get(path) != text and system.read_link(path) == text:
+                system.remove(path)
+        ours = {path: text for path, text in wanted.items() if made.get(path) == text or not system.exists(path)}
+        # Note them before making them, so that a run killed in between leaves none behind.
+        notes.save(name, ours)
+        for path, text in ours.items():
+            if not system.exists(path):
+                system.link(path, text)
+    except OSError as error:
+        say(WARNING, f"links in {DIRECTORY} cannot be made: {error}")

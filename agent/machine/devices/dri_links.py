@@ -1,0 +1,33 @@
+"""Links by which programs find a GPU's DRM nodes from its PCI address. On hosts, udev makes them.
+
+No udevd runs in a machine, and a bind brings only the node.
+"""
+
+import posixpath
+
+from agent.machine.notes import Notes
+from agent.model.device import dri_link
+from agent.model.handoff import Request
+from agent.system.files import System
+
+
+def link_dri_nodes(system: System, notes: Notes, request: Request) -> None:
+    """Make the links to the granted nodes, and remove those made for others. Raises OSError."""
+    wanted = {
+        link: posixpath.relpath(device.path, posixpath.dirname(link))
+        for device in request.devices
+        if (link := dri_link(device.kind, device.pci_address))
+    }
+    name = f"dri-links-{request.vendor}"
+    made = notes.load(name)
+    # A correct link that was not made here is udev's, for example if the whole of /dev/dri is bound.
+    ours = {link: text for link, text in wanted.items() if made.get(link) == text or system.read_link(link) != text}
+    # Note them before making them, so that a run killed in between leaves none behind.
+    notes.save(name, {**made, **ours})
+    for link in made.keys() - wanted:
+        if system.read_link(link) == made[link]:
+            system.remove(link)
+    for link, text in ours.items():
+        if system.read_link(link) != text:
+            system.link(link, text)
+    notes.save(name, ours)

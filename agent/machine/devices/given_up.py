@@ -1,0 +1,72 @@
+"""Finds what the machine still has although the handoff no longer names it."""
+
+import fnmatch
+
+from agent.machine.devices.nodes import GRANTED, not_withdrawn
+from agent.machine.notes import Notes, Owned
+from agent.machine.vendors import GPU_NODES, VENDOR_NAMES
+from agent.model.conditions import Condition
+from agent.model.errors import AgentError
+from agent.model.handoff import OTHER_DEVICES, Handoff, Request
+from agent.model.paths import spec_file
+from agent.system.files import System
+
+
+def note_strays(system: System, notes: Notes, handoff: Handoff) -> tuple[Condition, ...]:
+    """Add mounted nodes to the notes of granted nodes; return a condition only if that failed.
+
+    The host may withdraw a GPU after nspawn has bound its node, but before the first run that could note it.
+    """
+    known = {device.path for request in handoff.requests for device in request.devices}
+    # DRM nodes may be any vendor's: unknown ones go to a vendor that this run settles anyway.
+    vendors = [each.vendor for each in handoff.requests if each.vendor in GPU_NODES]
+    try:
+        for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
+            found = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(system, pattern)} - known
+            if found:
+                _note(system, notes, vendor, found)
+                known |= found
+    except OSError as error:
+        return (not_withdrawn(f"cannot tell what is mounted in /dev: {error}"),)
+    return ()
+
+
+def _note(system: System, notes: Notes, vendor: str, paths: set[str]) -> None:
+    noted = notes.load(f"{GRANTED}{vendor}")
+    numbers = {path: system.device(path) for path in sorted(paths - noted.keys())}
+    strays = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
+    notes.save(f"{GRANTED}{vendor}", {**strays, **noted})
+
+
+def _bound_nodes(system: System, pattern: str) -> list[str]:
+    """Return the mounts below /dev that match a pattern, except directories."""
+    directory, _, name = f"/dev/{pattern}".rpartition("/")
+    entries = system.entries(directory) if system.is_directory(directory) else ()
+    paths = [f"{directory}/{each}" for each in fnmatch.filter(entries, name)]
+    return [path for path in paths if system.is_mount(path) and not system.is_directory(path)]
+
+
+def given_up(notes: Notes, owned: Owned, handoff: Handoff) -> list[Request]:
+    """Return empty requests for vendors that the handoff no longer names, so that the machine gives up what it has."""
+    named = {request.vendor for request in handoff.requests}
+    return [
+        Request(name, (), ())
+        for name in (*VENDOR_NAMES, OTHER_DEVICES)
+        if name not in named and (may_have(notes, f"{GRANTED}{name}") or _may_own(owned, spec_file(name)))
+    ]
+
+
+def may_have(notes: Notes, name: str) -> bool:
+    """Return whether a note has content; True if it cannot be read, because the step that needs it then says so."""
+    try:
+        return bool(notes.load(name))
+    except OSError:
+        return True
+
+
+def _may_own(owned: Owned, path: str) -> bool:
+    """Return whether the path is ours; True also if that is unknown."""
+    try:
+        return owned.has(path)
+    except AgentError:
+        return True

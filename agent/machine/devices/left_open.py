@@ -1,0 +1,80 @@
+"""Finds processes that still have a withdrawn node open: descriptors outlive both node and permission.
+
+The host half's service may not search them, and after a GPU has left by itself nothing on the host searches either.
+"""
+
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+from agent.machine.devices.nodes import WITHDRAWN
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType
+from agent.model.handoff import GrantedDevice, with_remark
+from agent.system.deadlines import bounded
+from agent.system.files import System
+from agent.system.open_files import Held, Number, find_holders
+
+SHOWN = 10
+"""Processes in the message, whose length is limited; the others are counted."""
+LOOK_LIMIT = 10.0
+"""Seconds for all processes together: the report, which is the machine's heartbeat, waits for this."""
+LOOKS = "left-open"
+"""The note of how many searches in a row have failed."""
+FAILED_LOOKS = 5
+"""Failed searches in a row after which no more are made: each costs its run time, and there is a run every minute."""
+
+
+def name_left_open(
+    conditions: tuple[Condition, ...],
+    system: System,
+    notes: Notes,
+    granted: Iterable[GrantedDevice],
+    limit: float = LOOK_LIMIT,
+) -> tuple[Condition, ...]:
+    """Add the processes to DevicesAllowed's message, and forget nodes that no process has open.
+
+    Raises what a search raises, TimeoutError after `limit` seconds: such searches are tried FAILED_LOOKS times.
+    """
+    noted = notes.load(WITHDRAWN)
+    by_now = {(device.major, device.minor) for device in granted}
+    # A number that was granted again is another GPU's: processes may have that open.
+    wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
+    failed = notes.load(LOOKS).get("failed")
+    failed = failed if isinstance(failed, int) else 0
+    # Before the search, which may end this run too.
+    notes.save(LOOKS, {"failed": failed + 1})
+    look = bool(wanted) and failed < FAILED_LOOKS
+    held = bounded("/proc", partial(find_holders, system, wanted), limit) if look else Held()
+    open_paths = {path for holder in held.holders for path in holder.paths}
+    # Processes that the kernel hides are no reason to search for ever: they may be any, and never change.
+    notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
+    notes.save(LOOKS, {"failed": 0})
+    return with_remark(conditions, ConditionType.DEVICES_ALLOWED, _remark(held, notes.load("containers")))
+
+
+def _remark(held: Held, containers: Mapping[str, object]) -> str:
+    """Return the remark; empty if there is nothing to say."""
+    unseen = f"{len(held.unseen)} processes could not be looked at" if held.unseen else ""
+    if not held.holders:
+        return f"; {unseen}, and may have open what is not granted any more" if unseen else ""
+    shown = [each.describe(pod=_pod(containers, each.container)) for each in held.holders[:SHOWN]]
+    more = f" and {len(held.holders) - SHOWN} more" if len(held.holders) > SHOWN else ""
+    what = f"; LeftOpen (not granted any more, and still open by this machine's PIDs): {'; '.join(shown)}{more}"
+    return f"{what}; {unseen}" if unseen else what
+
+
+def _by_number(noted: Mapping[str, object]) -> dict[Number, str]:
+    numbers = {}
+    for path, number in noted.items():
+        match number:
+            case [int(major), int(minor)]:
+                numbers[(major, minor)] = path
+            case _:
+                pass
+    return numbers
+
+
+def _pod(containers: Mapping[str, object], container: str) -> str:
+    """Return the pod of a container, as agent.machine.cdi.outdated_pods noted it for those with devices; else empty."""
+    known = containers.get(container)
+    return str(known.get("pod", "")) if isinstance(known, dict) else ""

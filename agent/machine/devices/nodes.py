@@ -1,0 +1,234 @@
+"""Checks that the granted device nodes are in this machine, with the right numbers, and that they open."""
+
+import errno
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import agent.machine.devices.open_nodes
+from agent.machine.journal import WARNING, say
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.model.device import DeviceNumber
+from agent.model.errors import AgentError, ApplyError
+from agent.model.handoff import GrantedDevice, Handoff, Request
+from agent.model.reasons import Reason
+from agent.system.files import System
+
+OPEN_LIMIT = 30
+"""Seconds for all nodes together: without a persistence daemon the first open initialises the GPU."""
+
+STACKED = 16
+"""Mounts at one node: systemd before 255 stacks a new mount on the old one when a node is bound again."""
+
+GRANTED = "granted-"
+"""The note, with a vendor's name added, of the nodes that the machine has: numbers by path."""
+WITHDRAWN = "withdrawn"
+"""The note of nodes withdrawn since the machine's boot that may still be open: numbers by path."""
+
+NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
+"""The driver tried and failed: trying again each minute would only do harm."""
+
+REASONS = {
+    errno.EPERM: (
+        Reason.NOT_PERMITTED,
+        "the machine's cgroup does not allow it: on the host, `unbounded-agent apply` sets its DeviceAllow=",
+    ),
+    errno.EACCES: (Reason.NOT_PERMITTED, "its mode or owner forbids it: compare `ls -l` on the host"),
+    errno.ENXIO: (Reason.NO_DRIVER, "no driver stands behind its number: load the kernel module on the host"),
+    errno.ENODEV: (Reason.NO_DRIVER, "the driver knows no such device: see `dmesg` on the host"),
+    errno.EIO: (
+        Reason.GPU_FAILED,
+        "the driver could not initialise the GPU: see `dmesg` on the host for NVRM and Xid lines, then reset or reboot",
+    ),
+    errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
+}
+"""By errno: the condition's reason, and what to do next."""
+ANOTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
+
+
+def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str, DeviceNumber]:
+    """Return the numbers of those nodes that are character devices in this machine."""
+    numbers = {}
+    for device in devices:
+        try:
+            number = system.device(device.path)
+        except OSError:
+            continue
+        if number is not None:
+            numbers[device.path] = number
+    return numbers
+
+
+def check_devices(system: System, notes: Notes, request: Request, generation: str) -> Condition:
+    """Return DevicesAllowed; open what was not opened since boot with these numbers and this grant."""
+    if not request.devices:
+        return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
+    live = live_numbers(system, request.devices)
+    wrong = wrong_numbers(system, request.devices, live)
+    if wrong:
+        return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
+    name = f"opened-{request.vendor}"
+    known = _still_valid(notes.load(name), live, generation)
+    due = tuple(device.path for device in request.devices if device.path not in known)
+    if due:
+        known |= _open(system, due)
+        nodes = {path: [live[path].major, live[path].minor, code] for path, code in known.items()}
+        notes.save(name, {"generation": generation, "nodes": nodes})
+    return _condition(known)
+
+
+def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
+    """Change DevicesAllowed's reason if nodes open but some of `paths`, which the kernel then has, are missing here.
+
+    If all are missing, the driver was unloaded since. The status stays True: whether this driver's NVML minds is proven
+    by the CDI specification, which is made with it.
+    """
+    hidden = [path for path in paths if not system.exists(path)]
+    if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
+        return condition
+    return true(
+        condition.type,
+        Reason.DRIVER_HIDDEN,
+        f"{condition.message}; {', '.join(hidden)} cannot be seen in this machine, for which NVML may call the GPUs "
+        "blocked by the operating system; the machine's next start shows it",
+    )
+
+
+def withdraw_nodes(
+    system: System, notes: Notes, request: Request, newest: Handoff | None
+) -> tuple[tuple[str, ...], Condition | None]:
+    """Remove nodes that were granted since the machine's start and no longer are; a condition only if that failed.
+
+    `newest`: the present handoff; if it is newer, the host has already bound its nodes. None: it is unreadable, and
+    nothing is removed. The host cannot remove nodes: machinectl(1) binds into a machine, but cannot unbind.
+    """
+    try:
+        return _withdraw_nodes(system, notes, request, newest)
+    # Any exception, such as a full /run, must not cost the report.
+    except Exception as error:
+        return (), not_withdrawn(f"what is not granted any more: {error}")
+
+
+def not_withdrawn(why: str) -> Condition:
+    return false(ConditionType.DEVICES_ALLOWED, Reason.NOT_WITHDRAWN, why)
+
+
+def _withdraw_nodes(
+    system: System, notes: Notes, request: Request, newest: Handoff | None
+) -> tuple[tuple[str, ...], Condition | None]:
+    """Withdraw and note it. Raises OSError if the note fails."""
+    name = f"{GRANTED}{request.vendor}"
+    noted = notes.load(name)
+    by_now = newest.requests if newest else ()
+    of_vendor = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
+    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *of_vendor)}
+    if newest is None:
+        notes.save(name, {**noted, **granted})
+        return (), None
+    # A path may now be another vendor's node, and is then in that vendor's note.
+    kept = {*granted, *(device.path for each in by_now for device in each.devices)}
+    stale = {path: number for path, number in noted.items() if path not in kept}
+    failures = []
+    for path, number in stale.items():
+        try:
+            _withdraw(system, path)
+        except (AgentError, OSError) as error:
+            granted[path] = number
+            failures.append(str(error))
+    removed = tuple(path for path in stale if path not in granted)
+    # Noted first: if killed in between, the next run withdraws again and forgets nothing that may be open.
+    notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
+    notes.save(name, granted)
+    if not failures:
+        return removed, None
+    return removed, not_withdrawn(f"not granted any more: {'; '.join(failures)}")
+
+
+def unmount_removed(system: System, paths: Iterable[str]) -> None:
+    """Unmount nodes whose source the host has removed since, so that it can bind their successors.
+
+    systemd before 255 mounts on top of the old mount, which the kernel refuses if its source has no name any more
+    (ENOENT, cant_mount() in fs/namespace.c). The host cannot unmount anything in a machine.
+    """
+    for path in paths:
+        try:
+            for _ in range(STACKED):
+                if not system.is_mount(path) or system.link_count(path):
+                    break
+                system.run("umount", "--lazy", path)
+        except (AgentError, OSError) as error:
+            # A newer systemd on the host still binds it again once DevicesAllowed says WrongNode.
+            say(WARNING, f"{path} was removed on the host and stays mounted: {error}")
+
+
+def _withdraw(system: System, path: str) -> None:
+    for _ in range(STACKED):
+        if not system.is_mount(path):
+            break
+        # --lazy: a program of the machine's own may still have it open; the mount lasts until that closes it.
+        system.run("umount", "--lazy", path)
+    else:
+        raise ApplyError(f"{path}: {STACKED} mounts upon each other were removed, and there are more")
+    # The mount point is an empty file. Any other file there belongs to others.
+    if system.is_file(path) and not system.identity(path).size:
+        system.remove(path)
+
+
+def wrong_numbers(
+    system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
+) -> tuple[str, ...]:
+    """Return a sentence for each node that is missing here or has other numbers."""
+    wrong = []
+    for device in devices:
+        number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
+        if number is None:
+            exists = system.exists(device.path)
+            found = "another kind of file, or a node that the host has removed since" if exists else "nothing"
+        elif (number.major, number.minor) != (device.major, device.minor):
+            found = f"{number.major}:{number.minor}"
+        else:
+            continue
+        wrong.append(
+            f"{device.path} must be {wanted}, found {found}: the host binds it, see its `unbounded-agent status`"
+        )
+    return tuple(wrong)
+
+
+def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], generation: str) -> dict[str, int]:
+    """Return results that still hold: nodes that opened with their present numbers, and failures of this grant."""
+    nodes = noted.get("nodes")
+    if not isinstance(nodes, dict):
+        return {}
+    valid: dict[str, int] = {}
+    for path, number in live.items():
+        match nodes.get(path):
+            case [number.major, number.minor, int(code)] if code == 0:
+                valid[path] = code
+            case [number.major, number.minor, int(code)] if code in NOT_AGAIN and noted.get("generation") == generation:
+                valid[path] = code
+    return valid
+
+
+def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
+    """Return the error number by path (0: it opens)."""
+    program = agent.machine.devices.open_nodes.__file__
+    output = system.run(
+        # -I -S: nothing but the standard library, which halves the start.
+        sys.executable, "-I", "-S", program, str(OPEN_LIMIT), *paths, timeout=OPEN_LIMIT + 10,
+    )  # fmt: skip
+    codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
+    silent = [path for path in paths if path not in codes]
+    if silent:
+        raise AgentError(f"{program} said nothing of {', '.join(silent)}", "start unbounded-agent-gpu.service again")
+    return codes
+
+
+def _condition(codes: Mapping[str, int]) -> Condition:
+    failed = [(path, code, *REASONS.get(code, ANOTHER_ERROR)) for path, code in sorted(codes.items()) if code]
+    if not failed:
+        return true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, f"all {len(codes)} granted device nodes open")
+    sentences = [
+        f"{path} does not open ({errno.errorcode.get(code, code)}): {advice}" for path, code, _, advice in failed
+    ]
+    return false(ConditionType.DEVICES_ALLOWED, failed[0][2], "; ".join(sentences))

@@ -1,0 +1,35 @@
+"""Settles non-GPU devices: their nodes and the links to them. Nodes are checked but never opened.
+
+Opening a watchdog starts it, and the host reboots soon after; opening other devices can have effects too.
+"""
+
+from agent.machine.devices.char_links import link_nodes
+from agent.machine.devices.nodes import live_numbers, unmount_removed, withdraw_nodes, wrong_numbers
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
+from agent.model.errors import AgentError
+from agent.model.handoff import Handoff, Request
+from agent.model.reasons import Reason
+from agent.system.files import System
+
+KIND = ConditionType.DEVICES_ALLOWED
+
+
+def settle_others(system: System, notes: Notes, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
+    """Return DevicesAllowed, once or twice. `newest`: the present handoff, as withdraw_nodes has it."""
+    try:
+        unmount_removed(system, (device.path for device in request.devices))
+        link_nodes(system, notes, request)
+        _, withdrawn = withdraw_nodes(system, notes, request, newest)
+        return (_present(system, request), *((withdrawn,) if withdrawn else ()))
+    except (AgentError, OSError) as error:
+        return (false(KIND, Reason.FAILED, str(error)),)
+
+
+def _present(system: System, request: Request) -> Condition:
+    if not request.devices:
+        return not_applicable(KIND, "no device is granted to this machine")
+    wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
+    if wrong:
+        return false(KIND, Reason.WRONG_NODE, "; ".join(wrong))
+    return true(KIND, Reason.NODES_PRESENT, f"nodes of other devices that are here: {len(request.devices)}")

@@ -1,0 +1,222 @@
+"""What the kubelet advertises of the granted GPUs, from its own files: without a request to plugin or API server.
+
+The checkpoint is that of k8s.io/kubernetes pkg/kubelet/cm/devicemanager: written when a plugin sends its list and when
+a pod gets devices, but neither when a plugin goes (its devices become unhealthy at once, the file follows after five
+minutes) nor when the kubelet starts. So the sockets are tried, and a list older than they are proves nothing.
+"""
+
+import fnmatch
+import json
+import time
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+
+from agent.machine.cdi.spec import spec_changed
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
+from agent.model.errors import DocumentError
+from agent.model.handoff import Request
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor
+
+PLUGINS = "/var/lib/kubelet/device-plugins"
+"""pluginapi.DevicePluginPath of k8s.io/kubelet: not configurable in device plugins."""
+KUBELET_SOCKET = f"{PLUGINS}/kubelet.sock"
+CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
+CHECKPOINT_LIMIT = 8 << 20
+"""Bytes: it holds what each container with devices was given."""
+NAMES_SHOWN = 16
+RESTART_MENDS = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
+"""Reasons that a restart fixes; agent.machine.kubelet.plugin_spec gives the second."""
+WATCHED = "all"
+"""Id of a resource for monitoring all GPUs, such as `gpu.intel.com/i915_monitoring`: it is not a GPU."""
+
+KIND = ConditionType.GPUS_ADVERTISED
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin:
+    """A vendor's device plugin as the kubelet's directory shows it."""
+
+    serving: Mapping[str, int] = field(default_factory=dict)
+    """Sockets that accept connections, with the process that listens (0: in another PID namespace)."""
+    dead: tuple[str, ...] = ()
+    """Abandoned sockets."""
+    registered: Mapping[str, tuple[str, ...]] | None = None
+    """Ids of the healthy devices by resource; None without a checkpoint."""
+    begun: int = 0
+    """When the plugin began to serve, by the newest of its sockets; nanoseconds since the epoch."""
+    up_to_date: bool = False
+    """Whether the checkpoint was written after that."""
+
+
+def check_advertised(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
+    """Return GPUsAdvertised; `published` are the device names in the CDI specification. Raises OSError."""
+    condition = _kubelets(system, notes, vendor, request, published)
+    if not vendor.plugin_spec or not system.exists(vendor.plugin_spec):
+        return condition
+    # Imported here: few plugins make a specification of their own.
+    from agent.machine.kubelet.plugin_spec import beside_plugin_spec
+
+    return beside_plugin_spec(system, vendor, request, condition)
+
+
+def _kubelets(
+    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+) -> Condition:
+    """Judge by the kubelet's directory alone."""
+    if not system.is_directory(PLUGINS):
+        if not request.gpus:
+            return not_applicable(KIND, "no GPU is granted to this machine")
+        return unknown(KIND, Reason.NO_KUBELET, f"there is no {PLUGINS}: no kubelet has run in this machine")
+    try:
+        plugin = look(system, vendor)
+    except DocumentError as error:
+        return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
+    granted = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
+    if system.listening_process(KUBELET_SOCKET) is None:
+        return unknown(
+            KIND, Reason.KUBELET_DOWN, f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`"
+        )
+    if not request.gpus and not any((plugin.registered or {}).values()):
+        return not_applicable(KIND, "no GPU is granted to this machine, and none is advertised")
+    without = _without_plugin(vendor, plugin)
+    if without is not None:
+        return without
+    known = _known(notes, vendor, request, plugin)
+    outdated = not vendor.plugin_rescans and spec_changed(system, notes, vendor) > plugin.begun
+    return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
+
+
+def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
+    """Return the GPUs that were advertised in this run or an earlier one, since the plugin began to serve."""
+    name = f"device-plugin-{vendor.name}"
+    noted = notes.load(name)
+    before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
+    known = {*before, *_gpus(vendor, request, plugin.registered or {})}
+    notes.save(name, {"begun": plugin.begun, "known": sorted(known)})
+    return known
+
+
+def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tuple[str, ...]]) -> set[str]:
+    return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
+
+
+def look(system: System, vendor: MachineVendor) -> Plugin:
+    """Read the kubelet's directory. Raises DocumentError, which names the checkpoint's key, or OSError."""
+    names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
+    sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
+    serving = {path: process for path, process in sockets.items() if process is not None}
+    dead = tuple(path for path, process in sockets.items() if process is None)
+    try:
+        written = system.identity(CHECKPOINT).mtime_ns
+        # Pods of device plugins have this directory, and may put a link there.
+        registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
+        times = [system.identity(path).mtime_ns for path in serving]
+    except FileNotFoundError:
+        return Plugin(serving, dead)
+    except OSError as error:
+        raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
+    ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
+    # A socket from the future is older than a clock that was set back: compared with it, no list would ever count.
+    now = time.time_ns()
+    begun = max((each for each in times if each <= now), default=0)
+    return Plugin(serving, dead, ours, begun, up_to_date=written >= begun)
+
+
+def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
+    """Return ids of the registered devices by resource; raises DocumentError.
+
+    Kubernetes up to 1.19 wrote the devices of pods differently, and before 1.10 everything without `Data`; the part
+    that is read here is the same in all. The checksum is not verified: it is of Go's printed form of the structure.
+    """
+    hint = "see the kubelet's log; it writes the file anew when a device plug-in registers"
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{CHECKPOINT}: not JSON: {error}", hint) from error
+    content, where = (document.get("Data", document) if isinstance(document, dict) else document), "Data"
+    if isinstance(content, dict):
+        content, where = content.get("RegisteredDevices"), "Data.RegisteredDevices"
+    if not isinstance(content, dict):
+        raise DocumentError(f"{CHECKPOINT}: key {where} is not an object", hint)
+    registered = {}
+    for resource, listed in content.items():
+        # Go writes a slice without elements as null or as [].
+        ids = [] if listed is None else listed
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise DocumentError(f"{CHECKPOINT}: key {where}[{resource[:100]!a}] is not a list of strings", hint)
+        registered[resource] = tuple(ids)
+    return registered
+
+
+def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
+    """Return the condition if no plugin runs, or none has a list that is known to be its own; else None."""
+    advice = f"see the pod of the device plug-in for {vendor.resource_prefix}*, and its log"
+    if not plugin.serving:
+        if not plugin.dead and not plugin.registered:
+            message = f"no device plug-in for {vendor.resource_prefix}* has registered with the kubelet"
+            return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
+        why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
+        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plug-in does not run: {why}; {advice}")
+    if plugin.dead:
+        # Each resource has a socket of its own: one that is served says nothing about the others.
+        why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"
+        return false(
+            KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plug-in makes any more"
+        )
+    if not plugin.up_to_date:
+        message = f"the device plug-in serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
+        return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
+    return None
+
+
+def _compare(
+    vendor: MachineVendor,
+    request: Request,
+    granted: set[str],
+    registered: Mapping[str, tuple[str, ...]],
+    known: Set[str] | None,
+) -> Condition:
+    """Compare identities: with time-slicing and MIG, counts say nothing.
+
+    `known` are the GPUs that the plugin has advertised since it began, if the CDI specification has changed since then.
+    """
+    gpus = _gpus(vendor, request, registered)
+    ids = [(resource, each) for resource, listed in registered.items() for each in listed]
+    foreign = {f"{resource} {each}" for resource, each in ids if each != WATCHED and not vendor.gpu_of(each, request)}
+    counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
+    if request.gpus and not granted:
+        return unknown(
+            KIND, Reason.NOT_PUBLISHED, f"no CDI spec tells which GPUs are granted, see CDISpecCurrent; {counts}"
+        )
+    missing, stale = granted - gpus, gpus - granted
+    if missing and foreign:
+        message = f"ids of another form are advertised ({_names(foreign)}), so that {_names(missing)} cannot be found"
+        return unknown(KIND, Reason.UNKNOWN_IDS, message)
+    parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
+    parts += [f"{_names(stale)} is advertised, but not granted (any more)"] if stale else []
+    message = f"{'; '.join(parts)}: see the log of the device plug-in, and restart its pod"
+    # The plugin considers a GPU unhealthy if it knows but does not advertise it; a restart would forget that.
+    if known is not None and (missing - known or stale):
+        why = "it began to serve before the CDI spec was last changed, and looks for GPUs only when it starts"
+        return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
+    if missing:
+        return false(KIND, Reason.GPUS_MISSING, message)
+    if stale:
+        return false(KIND, Reason.STALE_GPUS, message)
+    return true(KIND, Reason.ADVERTISED, f"every granted GPU is advertised ({counts})")
+
+
+def used_plugins(conditions: list[Condition]) -> list[Condition]:
+    """Drop conditions of unused plugins, of several vendors' conditions of one type, if another vendor's is used."""
+    used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
+    return used if conditions[0].type is KIND and used else conditions
+
+
+def _names(names: set[str]) -> str:
+    shown = sorted(names)[:NAMES_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

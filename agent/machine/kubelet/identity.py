@@ -1,0 +1,94 @@
+"""Finds this machine's kubelet's identity for the API server: Node name and kubeconfig, from the running process.
+
+From the process rather than from a path that an installer chose: kubeadm, a distribution's package and a custom script
+each use another. A pod may also call its process kubelet, and a kubeconfig can name a program to run: so processes in
+containers do not count.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agent.model.conditions import Condition, ConditionType, false
+from agent.model.reasons import Reason
+from agent.system.files import System
+
+KIND = ConditionType.NODE_CONDITION_SET
+COMMAND_LINE_LIMIT = 1 << 20
+HOST_NAME = "/proc/sys/kernel/hostname"
+NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+"""A subdomain of RFC 1123, as the API server requires for a Node's name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What kubectl needs to act as the kubelet."""
+
+    node: str
+    kubeconfig: str
+
+
+def find_identity(system: System) -> Identity | Condition:
+    """Return the running kubelet's identity, or the NodeConditionSet condition that says why there is none."""
+    arguments = _kubelet(system)
+    if arguments is None:
+        return false(
+            KIND, Reason.KUBELET_NOT_RUNNING, "no kubelet runs as a service here: see `systemctl status kubelet`"
+        )
+    kubeconfig = _option(arguments, "--kubeconfig")
+    if not kubeconfig.startswith("/"):
+        what = f"a relative path ({kubeconfig})" if kubeconfig else "none, so that it has no API server"
+        return false(
+            KIND, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: start it with an absolute path"
+        )
+    # Like nodeutil.GetHostname of k8s.io/component-helpers: trimmed and in lower case.
+    name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
+    node = name.strip().lower()
+    if not NODE_NAME.fullmatch(node):
+        return false(
+            KIND, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is none that Kubernetes accepts"
+        )
+    return Identity(node, kubeconfig)
+
+
+def _kubelet(system: System) -> tuple[str, ...] | None:
+    """Return the arguments of the oldest kubelet that runs as a service of root's."""
+    for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
+        try:
+            line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
+            arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
+            # The second argument as it is: it selects the kubelet in a program with many names (hyperkube).
+            named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
+            if named and _is_service_of_root(system, process):
+                return arguments
+        except OSError:
+            # It has ended meanwhile.
+            continue
+    return None
+
+
+def _is_service_of_root(system: System, process: str) -> bool:
+    """Check what neither a container nor another user can choose: user ids, PID namespace and cgroup.
+
+    A kubeconfig can name a program, which would run as root. systemd's units are services and slices, those of users
+    below user.slice. runc puts a pod into a scope or a directory without a suffix, the kubelet puts all below kubepods.
+    """
+    status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
+    fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
+    cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+    paths = [line.split(":", 2)[-1] for line in cgroups]
+    units = any(path.endswith((".service", ".slice")) for path in paths)
+    others = any("kubepods" in path or "/user.slice" in path for path in paths)
+    # Real, effective, saved and file system user: a setuid root program has another real one.
+    return fields.get("Uid") == ["0"] * 4 and len(fields.get("NSpid", ())) == 1 and units and not others
+
+
+def _option(arguments: Sequence[str], name: str) -> str:
+    """Return the last value of `--name=value` or `--name value`, "" without one."""
+    found = ""
+    for index, each in enumerate(arguments):
+        if each.startswith(f"{name}="):
+            found = each.partition("=")[2]
+        elif each == name and index + 1 < len(arguments):
+            found = arguments[index + 1]
+    return found

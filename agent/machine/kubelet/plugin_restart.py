@@ -1,0 +1,90 @@
+"""Restarts the container of a vendor's device plugin through the CRI, if the configuration asks for that.
+
+The kubelet starts it again, like any container of a DaemonSet that ends; no other container is touched. This does not
+wait: the next run sees the result.
+"""
+
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+
+from agent.machine.cdi.spec import spec_changed
+from agent.machine.kubelet.device_plugin import look
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition
+from agent.model.errors import CommandError
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor
+
+ENDPOINT = "unix:///run/containerd/containerd.sock"
+GRACE = 10
+"""Seconds for the plugin to end after SIGTERM."""
+CONNECT_LIMIT = 10
+"""Seconds for the CRI to answer."""
+CRICTL_LIMIT = 60
+"""Seconds for one crictl."""
+DISTANCE = 300.0
+"""Seconds between two restarts: the kubelet's delay before it starts a container again doubles up to this."""
+UNIT = "unbounded-agent-restart-device-plugin"
+SHOWN = 13
+"""Characters of a container's id, as crictl shows them."""
+CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
+"""A container's part of its cgroup's path: cri-containerd-ID.scope by systemd's driver, ID by that for cgroupfs."""
+
+
+def restart_plugin(system: System, notes: Notes, vendor: MachineVendor, needed: Condition) -> Condition:
+    """Restart it and say so in the message of `needed`. Raises OSError, or DocumentError for a bad checkpoint."""
+    return replace(needed, message=f"{needed.message}; {_restart(system, notes, vendor)}")
+
+
+def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
+    """Restart at most once for each CDI specification, and not within DISTANCE: what one does not fix, none will."""
+    name = f"device-plugin-restart-{vendor.name}"
+    noted = notes.load(name)
+    spec, now, number = spec_changed(system, notes, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
+    if noted.get("spec") == spec:
+        return str(noted.get("told"))
+    if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
+        return f"it was restarted in the last {DISTANCE:.0f} s, and will be again after that"
+    # One with a second name may be another plugin's, linked to by a process that may write in that directory.
+    processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
+    containers = sorted({found for process in processes if (found := _container(system, process))})
+    if not containers:
+        return "it does not run in a pod's container, and is not restarted"
+    program = system.find_program("crictl")
+    if program is None:
+        return "it is not restarted: install crictl in the machine's image"
+    what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped for this through the CRI"
+    told = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
+    # Noted first: a restart that could not be noted would repeat each minute.
+    notes.save(name, {"spec": spec, "at": now, "number": number, "told": told})
+    try:
+        _stop(system, program, containers)
+    except CommandError as error:
+        notes.save(name, noted)
+        return f"it cannot be restarted: {error}"
+    return told
+
+
+def _stop(system: System, program: str, containers: Iterable[str]) -> None:
+    """Stop them by a transient unit without waiting for it: the plugin may take time to end."""
+    properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
+    unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
+    crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
+    system.run(*unit, *crictl, *containers, timeout=20)
+
+
+def _container(system: System, process: int) -> str:
+    """Return the pod's container that a process runs in, by its cgroup; "" outside pods, or if it has ended."""
+    try:
+        cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    for path in (line.split(":", 2)[-1] for line in cgroups):
+        # The kubelet puts all containers of pods below kubepods or kubepods.slice.
+        inside = path.partition("kubepods")[2].split("/")
+        found = [match[1] for each in inside if (match := CONTAINER.fullmatch(each))]
+        if found:
+            return found[0]
+    return ""

@@ -1,0 +1,49 @@
+"""Checks whether the CDI specification that a device plugin made for itself still holds. Reports, and never edits it.
+
+With the plugin's CDI strategies, pods get the devices of that specification, not of ours.
+"""
+
+import json
+from dataclasses import replace
+
+from agent.machine.devices.nodes import live_numbers
+from agent.model.conditions import Condition, Status, false
+from agent.model.handoff import Request
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.vendors.machine_vendor import MachineVendor
+
+SHOWN = 3
+"""Problems in a message: after an upgrade of the driver each of its files would be one."""
+
+
+def beside_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
+    """Return GPUsAdvertised, made False if all is well except the specification of a running plugin. Raises OSError."""
+    if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
+        return advertised
+    try:
+        # Pods of device plugins have this directory, and may put a link there.
+        content = system.read_untrusted(vendor.plugin_spec)[0]
+    except FileNotFoundError:
+        return advertised
+    problems = _problems(system, vendor, request, content)
+    if not problems:
+        return replace(advertised, message=f"{advertised.message}; {vendor.plugin_spec} of the plug-in is in order")
+    more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
+    message = (
+        f"the device plug-in's own CDI spec {vendor.plugin_spec} is out of date: {'; '.join(problems[:SHOWN])}{more}; "
+        "restart its pod, which writes it anew; remove the file where the plug-in uses no CDI strategy any more"
+    )
+    return false(advertised.type, Reason.PLUGIN_SPEC_OUTDATED, message)
+
+
+def _problems(system: System, vendor: MachineVendor, request: Request, content: bytes) -> tuple[str, ...]:
+    try:
+        spec = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return (f"it is not JSON: {error}",)
+    try:
+        own = json.loads(system.read(vendor.spec_path))
+    except (OSError, ValueError, RecursionError):
+        own = None
+    return vendor.plugin_spec_problems(spec, own, request, live_numbers(system, request.devices), system.exists)

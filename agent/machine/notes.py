@@ -1,0 +1,171 @@
+"""The machine half's records between its runs.
+
+Notes live in MACHINE_STATE, on the machine's own /run: they are lost at each boot of the machine, and only save work.
+The ownership record is on disk, because the files that we write into /etc outlive a boot.
+"""
+
+import contextlib
+import hashlib
+import json
+import stat
+from typing import Any
+
+from agent.machine.journal import WARNING, say
+from agent.model.errors import ApplyError
+from agent.model.paths import MACHINE_STATE, OWNED
+from agent.system.errnos import UNUSABLE
+from agent.system.files import NEW, System
+
+NODE_CONDITION = "node-condition"
+"""The only note that another service writes (unbounded-agent-node-condition.service)."""
+OWNED_COPY = f"{OWNED}.copy"
+
+
+class Notes:
+    """JSON objects by name. A missing one is empty; a failed read raises OSError, which does not mean "nothing noted".
+
+    Each holds a digest of its content. Content from others is removed, so that readers can trust its types.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+
+    def load(self, name: str) -> dict[str, Any]:
+        path = f"{MACHINE_STATE}/{name}.json"
+        try:
+            content = self._system.read(path)
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            if error.errno not in UNUSABLE:
+                raise
+            content = b""
+        value = _parse(content)
+        match value:
+            case {"digest": str(digest), "note": dict(note)} if digest == _digest(note):
+                return note
+            case _:
+                pass
+        say(WARNING, f"{path} is damaged: removed it, and looking again at what it described")
+        self._system.remove_tree(path)
+        return {}
+
+    def save(self, name: str, value: dict[str, Any]) -> None:
+        if self.load(name) != value:
+            document = {"digest": _digest(value), "note": value}
+            self._system.write(f"{MACHINE_STATE}/{name}.json", json.dumps(document).encode(), 0o600)
+
+
+def remove_remains(system: System) -> None:
+    """Remove temporary files that killed writers left next to notes. Raises OSError."""
+    for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
+        # Skip the other service's: it may be writing them now.
+        if name.endswith(NEW) and not name.startswith(f".{NODE_CONDITION}."):
+            system.remove(f"{MACHINE_STATE}/{name}")
+
+
+class Owned:
+    """The paths outside /run that only we write. Any other file there belongs to others and stays.
+
+    The record has two copies: without it we would treat our own files as others' for ever. While neither copy can be
+    read, the methods raise ApplyError.
+    """
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        copies = [_load_owned(system, path) for path in (OWNED, OWNED_COPY)]
+        known = [paths for paths in copies if isinstance(paths, frozenset)]
+        self._unknown = "" if known or copies == [None, None] else "; ".join(str(each) for each in copies if each)
+        self._paths = set(known[0] if known else ())
+        if known and copies != [known[0]] * 2:
+            # On a full or read-only disk the good copy can still be read.
+            with contextlib.suppress(OSError):
+                for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
+                    if isinstance(copy, str):
+                        # It may be a directory, which a rename cannot replace.
+                        system.remove_tree(path)
+                self._save()
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """All of them, sorted, present or not."""
+        return tuple(sorted(self._known()))
+
+    def make_way(self, path: str) -> bool:
+        """Return whether we may write there: nothing is there, or it is ours. First moves a non-file in our place away.
+
+        A directory is put aside, as its content may matter and no rename replaces one. A FIFO is removed.
+        """
+        if path not in self._known():
+            return not self._system.exists(path)
+        if self._system.exists(path) and not self._system.is_file(path):
+            if stat.S_ISDIR(self._system.owner(path)[0]):
+                aside = self._system.put_aside(path)
+                say(WARNING, f"{path} is damaged: a directory was in its place, and is now {aside}")
+            else:
+                say(WARNING, f"{path} is damaged: removed, as it was not a file")
+                self._system.remove(path)
+        return True
+
+    def has(self, path: str) -> bool:
+        return path in self._known()
+
+    def ending(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return our paths with one of these endings, sorted."""
+        return tuple(path for path in self.paths if path.endswith(suffixes))
+
+    def claim(self, path: str) -> None:
+        """Record a path before its first write: a crash in between leaves a claim on nothing, not an orphaned file."""
+        if path not in self._known():
+            self._paths.add(path)
+            self._save()
+
+    def remove(self, path: str) -> bool:
+        """Remove a file of ours; return False if it is not ours or not there."""
+        if path not in self._known():
+            return False
+        removed = self._system.exists(path)
+        self.make_way(path)
+        self._system.remove(path)
+        self._paths.discard(path)
+        self._save()
+        return removed
+
+    def _known(self) -> set[str]:
+        if self._unknown:
+            raise ApplyError(
+                f"cannot tell which files in this machine the agent wrote: {self._unknown}",
+                "if they stay unreadable, remove both, and the agent's files that CDISpecCurrent and RuntimeConfigured "
+                "then name (the specification in /etc/cdi, the drop-in of containerd): the next run writes them again",
+            )
+        return self._paths
+
+    def _save(self) -> None:
+        content = json.dumps({"paths": sorted(self._paths)}).encode() + b"\n"
+        self._system.write(OWNED, content)
+        self._system.write(OWNED_COPY, content)
+
+
+def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
+    """Return the paths, or what is wrong with the file; None if there is none."""
+    try:
+        value = _parse(system.read(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{path}: {error.strerror or error}"
+    paths = value.get("paths") if isinstance(value, dict) else None
+    if not isinstance(paths, list) or not all(isinstance(each, str) for each in paths):
+        return f"{path} is damaged"
+    return frozenset(paths)
+
+
+def _parse(content: bytes) -> object:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _digest(note: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(note, sort_keys=True).encode()).hexdigest()

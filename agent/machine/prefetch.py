@@ -1,0 +1,62 @@
+"""Starts the generators of CDI specifications before the rest of the machine half is loaded.
+
+A generator takes longer than everything else, and depends only on the driver root. This is only a head start: the run
+uses the result if it needs the very same command, and does everything itself if not.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+
+from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
+from agent.model.versions import ACCEPTED_HANDOFFS
+from agent.system import opening
+from agent.system.spawn_runner import MachineRunner
+from agent.vendors.nvidia.cdi.command import generate_command
+
+GENERATORS: Mapping[str, Callable[[str, str, Iterable[str]], tuple[str, ...]]] = {"nvidia": generate_command}
+"""By vendor: the command that makes a CDI specification, from driver root, output directory and names of more hooks."""
+
+MARK = f"{MACHINE_STATE}/early"
+"""The last generation with a head start. Each gets one: the run may have reasons not to generate, every minute."""
+
+LIMIT = 1 << 20
+"""Bytes; the same as in agent.model.handoff, whose import would load too much here."""
+
+
+def start_generators(runner: MachineRunner, root: str = "") -> None:
+    """Start one for each request of a new generation of the handoff. Raises nothing: the run reports what is wrong."""
+    # KeyError: a handoff without requests.
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
+        handoff = json.loads(_content(f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"))
+        match handoff:
+            case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
+                if not _is_new(generation, root):
+                    return
+            case _:
+                return
+        for request in handoff["requests"]:
+            match request:
+                case {"vendor": str(vendor), "gpus": [_, *_], "driver_root": str(driver_root)} if driver_root:
+                    if vendor in GENERATORS:
+                        os.makedirs(f"{root}{spec_directory(vendor)}", exist_ok=True)
+                        hooks = request.get("cdi_hooks", ())
+                        runner.start(GENERATORS[vendor](driver_root, spec_directory(vendor), hooks))
+
+
+def _is_new(generation: str, root: str) -> bool:
+    """Return whether this is its first head start, and record it; raises OSError, without a start, if that fails."""
+    mark = f"{root}{MARK}"
+    with contextlib.suppress(FileNotFoundError):
+        if _content(mark) == generation.encode():
+            return False
+        os.unlink(mark)
+    os.makedirs(f"{root}{MACHINE_STATE}", exist_ok=True)
+    with opening.new_file(mark) as file:
+        file.write(generation.encode())
+    return True
+
+
+def _content(place: str) -> bytes:
+    return opening.content(opening.look_at(place), place, LIMIT)[0]

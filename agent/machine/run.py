@@ -1,0 +1,291 @@
+"""One run of the machine half: reads the handoff, settles the machine, and reports.
+
+The report's conditions say what is wrong in the machine.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from agent import __version__
+from agent.machine.cdi.outdated_pods import name_outdated
+from agent.machine.cdi.spec import Published, publish_spec, remove_stale_specs
+from agent.machine.containerd.active import check_active, restart
+from agent.machine.containerd.configure import configure_runtime
+from agent.machine.devices.given_up import given_up, may_have, note_strays
+from agent.machine.devices.nodes import (
+    WITHDRAWN,
+    check_devices,
+    unmount_removed,
+    with_hidden_driver,
+    withdraw_nodes,
+)
+from agent.machine.journal import ERROR, INFO, say, say_changes
+from agent.machine.kubelet.device_plugin import RESTART_MENDS, check_advertised, used_plugins
+from agent.machine.libraries.link import link_libraries
+from agent.machine.notes import Notes, Owned
+from agent.machine.repairs import repairs
+from agent.machine.steps import Beside, attempt, named
+from agent.machine.vendors import machine_vendor
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown, worst
+from agent.model.device import FileIdentity
+from agent.model.errors import AgentError, ApplyError
+from agent.model.handoff import (
+    OTHER_DEVICES,
+    SIZE_LIMIT,
+    Handoff,
+    Request,
+    parse_handoff,
+    render_report,
+    with_remark,
+)
+from agent.model.paths import (
+    CONDITIONS_NAME,
+    HANDOFF_NAME,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_REPORT_DIRECTORY,
+    REPORT_NAME,
+)
+from agent.model.reasons import Reason
+from agent.system.files import System
+from agent.system.process import Runner
+from agent.vendors.machine_vendor import MachineVendor
+
+HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
+REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
+# nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so it identifies the
+# machine's boot, not the host's.
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
+ROUNDS = 5
+"""systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of one request."""
+
+    conditions: tuple[Condition, ...]
+    devices: tuple[str, ...] = ()
+    counts_repairs: bool = True
+    """Whether the host half knows of repairs."""
+
+
+def main(runner: Runner) -> int:
+    """Return exit code 0 if a report was written or there is no handoff; 1 if not, or if containerd cannot restart."""
+    try:
+        return run(System(runner))
+    except (AgentError, OSError) as error:
+        say(ERROR, str(error))
+        return 1
+
+
+def run(system: System) -> int:
+    """Run until the report answers the handoff that the host published last.
+
+    Raises AgentError or OSError if no report can be written or containerd cannot be restarted.
+    """
+    reported, outcome = None, None
+    for left in reversed(range(ROUNDS)):
+        try:
+            # Not the generation: the host publishes the same one again after it has bound missing nodes.
+            published = system.identity(HANDOFF)
+            if published == reported:
+                break
+            handoff = parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+        except FileNotFoundError:
+            say(INFO, "no handoff: this machine is not configured on its host")
+            break
+        # A digest of the whole content, computed once for all users.
+        generation = handoff.generation
+        outcome = settle(system, handoff, generation)
+        _log(system, outcome)
+        if left and _is_older(published, system):
+            # Else the host would take a report made before it bound the missing nodes for the answer.
+            continue
+        report(system, generation, outcome)
+        reported = published
+    if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
+        # After all rounds: each later round would prolong the time without a CRI.
+        restart(system)
+    return 0
+
+
+def _log(system: System, outcome: Outcome) -> None:
+    notes, before = Notes(system), {}
+    # An error here must not cost the report: without the note, each run logs everything.
+    with contextlib.suppress(OSError):
+        before = notes.load("logged")
+    now = say_changes(before, outcome.conditions)
+    with contextlib.suppress(OSError):
+        notes.save("logged", now)
+
+
+def _is_older(published: FileIdentity, system: System) -> bool:
+    """Return whether the host has published since."""
+    try:
+        return system.identity(HANDOFF) != published
+    except FileNotFoundError:
+        return False
+
+
+def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
+    """Carry out every request; merge the conditions of several requests, the worst one counts."""
+    notes, owned = Notes(system), Owned(system)
+    remove_stale_specs(system, owned, handoff.requests)
+    unsure = note_strays(system, notes, handoff)
+    requests = (*handoff.requests, *given_up(notes, owned, handoff))
+    outcomes = [_settle_request(system, notes, owned, each, handoff, generation) for each in requests]
+    on_node = _reported_of_node(system, notes)
+    conditions = _merged((*unsure, *(condition for outcome in outcomes for condition in outcome.conditions)))
+    if any(request.gpus for request in handoff.requests):
+        conditions = named(
+            conditions,
+            ConditionType.CDI_SPEC_CURRENT,
+            "which pods are outdated",
+            lambda: name_outdated(conditions, system, notes, handoff),
+        )
+    if may_have(notes, WITHDRAWN):
+        conditions = named(
+            conditions,
+            ConditionType.DEVICES_ALLOWED,
+            "who has withdrawn nodes open",
+            lambda: _name_left_open(conditions, system, notes, handoff),
+        )
+    return Outcome(
+        (*conditions, *((on_node,) if on_node else ())),
+        tuple(device for outcome in outcomes for device in outcome.devices),
+        counts_repairs=handoff.restart_device_plugin is not None,
+    )
+
+
+def _reported_of_node(system: System, notes: Notes) -> Condition | None:
+    try:
+        if not system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
+            return None
+    except OSError as error:
+        return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
+    # Imported here, only if the host half wants it: it takes a tenth of a run that changes nothing.
+    from agent.machine.kubelet.node_condition import reported
+
+    return reported(system, notes, time.time())
+
+
+def _name_left_open(
+    conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
+) -> tuple[Condition, ...]:
+    # Imported here, only after a GPU was withdrawn: rarely needed, and it searches every process.
+    from agent.machine.devices.left_open import name_left_open
+
+    granted = [device for request in handoff.requests for device in request.devices]
+    return name_left_open(conditions, system, notes, granted)
+
+
+def report(system: System, generation: str, outcome: Outcome) -> None:
+    """Write the report. It is also the heartbeat: every run writes it, even without a change."""
+    if not system.is_directory(MACHINE_REPORT_DIRECTORY):
+        raise ApplyError(
+            f"{MACHINE_REPORT_DIRECTORY} is missing, so that nothing can be reported",
+            "it is bound in by the host: `unbounded-agent apply` there, then restart the machine",
+        )
+    # An explicit limit: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
+    boot_id = system.read(BOOT_ID, 64).decode().strip()
+    counts = repairs(Notes(system)) if outcome.counts_repairs else None
+    document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
+    system.write(REPORT, document)
+
+
+def _settle_request(
+    system: System, notes: Notes, owned: Owned, request: Request, handoff: Handoff, generation: str
+) -> Outcome:
+    if request.vendor == OTHER_DEVICES:
+        # Imported here: few machines are granted any.
+        from agent.machine.devices.other_devices import settle_others
+
+        return Outcome(settle_others(system, notes, request, _newest(system)))
+    vendor = machine_vendor(request.vendor)
+    if vendor is None:
+        message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
+        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
+    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
+    linked = attempt(
+        ConditionType.LIBRARIES_LINKED, lambda: _linked(system, notes, vendor, request, handoff.architecture)
+    )
+    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
+
+    def publish() -> Condition:
+        nonlocal published
+        published = publish_spec(system, notes, owned, vendor, request, generation)
+        return published.condition
+
+    # The generator may already be running: what does not depend on it comes before its result.
+    configured = attempt(
+        ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(system, notes, owned, vendor, request, handoff)
+    )
+    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(system, notes, configured))
+    described, of_modes = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    if request.cdi_modes:
+        from agent.machine.cdi.modes import publish_modes
+
+        of_modes = publish_modes(system, notes, owned, vendor, request, handoff)
+    advertised = ConditionType.GPUS_ADVERTISED
+    # The specifications first: from then on no pod is given a node that goes.
+    removed, withdrawn = withdraw_nodes(system, notes, request, _newest(system))
+    if (removed or withdrawn) and described.status is not Status.TRUE:
+        # The generator lists every GPU with a node, even one that is being withdrawn: only now can it leave that out.
+        # The failure may also have been a mere note that could not be written.
+        described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+    on_node = attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
+    if handoff.restart_device_plugin and on_node.reason in RESTART_MENDS:
+        # Imported here, only if configured and needed, like the Node condition.
+        from agent.machine.kubelet.plugin_restart import restart_plugin
+
+        needed = on_node
+        on_node = attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
+    (described,) = with_remark((described,), described.type, of_modes)
+    conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
+    names = published.devices
+    if len(handoff.requests) > 1:
+        # Each vendor has an `all`, but a report has each name only once.
+        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
+    return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), names)
+
+
+def _linked(system: System, notes: Notes, vendor: MachineVendor, request: Request, architecture: str) -> Condition:
+    if not vendor.driver_files:
+        # Imported here: few machines need it. Existing links into a driver root belong to another vendor.
+        from agent.machine.devices.dri_links import link_dri_nodes
+
+        link_dri_nodes(system, notes, request)
+        return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
+    return link_libraries(system, notes, request, architecture, vendor.data_directories)
+
+
+def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:
+    # First, because the host binds again what the condition then reports as wrong.
+    unmount_removed(system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
+    if request.devices or notes.load(f"char-links-{vendor.name}"):
+        # Imported here, only if there is a node.
+        from agent.machine.devices.char_links import link_nodes
+
+        link_nodes(system, notes, request)
+    condition = check_devices(system, notes, request, generation)
+    return with_hidden_driver(system, condition, vendor.kernel_paths)
+
+
+def _newest(system: System) -> Handoff | None:
+    """Return the present handoff: the host may have published another one meanwhile."""
+    try:
+        return parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
+    except (AgentError, OSError):
+        return None
+
+
+def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
+    """Merge to one condition of each type; of DevicesAllowed, WrongNode's reason wins: it makes the host bind again."""
+    by_type: dict[ConditionType, list[Condition]] = {}
+    for each in conditions:
+        by_type.setdefault(each.type, []).append(each)
+    for found in by_type.values():
+        found.sort(key=lambda each: each.reason != Reason.WRONG_NODE)
+    return tuple(worst(used_plugins(found)) for found in by_type.values())

@@ -1,0 +1,149 @@
+"""Steps from the current state to the goal. Data only: `agent.host.apply.steps` runs them, `plan` prints them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import StagedRoot
+from agent.model.live import LiveSettings
+
+ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
+"""The label that metrics use, which stays when a sentence changes. `describe()` is for people."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFile:
+    """Replace a file atomically; parents are created with mode 0755."""
+
+    kind: ClassVar[ActionKind] = "write"
+    path: str
+    content: bytes
+    mode: int = 0o644
+
+    def describe(self) -> str:
+        return f"write {self.path} ({len(self.content)} bytes)"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveFile:
+    """Remove a file or symbolic link of ours."""
+
+    kind: ClassVar[ActionKind] = "remove"
+    path: str
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class StageDriverRoot:
+    """Copy a driver's user-space files into a driver root of ours and publish it whole."""
+
+    kind: ClassVar[ActionKind] = "stage"
+    root: StagedRoot
+
+    def describe(self) -> str:
+        size = sum(file.size for file in self.root.files)
+        return (
+            f"stage {self.root.vendor} driver {self.root.version} as driver root {self.root.index} "
+            f"({len(self.root.files)} files, {size / 1e6:.0f} MB)"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PublishDriverRoot:
+    """Mount a staged driver root where machines see it."""
+
+    kind: ClassVar[ActionKind] = "mount"
+    root: StagedRoot
+
+    def describe(self) -> str:
+        return f"mount driver root {self.root.index} ({self.root.vendor} driver {self.root.version})"
+
+
+@dataclass(frozen=True, slots=True)
+class ProtectDriverRoots:
+    """Replace driver roots that are plain directories, as soon as mounts work."""
+
+    kind: ClassVar[ActionKind] = "mount"
+    indices: tuple[int, ...]
+
+    def describe(self) -> str:
+        return f"mount driver roots in place of plain directories: {', '.join(map(str, self.indices))}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveDriverRoot:
+    """Remove one of our driver roots, with its manifest."""
+
+    kind: ClassVar[ActionKind] = "remove"
+    index: int
+    what: str
+    """What it holds, for people."""
+
+    def describe(self) -> str:
+        return f"remove driver root {self.index} ({self.what}), which nothing uses"
+
+
+@dataclass(frozen=True, slots=True)
+class ClearRemains:
+    """Remove what an interrupted staging or removal of a driver root left."""
+
+    kind: ClassVar[ActionKind] = "remove"
+    paths: tuple[str, ...]
+
+    def describe(self) -> str:
+        return f"remove what was left of driver roots: {', '.join(self.paths)}"
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadUnits:
+    """systemctl daemon-reload."""
+
+    kind: ClassVar[ActionKind] = "reload"
+
+    def describe(self) -> str:
+        return "reload systemd's units"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeDevices:
+    """Change which devices a running machine may open, and bind the nodes that it does not have."""
+
+    kind: ClassVar[ActionKind] = "change"
+    machine: str
+    before: LiveSettings
+    after: LiveSettings
+    others: tuple[DeviceAllow, ...]
+    """Entries of the unit's DeviceAllow= list that are not ours: they stay."""
+
+    @property
+    def binds_anew(self) -> bool:
+        """Whether it binds all nodes again, because the machine reported some missing."""
+        return self.after.rebound not in ("", self.before.rebound)
+
+    def describe(self) -> str:
+        before, after = self.before, self.after
+        parts = [
+            ("permit", [str(entry) for entry in after.allow if entry not in before.allow]),
+            ("forbid", [str(entry) for entry in before.allow if entry not in after.allow]),
+            ("bind", [path for path, number in after.nodes.items() if before.nodes.get(path) != number]),
+            ("forget", [path for path in before.nodes if path not in after.nodes]),
+        ]
+        told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
+        return f"change the devices of machine {self.machine}: {told or 'note what it has'}"
+
+
+Clearing: TypeAlias = RemoveDriverRoot | ClearRemains
+"""Steps that no machine waits for."""
+Publishing: TypeAlias = StageDriverRoot | PublishDriverRoot | ProtectDriverRoots
+"""Steps that handoffs wait for if they name a driver root."""
+Action: TypeAlias = WriteFile | RemoveFile | Publishing | Clearing | ReloadUnits | ChangeDevices
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An action that was carried out, by kind and sentence."""
+
+    kind: ActionKind
+    sentence: str

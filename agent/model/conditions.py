@@ -1,0 +1,141 @@
+"""Named checks of readiness in the form of Kubernetes' conditions: status, reason, message, last transition."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from agent.model.reasons import Reason
+from agent.model.text import printable, rfc3339
+
+
+class Status(StrEnum):
+    TRUE = "True"
+    FALSE = "False"
+    UNKNOWN = "Unknown"
+
+
+class ConditionType(StrEnum):
+    """In the order in which a machine becomes ready; the last one is the summary."""
+
+    DRIVER_LOADED = "DriverLoaded"
+    DEVICES_PRESENT = "DevicesPresent"
+    GPUS_COMPLETE = "GPUsComplete"
+    LIBRARIES_PRESENT = "LibrariesPresent"
+    FABRIC_READY = "FabricReady"
+    PERSISTENCE_MODE = "PersistenceMode"
+    DRIVER_ROOT_STAGED = "DriverRootStaged"
+    MACHINE_RUNNING = "MachineRunning"
+    DEVICES_ALLOWED = "DevicesAllowed"
+    LIBRARIES_LINKED = "LibrariesLinked"
+    CDI_SPEC_CURRENT = "CDISpecCurrent"
+    RUNTIME_CONFIGURED = "RuntimeConfigured"
+    RUNTIME_ACTIVE = "RuntimeActive"
+    GPUS_ADVERTISED = "GPUsAdvertised"
+    NODE_CONDITION_SET = "NodeConditionSet"
+    READY = "Ready"
+
+
+IN_MACHINE = (
+    ConditionType.LIBRARIES_LINKED,
+    ConditionType.CDI_SPEC_CURRENT,
+    ConditionType.RUNTIME_CONFIGURED,
+    ConditionType.RUNTIME_ACTIVE,
+    ConditionType.GPUS_ADVERTISED,
+    ConditionType.NODE_CONDITION_SET,
+)
+"""Reported by the machine half alone. The host half sees the others; both see DevicesAllowed."""
+
+NOT_NEEDED_FOR_READY = frozenset(
+    {
+        ConditionType.GPUS_COMPLETE,
+        ConditionType.PERSISTENCE_MODE,
+        ConditionType.GPUS_ADVERTISED,
+        ConditionType.NODE_CONDITION_SET,
+        ConditionType.READY,
+    }
+)
+"""Conditions that Ready ignores. The device plugin waits for Ready, so waiting for what it advertises would deadlock.
+
+GPUsComplete is about GPUs that the machine no longer has; it can use the remaining ones.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One check."""
+
+    type: ConditionType
+    status: Status
+    reason: str
+    """A Reason, or from a report or a file any CamelCase word."""
+    message: str
+    """A sentence with what to do next."""
+    last_transition: float = 0.0
+    """Seconds since the epoch; 0 until `with_transitions` has set it."""
+    losses: tuple[float, ...] = ()
+    """Only for Ready: recent times when it became False, seconds since the epoch (agent.host.verify.flapping)."""
+    good_since: float = 0.0
+    """Only for Ready: since when nothing has been False; 0 while something is."""
+
+    def to_kubernetes(self) -> dict[str, str | None]:
+        """The form of Kubernetes' API (metav1.Condition), where a time that is not known is null."""
+        return {
+            "type": self.type,
+            "status": self.status,
+            "reason": self.reason,
+            "message": self.message,
+            "lastTransitionTime": rfc3339(self.last_transition) if self.last_transition else None,
+        }
+
+
+def true(kind: ConditionType, reason: Reason, message: str) -> Condition:
+    return Condition(kind, Status.TRUE, reason, printable(message))
+
+
+def false(kind: ConditionType, reason: Reason, message: str) -> Condition:
+    return Condition(kind, Status.FALSE, reason, printable(message))
+
+
+def unknown(kind: ConditionType, reason: Reason, message: str) -> Condition:
+    return Condition(kind, Status.UNKNOWN, reason, printable(message))
+
+
+def not_applicable(kind: ConditionType, message: str) -> Condition:
+    """Return a condition that is True, because it does not apply and so must not block Ready."""
+    return Condition(kind, Status.TRUE, Reason.NOT_APPLICABLE, printable(message))
+
+
+def summarize(conditions: Iterable[Condition]) -> Condition:
+    """Return Ready, which sums up the others: False outranks Unknown, the first in order gives the reason."""
+    relevant = sorted(
+        (each for each in conditions if each.type not in NOT_NEEDED_FOR_READY),
+        key=lambda each: list(ConditionType).index(each.type),
+    )
+    for status in (Status.FALSE, Status.UNKNOWN):
+        for each in relevant:
+            if each.status is status:
+                return Condition(ConditionType.READY, status, each.reason, f"{each.type}: {each.message}")
+    return true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
+
+
+def worst(conditions: Iterable[Condition]) -> Condition:
+    """Merge several vendors' conditions of one type: the worst status, with the messages of all that have it.
+
+    Conditions that do not apply are ignored unless none applies; then the first stands.
+    """
+    found = list(conditions)
+    applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
+    status = min((each.status for each in applying), key=(Status.FALSE, Status.UNKNOWN, Status.TRUE).index)
+    same = [each for each in applying if each.status is status]
+    return replace(same[0], message="; ".join(dict.fromkeys(each.message for each in same)))
+
+
+def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
+    """Return `new` with times of last change: kept where type and status are as in `old`, else `now`."""
+    before = {each.type: each for each in old}
+    dated = []
+    for each in new:
+        previous = before.get(each.type)
+        kept = previous is not None and previous.status is each.status
+        dated.append(replace(each, last_transition=previous.last_transition if previous and kept else now))
+    return tuple(dated)

@@ -1,0 +1,67 @@
+"""The identity of files and device nodes: the facts that the machine half needs too.
+
+A module of its own, because the machine half starts each minute, and defining a data class takes longer than reading
+a small file.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """A value that changes whenever the file's content may have changed."""
+
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+    executable: bool
+
+
+class DeviceKind(StrEnum):
+    """What a device node is for; the names follow NVIDIA's documentation and the kernel's."""
+
+    GPU = "gpu"
+    CONTROL = "control"
+    MODESET = "modeset"
+    UVM = "uvm"
+    UVM_TOOLS = "uvm-tools"
+    CAPABILITY = "capability"
+    IMEX_CHANNEL = "imex-channel"
+    NVSWITCH = "nvswitch"
+    NVLINK = "nvlink"
+    DRI_CARD = "dri-card"
+    DRI_RENDER = "dri-render"
+    KFD = "kfd"
+    """The node of the kernel fusion driver (drivers/gpu/drm/amd/amdkfd), one for all GPUs that compute through it."""
+    KVM = "kvm"
+    TUN = "tun"
+    VHOST = "vhost"
+    INFINIBAND = "infiniband"
+    GDRCOPY = "gdrcopy"
+    NVIDIA_FS = "nvidia-fs"
+    ACCEL = "accel"
+    """drivers/accel: NPUs and the like, which are not GPUs."""
+    EXTRA = "extra"
+    """Named by a machine's settings."""
+
+
+DRI_LINKS = {DeviceKind.DRI_CARD: "card", DeviceKind.DRI_RENDER: "render"}
+
+
+def dri_link(kind: str, pci_address: str) -> str:
+    """Return udev's link to a GPU's DRM node, named by PCI address (60-drm.rules of systemd); empty for other nodes."""
+    suffix = next((text for each, text in DRI_LINKS.items() if each == kind), "")
+    return f"/dev/dri/by-path/pci-{pci_address}-{suffix}" if suffix and pci_address else ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceNumber:
+    """A character device's major and minor number, with the node's permission bits and owner."""
+
+    major: int
+    minor: int
+    mode: int = 0o666
+    uid: int = 0
+    gid: int = 0

@@ -1,0 +1,22 @@
+"""An entry of a unit's DeviceAllow= list, systemd.resource-control(5)."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceAllow:
+    """What a unit may do with a device or a group of devices; in text `/dev/char/195:0 rw`."""
+
+    node: str
+    """A path in /dev, or a group such as `char-pts`."""
+    permissions: str = ""
+    """Of `rwm`; empty stands for all of them."""
+
+    @classmethod
+    def parse(cls, text: str) -> "DeviceAllow":
+        """Raises nothing: systemd judges the text, and `str` gives it again."""
+        node, _, permissions = text.partition(" ")
+        return cls(node, permissions)
+
+    def __str__(self) -> str:
+        return f"{self.node} {self.permissions}" if self.permissions else self.node

@@ -1,0 +1,115 @@
+"""The goal, as frozen data: a pure function of configuration and facts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from agent.model.facts import DeviceNode, Seen, ServiceDirectory, StagedRoot
+from agent.model.granted import Granted
+from agent.model.handoff import Handoff, Variable
+from agent.model.live import LiveSettings
+from agent.model.remembered import Remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """PCI addresses that limit one machine's choice of GPUs; `has` is set even if its settings ask for no number."""
+
+    taken: frozenset[str] = frozenset()
+    """GPUs of other machines."""
+    has: frozenset[str] = frozenset()
+    """GPUs that the machine has now. It keeps them as far as the number allows."""
+    draining: frozenset[str] = frozenset()
+    """Those of `has` that are detached: granted to no machine, but its processes may use them until they end."""
+    kept: Mapping[str, str] = field(default_factory=dict)
+    """Why a GPU cannot be given to this machine after a fault in a machine that has it; follows "GPU X is "."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverRoots:
+    """What a vendor may choose a machine's driver root from."""
+
+    staged: tuple[StagedRoot, ...]
+    present: int | None = None
+    """Index of the root that the machine's present handoff names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What one vendor wants exposed to one machine."""
+
+    vendor: str
+    gpus: tuple[str, ...] = ()
+    """PCI addresses."""
+    nodes: tuple[DeviceNode, ...] = ()
+    driver_files: bool = True
+    """Whether its GPUs are useless without user-space files of the host."""
+    driver_root: StagedRoot | None = None
+    """None if no such files may be used now."""
+    waiting_root: StagedRoot | None = None
+    """The root for the host's present files; `driver_root` serves until the kernel module is reloaded."""
+    detached: tuple[str, ...] = ()
+    """PCI addresses of detached GPUs that would be granted otherwise."""
+    services: tuple[str, ...] = ()
+    """Names of daemons whose sockets it may use, running or not."""
+    directories: tuple[ServiceDirectory, ...] = ()
+    """Directories of those daemons that run."""
+    cdi_modes: tuple[str, ...] = ()
+    """Modes in which the vendor's generator makes further CDI specifications."""
+    cdi_hooks: tuple[str, ...] = ()
+    """Hooks that its CDI specification has in addition to those that every GPU needs."""
+    environment: tuple[Variable, ...] = ()
+    """Variables for pods with any of its devices."""
+    problems: tuple[str, ...] = ()
+    """Requests that cannot be granted, one sentence each."""
+    lacking: tuple[str, ...] = ()
+    """Requested non-GPU devices that are missing, in words. They block nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedFile:
+    """A file that only this agent writes."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
+
+
+@dataclass(frozen=True, slots=True)
+class MachineGoal:
+    """One machine's files on the host, and the handoff for its own half."""
+
+    name: str
+    grants: tuple[Grant, ...]
+    nspawn: OwnedFile
+    drop_in: OwnedFile
+    handoff: Handoff
+    handoff_file: OwnedFile
+    granted: Granted
+    """The grant in that handoff."""
+    live: LiveSettings
+    """The settings that the machine has once it runs with the goal."""
+    lacking: tuple[str, ...] = ()
+    """Mounts whose source is missing, in words."""
+
+    @property
+    def generation(self) -> str:
+        """Return the handoff's generation. Computing it again would take longer than the rest of the plan."""
+        return self.granted.generation
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """Everything that this host should have."""
+
+    driver_roots: tuple[StagedRoot, ...]
+    """Roots that the handoffs name."""
+    machines: tuple[MachineGoal, ...]
+    waiting_roots: tuple[StagedRoot, ...]
+    """Roots that no handoff names yet, because no kernel module of that version is loaded."""
+    remembered: Seen[Remembered]
+    """The GPUs that machines were last granted, including those lost since."""
+
+    def files(self) -> tuple[OwnedFile, ...]:
+        """Return every owned file in the order of writing: the handoffs last."""
+        settings = [file for machine in self.machines for file in (machine.nspawn, machine.drop_in)]
+        return (*settings, *(machine.handoff_file for machine in self.machines))

@@ -1,0 +1,230 @@
+"""The contract between the two halves: versioned JSON, read and written with the standard library alone.
+
+The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
+`generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
+`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot; only for a host half that writes
+`restart_device_plugin` into the handoff, as older ones refuse a report with any other key).
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+from typing import Any
+
+from agent.model.conditions import Condition, ConditionType
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.paths import HANDOFF_NAME
+from agent.model.text import MESSAGE_LIMIT, one_line, printable
+from agent.model.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, REPORT_VERSION
+
+SIZE_LIMIT = 1 << 20
+"""Bytes; both documents are far smaller."""
+
+SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks")
+"""Keys that version 1 does not know."""
+OTHER_DEVICES = "other-devices"
+"""The name that stands for a vendor in a request for non-GPU devices."""
+REMARK_LIMIT = MESSAGE_LIMIT // 2
+"""Characters of a remark in a condition's message."""
+
+
+class Repair(StrEnum):
+    """Parts of the machine half's work that others may change, and that each run compares."""
+
+    LINKS = "links"
+    SPEC = "spec"
+    CONTAINERD = "containerd"
+    RUNTIME = "runtime"
+    """The configuration of the handler's program."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GrantedDevice:
+    """A node that the machine has, with the numbers that it must have there."""
+
+    path: str
+    kind: str
+    major: int
+    minor: int
+    pci_address: str = ""
+    capability: str = ""
+    """The driver's name for the right that the node grants, if it grants one. Since version 2."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GrantedFile:
+    """A file of the driver root: its path below that root, and the target if it is a link."""
+
+    target: str
+    link: str = ""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Variable:
+    """An environment variable."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the machine half is to set up for one vendor."""
+
+    vendor: str
+    gpus: tuple[str, ...]
+    devices: tuple[GrantedDevice, ...]
+    driver_version: str = ""
+    driver_root: str = ""
+    """Absolute path in the machine, such as `/run/host-nvidia/0`; empty without user-space files."""
+    files: tuple[GrantedFile, ...] = ()
+    sockets: tuple[str, ...] = ()
+    """Names of daemons on the host whose sockets pods may use. Since version 2."""
+    environment: tuple[Variable, ...] = ()
+    """Variables for pods with any device. Since version 2."""
+    cdi_modes: tuple[str, ...] = ()
+    """Modes in which the vendor's generator makes CDI specifications besides that of GPUs. Since version 2."""
+    cdi_hooks: tuple[str, ...] = ()
+    """Hooks that the CDI specification has in addition to those that every GPU needs. Since version 2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Everything that the machine half acts on."""
+
+    machine: str
+    architecture: str
+    requests: tuple[Request, ...]
+    default_runtime: bool = False
+    """Whether the vendor's runtime handler is to be containerd's default."""
+    restart_device_plugin: bool | None = False
+    """Whether the vendor's device plugin may be restarted. None: an older host half does not write this key."""
+    containerd_drop_in: str = ""
+    """Path of our part of containerd's configuration; empty for the usual one. Since version 2."""
+
+    @property
+    def generation(self) -> str:
+        """Return a digest of the content: equal content is never a new generation."""
+        return _digest(_content(self))
+
+
+def render_handoff(handoff: Handoff) -> bytes:
+    """Return the document; the same handoff gives the same bytes.
+
+    It has the oldest version that can express it: an older image keeps working as long as nothing newer is granted.
+    """
+    newer = handoff.containerd_drop_in or any(map(_needs_2, handoff.requests))
+    version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
+    content = _content(handoff)
+    document = {"version": version, "generation": _digest(content), **content}
+    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def _needs_2(request: Request) -> bool:
+    newer = request.sockets or request.environment or request.cdi_modes or request.cdi_hooks
+    return bool(newer or any(device.capability for device in request.devices))
+
+
+def _content(handoff: Handoff) -> dict[str, Any]:
+    """Return the content without empty keys that version 1 does not know."""
+    return asdict(
+        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2}
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    # A half that does not know this key computes its digest without it, and both digests must agree.
+    known = {key: value for key, value in content.items() if key != "restart_device_plugin"}
+    return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def parse_handoff(data: bytes) -> Handoff:
+    """Read a handoff. Raises DocumentError, which names the key that is missing, unknown or of another type."""
+    where = HANDOFF_NAME
+    document = parse_object(where, data)
+    accept_version(where, document, ACCEPTED_HANDOFFS)
+    handoff = Handoff(
+        machine=get(where, document, "machine", str),
+        architecture=get(where, document, "architecture", str),
+        requests=objects(where, document, "requests", _request),
+        default_runtime=get(where, document, "default_runtime", bool),
+        restart_device_plugin=get(where, document, "restart_device_plugin", bool)
+        if "restart_device_plugin" in document
+        else None,
+        containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
+    )
+    if get(where, document, "generation", str) != handoff.generation:
+        raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")
+    return handoff
+
+
+def render_report(
+    generation: str,
+    conditions: tuple[Condition, ...],
+    cdi_devices: tuple[str, ...],
+    boot_id: str,
+    agent_version: str,
+    repairs: Mapping[str, int] | None,
+) -> bytes:
+    """Return the machine half's answer to that generation. `repairs`: None for a host half that refuses the key."""
+    document = {
+        "version": REPORT_VERSION,
+        "generation": generation,
+        "boot_id": boot_id,
+        "agent_version": agent_version,
+        "conditions": [
+            {"type": each.type, "status": each.status, "reason": each.reason, "message": one_line(each.message)}
+            for each in conditions
+        ],
+        "cdi_devices": list(cdi_devices),
+        **({} if repairs is None else {"repairs": dict(repairs)}),
+    }
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
+    """Append a remark to one condition's message, which gives way if it is long; nothing else changes."""
+    said = printable(remark)
+    if len(said) > REMARK_LIMIT:
+        said = f"{said[: REMARK_LIMIT - 1]}…"
+    return tuple(
+        replace(each, message=each.message[: MESSAGE_LIMIT - len(said)] + said) if each.type is kind else each
+        for each in conditions
+    )
+
+
+def _request(where: str, document: dict[str, Any]) -> Request:
+    return Request(
+        vendor=get(where, document, "vendor", str),
+        gpus=strings(where, document, "gpus"),
+        devices=objects(where, document, "devices", _device),
+        driver_version=get(where, document, "driver_version", str),
+        driver_root=get(where, document, "driver_root", str),
+        files=objects(where, document, "files", _file),
+        sockets=strings(where, document, "sockets") if "sockets" in document else (),
+        environment=objects(where, document, "environment", _variable) if "environment" in document else (),
+        cdi_modes=strings(where, document, "cdi_modes") if "cdi_modes" in document else (),
+        cdi_hooks=strings(where, document, "cdi_hooks") if "cdi_hooks" in document else (),
+    )
+
+
+def _device(where: str, document: dict[str, Any]) -> GrantedDevice:
+    return GrantedDevice(
+        path=get(where, document, "path", str),
+        kind=get(where, document, "kind", str),
+        major=get(where, document, "major", int),
+        minor=get(where, document, "minor", int),
+        pci_address=get(where, document, "pci_address", str),
+        capability=get(where, document, "capability", str) if "capability" in document else "",
+    )
+
+
+def _variable(where: str, document: dict[str, Any]) -> Variable:
+    return Variable(name=get(where, document, "name", str), value=get(where, document, "value", str))
+
+
+def _file(where: str, document: dict[str, Any]) -> GrantedFile:
+    return GrantedFile(target=get(where, document, "target", str), link=get(where, document, "link", str))

@@ -1,0 +1,75 @@
+"""Parses the JSON documents that the two halves exchange, with the standard library.
+
+The input is not trusted: every function raises DocumentError, which names the document and the key.
+"""
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from agent.model.errors import DocumentError
+
+V = TypeVar("V")
+NAME_SHOWN = 100
+"""Characters that an error shows of a name from outside."""
+
+
+def parse_object(where: str, data: bytes) -> dict[str, Any]:
+    """Return the JSON object that a document consists of."""
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise DocumentError(f"{where}: not JSON: {error}") from error
+    return as_object(where, value)
+
+
+def as_object(where: str, value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DocumentError(f"{where}: an object is needed, not {type(value).__name__}")
+    return value
+
+
+def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:
+    """Refuse a version whose keys may mean something else."""
+    version = get(where, document, "version", int)
+    if version not in accepted:
+        raise DocumentError(
+            f"{where}: version {version} is not understood (this half knows {', '.join(map(str, accepted))})",
+            "bring the agent in the image and the one on the host to the same release",
+        )
+
+
+def get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
+    if key not in document:
+        raise DocumentError(f"{where}: key {key} is missing")
+    value = document[key]
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise DocumentError(f"{where}: key {key} must be {kind.__name__}, not {type(value).__name__}")
+    return value
+
+
+def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str, dict[str, Any]], V]) -> tuple[V, ...]:
+    """Return what `parse` makes of each object in a list."""
+    items = get(where, document, key, list)
+    return tuple(
+        parse(f"{where}: {key}[{index}]", as_object(f"{where}: {key}[{index}]", item))
+        for index, item in enumerate(items)
+    )
+
+
+def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> dict[str, V]:
+    """Return an object whose values all have that type."""
+    found = get(where, document, key, dict)
+    for name, value in found.items():
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            shown = f"{key}[{name[:NAME_SHOWN]!a}]"
+            raise DocumentError(f"{where}: key {shown} must be {kind.__name__}, not {type(value).__name__}")
+    return found
+
+
+def strings(where: str, document: dict[str, Any], key: str) -> tuple[str, ...]:
+    items = get(where, document, key, list)
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            raise DocumentError(f"{where}: key {key}[{index}] must be str, not {type(item).__name__}")
+    return tuple(items)

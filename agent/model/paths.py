@@ -1,0 +1,188 @@
+"""Paths on the host, in the machine, and in both. Pure strings, absolute unless said otherwise."""
+
+CONFIG_FILE = "/etc/unbounded-agent/config.toml"
+CONFIG_DIRECTORY = "/etc/unbounded-agent/config.d"
+
+STATE = "/var/lib/unbounded-agent"
+HOST_NVIDIA = f"{STATE}/host-nvidia"
+"""Parent of the published driver roots `<index>/`; bound read-only at MACHINE_HOST_NVIDIA.
+
+See agent.host.apply.publishing.
+"""
+TREES = f"{STATE}/trees"
+"""`<index>/`, the files of each driver root: machines see them only through mounts in HOST_NVIDIA."""
+MOUNT_POINTS = f"{STATE}/mount-points"
+"""Empty directories `<index>`, which HOST_NVIDIA shows."""
+NOTHING = f"{STATE}/nothing"
+"""An empty directory."""
+STAGING = f"{STATE}/staging"
+"""Driver roots being made: next to TREES, so that one rename publishes them."""
+REMOVED = f"{STATE}/removed"
+"""Driver roots being removed: first renamed to here, where nothing looks for them."""
+MANIFESTS = f"{STATE}/driver-roots"
+"""`<index>.json`, what was staged; outside what machines see."""
+OWNED = f"{STATE}/owned.json"
+MACHINES_STATE = f"{STATE}/machines"
+LAST_GOOD_CONFIG = f"{STATE}/last-good-config.json"
+"""The last valid configuration, see agent.config.last_good."""
+REMEMBERED_GPUS = (f"{STATE}/granted-gpus.json", f"{STATE}/granted-gpus.copy.json")
+"""Two copies of the last granted GPUs, in the order of writing: see agent.model.remembered."""
+
+RUNTIME = "/run/unbounded-agent"
+INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
+STATUSZ_SOCKET = "statusz.sock"
+"""In RUNTIME: the service's status, for root only."""
+PASS_LOCK = f"{RUNTIME}/pass.lock"
+MACHINES_RUNTIME = f"{RUNTIME}/machines"
+RELOAD_OWED = f"{RUNTIME}/reload-owed"
+"""Exists while systemd has not read changed files of units: set-property hides that (NeedDaemonReload)."""
+CONDITIONS = f"{RUNTIME}/conditions.json"
+"""Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
+LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
+"""GPUs that the kernel log reported lost, until their driver is bound again."""
+KERNEL_LOG_READ = f"{RUNTIME}/kernel-log.json"
+"""How far the kernel log was read: messages from while the service is down are not missed."""
+DETACHED_GPUS = f"{RUNTIME}/detached-gpus.json"
+"""Detached GPUs, until they have left PCI."""
+WAKE = f"{RUNTIME}/wake"
+"""Commands write it after they change what the service reports, so that it looks at once."""
+
+MACHINE_ROOTS = "/var/lib/machines"
+NSPAWN = "/etc/systemd/nspawn"
+UNITS = "/etc/systemd/system"
+RUNTIME_PROPERTIES = "/run/systemd/system.control"
+"""Where systemd keeps the results of `systemctl set-property --runtime` until the host's reboot."""
+UNIT_SETTINGS = (f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")
+"""What systemd reads again at a daemon-reload."""
+DRIVER_ROOTS_TARGET = "unbounded-agent-driver-roots.target"
+"""The unit that wants the mounts of all driver roots."""
+MACHINED_STATE = "/run/systemd/machines"
+"""A file for each running machine, by name (systemd's src/machine/machine.c)."""
+
+MACHINE_HOST_NVIDIA = "/run/host-nvidia"
+MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
+MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
+MACHINE_STATE = "/run/unbounded-agent/state"
+CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
+"""In the machine: where container runtimes look for CDI specifications; the later outranks (cdi.DefaultSpecDirs)."""
+HANDOFF_NAME = "handoff.json"
+CONDITIONS_NAME = "conditions.json"
+REPORT_NAME = "report.json"
+LIVE_NAME = "live.json"
+GRANTED_NAME = "granted.json"
+NODE_CONDITION_MARK = f"{STATE}/node-condition"
+"""In the machine, on disk: the name of the Node object that has our condition."""
+
+
+def driver_root(index: int) -> str:
+    """Return the published driver root; machines see it below MACHINE_HOST_NVIDIA by the same index."""
+    return f"{HOST_NVIDIA}/{index}"
+
+
+def mount_unit(path: str) -> str:
+    """Return the unit that mounts at a path of letters, digits and hyphens, by the rule of systemd-escape(1)."""
+    return path.strip("/").replace("-", "\\x2d").replace("/", "-") + ".mount"
+
+
+def times_file(index: int) -> str:
+    """Return the file, next to the manifest, with newer times of host files whose content is the same."""
+    return f"{MANIFESTS}/{index}.times.json"
+
+
+def spec_file(vendor: str) -> str:
+    """Return where, in the machine, a vendor's CDI specification is published: JSON, which is also YAML."""
+    return f"{CDI_DIRECTORIES[0]}/{vendor}.yaml"
+
+
+def mode_spec_file(vendor: str, mode: str) -> str:
+    """Return the same for a specification that the vendor's generator makes in another mode."""
+    return spec_file(f"{vendor}-{mode}")
+
+
+def spec_directory(vendor: str) -> str:
+    """Return where, in the machine, a vendor's generator writes its CDI specification before it is verified."""
+    return f"{MACHINE_STATE}/cdi-{vendor}"
+
+
+def nspawn_file(machine: str) -> str:
+    """Return the machine's settings file, systemd.nspawn(5); it has no drop-ins."""
+    return f"{NSPAWN}/{machine}.nspawn"
+
+
+def rewritten_nspawn(machine: str) -> str:
+    """Return the file the machine's unit first writes new settings to; hidden, as nspawn reads only NAME.nspawn."""
+    return f"{NSPAWN}/.{machine}.nspawn.before-start"
+
+
+def machine_unit(machine: str) -> str:
+    """Return the unit that runs the machine; machine names are host names, which need no systemd-escape(1)."""
+    return f"systemd-nspawn@{machine}.service"
+
+
+def unit_drop_in(machine: str) -> str:
+    """Return our drop-in, which sorts after systemd's 50-DeviceAllow.conf (systemctl set-property) and so wins."""
+    return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
+
+
+def set_device_allow(machine: str) -> str:
+    """Return set-property's drop-in for DeviceAllow=; it outlives the machine and applies to its next start."""
+    return f"{RUNTIME_PROPERTIES}/{machine_unit(machine)}.d/50-DeviceAllow.conf"
+
+
+def handoff_directory(machine: str) -> str:
+    """Return the directory that is bound read-only into the machine at MACHINE_HANDOFF_DIRECTORY."""
+    return f"{MACHINES_STATE}/{machine}/handoff"
+
+
+def handoff_file(machine: str) -> str:
+    """Return the file that the machine half acts on."""
+    return f"{handoff_directory(machine)}/{HANDOFF_NAME}"
+
+
+def handed_roots_file(machine: str) -> str:
+    """Return the file that names the driver roots that the machine was handed since its start."""
+    return f"{MACHINES_STATE}/{machine}/driver-roots.json"
+
+
+def granted_file(machine: str) -> str:
+    """Return the record of the last grant, outside the directory that the machine sees; see agent.model.granted."""
+    return f"{MACHINES_STATE}/{machine}/{GRANTED_NAME}"
+
+
+def conditions_file(machine: str) -> str:
+    """Return the host half's verdict for the machine's Node object; exists only if that is configured."""
+    return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
+
+
+def machine_files(machine: str) -> tuple[str, str, str]:
+    """Return every file of ours that belongs to one machine."""
+    return (nspawn_file(machine), unit_drop_in(machine), handoff_file(machine))
+
+
+def machine_of(path: str) -> str | None:
+    """Return the machine whose settings file a path is; None for any other path."""
+    name = path.removeprefix(f"{NSPAWN}/").removesuffix(".nspawn")
+    if path == nspawn_file(name):
+        return name
+    name = path.removeprefix(f"{UNITS}/systemd-nspawn@").partition(".service.d/")[0]
+    return name if path == unit_drop_in(name) else None
+
+
+def report_directory(machine: str) -> str:
+    """Return the machine's own small tmpfs, bound into it at MACHINE_REPORT_DIRECTORY."""
+    return f"{MACHINES_RUNTIME}/{machine}/report"
+
+
+def live_file(machine: str) -> str:
+    """Return the record of the running machine's settings, see agent.model.live."""
+    return f"{MACHINES_RUNTIME}/{machine}/{LIVE_NAME}"
+
+
+def started_nspawn(machine: str) -> str:
+    """Return the copy of the settings that the machine was started with; its unit makes it."""
+    return f"{MACHINES_RUNTIME}/{machine}/started.nspawn"
+
+
+def started_drop_in(machine: str) -> str:
+    """Return the copy of its unit's drop-in, made in the same way."""
+    return f"{MACHINES_RUNTIME}/{machine}/started.conf"

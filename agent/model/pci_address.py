@@ -1,0 +1,14 @@
+"""PCI addresses: domain:bus:device.function, as sysfs names devices (PCI_DEVID and pci_setup_device in the kernel)."""
+
+import re
+
+PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
+"""An address as sysfs writes it."""
+
+
+def as_in_sysfs(text: str) -> str:
+    """Return the address as sysfs writes it, or empty text if it is none. Tools print capitals and 8-digit domains."""
+    if not PCI_ADDRESS.fullmatch(text.lower()):
+        return ""
+    domain, _, rest = text.lower().partition(":")
+    return f"{int(domain, 16):04x}:{rest}"

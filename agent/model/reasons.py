@@ -1,0 +1,161 @@
+"""The reasons of conditions; docs/conditions.md says what each means and what to do."""
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """Programs of users compare these words, so none is ever renamed.
+
+    Compare with `==`: reasons read from a report or a file are plain strings, and may be another release's.
+    """
+
+    # Of any condition.
+    NOT_APPLICABLE = "NotApplicable"
+    OBSERVATION_FAILED = "ObservationFailed"
+    INTERNAL_ERROR = "InternalError"
+    NO_SUCH_MACHINE = "NoSuchMachine"
+    STALE_EVIDENCE = "StaleEvidence"
+    NOT_EVALUATED = "NotEvaluated"
+    MACHINE_NOT_RUNNING = "MachineNotRunning"
+    NO_REPORT = "NoReport"
+    BAD_REPORT = "BadReport"
+    HANDOFF_PENDING = "HandoffPending"
+    REPORT_STALE = "ReportStale"
+    NOT_REPORTED = "NotReported"
+    FAILED = "Failed"
+
+    # Of several conditions.
+    PRESENT = "Present"
+    GPU_DETACHED = "GPUDetached"
+    GPU_LOST = "GPULost"
+    NOT_STAGED = "NotStaged"
+    RUNNING = "Running"
+    NOT_STARTED = "NotStarted"
+    FOREIGN_FILE = "ForeignFile"
+    SHADOWED = "Shadowed"
+    NOT_TRIED = "NotTried"
+    NO_CONTAINERD = "NoContainerd"
+
+    # Of DriverLoaded.
+    LOADED = "Loaded"
+    MODULE_NOT_LOADED = "ModuleNotLoaded"
+    MODULE_BROKEN = "ModuleBroken"
+    WRONG_DRIVER = "WrongDriver"
+
+    # Of DevicesPresent.
+    NODES_MISSING = "NodesMissing"
+    GPU_NOT_FOUND = "GPUNotFound"
+    GPU_FALLEN_OFF_BUS = "GPUFallenOffBus"
+    GPU_WITHOUT_DRIVER = "GPUWithoutDriver"
+
+    # Of GPUsComplete.
+    COMPLETE = "Complete"
+    RECORD_DAMAGED = "RecordDamaged"
+
+    # Of LibrariesPresent.
+    PARTLY_OTHER_VERSION = "PartlyOtherVersion"
+    RELOAD_NEEDED = "ReloadNeeded"
+    VERSION_MISMATCH = "VersionMismatch"
+    NOT_INSTALLED = "NotInstalled"
+    NOT_IN_CONFIGURED_PLACE = "NotInConfiguredPlace"
+    LIBRARIES_BROKEN = "LibrariesBroken"
+
+    # Of FabricReady.
+    FABRIC_MANAGER_ACTIVE = "FabricManagerActive"
+    FABRIC_MANAGER_STARTING = "FabricManagerStarting"
+    """Becomes the next one after some minutes (agent.host.verify.flapping)."""
+    FABRIC_MANAGER_STUCK = "FabricManagerStuck"
+    FABRIC_MANAGER_NOT_RUNNING = "FabricManagerNotRunning"
+    FABRIC_MANAGER_MISSING = "FabricManagerMissing"
+
+    # Of PersistenceMode.
+    DAEMON_ACTIVE = "DaemonActive"
+    DAEMON_NOT_RUNNING = "DaemonNotRunning"
+
+    # Of DriverRootStaged.
+    STAGED = "Staged"
+    PLAIN_COPY = "PlainCopy"
+    NOTHING_FITS = "NothingFits"
+    NOTHING_TO_STAGE = "NothingToStage"
+    NOT_MOUNTED = "NotMounted"
+
+    # Of MachineRunning.
+    LAST_GOOD_SETTINGS = "LastGoodSettings"
+    STARTING = "Starting"
+    STOPPED = "Stopped"
+    NOT_RUNNING = "NotRunning"
+
+    # Of DevicesAllowed.
+    OPENED = "Opened"
+    NODES_PRESENT = "NodesPresent"
+    MACHINE_RESTART_NEEDED = "MachineRestartNeeded"
+    NOT_GIVEN = "NotGiven"
+    NOT_WITHDRAWN = "NotWithdrawn"
+    WRONG_NODE = "WrongNode"
+    """Makes the host bind the nodes again."""
+    NOT_PERMITTED = "NotPermitted"
+    DRIVER_HIDDEN = "DriverHidden"
+    NO_DRIVER = "NoDriver"
+    GPU_FAILED = "GPUFailed"
+    OPEN_TIMED_OUT = "OpenTimedOut"
+    OPEN_FAILED = "OpenFailed"
+
+    # Of LibrariesLinked.
+    LINKED = "Linked"
+    CONFLICT = "Conflict"
+    NOT_IN_LOADER_CACHE = "NotInLoaderCache"
+
+    # Of CDISpecCurrent.
+    VERIFIED = "Verified"
+    GPU_MISSING = "GPUMissing"
+    PARTITION_MISSING = "PartitionMissing"
+    GENERATION_FAILED = "GenerationFailed"
+    SPEC_REFUSED = "SpecRefused"
+    NO_DRIVER_ROOT = "NoDriverRoot"
+    NAMES_COLLIDE = "NamesCollide"
+    RUNTIME_BLOCKED = "RuntimeBlocked"
+    UNKNOWN_VENDOR = "UnknownVendor"
+
+    # Of RuntimeConfigured.
+    READ_BACK = "ReadBack"
+    READ_BACK_FAILED = "ReadBackFailed"
+    NO_HANDLER = "NoHandler"
+
+    # Of RuntimeActive.
+    OTHER_CONFIGURATION = "OtherConfiguration"
+    NOT_CONFIGURED = "NotConfigured"
+    RESTART_PENDING = "RestartPending"
+    """Makes the machine half restart containerd at the end of its run."""
+
+    # Of GPUsAdvertised.
+    ADVERTISED = "Advertised"
+    NO_KUBELET = "NoKubelet"
+    KUBELET_DOWN = "KubeletDown"
+    NO_DEVICE_PLUGIN = "NoDevicePlugin"
+    NOT_PUBLISHED = "NotPublished"
+    BAD_CHECKPOINT = "BadCheckpoint"
+    UNKNOWN_IDS = "UnknownIDs"
+    DEVICE_PLUGIN_DOWN = "DevicePluginDown"
+    NOT_REGISTERED = "NotRegistered"
+    GPUS_MISSING = "GPUsMissing"
+    DEVICE_PLUGIN_RESTART_NEEDED = "DevicePluginRestartNeeded"
+    PLUGIN_SPEC_OUTDATED = "PluginSpecOutdated"
+    STALE_GPUS = "StaleGPUs"
+
+    # Of NodeConditionSet.
+    SET = "Set"
+    NO_KUBECTL = "NoKubectl"
+    KUBELET_NOT_RUNNING = "KubeletNotRunning"
+    NO_KUBECONFIG = "NoKubeconfig"
+    BAD_NODE_NAME = "BadNodeName"
+    NODE_NOT_REGISTERED = "NodeNotRegistered"
+    REFUSED = "Refused"
+    API_UNREACHABLE = "APIUnreachable"
+    BAD_DOCUMENT = "BadDocument"
+    AGENT_SILENT = "AgentSilent"
+
+    # Of Ready.
+    ALL_CONDITIONS_TRUE = "AllConditionsTrue"
+    SETTLING = "Settling"
+    NO_GPU = "NoGPU"
+    NO_GPU_GRANTED = "NoGPUGranted"

@@ -1,0 +1,78 @@
+"""The record of the GPUs that machines were last granted: those that have left PCI are lost.
+
+A durable record: two synced copies of one document with its digest. The good copy replaces a damaged one. If both are
+damaged, a condition says so, as for a lost GPU, until an administrator acknowledges it.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, strings
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RememberedGpu:
+    """One GPU that machines were granted."""
+
+    pci_address: str
+    vendor: str
+    model: str = ""
+    uuid: str = ""
+    """Empty if never known: the agent cannot recognise such a GPU in another slot."""
+    machines: tuple[str, ...] = ()
+    """Machines that have it, or had it when it disappeared."""
+    lost: float = 0.0
+    """When it was first missed, seconds since the epoch; 0 while it is present."""
+
+    def describe(self) -> str:
+        names = " ".join(name for name in (self.model, self.uuid) if name)
+        return f"{self.pci_address} ({names or self.vendor})"
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """The whole record."""
+
+    gpus: tuple[RememberedGpu, ...] = ()
+    damage: str = ""
+    """Why an earlier record could not be read: GPUs lost before that are unknown."""
+
+
+def render_remembered(remembered: Remembered) -> bytes:
+    """Return the document."""
+    document = {"version": VERSION, "digest": _digest(remembered), **asdict(remembered)}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def parse_remembered(where: str, data: bytes) -> Remembered:
+    """Read the document. Raises DocumentError, which names the key."""
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    found = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
+    if get(where, document, "digest", str) != _digest(found):
+        raise DocumentError(f"{where}: its content is not what its digest was made of")
+    return found
+
+
+def _digest(remembered: Remembered) -> str:
+    """Return a digest of the content. Without it, a changed letter in an address would look like a lost GPU."""
+    return hashlib.sha256(json.dumps(asdict(remembered)).encode()).hexdigest()
+
+
+def _gpu(where: str, item: dict[str, Any]) -> RememberedGpu:
+    lost = get(where, item, "lost", float)
+    if not 0 <= lost < 1 << 36:
+        raise DocumentError(f"{where}: key lost must be a time in seconds, not {lost}")
+    return RememberedGpu(
+        pci_address=get(where, item, "pci_address", str),
+        vendor=get(where, item, "vendor", str),
+        model=get(where, item, "model", str),
+        uuid=get(where, item, "uuid", str),
+        machines=strings(where, item, "machines"),
+        lost=lost,
+    )

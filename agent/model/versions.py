@@ -1,0 +1,7 @@
+"""Versions of the handoff's and the report's format. Pure and without imports: read before anything heavier."""
+
+OLDEST_HANDOFF = 1
+HANDOFF_VERSION = 2
+ACCEPTED_HANDOFFS = (OLDEST_HANDOFF, HANDOFF_VERSION)
+"""The previous and the present version."""
+REPORT_VERSION = 1

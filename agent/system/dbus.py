@@ -1,0 +1,191 @@
+"""The host half's backend of `agent.system.process.Bus`: the jeepney package, over one socket."""
+
+import errno
+import os
+import socket
+import time
+from itertools import count
+from typing import Any
+
+from jeepney import DBusAddress, HeaderFields, Message, MessageType, Parser, new_method_call
+from jeepney.bus_messages import message_bus
+from jeepney.io.blocking import prep_socket
+
+from agent.model.errors import BusAnswerError, BusError
+
+SOCKET = "/run/dbus/system_bus_socket"
+"""D-Bus specification, "System message bus" (/var/run there). No environment variable may lead root elsewhere."""
+REPLY_LIMIT = 1 << 20
+"""Bytes of one message. The bus's own limit is 128 MiB."""
+CHUNK = 1 << 16
+HINT = "see `systemctl status dbus.socket dbus.service`"
+DRIVER = "org.freedesktop.DBus"
+"""The bus itself, which sets each message's sender (D-Bus specification, "Message Bus Message Routing")."""
+NO_OWNER = (f"{DRIVER}.Error.NameHasNoOwner", f"{DRIVER}.Error.ServiceUnknown")
+ANSWERS = (MessageType.method_return, MessageType.error)
+
+
+class SystemBus:
+    """A Bus. Keeps its connection from call to call, and connects again after it broke; not thread-safe."""
+
+    def __init__(self, path: str = SOCKET) -> None:
+        self._path = path
+        self._connection: _Connection | None = None
+
+    def __call__(
+        self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        interface, _, member = method.rpartition(".")
+        call = new_method_call(DBusAddress(path, service, interface), member, signature or None, arguments)
+        try:
+            reply = self._reply(call, time.monotonic() + timeout)
+        except OSError as error:
+            raise BusError(f"{method} of {service} on {self._path}: {error.strerror or error}", HINT) from error
+        if reply.header.message_type is not MessageType.method_return:
+            name = _error(reply) or "an error without a name"
+            text = reply.body[0] if reply.body and isinstance(reply.body[0], str) else ""
+            raise BusAnswerError(f"{method} of {service} for {arguments or path}: {name}: {text[:500]}")
+        return tuple(reply.body)
+
+    def close(self) -> None:
+        """Disconnect. The next call connects again."""
+        if self._connection:
+            self._connection.close()
+        self._connection = None
+
+    def _reply(self, call: Message, deadline: float) -> Message:
+        if self._connection:
+            try:
+                return self._exchange(self._connection, call, deadline)
+            except (ConnectionError, _TooLargeError):
+                # The bus was restarted since the last call, or some process has flooded this connection meanwhile:
+                # any user of the host may send signals to any connection.
+                pass
+        self._connection = _Connection(self._path, deadline)
+        return self._exchange(self._connection, call, deadline)
+
+    def _exchange(self, connection: "_Connection", call: Message, deadline: float) -> Message:
+        try:
+            return connection.exchange(call, deadline)
+        except BaseException:
+            # A late reply, or half of one, must not meet the next call.
+            self.close()
+            raise
+
+
+class _TooLargeError(OSError):
+    """A message, ours or received, exceeds the limit."""
+
+
+class _Connection:
+    """One connection that has said Hello. Raises OSError, also for data that is not D-Bus."""
+
+    def __init__(self, path: str, deadline: float) -> None:
+        try:
+            self._socket: socket.socket = prep_socket(path, timeout=_left(deadline))
+        except OSError:
+            raise
+        except Exception as error:
+            raise OSError(errno.EPROTO, f"not authenticated: {error}") from error
+        self._parser, self._serials = Parser(), count(1)
+        self._owners = {DRIVER: DRIVER}
+        """Unique names by service name. The bus has the same name as both."""
+        try:
+            self.exchange(message_bus.Hello(), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def exchange(self, call: Message, deadline: float) -> Message:
+        """Return the reply from the owner of the called name, or the bus's error that there is none.
+
+        The owner is known by its unique name, which no other connection ever gets: with dbus-broker every user of the
+        host may send replies, and signals that look like one, to any connection.
+        """
+        service = str(call.header.fields[HeaderFields.destination])
+        known = service in self._owners
+        reply = self._ask_owner(service, call, deadline)
+        if known and _unreachable(reply):
+            # It left the bus, so any new owner of the name has not received the call.
+            del self._owners[service]
+            reply = self._ask_owner(service, call, deadline)
+        return reply
+
+    def _ask_owner(self, service: str, call: Message, deadline: float) -> Message:
+        refusal = self._owner(service, deadline)
+        if refusal:
+            return refusal
+        call.header.fields[HeaderFields.destination] = self._owners[service]
+        return self._ask(call, self._owners[service], deadline)
+
+    def _owner(self, service: str, deadline: float) -> Message | None:
+        """Look up a service's unique name, and start the service if needed; return the bus's error if any."""
+        if service in self._owners:
+            return None
+        reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
+        if _unreachable(reply):
+            reply = self._ask(message_bus.StartServiceByName(service), DRIVER, deadline)
+            if not _error(reply):
+                reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
+        if _error(reply):
+            return reply
+        self._owners[service] = str(reply.body[0])
+        return None
+
+    def _ask(self, call: Message, sender: str, deadline: float) -> Message:
+        serial, received = next(self._serials), 0
+        self._socket.settimeout(_left(deadline))
+        self._socket.sendall(call.serialise(serial=serial))
+        while True:
+            message = self._next()
+            if message is None:
+                self._socket.settimeout(_left(deadline))
+                data = self._socket.recv(CHUNK)
+                received += len(data)
+                if not data:
+                    raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
+                if received > REPLY_LIMIT:
+                    raise _TooLargeError(errno.EMSGSIZE, f"a message of more than {REPLY_LIMIT} bytes")
+                self._parser.add_data(data)
+            elif _answers(message, serial, sender):
+                return message
+            else:
+                received = 0
+
+    def _next(self) -> Message | None:
+        try:
+            found: Any = self._parser.get_next_message()
+        except Exception as error:
+            # jeepney raises whatever the malformed part causes.
+            raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
+        return found
+
+
+def _error(message: Message) -> str:
+    """Return the error's name; empty if the message is not an error."""
+    return str(message.header.fields.get(HeaderFields.error_name, ""))
+
+
+def _unreachable(message: Message) -> bool:
+    """Return whether the bus itself says that the name has no owner."""
+    return _error(message) in NO_OWNER and message.header.fields.get(HeaderFields.sender) == DRIVER
+
+
+def _answers(message: Message, serial: int, sender: str) -> bool:
+    """Return whether it is a reply from `sender`, or the bus's error that `sender` does not reply."""
+    fields = message.header.fields
+    if message.header.message_type not in ANSWERS or fields.get(HeaderFields.reply_serial) != serial:
+        return False
+    of_bus = message.header.message_type is MessageType.error and fields.get(HeaderFields.sender) == DRIVER
+    return bool(of_bus or fields.get(HeaderFields.sender) == sender)
+
+
+def _left(deadline: float) -> float:
+    """Return the remaining seconds. Raises TimeoutError at 0, which would mean "do not block" to a socket."""
+    seconds = deadline - time.monotonic()
+    if seconds <= 0:
+        raise TimeoutError(errno.ETIMEDOUT, "no answer in time")
+    return seconds

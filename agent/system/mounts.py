@@ -1,0 +1,17 @@
+"""Finds what is mounted, from /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+
+from agent.system.files import System
+
+MOUNTS = "/proc/self/mountinfo"
+
+
+def mounted(system: System, file_system: str) -> frozenset[str]:
+    """Return the mount points of one type of file system, as the kernel escapes them. Raises OSError."""
+    found = set()
+    for line in system.lines(MOUNTS):
+        # After the mount point come optional fields up to a hyphen, then the type.
+        before, _, behind = line.decode(errors="surrogateescape").partition(" - ")
+        fields = before.split(" ")
+        if behind.split(" ")[0] == file_system and len(fields) > 4:
+            found.add(fields[4])
+    return frozenset(found)

@@ -1,0 +1,134 @@
+"""Who can change a file: what root copies for all machines must be under root's control alone, and no secret."""
+
+import errno
+import os
+import stat
+from collections.abc import Collection, Iterator
+
+from agent.system.errnos import NOT_THERE
+from agent.system.files import System
+from agent.system.rooted import LINK_LIMIT
+
+ROOT = 0
+"""Its user id and its group id."""
+
+
+def others_way(system: System, path: str, *, to_it: bool = False, trusted: Collection[int] = (ROOT,)) -> str:
+    """Return a sentence on the first component of a path that users other than root control; empty if there is none.
+
+    Follows links. `to_it`: the last component may have any owner if only root can replace it. `trusted`: user ids.
+    The search ends at a missing component, and before a file (see `files_fault`). It does not look into a directory of
+    another user. Raises OSError if a component could not be observed.
+    """
+    shared = ""
+    try:
+        for here, mode, uid, gid, last in _way(system, path):
+            link = stat.S_ISLNK(mode)
+            if to_it and last and not link:
+                return shared if uid not in trusted else ""
+            if not link and not stat.S_ISDIR(mode):
+                return ""
+            if shared and link:
+                return shared
+            # Only those who may write in its directory can change a link.
+            if uid not in trusted and not link:
+                return f"{here} belongs to user {uid}, not to root"
+            shared = ""
+            if not link and _others_write(system, here, mode, gid):
+                shared = f"users other than root can write in {here} (mode {stat.S_IMODE(mode):04o})"
+                # In a sticky directory, as /nix/store is, other users cannot replace a directory of root's.
+                if last or not mode & stat.S_ISVTX:
+                    return shared
+    except OSError as error:
+        if error.errno not in NOT_THERE:
+            raise
+    return ""
+
+
+def steps(system: System, path: str) -> tuple[str, ...]:
+    """Return each directory and link on a path, and what is at its end. Raises OSError."""
+    return tuple(here for here, *_ in _way(system, path))
+
+
+def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
+    """Return whether users other than root can write. Root's own group is trusted unless an ACL names others."""
+    return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and (gid != ROOT or system.has_acl(path)))
+
+
+def _way(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]:
+    """Yield path, mode, user and group id of each directory and link, from / on, and whether it is the last."""
+    here, ahead, links = "/", _parts(path), 0
+    while True:
+        mode, uid, gid = system.owner(here)
+        yield here, mode, uid, gid, not ahead
+        if stat.S_ISLNK(mode):
+            links += 1
+            if links > LINK_LIMIT:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            target = system.read_link(here) or ""
+            ahead = _parts(target) + ahead
+            here = "/" if target.startswith("/") else os.path.dirname(here)
+        if not ahead:
+            return
+        part = ahead.pop(0)
+        here = os.path.dirname(here) if part == ".." else os.path.join(here, part)
+
+
+def _parts(path: str) -> list[str]:
+    return [part for part in path.split("/") if part not in ("", ".")]
+
+
+class Ways:
+    """Tells which directories of one system only root controls, and records the others."""
+
+    def __init__(self, system: System, *, judged: bool = True) -> None:
+        """Without `judged`, permit every directory."""
+        self._system, self._judged = system, judged
+        self.refused: dict[str, dict[str, None]] = {}
+        """The directories that it refused, by reason."""
+
+    def permits(self, directory: str, link: str = "") -> bool:
+        """Return whether only root controls a directory, or the target of `link` in it. Raises OSError."""
+        why = others_way(self._system, link or directory) if self._judged else ""
+        if why:
+            whole = not link or others_way(self._system, directory)
+            self.refused.setdefault(why, {})[directory if whole else f"links in {directory}"] = None
+        return not why
+
+
+def settings_fault(system: System, path: str) -> str:
+    """Return why a user other than root and the caller could have written a settings file; empty if none could.
+
+    Raises OSError.
+    """
+    real, trusted = system.real_path(path), (ROOT, os.geteuid())
+    directories = (system.real_path(os.path.dirname(path)), os.path.dirname(real))
+    for place in dict.fromkeys((*directories, real)):
+        mode, uid, gid = system.owner(place)
+        if uid not in trusted:
+            return f"{place} belongs to user {uid}: run `chown root:root {place}`"
+        # In a sticky directory other users cannot replace root's files.
+        sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
+        if not sticky and _others_write(system, place, mode, gid):
+            return f"users other than root can write {place} (mode {stat.S_IMODE(mode):04o}): run `chmod go-w {place}`"
+    # A user who can rename a directory above, or above a link on the path, chooses what is there.
+    return others_way(system, path, to_it=True, trusted=trusted)
+
+
+def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
+    """Return why a file is not public, or with `of_root` not surely root's; empty if neither.
+
+    Raises OSError.
+    """
+    mode, uid, gid = system.owner(real_path)
+    if not real_path.isprintable():
+        return "the path has characters that no file of a driver has"
+    if not stat.S_ISREG(mode):
+        return "it is no regular file"
+    if not mode & stat.S_IROTH:
+        return f"not everybody may read it (mode {stat.S_IMODE(mode):04o})"
+    if of_root and uid:
+        return f"it belongs to user {uid}, not to root"
+    if of_root and _others_write(system, real_path, mode, gid):
+        return f"users other than root can write it (mode {stat.S_IMODE(mode):04o})"
+    return ""

@@ -1,0 +1,26 @@
+"""Turns failed observations into facts: Absent, Broken or Unseen."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from agent.model.facts import Absent, Broken, Unseen
+from agent.system.errnos import NOT_THERE, UNUSABLE
+
+T = TypeVar("T")
+
+
+def look(read: Callable[[str], T], path: str) -> T | Absent | Broken | Unseen:
+    """Return what `read` returns for the path, or the fact that its OSError stands for."""
+    try:
+        return read(path)
+    except OSError as error:
+        return why_not(path, error)
+
+
+def why_not(path: str, error: OSError) -> Absent | Broken | Unseen:
+    """Return the fact that an OSError at a path stands for."""
+    if error.errno in NOT_THERE:
+        return Absent(f"{path}: there is no such file")
+    if error.errno in UNUSABLE:
+        return Broken(f"{path}: {error.strerror}")
+    return Unseen(f"{path}: {error.strerror or error}")

@@ -1,0 +1,120 @@
+"""The host half's backend of `agent.system.process`: the sh package."""
+
+import errno
+import os
+import resource
+import select
+import signal
+from contextlib import ExitStack, suppress
+from typing import BinaryIO
+
+import sh
+
+from agent.system.deadlines import bounded
+from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError
+
+KILL_MARGIN = 3.0
+"""Seconds after the time limit in which a killed program must be gone."""
+
+
+def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+    """A Runner. Abandons a program that SIGKILL does not end, and does not start it again before it is gone."""
+    # Threads of `sh` are daemon threads like the one that calls it: none delays the end of this process.
+    return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
+
+
+def _run(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run in a session of its own: without our terminal, and killed at the time limit with all that it started."""
+    with ExitStack() as files:
+        # Output goes to memory: pipes would need threads, and processes that a program leaves keep them open.
+        stdout, stderr, number = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "number"))
+        running = _start(argv, files.enter_context(open(os.devnull, "rb")), stdout, stderr, number)
+        in_time = False
+        try:
+            in_time = _ends_within(running.process.pid, timeout)
+        finally:
+            if not in_time:
+                _kill(running.process.pid)
+            status = _status(running)
+        if not in_time:
+            raise TimeLimitError
+        return Completed(status, _content(stdout), _content(stderr))
+
+
+def _start(
+    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, number: BinaryIO
+) -> sh.RunningCommand:
+    """Start the program. Raises OSError if that fails."""
+
+    def begin() -> None:
+        # The file counts towards this unit's memory: a program could fill it, and the kernel would kill the service.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+        # Python ignores this signal for itself.
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        os.write(number.fileno(), b"%d" % os.getpid())
+
+    try:
+        return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
+            *argv[1:],
+            _in=null,
+            _out=stdout,
+            _err=stderr,
+            _env=dict(ENVIRONMENT),
+            _cwd="/",
+            # By default sh gives programs a terminal, for which some format or page their output.
+            _tty_out=False,
+            _new_session=True,
+            _preexec_fn=begin,
+            _ok_code=list(range(256)),
+            _return_cmd=True,
+            _bg=True,
+            _bg_exc=False,
+        )
+    except sh.CommandNotFound as error:
+        raise FileNotFoundError(argv[0]) from error
+    except sh.ForkException as error:
+        raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
+    except RuntimeError as error:
+        # No thread is left (the unit's TasksMax=, or the host's limit), but the program already runs.
+        pid = int(_content(number))
+        _kill(pid)
+        os.waitpid(pid, 0)
+        raise OSError(errno.EAGAIN, str(error), argv[0]) from error
+
+
+def _memory(name: str) -> BinaryIO:
+    return open(os.memfd_create(name), "w+b", buffering=0)
+
+
+def _content(file: BinaryIO) -> bytes:
+    return os.pread(file.fileno(), min(os.fstat(file.fileno()).st_size, OUTPUT_LIMIT + 1), 0)
+
+
+def _ends_within(pid: int, timeout: float) -> bool:
+    """Wait without a thread, and without sh's polling, which takes a tenth of a second."""
+    try:
+        ended = os.pidfd_open(pid)
+    except ProcessLookupError:
+        # One of sh's threads has already collected its status.
+        return True
+    try:
+        poll = select.poll()
+        poll.register(ended, select.POLLIN)
+        return bool(poll.poll(timeout * 1000))
+    finally:
+        os.close(ended)
+
+
+def _kill(pid: int) -> None:
+    """Kill it and what it started, except processes with their own session or group."""
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _status(running: sh.RunningCommand) -> int:
+    """Wait for the end and return the exit code, or minus the signal's number."""
+    try:
+        running.wait()
+        return int(running.exit_code)
+    except sh.SignalException as error:
+        return -abs(int(error.exit_code))

@@ -1,0 +1,102 @@
+"""The machine half's backend of `agent.system.process`: system calls only, as they load fastest.
+
+subprocess, with its imports, takes as long as everything else that is loaded before a machine's generator starts.
+"""
+
+import os
+import select
+import signal
+
+from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError
+
+KILL_LIMIT = 5.0
+"""Seconds to wait for a killed program: one that hangs in a driver cannot be killed, and is abandoned."""
+
+
+class MachineRunner:
+    """A Runner. Reads the whole output and error; kills the program's session at the time limit."""
+
+    def __init__(self) -> None:
+        self._early: dict[tuple[str, ...], _Process] = {}
+
+    def start(self, argv: tuple[str, ...]) -> None:
+        """Start a program ahead of the call with the very same arguments that asks for its result."""
+        self._early[argv] = _Process(argv)
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        process = self._early.pop(argv, None) or _Process(argv)
+        try:
+            completed = process.wait(timeout)
+        finally:
+            process.close()
+        if completed is None:
+            raise TimeLimitError
+        return completed
+
+    def close(self) -> None:
+        """Kill what was started and never asked for."""
+        while self._early:
+            self._early.popitem()[1].close()
+
+
+class _Process:
+    """A started program, in a session of its own; its output goes to memory, which needs no reader."""
+
+    def __init__(self, argv: tuple[str, ...]) -> None:
+        """Start the program. Raises OSError."""
+        self._stdout, self._stderr = os.memfd_create("stdout"), os.memfd_create("stderr")
+        self._descriptors = [self._stdout, self._stderr]
+        self._runs = True
+        try:
+            self._pid = _spawn(argv, self._stdout, self._stderr)
+        except OSError:
+            self._close_descriptors()
+            raise
+        # A pidfd (Linux 5.3) can be waited for with a time limit.
+        self._ended = os.pidfd_open(self._pid)
+        self._descriptors.append(self._ended)
+
+    def wait(self, timeout: float) -> Completed | None:
+        """Return the result, or None if it did not end within `timeout` seconds."""
+        poll = select.poll()
+        poll.register(self._ended, select.POLLIN)
+        if not poll.poll(timeout * 1000):
+            return None
+        status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        self._runs = False
+        return Completed(status, _content(self._stdout), _content(self._stderr))
+
+    def close(self) -> None:
+        """Kill it with all that it started, if it still runs."""
+        if self._runs:
+            # Not reaped yet, so the number cannot be another process's.
+            os.killpg(self._pid, signal.SIGKILL)
+            self.wait(KILL_LIMIT)
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
+    """Return the process id. Searches our own PATH, not the caller's, as posix_spawnp would."""
+    files = [argv[0]] if "/" in argv[0] else [f"{each}/{argv[0]}" for each in ENVIRONMENT["PATH"].split(":")]
+    found = next((file for file in files if os.access(file, os.X_OK)), files[-1])
+    return os.posix_spawn(
+        found,
+        argv,
+        ENVIRONMENT,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_DUP2, stdout, 1),
+            (os.POSIX_SPAWN_DUP2, stderr, 2),
+        ],
+        setsid=True,
+        # Python ignores these two for itself.
+        setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
+    )
+
+
+def _content(descriptor: int) -> bytes:
+    return os.pread(descriptor, min(os.fstat(descriptor).st_size, OUTPUT_LIMIT + 1), 0)

@@ -1,0 +1,118 @@
+"""PCI and DRM devices, and udevd's events, through pyudev; its only importer.
+
+Listing devices needs no running udevd: libudev reads sysfs.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
+
+D = TypeVar("D")
+
+DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
+"""Only minors: connectors, such as card0-DP-1, are devices of the same subsystem."""
+SUBSYSTEMS = ("pci", "drivers", "module", "drm")
+"""Subsystems whose events a monitor receives."""
+BUFFER = 16 << 20
+"""Bytes. libudev's default is too small for the thousands of events that may come during a pass."""
+
+
+class DeviceSource(Protocol):
+    """Lists the kernel's devices; sorted, each once."""
+
+    def pci_devices(self) -> Seen[tuple[PciDevice, ...]]: ...
+
+    def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]: ...
+
+
+class Udev:
+    """The DeviceSource of a real host."""
+
+    def __init__(self) -> None:
+        # Each new one runs `ldconfig -p` to find libudev (ctypes.util). One for each list: two threads make the lists
+        # at once, and a libudev context is for one thread.
+        self._contexts: dict[str, Any] = {}
+
+    def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
+        return self._listed("pci", _pci_device)
+
+    def drm_devices(self) -> Seen[tuple[DrmDevice, ...]]:
+        return self._listed("drm", _drm_device)
+
+    def _listed(self, subsystem: str, convert: "Callable[[_Device], D | None]") -> Seen[tuple[D, ...]]:
+        try:
+            # libudev is loaded by ctypes, here rather than at import: a host without it gets a fact, not a traceback.
+            import pyudev
+
+            if subsystem not in self._contexts:
+                self._contexts[subsystem] = pyudev.Context()
+            found = [convert(device) for device in self._contexts[subsystem].list_devices(subsystem=subsystem)]
+        except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
+            return Unseen(f"udev: {subsystem} devices cannot be listed: {type(error).__name__}: {error}")
+        return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
+
+
+class _Device(Protocol):
+    """The part of pyudev.Device that is used here; pyudev has no type annotations."""
+
+    sys_name: str
+    device_node: str | None
+    driver: str | None
+    parent: "_Device | None"
+    attributes: Mapping[str, bytes]
+
+    def find_parent(self, subsystem: str) -> "_Device | None": ...
+
+
+def _pci_device(device: _Device) -> PciDevice | None:
+    """Return None for a device that was removed while it was read: its attributes are gone then."""
+    vendor, product, kind = (device.attributes.get(name) for name in ("vendor", "device", "class"))
+    if vendor is None or product is None or kind is None:
+        return None
+    return PciDevice(device.sys_name, int(vendor, 16), int(product, 16), int(kind, 16), device.driver or "")
+
+
+def _drm_device(device: _Device) -> DrmDevice | None:
+    if device.device_node is None or not DRM_MINOR.fullmatch(device.sys_name):
+        return None
+    pci = device.find_parent("pci")
+    parent = device.parent
+    # Not by truth value: a device is a mapping, and pyudev would read every property.
+    driver = parent.driver if parent is not None else None
+    return DrmDevice(device.device_node, pci.sys_name if pci is not None else "", driver or "")
+
+
+class Event(Protocol):
+    """The part of pyudev.Device that is used here; pyudev has no type annotations."""
+
+    subsystem: str
+    action: str
+    device_path: str
+    properties: Mapping[str, str]
+
+
+class Monitor(Protocol):
+    """The part of pyudev.Monitor that is used here."""
+
+    def fileno(self) -> int: ...
+
+    def poll(self, timeout: float) -> Event | None: ...
+
+
+def udev_monitor() -> Monitor:
+    """Return a monitor of SUBSYSTEMS that is receiving. Raises OSError."""
+    # libudev is loaded by ctypes, here rather than at import: a host without it loses one source of events.
+    import pyudev
+
+    monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="udev")
+    for subsystem in SUBSYSTEMS:
+        monitor.filter_by(subsystem)
+    # EPERM without CAP_NET_ADMIN above net.core.rmem_max: it overflows sooner then, and the pass lists all again.
+    with contextlib.suppress(OSError):
+        monitor.set_receive_buffer_size(BUFFER)
+    monitor.start()
+    found: Monitor = monitor
+    return found

@@ -1,0 +1,39 @@
+"""Access to a CDI specification's parts, without trusting its form. Raises DocumentError that names the place."""
+
+from typing import Any
+
+from agent.model.errors import DocumentError
+
+
+def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for index, device in enumerate(objects(document, "devices")):
+        name = device.get("name")
+        if not isinstance(name, str) or set(device) - {"name", "containerEdits"}:
+            raise DocumentError(f"devices[{index}] has no name, or keys beside name and containerEdits")
+        found.append((name, object_of(device.get("containerEdits"), f"device {name}: containerEdits")))
+    if len({name for name, _ in found}) != len(found):
+        raise DocumentError("two devices have one name")
+    return found
+
+
+def object_of(value: object, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DocumentError(f"{where} is not an object")
+    return value
+
+
+def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [object_of(item, f"{key}[{index}]") for index, item in enumerate(items(container, key))]
+
+
+def strings(container: dict[str, Any], key: str, field: str) -> set[str]:
+    """Return one field of every object in a list, if it is a string."""
+    return {value for item in objects(container, key) if isinstance(value := item.get(field), str)}
+
+
+def items(container: dict[str, Any], key: str) -> list[Any]:
+    value = container.get(key, [])
+    if not isinstance(value, list):
+        raise DocumentError(f"{key} is not a list")
+    return value

@@ -1,0 +1,223 @@
+"""nvidia-ctk's other modes: CDI specifications of non-GPU devices, and of all GPUs with the right to manage them.
+
+Kinds are those of the toolkit's own library (getClassOrDefault in pkg/nvcdi/options.go, management.go): without other
+arguments its command writes nvidia.com/gpu for each mode.
+"""
+
+import json
+import posixpath
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.errors import AgentError, CommandError, DocumentError
+from agent.model.handoff import GrantedDevice, Request
+from agent.system.files import System
+from agent.vendors.cdi.document import devices as devices_of
+from agent.vendors.cdi.document import object_of, objects, strings
+from agent.vendors.machine_vendor import CdiModes
+from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK, generate_command, output_file
+from agent.vendors.nvidia.cdi.complete import TRIPLET_32
+from agent.vendors.nvidia.cdi.nvidia_ctk import OLDEST, check_version
+from agent.vendors.nvidia.cdi.verify import library_problems
+from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
+
+ALL = "all"
+"""The device that each mode makes of all its nodes; mode imex also has one for each channel."""
+
+NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
+"""Each mode asks these for the driver's version (New in pkg/nvcdi/lib.go), which initialises GPUs, or hangs with one;
+none needs the answer. If the driver root has none, the machine's loader cache supplies them. So a search path names
+empty files, which cannot be loaded (seen by LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One mode of `nvidia-ctk cdi generate`."""
+
+    vendor: str
+    device_class: str
+    kinds: frozenset[DeviceKind]
+    """Kinds of the nodes that it covers."""
+    mounts: tuple[str, ...] = ()
+    """Mounts besides the driver's files, at the same path, if present (internal/discover/gds.go)."""
+    driver_files: bool = False
+    since: tuple[int, ...] = OLDEST
+    """The first version of nvidia-ctk that has it."""
+
+    @property
+    def kind(self) -> str:
+        return f"{self.vendor}/{self.device_class}"
+
+
+MODES: Mapping[str, Mode] = {
+    "gds": Mode("nvidia.com", "gds", frozenset({DeviceKind.NVIDIA_FS}), ("/run/udev", "/etc/cufile.json")),
+    "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
+    "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
+    "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
+    # 1.18 lists it among its modes but ends with "unknown mode" (New in pkg/nvcdi/lib.go).
+    "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
+    "management": Mode(
+        "management.nvidia.com",
+        "gpu",
+        frozenset(
+            {
+                *(DeviceKind.GPU, DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS),
+                *(DeviceKind.CAPABILITY, DeviceKind.IMEX_CHANNEL),
+            }
+        ),
+        driver_files=True,
+    ),
+}
+
+
+class NvidiaModes(CdiModes):
+    """The modes in MODES."""
+
+    tools = (NVIDIA_CTK, HOOK)
+
+    def kind(self, mode: str) -> str:
+        return MODES[mode].kind if mode in MODES else ""
+
+    def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
+        devices = tuple(device for device in granted if device.kind in MODES[mode].kinds)
+        if not MODES[mode].driver_files:
+            return Request(request.vendor, (), devices)
+        return Request(request.vendor, (), devices, request.driver_version, request.driver_root, request.files)
+
+    def optional_paths(self, mode: str) -> tuple[str, ...]:
+        return MODES[mode].mounts
+
+    def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
+        """Make it, without nodes outside the request: those about to be withdrawn are still in /dev."""
+        check_version(system, MODES[mode].since, f"for mode {mode}")
+        for library in NOT_STARTED:
+            system.write(f"{directory}/{library}", b"")
+        try:
+            system.run(*mode_command(mode, request, directory), timeout=limit)
+        except CommandError as error:
+            raise _in_short(error) from error
+        try:
+            spec = json.loads(system.read(output_file(directory)))
+        except (ValueError, RecursionError) as error:
+            raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
+        paths = {device.path for device in request.devices}
+        try:
+            return _narrowed(spec, lambda node: str(node.get("path")) in paths)
+        except DocumentError:
+            # Left to `verify`.
+            return spec
+
+    def narrowed(self, spec: object, request: Request) -> object:
+        numbers = {device.path: (device.major, device.minor) for device in request.devices}
+
+        def granted(node: dict[str, Any]) -> bool:
+            # By number too: containers get what a specification says, whatever the node now is.
+            path = str(node.get("path"))
+            written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
+            return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
+
+        try:
+            left = _narrowed(spec, granted)
+        except DocumentError:
+            return None
+        return left if left["devices"] else None
+
+    def verify(
+        self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+    ) -> tuple[str, ...]:
+        try:
+            return tuple(_problems(MODES[mode], object_of(spec, "the spec"), request, live, present))
+        except DocumentError as error:
+            return (error.message,)
+
+
+def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
+    """Return the GPUs' command with other mode, kind, driver root and libraries; NOT_STARTED is in `directory`.
+
+    Raises AgentError if it needs the driver's files and there are none.
+    """
+    wanted = MODES[mode]
+    if wanted.driver_files and not request.driver_root:
+        raise AgentError(
+            f"mode {mode} needs the driver's files, and none are granted: see DriverRootStaged on the host"
+        )
+    # What no driver root has is mounted from the machine itself, where 1.18 also looks for the nodes of mofed.
+    root = request.driver_root or "/"
+    command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
+    command[command.index("--mode=nvml")] = f"--mode={mode}"
+    places = (directory, *(f"{root}/{each}" for each in _driver_libraries(request)))
+    return (
+        *command,
+        *(f"--library-search-path={place}" for place in places),
+        f"--vendor={wanted.vendor}",
+        f"--class={wanted.device_class}",
+    )
+
+
+def _driver_libraries(request: Request) -> tuple[str, ...]:
+    """Return libcuda.so's directories below the driver root; its name has the driver's version, without NVML."""
+    name = f"libcuda.so.{request.driver_version}"
+    found = (posixpath.split(file.target) for file in request.files if not file.link)
+    return tuple(directory for directory, each in found if each == name and TRIPLET_32 not in directory)
+
+
+def _in_short(error: CommandError) -> AgentError:
+    """Shorten an error: without arguments, and only the last line of the output. The others say where it searched."""
+    ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
+    last = error.stderr.rstrip().rpartition("\n")[2]
+    return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
+
+
+def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """Return it with only the wanted nodes, and without devices that have none left. Raises DocumentError."""
+
+    def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
+        return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
+
+    document = object_of(spec, "the spec")
+    listed = [(name, with_nodes(edits)) for name, edits in devices_of(document)]
+    return document | {
+        "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
+        "containerEdits": with_nodes(object_of(document.get("containerEdits", {}), "containerEdits")),
+    }
+
+
+def _problems(
+    mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
+) -> Iterator[str]:
+    """Verify a specification. `request` is the mode's basis."""
+    if document.get("kind") != mode.kind:
+        yield f"kind is {document.get('kind')!r}, not {mode.kind}"
+    if not isinstance(document.get("cdiVersion"), str):
+        yield "cdiVersion is missing"
+    if foreign := sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"}):
+        yield f"unknown key {', '.join(foreign)}"
+    ground = Ground(request, live, present)
+    common = object_of(document.get("containerEdits", {}), "containerEdits")
+    yield from edits_problems("containerEdits", common, ground)
+    if mode.driver_files:
+        yield from library_problems(common, request)
+    elif foreign := sorted(set(common) - {"env"}):
+        yield f"containerEdits of this mode have {', '.join(foreign)}"
+    devices = devices_of(document)
+    for name, edits in devices:
+        mounts = [mount for mount in objects(edits, "mounts") if not _expected(mode, mount, present)]
+        yield from edits_problems(f"device {name}", edits | {"mounts": mounts}, ground)
+    served = {path for name, edits in devices if name == ALL for path in strings(edits, "deviceNodes", "path")}
+    for path in sorted(device.path for device in request.devices if device.path not in served):
+        yield f"device {ALL} has no node {path}"
+
+
+def _expected(mode: Mode, mount: dict[str, Any], present: Collection[str]) -> bool:
+    path, options = mount.get("hostPath"), mount.get("options")
+    return (
+        path in mode.mounts
+        and path in present
+        and mount == {"hostPath": path, "containerPath": path, "options": options}
+        and isinstance(options, list)
+        and {"ro", "nosuid", "nodev"}
+        <= set(map(str, options))
+        <= {"ro", "nosuid", "nodev", "rbind", "bind", "rprivate"}
+    )

@@ -1,0 +1,76 @@
+"""Verifies the CDI specification that NVIDIA's device plugin writes for itself, against grant and machine.
+
+The plugin writes it only at its start (internal/cdi/cdi.go of k8s-device-plugin), so it becomes stale with every new
+driver root, every changed major number, and every GPU that comes or goes. It may differ from ours, for example in its
+hooks: only what keeps pods from their GPUs is a problem.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.errors import DocumentError
+from agent.model.handoff import Request
+from agent.vendors.cdi.document import devices, object_of, objects, strings
+from agent.vendors.nvidia.device_plugin import SPEC_KIND
+
+
+def plugin_spec_problems(
+    spec: object,
+    own: object,
+    request: Request,
+    live: Mapping[str, DeviceNumber],
+    exists: Callable[[str], bool],
+) -> tuple[str, ...]:
+    """Return each problem once, though every device repeats its nodes."""
+    try:
+        document = object_of(spec, "the spec")
+        if document.get("kind") != SPEC_KIND:
+            return (f"its kind is {document.get('kind')!r}, not {SPEC_KIND}",)
+        edits = [
+            object_of(document.get("containerEdits", {}), "containerEdits"),
+            *(each for _, each in devices(document)),
+        ]
+        found = [problem for each in edits for problem in _problems(each, request, live, exists)]
+        found += _missing(document, own, request)
+    except DocumentError as error:
+        return (error.message,)
+    return tuple(dict.fromkeys(found))
+
+
+def _problems(
+    edits: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], exists: Callable[[str], bool]
+) -> Iterator[str]:
+    granted = {device.path for device in request.devices}
+    for node in objects(edits, "deviceNodes"):
+        path = node.get("hostPath") or node.get("path")
+        if not isinstance(path, str):
+            yield f"device node {path!r} is not granted to this machine"
+            continue
+        number = live.get(path)
+        if number is None:
+            what = "is not in this machine" if path in granted else "is not granted to this machine"
+            yield f"device node {path!r} {what}"
+        # The container runtime looks up an omitted number, or an omitted minor is 0.
+        elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
+            written = f"{node['major']}:{node.get('minor', 0)}"
+            yield f"device node {path} is written as {written}, it is {number.major}:{number.minor}"
+    for key, field in (("mounts", "hostPath"), ("hooks", "path")):
+        for path in sorted(strings(edits, key, field)):
+            if not exists(path):
+                yield f"{path} does not exist"
+
+
+def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
+    """Yield GPUs that only our specification serves; faults of ours are reported where it is verified."""
+    try:
+        ours = _gpu_nodes(object_of(own, "the spec"), request)
+    except DocumentError:
+        return
+    for path in sorted(ours - _gpu_nodes(document, request)):
+        yield f"it has no device with {path}"
+
+
+def _gpu_nodes(document: dict[str, Any], request: Request) -> set[str]:
+    gpus = {device.path for device in request.devices if device.kind == DeviceKind.GPU}
+    return gpus & {path for _, edits in devices(document) for path in strings(edits, "deviceNodes", "path")}

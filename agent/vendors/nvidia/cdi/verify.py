@@ -1,0 +1,143 @@
+"""Verifies a CDI specification that nvidia-ctk generated. Pure.
+
+The format is specs-go/config.go of the Container Device Interface. nvidia-ctk exits with 0 even if it left out all
+libraries, so everything is checked.
+"""
+
+import posixpath
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.errors import DocumentError
+from agent.model.handoff import Request
+from agent.vendors.cdi.document import devices as devices_of
+from agent.vendors.cdi.document import items, object_of, objects, strings
+from agent.vendors.machine_vendor import Verdict
+from agent.vendors.nvidia.cdi.verify_devices import is_partition, missing_gpus, missing_partitions, name_problems
+from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
+
+KIND = "nvidia.com/gpu"
+NO_GPU = "none"
+"""The device that nvidia-container-runtime in mode cdi needs when a container has NVIDIA_VISIBLE_DEVICES=none, as many
+images do: the driver's files and the nodes that all GPUs share. Without the device such a container fails to start.
+`nvidia-ctk cdi generate` makes it only on its own, so it is added."""
+NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
+"""As in nvidia-ctk's specifications in memory (lib-nvml.go), since a CDI device without any edits is invalid."""
+
+COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
+"""Nodes that every device needs: without them no GPU computes."""
+SHARED = COMMON | {DeviceKind.UVM_TOOLS, DeviceKind.MODESET}
+"""Nodes that nvidia-ctk puts into every container (common-nvml.go); alone they give access to no GPU."""
+NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
+
+
+def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
+    """Verify it against one request; a malformed specification has one problem, which names the place."""
+    try:
+        document = object_of(spec, "the spec")
+        common = object_of(document.get("containerEdits", {}), "containerEdits")
+        devices = devices_of(document)
+        with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
+        ground = Ground(request, live, present)
+        problems = [
+            *_header_problems(document),
+            *edits_problems("containerEdits", common, ground),
+            *(each for name, edits in with_gpus for each in edits_problems(f"device {name}", edits, ground)),
+            *_common_problems(common, request),
+            *library_problems(common, request),
+            *_environment_problems(common, request),
+            *name_problems(with_gpus, request),
+        ]
+        missing = missing_gpus(devices, request)
+    except DocumentError as error:
+        return Verdict(problems=(error.message,))
+    if not problems and len(missing) == len(request.gpus):
+        problems.append("no device of the spec is a granted GPU")
+    return Verdict(
+        tuple(problems),
+        missing,
+        _left_out(common, devices, request),
+        tuple(name for name, _ in devices),
+        missing_partitions(devices, request),
+    )
+
+
+def host_paths(spec: object) -> tuple[str, ...]:
+    """Return the host paths of all mounts; `verify` reports malformed ones."""
+    try:
+        document = object_of(spec, "the spec")
+        edits = [
+            object_of(document.get("containerEdits", {}), "containerEdits"),
+            *(each for _, each in devices_of(document)),
+        ]
+        mounts = [mount for each in edits for mount in objects(each, "mounts")]
+    except DocumentError:
+        return ()
+    return tuple(path for mount in mounts if isinstance(path := mount.get("hostPath"), str))
+
+
+def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
+    """Return files of the driver root and nodes of the grant that no device has."""
+    mounted = strings(common, "mounts", "hostPath")
+    nodes = {
+        path for edits in (common, *(each for _, each in devices)) for path in strings(edits, "deviceNodes", "path")
+    }
+    files = (file.target for file in request.files if not file.link)
+    return (
+        *sorted(file for file in files if f"{request.driver_root}/{file}" not in mounted),
+        *sorted(
+            device.path
+            for device in request.devices
+            if device.path not in nodes and device.kind != DeviceKind.GPU and not is_partition(device)
+        ),
+    )
+
+
+def _header_problems(document: dict[str, Any]) -> Iterator[str]:
+    if document.get("kind") != KIND:
+        yield f"kind is {document.get('kind')!r}, not {KIND}"
+    if not isinstance(document.get("cdiVersion"), str):
+        yield "cdiVersion is missing"
+    foreign = sorted(set(document) - {"cdiVersion", "kind", "devices", "containerEdits"})
+    if foreign:
+        yield f"unknown key {', '.join(foreign)}"
+
+
+def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    present = strings(common, "deviceNodes", "path")
+    kinds = {device.path: device.kind for device in request.devices}
+    for kind in sorted(COMMON - {kinds.get(path) for path in present}):
+        yield f"no {kind} node, without which no container computes"
+    for path in sorted(path for path, kind in kinds.items() if kind in COMMON and path not in present):
+        yield f"device node {path} is not in it"
+    for path in sorted(path for path in present if path in kinds and kinds[path] not in SHARED):
+        yield f"every container would get the {kinds[path]} node {path}"
+
+
+def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    """Yield requested variables that are missing; edits_problems refuses all others."""
+    present = items(common, "env")
+    for variable in request.environment:
+        if f"{variable.name}={variable.value}" not in present:
+            yield f"environment variable {variable.name} is not set to {variable.value!r}"
+
+
+def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
+    """Check the edits that every container with the driver's files gets."""
+    mounted = strings(common, "mounts", "hostPath")
+    names = [posixpath.basename(path) for path in mounted]
+    for library in NEEDED_LIBRARIES:
+        if not any(name.startswith(f"{library}.") for name in names):
+            yield f"{library} is not in it"
+    native = [
+        posixpath.dirname(file.target)
+        for file in request.files
+        if posixpath.basename(file.target) == f"libcuda.so.{request.driver_version}" and "i386" not in file.target
+    ]
+    for file in request.files:
+        directory = posixpath.dirname(file.target)
+        belongs = any(directory in (each, f"{each}/vdpau") for each in native)
+        versioned = file.target.endswith(f".so.{request.driver_version}")
+        if belongs and versioned and not file.link and f"{request.driver_root}/{file.target}" not in mounted:
+            yield f"library {file.target} is not in it"

@@ -1,0 +1,216 @@
+"""Verifies the container edits in a CDI specification: anything that is not expected is refused. Pure.
+
+The lists are what nvidia-ctk writes (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
+the toolkit's source), narrowed to the granted nodes and files.
+"""
+
+import posixpath
+import re
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.handoff import Request
+from agent.vendors.cdi.document import items, objects, strings
+from agent.vendors.nvidia import sockets
+from agent.vendors.nvidia.cdi.command import HOOK
+
+EDITS = frozenset({"env", "deviceNodes", "hooks", "mounts", "additionalGids"})
+NODE_KEYS = frozenset({"path", "hostPath", "type", "major", "minor", "fileMode", "permissions", "uid", "gid"})
+MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
+MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
+HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
+PERMISSIONS = (None, "rw", "rwm")
+"""nvidia-ctk 1.19 writes rwm; m lets a container make the very node that it was given."""
+
+CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
+"""Where nvidia-ctk looks for Vulkan's JSON files; in containers all of them go below /etc (graphics.go)."""
+MADE_LINKS = (
+    # Applications expect them, whether or not the driver's package has them (symlinks.go, graphics.go).
+    "libcuda.so",
+    "libGLX_indirect.so.0",
+    "libnvidia-opticalflow.so",
+    "libnvidia-vulkan-producer.so",
+    "libglxserver_nvidia.so",
+    "gbm/nvidia-drm_gbm.so",
+)
+BY_PATH = re.compile(r"/dev/dri/by-path/pci-(?P<address>[0-9a-fA-F:.]+)-(?P<kind>card|render)")
+BY_PATH_KINDS = {"card": DeviceKind.DRI_CARD, "render": DeviceKind.DRI_RENDER}
+
+
+MEMORY_LIMITS = "apply-cuda-memory-limits"
+OTHER_HOOKS = frozenset(
+    {"enable-cuda-compat", "disable-device-node-modification", "update-application-profile", MEMORY_LIMITS}
+)
+
+
+class Ground:
+    """What edits are compared with. The sets are built once, for hundreds of entries in a specification."""
+
+    def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
+        """`live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist."""
+        self.live, self.present = live, present
+        self.driver_root = request.driver_root
+        self.granted = {device.path: (device.major, device.minor) for device in request.devices}
+        self.by_path = {(device.path, device.kind, device.pci_address) for device in request.devices}
+        """For the links of DRM nodes: path, kind and PCI address."""
+        targets = [file.target for file in request.files]
+        self.files = {f"{self.driver_root}/{target}": target for target in targets} if self.driver_root else {}
+        """Path below the driver root by path in the machine."""
+        self.environment = {f"{each.name}={each.value}" for each in request.environment}
+        self.hooks = OTHER_HOOKS & set(request.cdi_hooks)
+        self.driver_version = request.driver_version
+        self.sockets = sockets.mount_points(request.sockets)
+        """Daemons' sockets: path in pods by path in the machine."""
+        self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
+        """Directories of the driver's files as containers see them."""
+        self.libraries = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
+        self.links = {f"/{file.target}" for file in request.files if file.link} | {
+            posixpath.join(directory, name) for directory in self.libraries for name in MADE_LINKS
+        }
+        """Links that a hook may make in containers: the driver root's own, and MADE_LINKS."""
+
+
+def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterator[str]:
+    """Yield what is wrong with one containerEdits; raises DocumentError if it is malformed."""
+    foreign = sorted(set(edits) - EDITS)
+    if foreign:
+        yield f"{where}: unknown key {', '.join(foreign)}"
+    for node in objects(edits, "deviceNodes"):
+        yield from _node_problems(where, node, ground)
+    for mount in objects(edits, "mounts"):
+        yield from _mount_problems(where, mount, ground)
+    nodes = strings(edits, "deviceNodes", "path")
+    for hook in objects(edits, "hooks"):
+        yield from _hook_problems(where, hook, nodes, ground)
+    for setting in items(edits, "env"):
+        if not _known_environment(setting, ground):
+            yield f"{where}: foreign environment variable {setting!r}"
+    groups = {number.gid for number in ground.live.values()} - {0}
+    for gid in items(edits, "additionalGids"):
+        if type(gid) is not int or gid not in groups:
+            yield f"{where}: additional group {gid!r}, which no granted device node has"
+
+
+def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator[str]:
+    path = node.get("path")
+    if not isinstance(path, str) or path not in ground.granted:
+        yield f"{where}: device node {path!r} is not granted to this machine"
+        return
+    if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
+        yield f"{where}: device node {path} is made from something else: {node!r}"
+    if node.get("permissions") not in PERMISSIONS:
+        yield f"{where}: device node {path} has permissions {node['permissions']!r}"
+    number = ground.live.get(path)
+    if number is None:
+        yield f"{where}: device node {path} is not in this machine"
+        return
+    live_number = f"{number.major}:{number.minor}"
+    if (number.major, number.minor) != ground.granted[path]:
+        major, minor = ground.granted[path]
+        yield f"{where}: device node {path} is {live_number} in this machine, granted is {major}:{minor}"
+    # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
+    written = (node.get("major"), node.get("minor", 0))
+    if "major" in node and written != (number.major, number.minor):
+        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
+    for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):
+        if key in node and (type(node[key]) is not int or node[key] != value):
+            yield f"{where}: device node {path} is written with {key} {node[key]!r}, it has {value}"
+
+
+def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
+    source, options = mount.get("hostPath"), items(mount, "options")
+    if isinstance(source, str) and source in ground.sockets:
+        wanted = {"hostPath": source, "containerPath": ground.sockets[source], "options": [*sockets.MOUNT_OPTIONS]}
+        if mount != wanted:
+            yield f"{where}: mount of {source} is {mount!r}, not {wanted!r}"
+        elif source not in ground.present:
+            yield f"{where}: mount of {source}, which does not exist"
+        return
+    file = ground.files.get(source) if isinstance(source, str) else None
+    if file is None:
+        root = ground.driver_root or "(none)"
+        yield f"{where}: mount of {source!r}, which is no file of the driver root {root}"
+    elif source not in ground.present:
+        yield f"{where}: mount of {source}, which does not exist"
+    elif mount.get("containerPath") not in _mount_points(file):
+        yield f"{where}: mount of {source} at {mount.get('containerPath')!r}"
+    if set(mount) - MOUNT_KEYS:
+        yield f"{where}: mount of {source!r} has unknown key {', '.join(sorted(set(mount) - MOUNT_KEYS))}"
+    if "ro" not in options:
+        yield f"{where}: mount of {source!r} is not read-only"
+    foreign = [each for each in options if each not in MOUNT_OPTIONS]
+    if foreign:
+        yield f"{where}: mount of {source!r} has options {foreign}"
+
+
+def _mount_points(file: str) -> tuple[str, ...]:
+    """Return where a file of the driver root may be in containers."""
+    names = (file.removeprefix(f"{directory}/") for directory in CONFIG_DIRECTORIES)
+    return (f"/{file}", *(f"/etc/{name}" for name in names if name.startswith("vulkan/")))
+
+
+def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], ground: Ground) -> Iterator[str]:
+    arguments = items(hook, "args")
+    stage = "createRuntime" if arguments[1:2] == [MEMORY_LIMITS] else "createContainer"
+    known = (
+        not set(hook) - HOOK_KEYS
+        and (hook.get("path"), hook.get("hookName")) == (HOOK, stage)
+        and arguments[:1] == [posixpath.basename(HOOK)]
+        and all(each == "NVIDIA_CTK_DEBUG=false" for each in items(hook, "env"))
+    )
+    match arguments[1:]:
+        case ["update-ldcache", *flags] if known:
+            wrong = [each for each in _pairs(flags) if each[0] != "--folder" or each[1] not in ground.directories]
+        case ["create-symlinks", *flags] if known:
+            wrong = [each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, ground)]
+        case [str(name), *flags] if known and name in ground.hooks:
+            given = " ".join(map(str, flags))
+            wrong = [] if re.fullmatch(_arguments(name, ground), given) else [(given, "")]
+        case _:
+            yield f"{where}: foreign hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
+            return
+    for flag, value in wrong:
+        yield f"{where}: foreign hook argument {arguments[1]} {flag} {value}"
+
+
+def _arguments(hook: str, ground: Ground) -> str:
+    """Return a pattern of the arguments of one of OTHER_HOOKS (internal/discover: hooks.go, compat_libs.go)."""
+    match hook:
+        case "enable-cuda-compat":
+            return f"(--host-driver-version={re.escape(ground.driver_version)})?"
+        case "apply-cuda-memory-limits":
+            return f"--driver-root {re.escape(ground.driver_root)}( --gpu-id (GPU|MIG)-[0-9a-f-]{{36}})+"
+        case _:
+            return ""
+
+
+def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
+    """Return flags with their values; a value that is not a string becomes text that nothing allows."""
+    texts = [each if isinstance(each, str) else repr(each) for each in arguments]
+    return list(zip(texts[::2], [*texts[1::2], ""], strict=False))
+
+
+def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
+    """Judge `TARGET::LINK`: allows the driver root's links, MADE_LINKS, and links to DRM nodes by path."""
+    target, separator, link = argument.partition("::")
+    if not separator or not target or posixpath.normpath(link) != link:
+        return False
+    leads_to = posixpath.normpath(posixpath.join(posixpath.dirname(link), target))
+    by_path = BY_PATH.fullmatch(link)
+    if by_path:
+        wanted = (leads_to, BY_PATH_KINDS[by_path["kind"]], by_path["address"].lower())
+        return leads_to in nodes and wanted in ground.by_path
+    return link in ground.links and posixpath.dirname(leads_to) in ground.libraries
+
+
+def _known_environment(setting: object, ground: Ground) -> bool:
+    if not isinstance(setting, str):
+        return False
+    if setting in ground.environment:
+        return True
+    name, _, value = setting.partition("=")
+    if name == "NVIDIA_VISIBLE_DEVICES":
+        # Makes nvidia-container-runtime add nothing, should it run after CDI.
+        return value == "void"
+    return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories

@@ -1,0 +1,64 @@
+"""NVIDIA capabilities (kernel-open/nvidia/nv-caps.c): rights as device nodes, each with an entry in procfs.
+
+Nodes of destroyed MIG instances stay in /dev/nvidia-caps, so only procfs shows which capabilities exist.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+
+from agent.model.digits import whole_number
+from agent.system.deadlines import read_device_text
+from agent.system.files import System
+
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
+MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")
+"""Minors of every possible capability, readable by everyone, one `name minor` a line."""
+MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
+DEPTH = 6
+"""gpu0/mig/gi1/ci0/access is the deepest, with 5 parts."""
+
+
+def observe_capabilities(system: System) -> dict[int, str]:
+    """Return paths below CAPABILITIES by minor, of existing capabilities. Raises OSError if an observation failed."""
+    by_minor: dict[int, str] = {}
+    table: dict[str, int] | None = None
+    for name in _walk(system, "", DEPTH):
+        try:
+            match = MINOR.search(read_device_text(system, f"{CAPABILITIES}/{name}"))
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError:
+            # mig/config and fabric-imex-mgmt have mode 0400: without root rights the tables still have their minors.
+            table = _tables(system) if table is None else table
+            minor = table.get(name.replace("mig/", "", 1))
+        else:
+            minor = int(match[1]) if match else None
+        if minor is not None:
+            by_minor[minor] = name
+    return by_minor
+
+
+def _walk(system: System, below: str, depth: int) -> Iterator[str]:
+    """Yield relative paths of all files, except those that are removed meanwhile."""
+    try:
+        names = system.entries(f"{CAPABILITIES}/{below}".rstrip("/"))
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        path = f"{below}/{name}".lstrip("/")
+        if not system.is_directory(f"{CAPABILITIES}/{path}"):
+            yield path
+        elif depth:
+            yield from _walk(system, path, depth - 1)
+
+
+def _tables(system: System) -> dict[str, int]:
+    minors = {}
+    for table in MINOR_TABLES:
+        with contextlib.suppress(FileNotFoundError):
+            for line in read_device_text(system, table).splitlines():
+                name, _, digits = line.rpartition(" ")
+                if (minor := whole_number(digits)) is not None:
+                    minors[name] = minor
+    return minors

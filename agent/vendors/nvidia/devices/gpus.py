@@ -1,0 +1,108 @@
+"""Observes GPUs: the PCI bus shows which exist, /proc/driver/nvidia/gpus what the driver knows of each."""
+
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from agent.model.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
+from agent.model.pci_address import PCI_ADDRESS
+from agent.system.deadlines import read_device_text
+from agent.system.files import System
+from agent.system.seen import look
+
+VENDOR_ID = 0x10DE
+DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
+"""VGA controller and 3D controller; the lowest byte of the class is the programming interface."""
+BRIDGE_OTHER = 0x0680
+"""Class of an NVSwitch."""
+KERNEL_DRIVER = "nvidia"
+"""Its name on the PCI bus; Debian renames only the module's file."""
+
+MODEL_LIMIT = 200
+"""Characters: a name appears in messages, and no real one is half as long."""
+
+GPUS = "/proc/driver/nvidia/gpus"
+
+
+@dataclass(frozen=True, slots=True)
+class Information:
+    """One GPU's `information` file (nv-procfs.c)."""
+
+    model: str = ""
+    uuid: str = ""
+    minor: int | None = None
+
+
+def parse_information(text: str) -> Information:
+    """Parse lines of `Key: value`; the UUID is question marks until the GPU is initialised."""
+    values = {}
+    for line in text.splitlines():
+        key, _, value = line.partition(":")
+        values[key.strip()] = value.strip()
+    uuid, minor, model = values.get("GPU UUID", ""), values.get("Device Minor", ""), values.get("Model", "")
+    return Information(
+        model=model if model.isprintable() and len(model) <= MODEL_LIMIT else "",
+        uuid=uuid if re.fullmatch(r"GPU-[0-9a-f-]{36}", uuid) else "",
+        minor=int(minor) if re.fullmatch(r"[0-9]{1,4}", minor) else None,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GpuList:
+    """Every GPU, of any driver."""
+
+    gpus: tuple[Gpu, ...]
+    unseen: str = ""
+    """Why minors and drivers in the list are incomplete; nothing may be taken away then."""
+    problems: tuple[str, ...] = ()
+
+
+def observe_gpus(
+    system: System,
+    pci: Seen[tuple[PciDevice, ...]],
+    lost: Mapping[str, str] = MappingProxyType({}),
+    detached: Set[str] = frozenset(),
+) -> GpuList:
+    """List GPUs. If the bus could not be listed, use the driver's list: a failed observation must not lose a GPU."""
+    known: dict[str, Information] = {}
+    unseen, problems = [], []
+    names = look(system.entries, GPUS)
+    if isinstance(names, Broken | Unseen):
+        unseen.append(names.why)
+    for name in names if isinstance(names, tuple) else ():
+        if not PCI_ADDRESS.fullmatch(name):
+            problems.append(f"{GPUS}: {name!a} is not a PCI address")
+            continue
+        information = _information(system, name)
+        if isinstance(information, Information):
+            known[name] = information
+        elif not isinstance(information, Absent):
+            unseen.append(information.why)
+    if isinstance(pci, tuple):
+        bound = {each.address: each.driver for each in pci if _is_gpu(each)}
+    else:
+        bound = dict.fromkeys(known, KERNEL_DRIVER)
+        unseen.append(pci.why)
+    gpus = []
+    for address, driver in sorted(bound.items()):
+        each = known.get(address, Information())
+        why_lost, is_detached = lost.get(address, ""), address in detached
+        gpus.append(Gpu(address, "nvidia", driver, each.model, each.uuid, each.minor, why_lost, is_detached))
+    return GpuList(tuple(gpus), "; ".join(unseen), tuple(problems))
+
+
+def has_nvswitch(pci: Seen[tuple[PciDevice, ...]]) -> bool:
+    """Return whether the PCI bus has an NVSwitch."""
+    return isinstance(pci, tuple) and any(
+        each.vendor_id == VENDOR_ID and each.class_id >> 8 == BRIDGE_OTHER for each in pci
+    )
+
+
+def _is_gpu(device: PciDevice) -> bool:
+    return device.vendor_id == VENDOR_ID and device.class_id >> 8 in DISPLAY_CLASSES
+
+
+def _information(system: System, address: str) -> Seen[Information]:
+    text = look(lambda path: read_device_text(system, path), f"{GPUS}/{address}/information")
+    return parse_information(text) if isinstance(text, str) else text

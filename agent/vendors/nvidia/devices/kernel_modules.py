@@ -1,0 +1,95 @@
+"""Loads NVIDIA's kernel modules, only with modprobe(8), so that the host's modprobe.d decides about each."""
+
+from collections.abc import Callable, Set
+
+from agent.model.errors import ApplyError, CommandError, ObservationError
+from agent.model.facts import Gpu, PciDevice, Seen
+from agent.system.files import System
+from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, observe_gpus
+from agent.vendors.nvidia.devices.make_nodes import make_nodes
+
+NEEDED = ("nvidia", "nvidia_uvm")
+"""Without them no container can compute."""
+WANTED = ("nvidia_modeset", "nvidia_drm")
+"""For graphics: packages for servers without a display may not have them."""
+VERSION = "/sys/module/nvidia/version"
+MODPROBE_LIMIT = 120.0
+"""Seconds: a host with 16 GPUs probes them one after another."""
+MODINFO_LIMIT = 10.0
+
+
+def load(
+    system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]], detached: Set[str], tell: Callable[[str], None]
+) -> None:
+    """Load missing modules and make the nodes; raises AgentError or OSError.
+
+    Loads nothing for GPUs that another driver has (vfio-pci hands them to virtual machines), nor while a GPU is
+    detached: the administrator may be about to unload the driver, or to give the GPU to another one.
+    """
+    gpus = _gpus(system, list_pci)
+    drivers = {gpu.pci_address: gpu.driver or _reserved(system, gpu.pci_address) for gpu in gpus}
+    ours = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
+    for address in sorted(drivers.keys() - ours):
+        tell(f"GPU {address} is left to its driver {drivers[address]}")
+    held = sorted(detached & {gpu.pci_address for gpu in gpus})
+    if held:
+        tell(f"nothing is done while GPU {', '.join(held)} is detached: `unbounded-agent gpus attach` ends that")
+        return
+    if not ours:
+        tell("no GPU here is for NVIDIA's driver")
+        return
+    for module in NEEDED:
+        _load(system, module, tell)
+    try:
+        for module in WANTED:
+            _load(system, module, tell)
+    except (ApplyError, CommandError) as error:
+        # The second one would load the first as its dependency, even if that is blacklisted.
+        tell(f"not all of {', '.join(WANTED)} are loaded, which only graphics needs: {error}")
+    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], tell)
+
+
+def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
+    listed = observe_gpus(system, list_pci())
+    if listed.unseen:
+        # Even the GPUs' drivers are unknown, so nothing may be loaded over them.
+        raise ObservationError(listed.unseen)
+    return listed.gpus
+
+
+def _reserved(system: System, address: str) -> str:
+    """Return the driver that an administrator set for a device without a driver (Documentation/ABI, sysfs-bus-pci)."""
+    path = f"/sys/bus/pci/devices/{address}/driver_override"
+    text = system.read_text(path).strip() if system.exists(path) else ""
+    return "" if text == "(null)" else text
+
+
+def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
+    """Load one module. Raises ApplyError if modprobe.d forbids it, CommandError if it fails."""
+    place = f"/sys/module/{module}"
+    if system.exists(place):
+        return
+    _compare_versions(system, module)
+    # --use-blacklist: an administrator who blacklisted it wants nothing else to load it. modprobe then exits with 0.
+    system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
+    if not system.exists(place):
+        hint = f"`modprobe --show-depends {module}` and /etc/modprobe.d/ tell; take the line out, or load it by hand"
+        raise ApplyError(f"kernel module {module} is not loaded: it is blacklisted, or renamed, by modprobe.d", hint)
+    tell(f"loaded kernel module {module}")
+
+
+def _compare_versions(system: System, module: str) -> None:
+    """Detect an unfinished upgrade: modules of two versions do not work together."""
+    if not system.exists(VERSION):
+        return
+    loaded = system.read_text(VERSION).strip()
+    try:
+        on_disk = system.run("modinfo", "--field=version", module, timeout=MODINFO_LIMIT).strip()
+    except CommandError:
+        # modprobe will report a missing module.
+        return
+    if on_disk and on_disk != loaded:
+        raise ApplyError(
+            f"kernel module nvidia {loaded} is loaded, and {module} on disk is of {on_disk}",
+            "the driver was upgraded: reload its modules, or reboot the host",
+        )

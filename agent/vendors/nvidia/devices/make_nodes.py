@@ -1,0 +1,147 @@
+"""Makes the device nodes that NVIDIA's driver leaves to user space: each GPU's and the shared ones.
+
+With the driver's own nvidia-modprobe if installed; else with mknod(1), with numbers from /proc/devices, and mode and
+owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from agent.model.digits import whole_number
+from agent.model.errors import AgentError, ApplyError
+from agent.model.facts import Gpu
+from agent.system.files import System
+from agent.vendors.nvidia.devices.nodes import FRONTEND
+from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
+
+PARAMETERS = "/proc/driver/nvidia/params"
+MODESET = "/sys/module/nvidia_modeset"
+NVIDIA_MODPROBE = "nvidia-modprobe"
+LIMIT = 30.0
+"""Seconds for one program."""
+SETTLE = 5.0
+"""Seconds for the driver to be bound to a newly plugged GPU."""
+POLL = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node that should exist."""
+
+    path: str
+    major: int
+    minor: int
+    option: tuple[str, ...]
+    """The option with which nvidia-modprobe makes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters DeviceFile... of the module nvidia; the defaults are the driver's."""
+
+    modify: bool = True
+    """Whether user space may make and change nodes at all."""
+    uid: int = 0
+    gid: int = 0
+    mode: int = 0o666
+
+
+def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Callable[[str], None]) -> None:
+    """Make every node that is missing or has a number from before a reload. Raises AgentError or OSError."""
+    gpus = _bound(list_gpus)
+    parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
+    majors = parse_majors(system.read_text(PROC_DEVICES))
+    nodes = wanted(majors, gpus, modeset=system.exists(MODESET))
+    missing = [each for each in nodes if not _is_there(system, each)]
+    if missing and not parameters.modify:
+        paths = ", ".join(_paths(missing))
+        tell(f"{paths} are missing, and {PARAMETERS} forbids to make them (ModifyDeviceFiles: 0)")
+        return
+    failures = []
+    for node in missing:
+        # One option makes two of them.
+        if not _is_there(system, node):
+            try:
+                _make(system, node, parameters)
+            except AgentError as error:
+                failures.append(str(error))
+    made = [each for each in missing if _is_there(system, each)]
+    if made:
+        tell(f"made {', '.join(_paths(made))}")
+    left = [each for each in missing if each not in made]
+    if left:
+        why = "; ".join(failures) or f"{NVIDIA_MODPROBE} said nothing: see `dmesg`"
+        raise ApplyError(f"{', '.join(_paths(left))} cannot be made: {why}")
+
+
+def parse_parameters(text: str) -> Parameters:
+    """Parse lines of `Name: number`; DeviceFileMode is decimal (nv-procfs.c)."""
+    values = {}
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if (number := whole_number(value.strip())) is not None:
+            values[name.strip()] = number
+    default = Parameters()
+    return Parameters(
+        values.get("ModifyDeviceFiles", 1) != 0,
+        values.get("DeviceFileUID", default.uid),
+        values.get("DeviceFileGID", default.gid),
+        values.get("DeviceFileMode", default.mode) & 0o777,
+    )
+
+
+def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
+    """Return the nodes of what is registered; numbers as in nv-chardev-numbers.h. `modeset`: is it loaded? Pure."""
+    nodes = []
+    front = next((majors[name] for name in FRONTEND if name in majors), None)
+    if front is not None:
+        nodes.append(Node("/dev/nvidiactl", front, 255, ("-c", "255")))
+        minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
+        nodes += [Node(f"/dev/nvidia{minor}", front, minor, ("-c", str(minor))) for minor in minors]
+        if modeset:
+            # Before 545 it has no line of its own.
+            nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", front), 254, ("-m",)))
+    if "nvidia-uvm" in majors:
+        uvm = majors["nvidia-uvm"]
+        # With -u the number counts from the first node of nvidia-uvm; the tools' node comes with it.
+        nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
+        nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
+    return nodes
+
+
+def _bound(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
+    """Wait for the GPUs' numbers: a number is known once the driver is bound, some time after the GPU appears."""
+    deadline = time.monotonic() + SETTLE
+    while True:
+        gpus = list_gpus()
+        if all(gpu.minor is not None for gpu in gpus) or time.monotonic() >= deadline:
+            return gpus
+        time.sleep(POLL)
+
+
+def _is_there(system: System, node: Node) -> bool:
+    try:
+        number = system.device(node.path)
+    except FileNotFoundError:
+        return False
+    return number is not None and (number.major, number.minor) == (node.major, node.minor)
+
+
+def _make(system: System, node: Node, parameters: Parameters) -> None:
+    if system.find_program(NVIDIA_MODPROBE):
+        system.run(NVIDIA_MODPROBE, *node.option, timeout=LIMIT)
+        return
+    if system.exists(node.path):
+        if system.device(node.path) is None:
+            raise ApplyError(f"{node.path} is no device", "remove it")
+        # From before a reload of the module: its major number may now be another device's.
+        system.remove(node.path)
+    mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))
+    system.run("mknod", mode, node.path, "c", *numbers, timeout=LIMIT)
+    if (parameters.uid, parameters.gid) != (0, 0):
+        system.run("chown", f"{parameters.uid}:{parameters.gid}", node.path, timeout=LIMIT)
+
+
+def _paths(nodes: Sequence[Node]) -> list[str]:
+    return [node.path for node in nodes]

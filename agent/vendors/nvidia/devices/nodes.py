@@ -1,0 +1,203 @@
+"""Observes NVIDIA's device nodes. They have no sysfs device, so it reads /dev and checks against the kernel.
+
+Nodes stay when the driver goes: one counts only if the driver's major is registered now.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import DeviceNode, DrmDevice, Gpu, HalfMade, Seen, Unseen
+from agent.system.files import System
+from agent.system.seen import why_not
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
+from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, GpuList
+from agent.vendors.nvidia.mig import Instance, complete, half_made, parse_instance
+from agent.vendors.nvidia.sockets import DIRECTORIES
+from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Nodes of one kind, numbered as in kernel-open/common/inc/nv-chardev-numbers.h and nvidia-modprobe."""
+
+    kind: DeviceKind
+    pattern: re.Pattern[str]
+    """Pattern of the path below its directory; a group is the minor number."""
+    registered: tuple[str, ...]
+    """Names in /proc/devices; the first one that is there counts."""
+    minor: int | None = None
+    """None: the number in the node's name."""
+
+
+FRONTEND = ("nvidia", "nvidia-frontend")
+"""nvidia-frontend up to 535; since 545 control and modeset also have lines of their own."""
+RULES = {
+    "/dev": (
+        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]+)"), FRONTEND),
+        Rule(DeviceKind.CONTROL, re.compile(r"nvidiactl"), ("nvidiactl", *FRONTEND), 255),
+        Rule(DeviceKind.MODESET, re.compile(r"nvidia-modeset"), ("nvidia-modeset", *FRONTEND), 254),
+        Rule(DeviceKind.UVM, re.compile(r"nvidia-uvm"), ("nvidia-uvm",), 0),
+        Rule(DeviceKind.UVM_TOOLS, re.compile(r"nvidia-uvm-tools"), ("nvidia-uvm",), 1),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitchctl"), ("nvidia-nvswitch",), 255),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]+)"), ("nvidia-nvswitch",)),
+        Rule(DeviceKind.NVLINK, re.compile(r"nvidia-nvlink"), ("nvidia-nvlink",), 0),
+    ),
+    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]+)"), ("nvidia-caps",)),),
+    "/dev/nvidia-caps-imex-channels": (
+        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]+)"), ("nvidia-caps-imex-channels",)),
+    ),
+}
+SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
+DRI = "/dev/dri"
+NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
+"""Names in /dev of all nodes of RULES, of their directories, and of DRI."""
+NODE_DIRECTORIES: tuple[str, ...] = (
+    *(directory for directory in RULES if directory != "/dev"),
+    DRI,
+    # A daemon that restarts makes a new one.
+    *DIRECTORIES.values(),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """The result of observe_devices."""
+
+    nodes: Seen[tuple[DeviceNode, ...]]
+    """Unseen as a whole if any node could not be observed."""
+    problems: tuple[str, ...] = ()
+    """A sentence for each node that must not be granted."""
+    half_made: tuple[HalfMade, ...] = ()
+    """MIG instances; none of their nodes is among `nodes`."""
+
+
+def observe_devices(sources: Sources, listed: GpuList) -> Observed:
+    """Return every usable node."""
+    drm = sources.drm
+    if listed.unseen:
+        return Observed(Unseen(listed.unseen))
+    if not isinstance(drm, tuple):
+        return Observed(Unseen(drm.why))
+    try:
+        text = sources.system.read_text(PROC_DEVICES)
+        looker = _Looker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
+        nodes = [node for directory in RULES for node in looker.directory(directory)]
+        nodes += [node for device in drm if (node := looker.drm(device))]
+    except OSError as error:
+        return Observed(Unseen(why_not(error.filename or PROC_DEVICES, error).why))
+    whole = complete(instance for node in nodes if (instance := parse_instance(node.capability)))
+    nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
+    kinds = list(DeviceKind)
+    ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
+    return Observed(tuple(ordered), tuple(looker.problems), tuple(looker.half_made()))
+
+
+class _Looker:
+    """Checks nodes one by one and collects problems; raises OSError for anything but a node that was removed."""
+
+    def __init__(
+        self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
+    ) -> None:
+        self.problems: list[str] = []
+        self._system = system
+        self._majors = majors
+        self._capabilities = capabilities
+        self._by_minor = {each.minor: each for each in gpus if each.minor is not None}
+        self._by_address = {each.pci_address: each for each in gpus if each.driver == KERNEL_DRIVER}
+        self._with_node: set[str] = set()
+        """Capabilities that have a node."""
+
+    def directory(self, directory: str) -> list[DeviceNode]:
+        """Return the nodes of one directory; none if there is no such directory."""
+        try:
+            names = self._system.entries(directory)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        found = []
+        for name in names:
+            if not name.isprintable() and name.startswith(("nvidia", "channel")):
+                self.problems.append(f"{directory}/: the name {name!a} has characters that no device's name has")
+                continue
+            for rule in RULES[directory]:
+                match = rule.pattern.fullmatch(name)
+                node = self._node(f"{directory}/{name}", rule, match) if match else None
+                if node:
+                    found.append(node)
+        return found
+
+    def drm(self, device: DrmDevice) -> DeviceNode | None:
+        """Return the DRM node, if it belongs to a GPU that NVIDIA's driver drives."""
+        gpu = self._by_address.get(device.pci_address)
+        if gpu is None:
+            return None
+        kind = DeviceKind.DRI_RENDER if "/renderD" in device.path else DeviceKind.DRI_CARD
+        number = self._number(device.path, ("drm",))
+        return DeviceNode(device.path, kind, number, gpu.pci_address) if number else None
+
+    def _node(self, path: str, rule: Rule, match: re.Match[str]) -> DeviceNode | None:
+        wanted = int(match[1]) if rule.minor is None else rule.minor
+        number = self._number(path, rule.registered, wanted)
+        if number is None:
+            return None
+        if rule.kind is DeviceKind.CAPABILITY:
+            return self._capability(path, number)
+        if rule.kind is not DeviceKind.GPU:
+            return DeviceNode(path, rule.kind, number)
+        gpu = self._by_minor.get(wanted)
+        if gpu is None:
+            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; the node was left behind")
+            return None
+        return DeviceNode(path, rule.kind, number, gpu.pci_address)
+
+    def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
+        name = self._capabilities.get(number.minor)
+        if not name:
+            # The node of a destroyed MIG instance: normal, and it no longer grants a right.
+            return None
+        self._with_node.add(name)
+        instance = parse_instance(name)
+        if not instance:
+            return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
+        # The entry's number is the GPU's present minor: a GPU that returns with another one takes its instances along.
+        gpu = self._by_minor.get(instance.gpu)
+        return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
+
+    def half_made(self) -> Iterator[HalfMade]:
+        """Yield MIG instances that exist but are not usable yet."""
+        minors = {instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))}
+        usable = {instance for name in self._with_node if (instance := parse_instance(name))}
+        for instance, lacking in half_made(minors.keys(), usable):
+            gpu = self._by_minor.get(instance.gpu)
+            if gpu is None:
+                continue
+            why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
+            if lacking:
+                why = f"lacks {', '.join(_lacking(each, minors.get(each)) for each in lacking)}"
+            yield HalfMade(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
+
+    def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
+        """Return the node's numbers if they are those of the driver loaded now; else None, and add a problem."""
+        try:
+            number = self._system.device(path)
+        except FileNotFoundError:
+            return None
+        major = next((self._majors[name] for name in registered if name in self._majors), None)
+        if number is None:
+            self.problems.append(f"{path}: not a character device")
+        elif major is None:
+            self.problems.append(f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})")
+        elif number.major != major or (minor is not None and number.minor != minor):
+            wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
+            self.problems.append(f"{path}: is {number.major}:{number.minor}, the driver has {wanted}; make it anew")
+        else:
+            return number
+        return None
+
+
+def _lacking(instance: Instance, minor: int | None) -> str:
+    """Say what an instance is missing: its node, or its entry in procfs while it is being made or destroyed."""
+    path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
+    return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"

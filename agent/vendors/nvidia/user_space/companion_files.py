@@ -1,0 +1,187 @@
+"""Finds the driver's files that are not libraries, by the names in `file_groups`."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from agent.model.facts import Library
+from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.files import System
+from agent.system.path_trust import files_fault, others_way
+from agent.vendors.nvidia.user_space.file_groups import (
+    BINARIES,
+    BINARY_DIRECTORIES,
+    FIRMWARE_DIRECTORIES,
+    FIRMWARE_PATH,
+    GROUPS,
+    RELEASE,
+    Group,
+)
+from agent.vendors.nvidia.user_space.places import Place
+
+VERSION = "{version}"
+DATA = "data"
+USUAL_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
+"""Where loaders look; other places' data directories have the same subdirectories."""
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Files of one version of the driver that are not libraries."""
+
+    files: tuple[Library, ...]
+    not_installed: tuple[str, ...]
+    """Groups that every driver has and this host does not."""
+    other_version: tuple[str, ...]
+    """Paths of another version's files, in groups that have no file of this version."""
+    problems: tuple[str, ...] = ()
+    """Files that were left out, with the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Where the driver is on its host."""
+
+    place: Place
+    root: str
+    """Real path of the place's root, as a prefix of paths: empty for the host's own root."""
+    host: System
+    """The system whose kernel runs; the place may be another system's root."""
+
+
+def observe_companions(
+    system: System, version: str, triplet: str, libraries: Sequence[str], around: Surroundings
+) -> Companions:
+    """Find them. `libraries`: the libraries' directories, libcuda's first. Raises OSError if an observation failed."""
+    firmware = _firmware_directories(around)
+    places = {"libraries": tuple(libraries), "firmware": firmware, DATA: around.place.data}
+    by_target: dict[str, Library] = {}
+    found: set[str] = set()
+    others: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+
+    def permitted(path: str) -> bool:
+        fault = _fault(system, path, around.place)
+        if fault:
+            refused[path] = f"{path}: left out, as {fault}"
+        return not fault
+
+    for group in GROUPS:
+        if group.needs and group.needs not in found:
+            continue
+        target = group.target.format(version=version, triplet=triplet)
+        files = _find(system, group, version, places, permitted)
+        for name, real in files.items():
+            by_target.setdefault(f"{target}/{name}", library(system, f"{target}/{name}", real))
+        if files:
+            found.add(group.name)
+        else:
+            others[group.name] = tuple(_of_other_versions(system, group, version, places))
+    binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES), permitted)
+    lacking = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
+    if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
+        lacking.append(BINARIES[0])
+    other = tuple(path for paths in others.values() for path in paths)
+    return Companions((*by_target.values(), *binaries), tuple(lacking), other, tuple(refused.values()))
+
+
+def _fault(system: System, path: str, place: Place) -> str:
+    """Return why a file must not come into a driver root, whose files every user in a machine may read."""
+    return (not place.configured and others_way(system, path)) or files_fault(
+        system, system.real_path(path), of_root=not place.configured
+    )
+
+
+def library(system: System, target: str, real: str) -> Library:
+    """Return a file of the host as part of a driver root."""
+    identity = system.identity(real)
+    return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
+
+
+def _find(
+    system: System,
+    group: Group,
+    version: str,
+    places: Mapping[str, tuple[str, ...]],
+    permitted: Callable[[str], bool],
+) -> dict[str, str]:
+    """Return real paths by name."""
+    found: dict[str, str] = {}
+    patterns = [pattern.replace(VERSION, version) for pattern in group.names]
+    for directory in _directories(group, places):
+        for name in _entries(system, directory.replace(VERSION, version)):
+            path = f"{directory.replace(VERSION, version)}/{name}"
+            wanted = name not in found and any(fnmatchcase(name, pattern) for pattern in patterns)
+            if wanted and system.is_file(path) and permitted(path):
+                found[name] = system.real_path(path)
+    return found
+
+
+def _of_other_versions(
+    system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Yield files with another version in their name, or in their directory's; each path once."""
+    seen: set[str] = set()
+    for directory in _directories(group, places):
+        parent, separator, _ = directory.partition(f"/{VERSION}")
+        names = _entries(system, parent) if separator else ()
+        directories = [f"{parent}/{name}" for name in names if name[:1].isdecimal()] if separator else [directory]
+        for each in directories:
+            for name in _entries(system, each):
+                path = f"{each}/{name}"
+                wanted = any(fnmatchcase(name, pattern.replace(VERSION, "[0-9]*")) for pattern in group.names)
+                if wanted and (separator or any(VERSION in pattern for pattern in group.names)) and path not in seen:
+                    seen.add(path)
+                    yield path
+
+
+def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    relative = [each.removeprefix(base) for each in group.directories for base in USUAL_DATA if each.startswith(base)]
+    yield from (f"{base}/{each}" for base in places[DATA] for each in dict.fromkeys(relative))
+    for directory in group.directories:
+        key = next((key for key in places if directory.startswith(f"{{{key}}}")), None)
+        if key is None:
+            yield directory
+        else:
+            yield from (each + directory.removeprefix(f"{{{key}}}") for each in places[key])
+
+
+def _entries(system: System, directory: str) -> tuple[str, ...]:
+    """Return the printable names in a directory; none if there is no such directory."""
+    try:
+        return tuple(name for name in system.entries(directory) if name.isprintable())
+    except OSError as error:
+        if error.errno in NOT_THERE | UNUSABLE:
+            return ()
+        raise
+
+
+def _firmware_directories(around: Surroundings) -> tuple[str, ...]:
+    """Return the directories of firmware as paths below the root."""
+    release, path = _line(around.host, RELEASE), _line(around.host, FIRMWARE_PATH)
+    standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
+    # Driver containers tell the kernel to use one of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
+    roots = (around.root, around.place.root.rstrip("/"))
+    own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
+    return (*own, *standard)
+
+
+def _line(system: System, path: str) -> str:
+    try:
+        return system.read_text(path).strip()
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return ""
+        raise
+
+
+def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
+    """Return the first executable file of each name; names have no version, and packages install one at a time."""
+    found = []
+    for name in BINARIES:
+        for directory in directories:
+            path = f"{directory}/{name}"
+            if system.is_file(path) and system.identity(path).executable and permitted(path):
+                found.append(library(system, f"usr/bin/{name}", system.real_path(path)))
+                break
+    return found

@@ -1,0 +1,62 @@
+"""Finds which CUDA a driver offers, from its own libcuda: images for a newer major version do not run on it."""
+
+import posixpath
+import sys
+
+from agent.model.digits import whole_number
+from agent.model.errors import AgentError, DocumentError
+from agent.model.facts import Library, VendorFacts
+from agent.system.files import System
+from agent.system.path_trust import files_fault, others_way
+from agent.system.seen import why_not
+from agent.vendors.host_vendor import DriverForPods
+
+TIME_LIMIT = 15.0
+"""Seconds."""
+ASK = """\
+import ctypes, os, sys
+if os.geteuid() == 0:
+    os.setgroups([]), os.setgid(65534), os.setuid(65534)
+number = ctypes.c_int()
+error = ctypes.CDLL(sys.argv[1]).cuDriverGetVersion(ctypes.byref(number))
+sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
+"""
+"""The user nobody: reading one version number needs no root rights."""
+
+
+def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
+    """Return the driver of the loaded module's version; asks the host's libcuda, if that has the same version."""
+    driver = facts.driver
+    if driver is None or not isinstance(driver.user_space.version, str):
+        return None
+    version = driver.module_version if isinstance(driver.module_version, str) else driver.user_space.version
+    # Never load a driver root's copy: root in a machine may have changed it, and loading a library runs it.
+    files = driver.user_space.files if isinstance(driver.user_space.files, tuple) else ()
+    library = next((file.source for file in files if _is_libcuda(file, version)), "")
+    if not library:
+        return DriverForPods(
+            facts.vendor, version, unknown=f"this host has no libcuda of {version}: see LibrariesPresent"
+        )
+    try:
+        if why := others_way(system, library) or files_fault(system, library, of_root=True):
+            return DriverForPods(facts.vendor, version, unknown=f"{library} was not loaded: {why}")
+        answer = system.run(sys.executable, "-I", "-c", ASK, library, timeout=TIME_LIMIT)
+        return DriverForPods(facts.vendor, version, {"CUDA": cuda_version(library, answer.strip())})
+    except OSError as error:
+        return DriverForPods(facts.vendor, version, unknown=why_not(library, error).why)
+    except AgentError as error:
+        return DriverForPods(facts.vendor, version, unknown=str(error))
+
+
+def _is_libcuda(file: Library, version: str) -> bool:
+    """Return whether it is of the host's own architecture, and not a link."""
+    return not file.link and posixpath.basename(file.target) == f"libcuda.so.{version}" and "i386" not in file.target
+
+
+def cuda_version(library: str, answer: str) -> str:
+    """Return a version such as 12.4; needs neither GPU nor kernel module. Raises DocumentError."""
+    number = whole_number(answer)
+    if number is None:
+        raise DocumentError(f"{library}: cuDriverGetVersion gives {answer[:40]!r}")
+    # CUDA_VERSION of cuda.h: 1000 * major + 10 * minor.
+    return f"{number // 1000}.{number % 1000 // 10}"

@@ -1,0 +1,125 @@
+"""Names of the driver's files that are not libraries, where hosts keep them and where they belong. Pure data.
+
+Each group names the sources of its names. RUN: the manifest of NVIDIA's .run package, as nvidia-installer (files.c) and
+the packaging of Gentoo, Guix and Fedora read it. CTK: what NVIDIA Container Toolkit looks for (1.18 to 1.20,
+internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go). DEBIAN: the packages of nvidia-graphics-drivers 550.
+
+`{version}` is the driver's, `{triplet}` Debian's name of the architecture, `{libraries}` each directory of the host's
+driver libraries, libcuda's first, `{firmware}` each directory that the kernel searches.
+"""
+
+import re
+from dataclasses import dataclass
+
+LIBRARY = re.compile(
+    r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
+    r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
+)
+"""As in libnvidia-container's nvc_info.c, without its own libraries and nvidia-settings' toolkit parts."""
+DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
+"""Such as 550.163.01, unlike a soname's 1 and an external platform library's 1.1.18."""
+PLATFORM = "libnvidia-egl-"
+"""EGL's external platforms (gbm, wayland, wayland2, xcb, xlib), which distributions package separately."""
+
+RUN, CTK, DEBIAN = "RUN", "CTK", "DEBIAN"
+
+BINARIES = (
+    # CTK, except the last two, which newer drivers have (RUN). Not nvidia-modprobe: it is setuid and loads modules.
+    *("nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
+    *("nvidia-imex", "nvidia-imex-ctl", "nvidia-ngx-updater", "nvidia-pcc"),
+)
+BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
+"""CTK, pkg/lookup."""
+
+GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
+"""The backend that Mesa's libgbm loads by its file name is a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Files that serve one purpose."""
+
+    name: str
+    sources: tuple[str, ...]
+    names: tuple[str, ...]
+    """Patterns (fnmatch). If any has `{version}`, the group is taken only if such a file exists."""
+    directories: tuple[str, ...]
+    """On the host; the first of several files with one name counts."""
+    target: str
+    """Directory below the driver root, the one where CTK looks, if it looks for the group."""
+    usual: bool = False
+    """Whether every driver of recent years has it, so that a missing group is reported."""
+    needs: str = ""
+    """Another group, without which these files, whose names have no version, belong to another driver."""
+
+
+def _data(path: str) -> tuple[str, ...]:
+    """Return where loaders look for configuration, /etc outranking (XDG base directories)."""
+    return (f"/etc/{path}", f"/usr/local/share/{path}", f"/usr/share/{path}")
+
+
+def _xorg(kind: str) -> tuple[str, ...]:
+    """Return NVIDIA's own directory (Ubuntu), Debian's alternative `nvidia`, then those of the X server."""
+    modules = ("xorg/modules", "xorg/modules/updates")
+    servers = (f"{base}/{each}/{kind}" for base in ("{libraries}", "/usr/lib", "/usr/lib64") for each in modules)
+    return ("{libraries}/nvidia/xorg", "/usr/lib/nvidia/nvidia", *servers)
+
+
+GROUPS = (
+    Group("Vulkan", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data("vulkan/icd.d"), "usr/share/vulkan/icd.d", usual=True),
+    *(
+        Group("Vulkan layers", (RUN, CTK, DEBIAN), ("nvidia*.json",), _data(each), f"usr/share/{each}")
+        for each in ("vulkan/implicit_layer.d", "vulkan/explicit_layer.d")
+    ),
+    Group("Vulkan SC", (RUN,), ("nvidia*.json",), _data("vulkansc/icd.d"), "usr/share/vulkansc/icd.d"),
+    Group(
+        "EGL", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("glvnd/egl_vendor.d"), "usr/share/glvnd/egl_vendor.d",
+        usual=True,
+    ),
+    Group(
+        "EGL platforms", (RUN, CTK, DEBIAN), ("*nvidia*.json",), _data("egl/egl_external_platform.d"),
+        "usr/share/egl/egl_external_platform.d",
+    ),
+    # OpenCL's loader looks only in /etc.
+    Group("OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors", usual=True),
+    # Debian keeps one for each installed driver, and links the chosen one into /usr/share.
+    Group("OptiX", (RUN, CTK, DEBIAN), ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
+    Group(
+        "application profiles", (RUN, DEBIAN), ("nvidia-application-profiles-{version}-*",), ("/usr/share/nvidia",),
+        "usr/share/nvidia",
+    ),
+    Group("file list", (RUN,), ("sandboxutils-filelist.json",), _data("nvidia/files.d"), "usr/share/nvidia/files.d"),
+    # Proton looks for them next to libGLX_nvidia.
+    Group(
+        "NGX for Wine", (RUN, DEBIAN), ("*.dll",),
+        ("{libraries}/nvidia/wine", "/usr/lib/nvidia/wine", "/usr/lib64/nvidia/wine"), "usr/lib/{triplet}/nvidia/wine",
+    ),
+    # Where X servers of Debian, Ubuntu and CTK look without any configuration.
+    Group(
+        "Xorg", (RUN, CTK, DEBIAN), ("libglxserver_nvidia.so.{version}",), _xorg("extensions"),
+        "usr/lib/xorg/modules/extensions",
+    ),
+    Group(
+        "Xorg driver", (RUN, CTK, DEBIAN), ("nvidia_drv.so",), _xorg("drivers"), "usr/lib/xorg/modules/drivers",
+        needs="Xorg",
+    ),
+    # Not /etc/X11, which is the host's own.
+    Group(
+        "Xorg configuration", (CTK, DEBIAN), ("10-nvidia.conf", "nvidia-drm-outputclass.conf"),
+        ("/usr/share/X11/xorg.conf.d",), "usr/share/X11/xorg.conf.d",
+    ),
+    Group(
+        "GSP firmware", (RUN, CTK, DEBIAN), ("*.bin",), ("{firmware}/nvidia/{version}",),
+        "lib/firmware/nvidia/{version}", usual=True,
+    ),
+)  # fmt: skip
+FIRMWARE_DIRECTORIES = (
+    "/lib/firmware/updates/{release}",
+    "/lib/firmware/updates",
+    "/lib/firmware/{release}",
+    "/lib/firmware",
+)
+"""The kernel's, drivers/base/firmware_loader/main.c; `{release}` is that of uname(2)."""
+FIRMWARE_PATH = "/sys/module/firmware_class/parameters/path"
+"""One more, which comes first; usually empty."""
+RELEASE = "/proc/sys/kernel/osrelease"

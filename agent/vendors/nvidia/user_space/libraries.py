@@ -1,0 +1,217 @@
+"""Finds the driver's libraries: which belong into a driver root, and where in it.
+
+The loader cache lists libraries; their real files may be elsewhere (Debian: behind absolute links of the alternatives
+system) and next to others that the cache does not list. One driver version only.
+"""
+
+import os.path
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
+from agent.system.files import System
+from agent.system.path_trust import files_fault, others_way
+from agent.system.seen import why_not
+from agent.vendors.nvidia.user_space.companion_files import library
+from agent.vendors.nvidia.user_space.file_groups import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY, PLATFORM
+
+TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
+"""Debian's multiarch names; every driver root uses this layout, whatever the host's is."""
+SETS = {"x86_64": ("x86_64", "i686"), "aarch64": ("aarch64",)}
+"""The native architecture, then the 32-bit set that its driver package may bring."""
+
+MAIN = ("libcuda", "libnvidia-ml")
+"""Without them there is no driver. CUDA's compatibility packages have libcuda, of another version, but no NVML."""
+STUBS = "stubs"
+"""Name of directories with stub libraries, only for linking: CUDA's toolkit, the Video Codec SDK."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What one architecture's part of the loader cache leads to."""
+
+    architecture: str
+    files: dict[str, list[str]] = field(default_factory=dict)
+    """Real paths by name, in the loader's order."""
+    links: set[str] = field(default_factory=set)
+    """Names under which programs look for libraries: sonames and development links."""
+    directories: dict[str, None] = field(default_factory=dict)
+    """Real directories, in the loader's order."""
+    of_root: bool = True
+    """Whether to leave out files that users other than root control."""
+
+    def versions(self, stem: str) -> list[str]:
+        """Return driver versions of one library, in the loader's order."""
+        return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
+
+    def of_version(self, version: str) -> dict[str, str]:
+        """Return one real path by name: files of that version, and those with their own numbering that go with it."""
+        versions: dict[str, set[str]] = {}
+        for name, paths in self.files.items():
+            for path in paths:
+                versions.setdefault(os.path.dirname(path), set()).add(_version(name))
+        stems = {_stem(name) for name in self.files if _version(name) == version}
+
+        def belongs(name: str, path: str) -> bool:
+            if _version(name):
+                return _version(name) == version
+            # A toolkit's stub has the name of a development link, or of a library that the driver also has.
+            if name.endswith(".so") or _stem(name) in stems:
+                return False
+            of_directory = versions[os.path.dirname(path)]
+            return version in of_directory or (name.startswith(PLATFORM) and of_directory == {""})
+
+        def distance(path: str) -> int:
+            """Rank a directory with both main libraries first: CUDA's compatibility one may have the same version."""
+            directory = os.path.dirname(path)
+            both = all(
+                f"{directory}/{stem}.so.{version}" in self.files.get(f"{stem}.so.{version}", ()) for stem in MAIN
+            )
+            return 0 if both else 1 if version in versions[directory] else 2
+
+        chosen = {}
+        for name, paths in self.files.items():
+            if fitting := [path for path in paths if belongs(name, path)]:
+                chosen[name] = min(fitting, key=distance)
+        return chosen
+
+
+def own_directories(found: Found, version: str) -> list[str]:
+    """Return the directories of the version's own files, libcuda's first."""
+    chosen = {name: path for name, path in found.of_version(version).items() if _version(name)}
+    ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
+    return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
+
+
+def choose(found: Found, module: str) -> Seen[str]:
+    """Choose a version that has both main libraries; the module's if there are several."""
+    installed = {stem: found.versions(stem) for stem in MAIN}
+    complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
+    if complete:
+        return module if module in complete else complete[0]
+    if any(installed.values()):
+        there = " and ".join(f"{stem} {', '.join(versions) or 'in no version'}" for stem, versions in installed.items())
+        return Broken(f"no version of the driver has both libraries that it needs: there is {there}")
+    if found.links:
+        return Broken("there are libraries of NVIDIA's, but libcuda and libnvidia-ml are not among them")
+    return Absent("there is no library of NVIDIA's driver")
+
+
+def search(
+    system: System, cache: tuple[CacheEntry, ...], found: Found, problems: list[str], known: Set[str] = frozenset()
+) -> Found:
+    """Fill `found`, except from `known` directories. Raises OSError if an observation failed."""
+    # libcuda's directory first: it has the complete set.
+    entries = sorted(
+        (each for each in cache if each.architecture == found.architecture and lists_driver_library(each)),
+        key=lambda each: _stem(each.soname) != "libcuda",
+    )
+    for entry in entries:
+        try:
+            real = system.real_path(entry.path)
+        except OSError as error:
+            if isinstance(why_not(entry.path, error), Unseen):
+                raise
+            problems.append(f"{entry.path}: leads to no file; reinstall the driver's libraries and run ldconfig")
+            continue
+        if not real.isprintable():
+            problems.append(f"{real!a}: the path has characters that no library's path has")
+            continue
+        directory = os.path.dirname(real)
+        if directory in known or STUBS in directory.split("/"):
+            continue
+        found.links.add(entry.soname)
+        _add(system, found, real, problems)
+        found.directories[directory] = None
+    for directory in found.directories:
+        _scan(system, found, directory, problems)
+        _scan_vdpau(system, found, f"{directory}/vdpau", problems)
+    return found
+
+
+def lists_driver_library(entry: CacheEntry) -> bool:
+    """Return whether an entry of a loader cache is a library of the driver."""
+    # In the driver root, a library for newer processors would serve all processors.
+    return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
+
+
+def _scan(system: System, found: Found, directory: str, problems: list[str]) -> None:
+    """Add files next to the libraries that the cache lists."""
+    try:
+        names = system.entries(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for name in names:
+        if not name.isprintable() and name.startswith(("libnvidia-", "libcuda")):
+            problems.append(f"{directory}: the name {name!a} has characters that no library's name has")
+        elif not LIBRARY.fullmatch(name):
+            continue
+        elif system.read_link(f"{directory}/{name}") is None:
+            if _version(name):
+                _add(system, found, f"{directory}/{name}", problems)
+        elif not _version(name):
+            found.links.add(name)
+
+
+def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str]) -> None:
+    """Do the same for VDPAU's directory, which no entry led to."""
+    if not system.exists(directory):
+        return
+    if found.of_root and (why := others_way(system, directory)):
+        _tell(problems, f"{directory}: left out, as {why}")
+        return
+    _scan(system, found, directory, problems)
+
+
+def _tell(problems: list[str], problem: str) -> None:
+    """Add a problem once for all architectures."""
+    if problem not in problems:
+        problems.append(problem)
+
+
+def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
+    name = os.path.basename(real)
+    if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
+        return
+    if fault := files_fault(system, real, of_root=found.of_root):
+        _tell(problems, f"{real}: left out, as {fault}")
+        return
+    found.files.setdefault(name, []).append(real)
+
+
+def libraries(system: System, found: Found, version: str) -> list[Library]:
+    """Return files of the version, files with their own numbering, and the links that name them."""
+    by_target: dict[str, Library] = {}
+    chosen = found.of_version(version)
+    for name, real in sorted(chosen.items()):
+        target = _target(found.architecture, name)
+        by_target[target] = library(system, target, real)
+    # By stem: with two versions side by side the links on the host lead to the other one.
+    by_stem = {_stem(name): name for name in sorted(chosen)}
+    for link in sorted(found.links):
+        named = by_stem.get(_stem(link))
+        if named and not _version(link):
+            target = _target(found.architecture, link)
+            by_target.setdefault(target, Library(target, "", link=named))
+    if backend := by_stem.get(GBM_LIBRARY):
+        target = _target(found.architecture, GBM_LINK)
+        by_target[target] = Library(target, "", link=f"../{backend}")
+    return list(by_target.values())
+
+
+def _target(architecture: str, name: str) -> str:
+    # libvdpau looks for its drivers in a directory of their own, wherever the host keeps the real file.
+    directory = "vdpau/" if name.startswith("libvdpau_") else ""
+    return f"usr/lib/{TRIPLETS[architecture]}/{directory}{name}"
+
+
+def _stem(name: str) -> str:
+    match = LIBRARY.fullmatch(name)
+    return match["stem"] if match else ""
+
+
+def _version(name: str) -> str:
+    """Return the driver version in a file's name; empty for a soname, or for other numbering."""
+    match = LIBRARY.fullmatch(name)
+    version = (match and match["version"]) or ""
+    return version if DRIVER_VERSION.fullmatch(version) else ""

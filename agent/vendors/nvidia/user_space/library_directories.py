@@ -1,0 +1,56 @@
+"""Lists libraries in directories that no loader cache lists; the ELF header shows the architecture (elf(5))."""
+
+import errno
+import struct
+from collections.abc import Iterable
+
+from agent.model.facts import CacheEntry
+from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.files import System
+from agent.system.path_trust import Ways
+from agent.vendors.nvidia.user_space.file_groups import LIBRARY
+
+HEADER = struct.Struct("<4sBB10xHH")
+"""Magic, class (1: 32 bits, 2: 64), byte order (1: little-endian), type and machine, as elf.h has them."""
+LITTLE_ENDIAN = 1
+ARCHITECTURES = {(1, 3): "i686", (2, 62): "x86_64", (2, 183): "aarch64"}
+"""By class and machine: EM_386, EM_X86_64 (with class 1 that is x32), EM_AARCH64."""
+
+
+def list_libraries(system: System, directories: Iterable[str], native: str, ways: Ways) -> tuple[CacheEntry, ...]:
+    """Return NVIDIA's libraries as a loader cache would list them. Raises OSError if an observation failed.
+
+    Does not list directories that `ways` refuses: their owner may put a million names into one.
+    """
+    found = []
+    for directory in filter(ways.permits, dict.fromkeys(directories)):
+        for name in _names(system, directory):
+            path = f"{directory}/{name}"
+            if LIBRARY.fullmatch(name) and ways.permits(directory, path):
+                found.append(CacheEntry(name, _architecture(system, path, native), path))
+    return tuple(found)
+
+
+def _names(system: System, directory: str) -> tuple[str, ...]:
+    try:
+        return system.entries(directory)
+    except OSError as error:
+        if error.errno in NOT_THERE:
+            return ()
+        raise
+
+
+def _architecture(system: System, path: str, native: str) -> str:
+    """Return it; empty if not our library. A dangling link counts as native, so that it is reported."""
+    try:
+        header = system.head(path, HEADER.size)
+    except OSError as error:
+        if error.errno in NOT_THERE | {errno.ELOOP}:
+            return native
+        if error.errno in UNUSABLE:
+            return ""
+        raise
+    if len(header) < HEADER.size:
+        return ""
+    magic, bits, order, _, machine = HEADER.unpack(header)
+    return ARCHITECTURES.get((bits, machine), "") if magic == b"\x7fELF" and order == LITTLE_ENDIAN else ""

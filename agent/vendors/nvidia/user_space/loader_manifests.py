@@ -1,0 +1,98 @@
+"""Rewrites library paths in files that loaders of Vulkan, EGL and OpenCL read: a host's paths are wrong in a pod.
+
+NVIDIA ships bare names. RPM packages put /usr/lib64 before them (negativo17, nvidia-driver.spec; RPM Fusion), NixOS
+/nix/store. With bare names a 64-bit program would load the GPU's driver twice, the second time from the file of the
+32-bit set; so each becomes the path that the library has in pods.
+"""
+
+import json
+import posixpath
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from agent.model.facts import Library
+from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.files import System
+
+KEY = "library_path"
+"""Key in the manifests of Vulkan's loader (LoaderDriverInterface.md) and of libglvnd's and NVIDIA's EGL."""
+MANIFESTS = ("/icd.d/", "/implicit_layer.d/", "/explicit_layer.d/", "/egl_vendor.d/", "/egl_external_platform.d/")
+VENDORS = "/OpenCL/vendors/"
+"""OpenCL's files contain only the library (cl_khr_icd)."""
+SIZE_LIMIT = 1 << 16
+
+
+def with_paths_of_pods(
+    system: System, companions: Iterable[Library], libraries: Iterable[Library]
+) -> tuple[tuple[Library, ...], tuple[str, ...]]:
+    """Return the companions, with a new text where it differs, and paths that lead to no library of the driver.
+
+    Raises OSError if an observation failed.
+    """
+    by_source = {each.source: each.target for each in libraries if each.source}
+    targets = {each.target for each in libraries}
+    problems: list[str] = []
+    files = []
+    for file in companions:
+
+        def in_pods(value: str, file: Library = file) -> str:
+            if "/" not in value:
+                return value
+            found = _in_pods(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
+            if not found:
+                problems.append(f"{file.source}: names {value!a}, which is no library of this driver")
+            return found or value
+
+        text = _rewritten(system, file, in_pods)
+        files.append(replace(file, text=text) if text else file)
+    return tuple(files), tuple(problems)
+
+
+def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
+    """Return the path by the name in the file if the driver root has it, else by the real name; empty if not ours."""
+    if not path.isprintable():
+        # JSON can contain a NUL or half a surrogate pair, for which system calls raise ValueError.
+        return ""
+    try:
+        target = by_source.get(system.real_path(path), "")
+    except OSError as error:
+        if error.errno in NOT_THERE | UNUSABLE:
+            return ""
+        raise
+    asked = posixpath.join(posixpath.dirname(target), posixpath.basename(path))
+    return f"/{asked if asked in targets else target}" if target else ""
+
+
+def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> str:
+    """Return the new text; empty if nothing changes, and for malformed or other files."""
+    manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
+    if not manifest and VENDORS not in f"/{file.target}":
+        return ""
+    try:
+        with system.open_public(file.source) as reading:
+            content = reading.read(SIZE_LIMIT + 1)
+        if len(content) > SIZE_LIMIT:
+            return ""
+        text = content.decode()
+        if not manifest:
+            name = text.strip()
+            return f"{there}\n" if (there := in_pods(name)) != name else ""
+        document = json.loads(text)
+        changed = _replaced(document, in_pods)
+        return json.dumps(changed, indent=4) + "\n" if changed != document else ""
+    except OSError as error:
+        if error.errno in NOT_THERE | UNUSABLE:
+            return ""
+        raise
+    except (ValueError, RecursionError):
+        return ""
+
+
+def _replaced(value: Any, in_pods: Callable[[str], str]) -> Any:  # noqa: ANN401
+    if isinstance(value, dict):
+        return {
+            key: in_pods(each) if key == KEY and isinstance(each, str) else _replaced(each, in_pods)
+            for key, each in value.items()
+        }
+    return [_replaced(each, in_pods) for each in value] if isinstance(value, list) else value

@@ -1,0 +1,53 @@
+"""Non-GPU devices on the host: a vendor without GPUs, whose nodes settings request by name."""
+
+from agent.config.settings import MachineSettings
+from agent.model.facts import DeviceNode, Gpu, Unseen, VendorFacts
+from agent.model.goal import DriverRoots, Grant
+from agent.model.handoff import OTHER_DEVICES
+from agent.system.seen import why_not
+from agent.vendors.host_vendor import HostVendor, Sources
+from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, Looker, lacking, switch
+from agent.vendors.proc_devices import PROC_DEVICES
+
+
+class Other(HostVendor):
+    """Has no conditions, which are about GPUs. A message mentions missing devices, see agent.host.verify.readiness."""
+
+    name = OTHER_DEVICES
+    always_handed = True
+    node_names = NODE_NAMES
+    node_directories = NODE_DIRECTORIES
+
+    def observe(self, sources: Sources) -> VendorFacts:
+        """Observe what any machine asks for; reads nothing if none does."""
+        switches = sorted({name for each in sources.machines.values() for name in each.devices})
+        paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
+        if not switches and not paths:
+            return VendorFacts(self.name)
+        try:
+            looker = Looker(sources.system)
+            nodes = {node.path: node for name in switches for node in looker.of_switch(switch(name))}
+            named = [node for path in paths if path not in nodes and (node := looker.named(path))]
+        except OSError as error:
+            return VendorFacts(self.name, devices=Unseen(why_not(error.filename or PROC_DEVICES, error).why))
+        devices = tuple(sorted((*nodes.values(), *named)))
+        return VendorFacts(self.name, devices=devices, problems=tuple(dict.fromkeys(looker.problems)))
+
+    def grant(
+        self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
+    ) -> Grant:
+        """Grant the nodes that this machine asks for, and list the missing ones."""
+        paths = tuple(each.path for each in settings.extra_devices)
+        nodes: tuple[DeviceNode, ...] = ()
+        if isinstance(facts.devices, tuple):
+            nodes = tuple(node for node in facts.devices if node.kind in settings.devices or node.path in paths)
+        kinds = {node.path: node.kind for node in nodes}
+        return Grant(
+            vendor=facts.vendor,
+            nodes=tuple(sorted(nodes)),
+            driver_files=False,
+            lacking=lacking(settings.devices, paths, kinds, facts.problems),
+        )
+
+
+OTHER = Other()

@@ -1,0 +1,89 @@
+"""What root in a machine, a pod or a user of the host may put where the agent looks: it harms nobody but themselves."""
+
+import contextlib
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.host.observe.ages import Ages
+from agent.host.observe.machine import observe_machine
+from agent.host.observe.units import Unit
+from agent.model.facts import Unseen
+from agent.model.paths import REPORT_NAME, report_directory
+from agent.system.files import System
+from agent.system.process import Completed
+
+NAME = "gpu-node"
+AT_ONCE = 2.0
+"""Seconds; the kernel keeps who opens a leased file for 45 (/proc/sys/fs/lease-break-time)."""
+
+HOLD = """
+import fcntl, os, signal, sys, time
+signal.signal(signal.SIGIO, signal.SIG_IGN)
+descriptor = os.open(sys.argv[1], os.O_RDWR)
+fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(no_process, str(tmp_path))
+
+
+@contextlib.contextmanager
+def leased(place: Path) -> Iterator[None]:
+    """Another process holds a write lease on the file, and does not let go (fcntl(2), F_SETLEASE)."""
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+Read = Callable[[System, str], object]
+READS: dict[str, Read] = {
+    "read": lambda system, path: system.read(path),
+    "read_text": lambda system, path: system.read_text(path),
+    "head": lambda system, path: system.head(path, 4),
+    "read_untrusted": lambda system, path: system.read_untrusted(path),
+    "lines": lambda system, path: list(system.lines(path)),
+    "open_public": lambda system, path: system.open_public(path).close(),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_attack_a_lease_on_a_file_stops_no_reader(system: System, tmp_path: Path, name: str) -> None:
+    """Not for 45 s at each look: it cannot be seen now, which is another thing than absent."""
+    system.write("/etc/cdi/spec.json", b"{}")
+    READS[name](system, "/etc/cdi/spec.json")
+    with leased(tmp_path / "etc/cdi/spec.json"):
+        started = time.monotonic()
+        with pytest.raises(BlockingIOError, match="another process holds a lease on it"):
+            READS[name](system, "/etc/cdi/spec.json")
+        assert time.monotonic() - started < AT_ONCE
+
+
+def test_attack_a_lease_on_a_report_is_its_machines_unseen(system: System, tmp_path: Path) -> None:
+    for machine in ("bad", NAME):
+        system.write(f"{report_directory(machine)}/{REPORT_NAME}", b"{}")
+    with leased(Path(f"{tmp_path}{report_directory('bad')}/{REPORT_NAME}")):
+        started = time.monotonic()
+        bad, good = (observe_machine(machine, Unit("active"), system, Ages()) for machine in ("bad", NAME))
+        assert time.monotonic() - started < AT_ONCE
+    assert isinstance(bad.report, Unseen)
+    assert "lease" in bad.report.why
+    assert good.report == b"{}"

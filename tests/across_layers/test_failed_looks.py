@@ -1,0 +1,137 @@
+"""A look that fails (EIO) is never taken for "not there", on either half."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.config.load import load_config
+from agent.host.observe.ages import Ages
+from agent.host.observe.machine import observe_machine
+from agent.host.observe.units import Unit
+from agent.machine.run import run
+from agent.model.conditions import ConditionType
+from agent.model.errors import ConfigError
+from agent.model.facts import Unseen
+from agent.model.paths import (
+    CONDITIONS_NAME,
+    CONFIG_DIRECTORY,
+    CONFIG_FILE,
+    MACHINE_HANDOFF_DIRECTORY,
+    MACHINE_ROOTS,
+    MACHINES_STATE,
+)
+from agent.system.files import System
+from agent.system.process import Completed
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+from tests.fakes.machine import LIBRARIES, gpu_machine
+
+Fail = Callable[[System, str], None]
+
+
+@pytest.fixture
+def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
+    """From now on the kernel cannot tell what is at a path."""
+
+    def from_now_on(system: System, path: str) -> None:
+        place = f"{system.root}{path}"
+        for name in ("stat", "lstat"):
+            call = getattr(os, name)
+
+            def failing(
+                asked: object, *arguments: object, call: Callable[..., object] = call, **named: object
+            ) -> object:
+                if asked == place:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), place)
+                return call(asked, *arguments, **named)
+
+            monkeypatch.setattr(os, name, failing)
+
+    return from_now_on
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+LOOKS: dict[str, Callable[[System], object]] = {
+    "exists": lambda system: system.exists("/usr/bin/tool"),
+    "is_directory": lambda system: system.is_directory("/usr/bin/tool"),
+    "is_file": lambda system: system.is_file("/usr/bin/tool"),
+    "is_mount": lambda system: system.is_mount("/usr/bin/tool"),
+    "find_program": lambda system: system.find_program("tool"),
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_a_failed_look_is_not_a_no(tmp_path: Path, fail: Fail, name: str) -> None:
+    system = System(no_process, str(tmp_path))
+    assert not LOOKS[name](system)
+    fail(system, "/usr/bin/tool")
+    with pytest.raises(OSError, match="Input/output error"):
+        LOOKS[name](system)
+
+
+@pytest.mark.parametrize("path", ["/a\0b", f"/{'x' * 300}", "/file/below", "/loop"])
+def test_what_can_be_nowhere_is_not_there(tmp_path: Path, path: str) -> None:
+    """Such as a text of a CDI specification that is no path."""
+    system = System(no_process, str(tmp_path))
+    system.write("/file", b"")
+    system.link("/loop", "loop")
+    assert not system.is_file(path)
+    assert not system.is_directory(path)
+    assert system.exists(path) == (path == "/loop")
+
+
+@pytest.mark.parametrize("path", [CONFIG_FILE, CONFIG_DIRECTORY])
+def test_no_machine_falls_out_of_the_configuration(tmp_path: Path, fail: Fail, path: str) -> None:
+    """The settings of one that is not in it any more are removed."""
+    system = System(no_process, str(tmp_path))
+    system.write(CONFIG_FILE, b"[machines.first]\n")
+    system.write(f"{CONFIG_DIRECTORY}/second.toml", b"[machines.second]\n")
+    fail(system, path)
+    with pytest.raises(ConfigError, match="cannot read them: Input/output error"):
+        load_config(system)
+
+
+def test_no_machine_is_said_to_be_none(gpu_host: Host, fail: Fail) -> None:
+    reconciler(gpu_host).reconcile()
+    fail(gpu_host, f"{MACHINE_ROOTS}/{MACHINE}")
+    assert isinstance(observe_machine(MACHINE, Unit("active"), gpu_host, Ages()).root, Unseen)
+    outcome = reconciler(gpu_host).reconcile()
+    assert outcome.actions == ()
+    assert "NoSuchMachine" not in {each.reason for each in outcome.machines[0].conditions}
+
+
+def test_a_pass_goes_on_where_states_of_machines_cannot_be_listed(gpu_host: Host, fail: Fail) -> None:
+    """Or whether systemd is owed a reload: one too many harms nobody."""
+    reconciler(gpu_host).reconcile()
+    gpu_host.failing[MACHINES_STATE] = OSError(errno.EIO, os.strerror(errno.EIO))
+    fail(gpu_host, "/run/unbounded-agent/reload-owed")
+    outcome = reconciler(gpu_host, node_condition=True).reconcile()
+    assert outcome.sentences == ("reload systemd's units",)
+    assert outcome.failures == (
+        f"{MACHINES_STATE}: cannot remove verdicts that are no longer wanted: Input/output error",
+    )
+
+
+def test_links_do_not_go_elsewhere(tmp_path: Path, fail: Fail) -> None:
+    """They went to /usr/lib64, where no loader of Debian's looks, and stayed."""
+    machine = gpu_machine(tmp_path / "machine")
+    machine.before_write = lambda path: None
+    (machine.tree / "usr/lib64").mkdir()
+    fail(machine, f"/{LIBRARIES}")
+    run(machine)
+    assert machine.entries("/usr/lib64") == ()
+    assert machine.conditions()[ConditionType.LIBRARIES_LINKED] == ("False", "Failed")
+    assert "Input/output error" in machine.message(ConditionType.LIBRARIES_LINKED)
+
+
+def test_a_verdict_that_cannot_be_looked_for_costs_no_report(tmp_path: Path, fail: Fail) -> None:
+    machine = gpu_machine(tmp_path / "machine")
+    fail(machine, f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}")
+    assert run(machine) == 0
+    assert machine.conditions()[ConditionType.NODE_CONDITION_SET] == ("False", "Failed")

@@ -1,0 +1,93 @@
+"""Text of the kernel, of programs and of people that is too long, too deep, or has too many digits."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.config.load import load_config
+from agent.host.observe.loader_cache import parse_listing
+from agent.host.observe.units import observe_version, parse_device_allow
+from agent.machine.containerd.active import config_argument
+from agent.model.errors import ConfigError, DocumentError
+from agent.model.facts import Broken
+from agent.model.paths import CONFIG_FILE
+from agent.system.files import System
+from agent.system.kernel_log import parse_record
+from agent.system.sh_runner import host_runner
+from agent.vendors.nvidia.devices.capabilities import observe_capabilities
+from agent.vendors.nvidia.devices.make_nodes import Parameters, parse_parameters
+from agent.vendors.nvidia.driver import observe_module
+from agent.vendors.nvidia.user_space.cuda_version import cuda_version
+from agent.vendors.proc_devices import names_by_major, parse_majors, parse_misc
+from tests.fakes.host import Host
+
+DIGITS = "9" * 5000
+"""int() raises ValueError for more than 4,300."""
+MIB = 1 << 20
+
+DEEP = {
+    "list": f"a = {'[' * 3000}{']' * 3000}",
+    "inline table": f"a = {'{b = ' * 3000}1{'}' * 3000}",
+    "dotted key": f"{'.'.join(['a'] * 3000)} = 1",
+    "header": f"[{'.'.join(['a'] * 3000)}]",
+}
+
+
+@pytest.mark.parametrize("text", DEEP.values(), ids=DEEP)
+def test_a_configuration_that_is_nested_too_deep(tmp_path: Path, text: str) -> None:
+    path = tmp_path / CONFIG_FILE.lstrip("/")
+    path.parent.mkdir(parents=True)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=f"^{CONFIG_FILE}: .*nested too deep"):
+        load_config(System(host_runner, str(tmp_path)))
+
+
+@pytest.mark.parametrize("digits", [DIGITS, "٣"], ids=["too many", "of another script"])
+def test_what_no_number_is_that_the_kernel_writes(host: Host, digits: str) -> None:
+    devices = f"Character devices:\n{digits} nvidia\n195 nvidiactl\n"
+    assert parse_majors(devices) == {"nvidiactl": 195}
+    assert names_by_major(devices) == {195: {"nvidiactl"}}
+    assert parse_record(f"6,{digits},1,-;text".encode()) == (None, None)
+    assert parse_misc(f"{digits} kvm\n200 tun\n") == {"tun": 200}
+    assert parse_parameters(f"DeviceFileUID: {digits}\nDeviceFileGID: 44\n") == Parameters(gid=44)
+    directory = "/proc/driver/nvidia/capabilities/mig"
+    host.file(f"{directory}/config", f"DeviceFileMinor: {digits}\n")
+    host.file(f"{directory}/monitor", "DeviceFileMinor: 2\n")
+    assert observe_capabilities(host) == {2: "mig/monitor"}
+    host.failing[f"{directory}/config"] = host.failing[f"{directory}/monitor"] = PermissionError(
+        13, "Permission denied"
+    )
+    host.file("/proc/driver/nvidia-caps/mig-minors", f"config {digits}\nmonitor 2\n")
+    assert observe_capabilities(host) == {2: "mig/monitor"}
+
+
+@pytest.mark.parametrize("digits", [DIGITS, "٣"], ids=["too many", "of another script"])
+def test_what_no_number_is_that_programs_write(host: Host, digits: str) -> None:
+    assert isinstance(parse_listing(f"{digits} libs found in cache `/etc/ld.so.cache'\n"), Broken)
+    with pytest.raises(DocumentError, match="cuDriverGetVersion gives"):
+        cuda_version("/libcuda.so", digits)
+
+
+def test_a_version_of_many_digits(host: Host) -> None:
+    host.bus.version(DIGITS)
+    assert isinstance(observe_version(host), Broken)
+
+
+def test_time_grows_with_the_text_and_no_faster(host: Host) -> None:
+    """A MiB, which is the most that is read of a file. Each took seconds to hours."""
+    entry = "DeviceAllow=/dev/a rw\n"
+    joined = "DeviceAllow=/dev/a \\\n"
+    argument = "argv[]=containerd "
+    host.file("/proc/driver/nvidia/version", "9" * (MIB - 1))
+    calls: dict[str, Callable[[], object]] = {
+        "entries": lambda: parse_device_allow("[Service]\n" + entry * (MIB // len(entry))),
+        "joined lines": lambda: parse_device_allow("[Service]\n" + joined * (MIB // len(joined))),
+        "arguments": lambda: config_argument(argument * (MIB // len(argument))),
+        "digits": lambda: observe_module(host),
+    }
+    for what, call in calls.items():
+        started = time.process_time()
+        call()
+        assert time.process_time() - started < 1, what

@@ -1,0 +1,450 @@
+"""Taking a GPU out of use: whole passes over a simulated host, whose machine answers when it is waited for.
+
+The processes are synthetic, and end when a test says so.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent import __version__
+from agent.cli.detach import Ending, Timing, attach, detach
+from agent.cli.holders import holders
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.host.state.detached_gpus import forget_detached, note_detached, observe_detached
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.device_allow import DeviceAllow
+from agent.model.errors import ConfigError, ObservationError
+from agent.model.facts import Unseen
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import parse_live, render_live
+from agent.model.paths import DETACHED_GPUS, handoff_file, live_file, nspawn_file, report_directory
+from tests.fakes.gpu_host import MACHINE, set_up, units
+from tests.fakes.host import Host
+from tests.fakes.processes import POD_GROUP, process
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+PERMISSION = DeviceAllow("/dev/char/195:1", "rw")
+HOLDER = 4242
+BOOT_ID = "11111111-2222-3333-4444-555555555555"
+FAST = Timing(poll=0, answer=20, tell=0)
+
+
+class Site:
+    """A host, its running machine, and what happens while somebody waits."""
+
+    def __init__(self, tree: Path) -> None:
+        self.host = set_up(Host(tree))
+        self.host.make_directory("/proc")
+        self.heard: list[str] = []
+        self.meanwhile: list[Callable[[], object]] = []
+        """Done one by one, whenever a machine or a process is waited for."""
+        self.answers = True
+        for bus in ("01", "02"):
+            self.plug(f"0000:{bus}:00.0")
+        self.agent = self.configure()
+
+    def plug(self, address: str) -> None:
+        link = Path(self.host.root, f"sys/bus/pci/devices/{address}")
+        if link.is_symlink():
+            # The file system may give the new link the number of one that was removed, which kernfs does not.
+            link.rename(link.with_name(f"before-{len(self.heard)}-{address}"))
+        self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+
+    def configure(self, **settings: object) -> Reconciler:
+        config = Config.model_validate({"machines": {MACHINE: settings}})
+        self.agent = Reconciler(config, self.host, self.host, self.hear)
+        return self.agent
+
+    def start(self) -> None:
+        """The machine, with what it was prepared for."""
+        (machine,) = self.agent.reconcile().machines
+        assert machine.starts_with
+        self.host.write(live_file(MACHINE), render_live(machine.starts_with))
+        units(self.host, "active")
+        self.answer()
+
+    def hear(self, sentence: str) -> None:
+        self.heard.append(sentence)
+        if not sentence.startswith("wait"):
+            return
+        if self.answers:
+            self.answer()
+        if self.meanwhile:
+            self.meanwhile.pop(0)()
+
+    def answer(self) -> None:
+        handoff = parse_handoff(self.host.read(handoff_file(MACHINE)))
+        conditions = tuple(
+            Condition(kind, Status.TRUE, "Fine", "simulated") for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+        )
+        report = render_report(handoff.generation, conditions, (), BOOT_ID, __version__, {})
+        self.host.write(f"{report_directory(MACHINE)}/report.json", report)
+
+    def hold(self, device: str = "/dev/nvidia1", **how: object) -> Path:
+        directory = process(Path(self.host.root), HOLDER, opened=(device,), **how)  # type: ignore[arg-type]
+        self.meanwhile = []
+        return directory
+
+    def granted(self) -> tuple[str, ...]:
+        return parse_handoff(self.host.read(handoff_file(MACHINE))).requests[0].gpus
+
+    def granted_gpus(self) -> tuple[str, ...]:
+        return tuple(
+            gpu for request in parse_handoff(self.host.read(handoff_file(MACHINE))).requests for gpu in request.gpus
+        )
+
+    def permitted(self) -> bool:
+        return PERMISSION in parse_live(self.host.read(live_file(MACHINE))).allow
+
+    def conditions(self) -> dict[ConditionType, tuple[Status, str]]:
+        (machine,) = self.agent.reconcile().machines
+        return {each.type: (each.status, each.reason) for each in machine.conditions}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    site = Site(tmp_path / "host")
+    site.start()
+    return site
+
+
+def said(ending: Ending) -> str:
+    return "\n".join(ending.sentences)
+
+
+def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
+    assert site.permitted()
+    ending = detach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert f"{SECOND} may be removed" in said(ending)
+    assert site.granted() == (FIRST,)
+    assert not site.permitted()
+    assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
+    conditions = site.conditions()
+    assert conditions[ConditionType.DEVICES_PRESENT] == (Status.TRUE, "GPUDetached")
+    assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
+
+
+def test_a_process_that_cannot_be_looked_at_is_told_and_decides_nothing(site: Site) -> None:
+    """Any pod can have some for ever."""
+    for pid in range(30, 45):
+        process(Path(site.host.root), pid)
+        site.host.failing[f"/proc/{pid}/task/{pid}/maps"] = PermissionError(13, "Permission denied")
+    ending = detach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert f"{SECOND} may be removed: nothing that can be looked at has it open" in ending.sentences[0]
+    assert "PID 30 cannot be looked at: Permission denied" in ending.sentences
+    assert ending.sentences[-1] == "and 5 more cannot be looked at"
+    assert holders(SECOND, site.agent)[0] == f"{SECOND}: nothing that can be looked at has it open"
+
+
+def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
+    """With another driver, or without a node of its number: there is no number to look for."""
+    site.host.remove_file("/dev/nvidia1")
+    site.host.rebind(FIRST, "vfio-pci")
+    site.host.remove_file(f"/proc/driver/nvidia/gpus/{FIRST}/information")
+    for address, driver in ((FIRST, "vfio-pci"), (SECOND, "nvidia")):
+        ending = detach(address, site.agent, FAST)
+        assert not ending.done
+        why = f"nobody can tell here who has it open: kernel driver {driver} has it"
+        assert f"{address} is left as it is: {why}" in ending.sentences[0]
+        (line,) = holders(address, site.agent)
+        assert line.startswith(f"{address}: {why}")
+    assert not site.host.exists(DETACHED_GPUS)
+    site.host.rebind(FIRST, "")
+    assert detach(FIRST, site.agent, FAST).done, "without a driver nothing can have it open"
+
+
+def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:
+    """Else a new pod would be given a node that does not open."""
+    order: list[tuple[tuple[str, ...], bool]] = []
+    site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
+    assert detach(SECOND, site.agent, FAST).done
+    assert order == [((FIRST,), True)]
+
+
+def test_refuse_changes_nothing(site: Site) -> None:
+    site.hold(group=POD_GROUP, inner=(77, 1), command=b"train")
+    before = site.host.read(handoff_file(MACHINE))
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert "is in use, and nothing was changed" in ending.sentences[0]
+    assert f"PID {HOLDER} (train), machine gpu-node (there PID 77), pod" in ending.sentences[1]
+    assert site.host.read(handoff_file(MACHINE)) == before
+    assert not site.host.exists(DETACHED_GPUS)
+    assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
+
+
+def test_the_device_plugin_is_said_to_need_a_restart(site: Site) -> None:
+    """It has every GPU open, so that `refuse` refuses always; a program of that name on the host is another."""
+    directory = site.hold(group=POD_GROUP, command=b"nvidia-device-p")
+    advice = 'machines.NAME.restart_device_plugin = true and on_detach = "drain-wait"'
+    assert advice in said(detach(SECOND, site.agent, FAST))
+    shutil.rmtree(directory)
+    site.hold(command=b"nvidia-device-p")
+    assert advice not in said(detach(SECOND, site.agent, FAST))
+
+
+def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
+    """Between the look and the withdrawal of the spec a pod may start."""
+    site.meanwhile = [site.hold]
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert site.granted() == (FIRST, SECOND)
+    assert site.permitted()
+
+
+def test_drain_wait_waits_for_the_users_to_end(site: Site) -> None:
+    agent = site.configure(on_detach="drain-wait")
+    directory = site.hold()
+    during: list[tuple[tuple[str, ...], bool]] = []
+    site.meanwhile = [
+        lambda: None,
+        lambda: during.append((site.granted(), site.permitted())),
+        lambda: shutil.rmtree(directory),
+    ]
+    ending = detach(SECOND, agent, FAST)
+    assert ending.done, said(ending)
+    assert during == [((FIRST,), True)], "no new pod gets it, and its users may open it again"
+    assert not site.permitted()
+
+
+def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
+    """As with a node that could not be drained: it gets no new work, and who asks again goes on waiting."""
+    agent = site.configure(on_detach="drain-wait", drain_wait=0)
+    directory = site.hold()
+    ending = detach(SECOND, agent, FAST)
+    assert not ending.done
+    assert "is given to no new pod, but after 0 s it is still in use" in ending.sentences[0]
+    assert (site.granted(), site.permitted()) == ((FIRST,), True)
+    site.agent.reconcile()
+    assert site.permitted(), "every pass leaves it to its users"
+    shutil.rmtree(directory)
+    assert detach(SECOND, agent, FAST).done
+    assert not site.permitted()
+
+
+def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> None:
+    """Where a number is asked for, another one takes its place only when its users have ended."""
+    agent = site.configure(gpus="count=1", on_detach="drain-wait", drain_wait=0)
+    agent.reconcile()
+    assert site.granted() == (FIRST,)
+    directory = site.hold(device="/dev/nvidia0")
+    for _ in range(2):
+        assert "is given to no new pod" in detach(FIRST, agent, FAST).sentences[0]
+        assert site.granted_gpus() == ()
+    assert f"{FIRST} is given back, to {MACHINE}" in said(attach(FIRST, agent, FAST))
+    assert site.granted() == (FIRST,)
+    assert not detach(FIRST, agent, FAST).done
+    shutil.rmtree(directory)
+    assert DeviceAllow("/dev/char/195:0", "rw") in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert detach(FIRST, agent, FAST).done
+    assert site.granted() == (SECOND,)
+    assert DeviceAllow("/dev/char/195:0", "rw") not in parse_live(site.host.read(live_file(MACHINE))).allow
+    assert f"{FIRST} is not detached any more; by their settings no machine gets it" in said(attach(FIRST, agent, FAST))
+    assert site.granted() == (SECOND,)
+
+
+def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) -> None:
+    """Not the one at the lower address, which would have been its replacement."""
+    site.configure(gpus=[SECOND]).reconcile()
+    agent = site.configure(gpus="count=1")
+    site.meanwhile = [site.hold]
+    ending = detach(SECOND, agent, FAST)
+    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert site.granted() == (SECOND,)
+
+
+class Interrupted(BaseException):
+    """As KeyboardInterrupt, which would end the test run."""
+
+
+@pytest.mark.parametrize("error", [Interrupted(), OSError(5, "Input/output error"), ObservationError("simulated")])
+@pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True), ("force", True)])
+def test_what_fails_on_the_way_leaves_no_refused_gpu_noted(
+    site: Site, policy: str, left: bool, error: BaseException
+) -> None:
+    """Else it would stay out of use although nobody was told so; what is left noted is said, with the way back."""
+
+    def fail() -> None:
+        raise error
+
+    agent = site.configure(on_detach=policy)
+    site.meanwhile = [fail]
+    with pytest.raises(type(error)):
+        detach(SECOND, agent, FAST)
+    assert (SECOND in observe_detached(site.host).gpus) is left
+    said_last = site.heard[-1]
+    assert (f"`unbounded-agent gpus attach {SECOND}`" in said_last) is left
+    site.agent.reconcile()
+    assert site.granted() == ((FIRST,) if left else (FIRST, SECOND))
+
+
+def test_what_was_detached_before_stays_so_when_another_attempt_fails(site: Site) -> None:
+    assert note_detached(site.host, SECOND, draining=True)
+    site.answers = False
+
+    def fail() -> None:
+        raise Interrupted
+
+    site.meanwhile = [fail]
+    with pytest.raises(Interrupted):
+        detach(SECOND, site.agent, FAST)
+    assert SECOND in observe_detached(site.host).gpus
+
+
+def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> None:
+    """CUDA opens /dev/nvidiactl and /dev/nvidia-uvm too, again and again."""
+    agent = site.configure(on_detach="drain-wait", drain_wait=0)
+    assert detach(FIRST, agent, FAST).done
+    site.hold()
+    assert not detach(SECOND, agent, FAST).done
+    allow = parse_live(site.host.read(live_file(MACHINE))).allow
+    assert {
+        DeviceAllow("/dev/char/195:1", "rw"),
+        DeviceAllow("/dev/char/195:255", "rw"),
+        DeviceAllow("/dev/char/511:0", "rw"),
+    } <= set(allow)
+    assert DeviceAllow("/dev/char/195:0", "rw") not in allow
+    assert site.conditions()[ConditionType.READY] == (Status.TRUE, "GPUDetached")
+
+
+def test_force_takes_it_and_says_who_still_has_it(site: Site) -> None:
+    agent = site.configure(on_detach="force")
+    site.hold(command=b"nvidia-persiste")
+    ending = detach(SECOND, agent, FAST)
+    assert not ending.done
+    assert "still in use: do not remove it yet" in ending.sentences[0]
+    assert f"nvidia-smi -i {SECOND} -pm 0" in ending.sentences[1]
+    assert (site.granted(), site.permitted()) == ((FIRST,), False)
+
+
+def test_a_machine_that_never_answers_is_forbidden_it_all_the_same(site: Site) -> None:
+    site.answers = False
+    site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
+    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, tell=0))
+    assert ending.done, said(ending)
+    assert f"machine {MACHINE} did not leave it out of its CDI specification" in said(ending)
+    assert not site.permitted()
+
+
+def test_a_machine_of_other_settings_may_still_open_it(site: Site) -> None:
+    """Nothing can be taken from a machine of which nobody knows what it was started with."""
+    site.host.remove_file(live_file(MACHINE))
+    ending = detach(SECOND, site.agent, FAST)
+    assert not ending.done
+    assert f"may still be opened in {MACHINE}" in ending.sentences[0]
+    assert f"machinectl reboot {MACHINE}" in said(ending)
+
+
+def test_a_stopped_machine_is_not_waited_for(site: Site) -> None:
+    units(site.host, "inactive")
+    assert detach(SECOND, site.agent, FAST).done
+    assert not [each for each in site.heard if each.startswith("wait")]
+    assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
+
+
+def test_what_is_detached_comes_back_by_hand(site: Site) -> None:
+    assert detach(SECOND, site.agent, FAST).done
+    ending = attach(SECOND, site.agent, FAST)
+    assert ending.done, said(ending)
+    assert site.granted() == (FIRST, SECOND)
+    assert site.permitted()
+    assert "not detached: nothing to do" in said(attach(SECOND, site.agent, FAST))
+
+
+def test_what_is_plugged_anew_is_granted_as_usual(site: Site) -> None:
+    """Also when nobody looked while it was gone."""
+    assert detach(SECOND, site.agent, FAST).done
+    site.agent.reconcile()
+    assert site.granted() == (FIRST,)
+    site.plug(SECOND)
+    site.agent.reconcile()
+    assert site.granted() == (FIRST, SECOND)
+
+
+def test_an_unknown_address_is_bad_input(site: Site) -> None:
+    for address in ("0000:ff:00.0", "all", "", "\x1b[2J"):
+        with pytest.raises(ConfigError, match=f"there is no GPU of this PCI address.*{FIRST}"):
+            detach(address, site.agent, FAST)
+    with pytest.raises(ConfigError):
+        attach("0000:ff:00.0", site.agent, FAST)
+    site.host.drm = Unseen("udev: time limit")
+    with pytest.raises(ObservationError, match="time limit"):
+        detach(SECOND, site.agent, FAST)
+
+
+def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
+    """It is held as it is, by a failed look at something else."""
+    agent = site.configure(gpus="count=2")
+    site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
+    with pytest.raises(ObservationError, match=f"machine {MACHINE} is left as it is"):
+        detach(SECOND, agent, FAST)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "granted", "reason"),
+    [
+        ("count=1", (SECOND,), "Present"),
+        ("count=2", (SECOND,), "GPUDetached"),
+        ("count=3", (SECOND,), "GPUNotFound"),
+        ([FIRST, SECOND], (SECOND,), "GPUDetached"),
+        ([FIRST, "0000:03:00.0"], (), "GPUNotFound"),
+    ],
+)
+def test_what_a_machine_gets_in_its_place(tmp_path: Path, gpus: object, granted: tuple[str, ...], reason: str) -> None:
+    """Another GPU where a number is asked for and one is free, as for a GPU that is gone."""
+    site = Site(tmp_path / "host")
+    site.configure(gpus=gpus)
+    site.start()
+    assert note_detached(site.host, FIRST, draining=False)
+    outcome = site.agent.reconcile()
+    assert site.granted() == granted
+    assert site.conditions()[ConditionType.DEVICES_PRESENT][1] == reason
+    assert outcome.machines[0].gpus == granted
+
+
+@pytest.mark.parametrize(("required", "status"), [(False, Status.TRUE), (True, Status.FALSE)])
+def test_a_machine_without_its_only_gpu(site: Site, required: bool, status: Status) -> None:
+    site.configure(require_gpus=required)
+    for address in (FIRST, SECOND):
+        assert note_detached(site.host, address, draining=False)
+    assert site.conditions()[ConditionType.READY] == (status, "GPUDetached")
+
+
+def test_holders_are_listed_by_gpu(site: Site) -> None:
+    site.hold()
+    assert holders("", site.agent) == (
+        f"{FIRST}: nothing has it open",
+        f"{SECOND}: PID {HOLDER} (python3): /dev/nvidia1",
+    )
+    assert holders(SECOND.upper(), site.agent) == holders("", site.agent)[1:]
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {"device": 1}}', b"\xff"])
+def test_a_spoiled_note_is_discarded_and_told(site: Site, content: bytes) -> None:
+    site.host.write(DETACHED_GPUS, content)
+    outcome = site.agent.reconcile()
+    assert any(DETACHED_GPUS in problem for problem in outcome.facts.problems)
+    assert site.granted() == (FIRST, SECOND)
+    assert note_detached(site.host, SECOND, draining=True)
+    assert observe_detached(site.host).draining == {SECOND}
+
+
+def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
+    site.host.failing[DETACHED_GPUS] = OSError(5, "Input/output error")
+    with pytest.raises(ObservationError, match=DETACHED_GPUS):
+        site.agent.reconcile()
+
+
+def test_notes_are_of_one_gpu_each(site: Site) -> None:
+    assert note_detached(site.host, FIRST, draining=False)
+    assert note_detached(site.host, SECOND, draining=True)
+    assert not note_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"
+    forget_detached(site.host, FIRST)
+    assert observe_detached(site.host).gpus == {SECOND}

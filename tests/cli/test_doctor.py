@@ -1,0 +1,220 @@
+"""What `doctor` says: findings of conditions and of the host, in words and as JSON."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.cli.doctor import (
+    SERVICE,
+    HostDiagnosis,
+    as_json,
+    diagnose,
+    diagnose_host,
+    in_words,
+    sound,
+)
+from agent.host.outcome import MachineOutcome
+from agent.host.vendors import HOST_VENDORS
+from agent.model.conditions import ConditionType, Status, false, unknown
+from agent.model.facts import Facts
+from agent.model.reasons import Reason
+from agent.vendors.host_vendor import DriverForPods
+from agent.vendors.nvidia.user_space.cuda_version import ASK
+from tests.fakes.gpu_host import VERSION, reconciler
+from tests.fakes.host import Host
+from tests.fakes.reconciler import conditions
+from tests.project.test_docs import rows
+
+NOT_LOADED = false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "run `modprobe nvidia`")
+SILENT = [
+    unknown(kind, Reason.NO_REPORT, "it has not reported") for kind in (*ConditionType,) if "RUNTIME" in kind.name
+]
+NOTHING = Facts("x86_64", 257, (), (), ())
+NO_DAEMON = false(ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING, "start it")
+
+
+@pytest.fixture
+def sound_host(host: Host) -> Host:
+    host.bus.unit(SERVICE)
+    for name, value in (("vm/overcommit_memory", "1"), ("kernel/panic", "10"), ("kernel/panic_on_oops", "1")):
+        host.file(f"/proc/sys/{name}", f"{value}\n")
+    return host
+
+
+def test_a_sound_machine_has_no_finding() -> None:
+    diagnosis = diagnose(MachineOutcome("gpu-node", conditions()))
+    assert diagnosis.findings == ()
+    assert sound([diagnosis], HostDiagnosis())
+    assert in_words([diagnosis], HostDiagnosis()) == [
+        "host: nothing found",
+        "gpu-node: ready: AllConditionsTrue",
+        "image for machines of this host: containerfiles/agent-ubuntu2404",
+    ]
+
+
+def test_faults_come_in_order_with_what_they_look_like() -> None:
+    diagnosis = diagnose(MachineOutcome("gpu-node", conditions(*SILENT, NOT_LOADED, NO_DAEMON)))
+    assert not sound([diagnosis], HostDiagnosis())
+    driver, daemon, silent = diagnosis.findings
+    assert (driver.conditions, driver.reason) == ((ConditionType.DRIVER_LOADED,), "ModuleNotLoaded")
+    assert "couldn't communicate with the NVIDIA driver" in driver.looks_like
+    assert (driver.prevents_ready, daemon.prevents_ready) == (True, False)
+    assert silent.conditions == (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
+    assert (silent.status, silent.looks_like) == (Status.UNKNOWN, ""), "what is not known is not seen"
+    lines = in_words([diagnosis], HostDiagnosis())
+    assert lines[1:5] == [
+        "gpu-node: not ready: ModuleNotLoaded",
+        "  - DriverLoaded: False, ModuleNotLoaded",
+        "    run `modprobe nvidia`",
+        f"    seen as: {driver.looks_like}",
+    ]
+    assert "  - PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines
+    assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
+
+
+def test_what_is_not_needed_for_ready_is_told_and_no_fault() -> None:
+    diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
+    assert len(diagnosis.findings) == 1
+    assert sound([diagnosis], HostDiagnosis())
+
+
+def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
+    fabric = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "start it")
+    versions = false(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH, "reload it")
+    found = {
+        each.reason: each.looks_like for each in diagnose(MachineOutcome("m", conditions(fabric, versions))).findings
+    }
+    assert "802 (SYSTEM_NOT_READY)" in found["FabricManagerNotRunning"]
+    assert "803 (SYSTEM_DRIVER_MISMATCH)" in found["VersionMismatch"]
+
+
+def test_as_json() -> None:
+    diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NOT_LOADED)))
+    host = HostDiagnosis(("a setting is wrong",), (DriverForPods("nvidia", "550.163.01", {"CUDA": "12.4"}),))
+    assert json.loads(as_json([diagnosis], host)) == {
+        "host": ["a setting is wrong"],
+        "drivers": [
+            {"vendor": "nvidia", "version": "550.163.01", "interfaces": {"CUDA": "12.4"}, "unknown": ""},
+        ],
+        "image": "agent-ubuntu2404",
+        "machines": {
+            "gpu-node": {
+                "ready": "False",
+                "findings": [
+                    {
+                        "conditions": ["DriverLoaded"],
+                        "status": "False",
+                        "reason": "ModuleNotLoaded",
+                        "message": "run `modprobe nvidia`",
+                        "looksLike": diagnosis.findings[0].looks_like,
+                        "preventsReady": True,
+                    }
+                ],
+            }
+        },
+    }
+
+
+def test_symptoms_are_of_reasons_that_there_are() -> None:
+    """A reason that was renamed would leave its symptom behind."""
+    reasons = {row["reason"] for row in rows() if row["status"] == "False"}
+    of_vendors = {reason for vendor in HOST_VENDORS for _, reason in vendor.symptoms if reason}
+    assert of_vendors - reasons == set()
+
+
+# ---- the host
+
+
+LIBCUDA = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
+
+
+def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
+    host.command(sys.executable, "-I", "-c", ASK, LIBCUDA, stdout=text, stderr="no\n" * status, status=status)
+
+
+def host_findings(host: Host) -> tuple[str, ...]:
+    return diagnose_host(NOTHING, host).findings
+
+
+@pytest.mark.scenario("003")
+@pytest.mark.usefixtures("sound_host")
+@pytest.mark.parametrize(
+    ("text", "status", "said"),
+    [
+        ("12040\n", 0, "nvidia 550.163.01, CUDA 12.4"),
+        ("13000\n", 0, "nvidia 550.163.01, CUDA 13.0"),
+        ("oops\n", 0, "gives 'oops'"),
+        ("", 1, "exit code 1: no"),
+    ],
+)
+def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, status: int, said: str) -> None:
+    answer_of_libcuda(gpu_host, text, status)
+    host = diagnose_host(reconciler(gpu_host).look()[0], gpu_host)
+    (line,) = (each for each in in_words([], host) if each.startswith("driver for pods: "))
+    assert said in line
+
+
+def test_without_a_driver_there_is_nothing_to_say_of_one(sound_host: Host) -> None:
+    assert diagnose_host(NOTHING, sound_host).drivers == ()
+
+
+@pytest.mark.usefixtures("sound_host")
+def test_only_the_host_s_own_library_is_loaded(gpu_host: Host) -> None:
+    """Not the copy that machines see: root in one of them may have changed it."""
+    passes = reconciler(gpu_host)
+    passes.reconcile()
+    answer_of_libcuda(gpu_host, "12040\n")
+    assert diagnose_host(passes.look()[0], gpu_host).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
+    gpu_host.driver("535.261.03", gpus=2)
+    (driver,) = diagnose_host(passes.look()[0], gpu_host).drivers
+    assert (driver.version, driver.interfaces) == ("535.261.03", {})
+    assert driver.unknown == "this host has no libcuda of 535.261.03: see LibrariesPresent"
+
+
+@pytest.mark.usefixtures("sound_host")
+@pytest.mark.parametrize("path", [LIBCUDA, "/usr/lib/x86_64-linux-gnu/nvidia"])
+def test_what_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
+    facts = reconciler(gpu_host).look()[0]
+    gpu_host.owners[path] = (0o775, 0)
+    (driver,) = diagnose_host(facts, gpu_host).drivers
+    assert driver.interfaces == {}
+    assert re.search(r"libcuda.* was not loaded: users other than root can write (in |it ).*0775", driver.unknown)
+
+
+@pytest.mark.usefixtures("sound_host")
+def test_the_image_is_chosen_by_the_gpus_that_are_there(gpu_host: Host) -> None:
+    passes = reconciler(gpu_host)
+    answer_of_libcuda(gpu_host, "12040\n")
+    image = diagnose_host(passes.look()[0], gpu_host).image
+    assert image == "agent-ubuntu2404-nvidia"
+    assert Path("containerfiles", image, "Containerfile").exists()
+    gpu_host.pci = gpu_host.drm = ()
+    image = diagnose_host(passes.look()[0], gpu_host).image
+    assert image == "agent-ubuntu2404"
+    assert Path("containerfiles", image, "Containerfile").exists()
+
+
+def test_a_host_as_it_should_be(sound_host: Host) -> None:
+    assert host_findings(sound_host) == ()
+
+
+def test_a_service_that_does_not_run_or_is_not_there(sound_host: Host) -> None:
+    sound_host.bus.unit(SERVICE, "failed")
+    (finding,) = host_findings(sound_host)
+    assert finding.startswith("unbounded-agent.service is failed: nothing follows what changes on the host")
+    assert finding.endswith("run `systemctl enable --now unbounded-agent`")
+    sound_host.bus.unit(SERVICE, "inactive", "not-found")
+    (finding,) = host_findings(sound_host)
+    assert finding.startswith("unbounded-agent.service is not installed: ")
+    assert not sound([diagnose(MachineOutcome("gpu-node", conditions()))], HostDiagnosis((finding,)))
+
+
+def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:
+    sound_host.file("/proc/sys/kernel/panic", "0\n")
+    sound_host.remove_file("/proc/sys/vm/overcommit_memory")
+    absent, wrong = host_findings(sound_host)
+    assert absent == "/proc/sys/vm/overcommit_memory cannot be read: No such file or directory"
+    assert wrong.startswith("kernel.panic is 0, and the kubelet of a machine does not start until it is 10: write ")

@@ -1,0 +1,314 @@
+"""Loading the driver where that is configured, by scripted modprobe, nvidia-modprobe and mknod on a synthetic host.
+
+What these programs do to the host is played by the test: module directories, GPUs' drivers and device nodes.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.cli.load_modules import load_modules
+from agent.config.settings import Config
+from agent.host.state.detached_gpus import note_detached
+from agent.model.device import DeviceNumber
+from agent.model.errors import AgentError, ApplyError, ObservationError
+from agent.model.facts import PciDevice, Unseen
+from agent.system.process import Completed
+from agent.vendors.nvidia.devices.make_nodes import Parameters, parse_parameters
+from tests.fakes.host import PROC_DEVICES, Host, ScriptedRunner
+
+MODULES = ("nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm")
+VERSION = "550.163.01"
+GPU = "0000:01:00.0"
+ALL_NODES = {
+    "/dev/nvidiactl": (195, 255),
+    "/dev/nvidia0": (195, 0),
+    "/dev/nvidia-modeset": (195, 254),
+    "/dev/nvidia-uvm": (511, 0),
+    "/dev/nvidia-uvm-tools": (511, 1),
+}
+BY_OPTION = {
+    ("-c", "255"): ("/dev/nvidiactl",),
+    ("-c", "0"): ("/dev/nvidia0",),
+    ("-m",): ("/dev/nvidia-modeset",),
+    ("-u", "-c", "0"): ("/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"),
+}
+
+
+class Programs(ScriptedRunner):
+    """modprobe and those that make nodes."""
+
+    host: Host
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blacklisted: set[str] = set()
+        self.missing: set[str] = set()
+        """Modules that are not installed."""
+        self.on_disk = VERSION
+        self.broken = False
+        """Whether what makes nodes does nothing."""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv in self.answers:
+            return super().__call__(argv, timeout)
+        self.calls.append(argv)
+        match argv:
+            case ("modprobe", "--use-blacklist", module):
+                return self._modprobe(module)
+            case ("modinfo", "--field=version", module):
+                return Completed(0, f"{self.on_disk}\n".encode(), b"")
+            case ("nvidia-modprobe", *options):
+                self._nodes(*BY_OPTION[tuple(options)])
+            case ("mknod", _, path, "c", major, minor):
+                assert ALL_NODES[path] == (int(major), int(minor))
+                self._nodes(path)
+            case ("chown", _, _):
+                pass
+            case _:
+                raise AssertionError(f"nobody expected {' '.join(argv)}")
+        return Completed(0, b"", b"")
+
+    def _nodes(self, *paths: str) -> None:
+        for path in paths if not self.broken else ():
+            self.host.node(path, *ALL_NODES[path])
+
+    def _modprobe(self, module: str) -> Completed:
+        if module in self.missing:
+            return Completed(1, b"", f"modprobe: FATAL: Module {module} not found".encode())
+        if module not in self.blacklisted:
+            loaded(self.host, module)
+        return Completed(0, b"", b"")
+
+
+def loaded(host: Host, module: str) -> None:
+    host.file(f"/sys/module/{module}/version", f"{VERSION}\n")
+    if module == "nvidia":
+        host.file("/proc/devices", PROC_DEVICES)
+        host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileMode: 438\n")
+        host.file(f"/proc/driver/nvidia/gpus/{GPU}/information", "Device Minor: \t 0\n")
+        host.rebind(GPU, "nvidia")
+
+
+@pytest.fixture
+def programs() -> Programs:
+    return Programs()
+
+
+@pytest.fixture
+def host(tmp_path: Path, programs: Programs) -> Host:
+    """A GPU without a driver, and nvidia-modprobe."""
+    host = Host(tmp_path, runner=programs)
+    programs.host = host
+    host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
+    host.file("/usr/bin/nvidia-modprobe", executable=True)
+    host.pci = (PciDevice(GPU, 0x10DE, 0x2330, 0x030200),)
+    host.file(f"/sys/bus/pci/devices/{GPU}/driver_override", "(null)\n")
+    return host
+
+
+def load(host: Host, *, configured: bool = True) -> str:
+    """What was told."""
+    said: list[str] = []
+    config = Config.model_validate({"machines": {"a": {}}, "driver": {"load_modules": configured}})
+    load_modules(config, host, host, said.append)
+    return "\n".join(said)
+
+
+def nodes(host: Host) -> dict[str, tuple[int, int]]:
+    found = {path: host.device(path) for path in ALL_NODES if host.exists(path)}
+    return {path: (number.major, number.minor) for path, number in found.items() if number}
+
+
+def modprobed(host: Host) -> list[str]:
+    return [call[2] for call in host.runner.calls if call[0] == "modprobe"]
+
+
+def test_nothing_is_done_where_it_is_not_configured(host: Host) -> None:
+    assert "driver.load_modules is not set" in load(host, configured=False)
+    assert host.runner.calls == []
+
+
+def test_modules_in_their_order_then_nodes(host: Host) -> None:
+    said = load(host)
+    assert modprobed(host) == list(MODULES)
+    assert nodes(host) == ALL_NODES
+    assert "loaded kernel module nvidia_uvm" in said
+    assert "made /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in said
+    options = [call[1:] for call in host.runner.calls if call[0] == "nvidia-modprobe"]
+    assert sorted(options) == sorted(BY_OPTION), "one call makes both nodes of nvidia_uvm"
+
+
+def test_what_is_there_is_left_alone(host: Host) -> None:
+    load(host)
+    host.runner.calls.clear()
+    assert load(host) == ""
+    assert host.runner.calls == []
+
+
+def test_without_nvidia_modprobe_by_the_driver_s_parameters(host: Host) -> None:
+    host.remove_file("/usr/bin/nvidia-modprobe")
+    for module in MODULES:
+        loaded(host, module)
+    host.file(
+        "/proc/driver/nvidia/params", "ModifyDeviceFiles: 1\nDeviceFileUID: 0\nDeviceFileGID: 44\nDeviceFileMode: 432\n"
+    )
+    load(host)
+    assert nodes(host) == ALL_NODES
+    calls = host.runner.calls
+    assert ("mknod", "--mode=0660", "/dev/nvidia0", "c", "195", "0") in calls
+    assert calls[calls.index(("mknod", "--mode=0660", "/dev/nvidia0", "c", "195", "0")) + 1] == (
+        "chown",
+        "0:44",
+        "/dev/nvidia0",
+    )
+
+
+def test_node_of_before_a_reload_is_made_anew(host: Host) -> None:
+    """A dynamic major is another one then, and may be another driver's."""
+    host.remove_file("/usr/bin/nvidia-modprobe")
+    host.node("/dev/nvidia-uvm", 234, 0)
+    load(host)
+    assert nodes(host)["/dev/nvidia-uvm"] == (511, 0)
+
+
+def test_what_is_no_device_is_not_replaced(host: Host) -> None:
+    host.remove_file("/usr/bin/nvidia-modprobe")
+    host.file("/dev/nvidiactl", "a file of somebody")
+    with pytest.raises(ApplyError, match="/dev/nvidiactl cannot be made: /dev/nvidiactl is no device"):
+        load(host)
+    assert host.read("/dev/nvidiactl") == b"a file of somebody"
+    assert "/dev/nvidia0" in nodes(host), "the others are not held up"
+
+
+def test_driver_that_wants_no_nodes_made(host: Host) -> None:
+    for module in MODULES:
+        loaded(host, module)
+    host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
+    assert "/proc/driver/nvidia/params forbids to make them" in load(host)
+    assert nodes(host) == {}
+
+
+def test_nodes_that_do_not_come(host: Host, programs: Programs) -> None:
+    programs.broken = True
+    with pytest.raises(ApplyError, match=r"/dev/nvidiactl, .* cannot be made: nvidia-modprobe said nothing"):
+        load(host)
+
+
+@pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
+def test_blacklisted_module_is_not_loaded(host: Host, programs: Programs, module: str) -> None:
+    """modprobe says nothing of it."""
+    programs.blacklisted = {module}
+    with pytest.raises(ApplyError, match=f"kernel module {module} is not loaded: it is blacklisted"):
+        load(host)
+    assert modprobed(host)[-1] == module
+
+
+@pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
+def test_module_that_is_not_installed(host: Host, programs: Programs, module: str) -> None:
+    programs.missing = {module}
+    with pytest.raises(AgentError, match=f"Module {module} not found"):
+        load(host)
+
+
+def test_modules_for_graphics_are_no_condition(host: Host, programs: Programs) -> None:
+    """Packages for servers without a display have neither."""
+    programs.missing = {"nvidia_modeset", "nvidia_drm"}
+    said = load(host)
+    assert "not all of nvidia_modeset, nvidia_drm are loaded, which only graphics needs: " in said
+    assert nodes(host).keys() == ALL_NODES.keys() - {"/dev/nvidia-modeset"}
+
+
+def test_what_is_blacklisted_is_not_loaded_for_another_module(host: Host, programs: Programs) -> None:
+    """modprobe applies the blacklist to what it is asked for, and not to what that depends on."""
+    programs.blacklisted = {"nvidia_modeset"}
+    assert "kernel module nvidia_modeset is not loaded: it is blacklisted" in load(host)
+    assert modprobed(host) == list(MODULES[:3])
+
+
+def test_module_on_disk_of_another_version(host: Host, programs: Programs) -> None:
+    """The driver's upgrade has not come to its end."""
+    loaded(host, "nvidia")
+    programs.on_disk = "580.95.05"
+    with pytest.raises(ApplyError, match=r"nvidia 550\.163\.01 is loaded, and nvidia_uvm on disk is of 580\.95\.05"):
+        load(host)
+    assert modprobed(host) == []
+
+
+def _vfio(host: Host) -> None:
+    host.rebind(GPU, "vfio-pci")
+
+
+def _reserved(host: Host) -> None:
+    host.file(f"/sys/bus/pci/devices/{GPU}/driver_override", "vfio-pci\n")
+
+
+@pytest.mark.parametrize("take", [_vfio, _reserved])
+def test_gpu_of_another_driver_is_left_to_it(host: Host, take: Callable[[Host], None]) -> None:
+    """Also one that is only reserved for it, and without a driver at the moment."""
+    take(host)
+    said = load(host)
+    assert f"GPU {GPU} is left to its driver vfio-pci" in said
+    assert "no GPU here is for NVIDIA's driver" in said
+    assert host.runner.calls == []
+
+
+def test_gpu_that_shares_the_host_with_one_of_vfio(host: Host) -> None:
+    assert isinstance(host.pci, tuple)
+    host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x2330, 0x030200, "vfio-pci"))
+    assert "GPU 0000:02:00.0 is left to its driver vfio-pci" in load(host)
+    assert nodes(host) == ALL_NODES
+
+
+def test_no_gpu(host: Host) -> None:
+    host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x1234, 0x030000, "i915"),)
+    assert load(host) == "no GPU here is for NVIDIA's driver"
+
+
+def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
+    """Its administrator may be about to give it to another driver."""
+    host.remove_file(f"/sys/bus/pci/devices/{GPU}/driver_override")
+    (Path(host.root) / f"sys/bus/pci/devices/{GPU}").rmdir()
+    host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00/0000:00:01.0")
+    assert note_detached(host, GPU, draining=False)
+    assert f"while GPU {GPU} is detached" in load(host)
+    assert host.runner.calls == []
+
+
+def test_bus_that_cannot_be_listed(host: Host) -> None:
+    """Which driver the GPUs have is not known then."""
+    host.pci = Unseen("udev: pci devices cannot be listed")
+    with pytest.raises(ObservationError, match="cannot be listed"):
+        load(host)
+    assert host.runner.calls == []
+
+
+def test_driver_up_to_535_has_one_name_for_all(host: Host) -> None:
+    for module in MODULES:
+        loaded(host, module)
+    host.file("/proc/devices", "Character devices:\n195 nvidia-frontend\n511 nvidia-uvm\n\nBlock devices:\n")
+    load(host)
+    assert nodes(host) == ALL_NODES
+
+
+@pytest.mark.parametrize(
+    ("text", "parameters"),
+    [
+        ("", Parameters()),
+        ("DeviceFileMode: 438\n", Parameters()),
+        (
+            "ModifyDeviceFiles: 0\nDeviceFileUID: 1\nDeviceFileGID: 44\nDeviceFileMode: 432\n",
+            Parameters(False, 1, 44, 0o660),
+        ),
+        ('DeviceFileMode: "x"\nRegistryDwords: ""\nno colon\n', Parameters()),
+        ("DeviceFileMode: 4294967295\n", Parameters(mode=0o777)),
+    ],
+)
+def test_parameters(text: str, parameters: Parameters) -> None:
+    assert parse_parameters(text) == parameters
+
+
+def test_the_numbers_of_a_node_are_compared_whole(host: Host) -> None:
+    load(host)
+    assert host.device("/dev/nvidia0") == DeviceNumber(195, 0)

@@ -1,0 +1,157 @@
+"""The command line: help texts, exit codes, and commands on a host that lacks what machines need."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent import __version__
+from agent.cli import main as cli
+from agent.cli.main import main
+from agent.cli.parser import COMMANDS, GPU_COMMANDS, make_parser
+from tests.cli.test_doctor import answer_of_libcuda
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
+INSTALL = "install the package systemd-container"
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from parsers(command)
+
+
+PARSERS = list(parsers(make_parser()))
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+# ---- help and version
+
+
+def test_the_version_is_an_option_and_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["version"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"unbounded-agent {__version__} (Python ")
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert (ended.value.code, capsys.readouterr().out) == (0, printed)
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
+def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.ArgumentParser) -> None:
+    paragraphs = parser.format_help().split("\n\n")
+    assert paragraphs[1] == parser.description
+    assert paragraphs[1].endswith(".")
+    codes, example = paragraphs[-2:]
+    assert codes.startswith("exit codes:\n  0 ")
+    assert "\n  2   the configuration or an argument is wrong" in codes
+    assert example.startswith("example:\n  ")
+    assert "unbounded-agent" in example
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
+def test_lines_of_help_fit_a_terminal(parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert [line for line in parser.format_help().splitlines() if len(line) > 80] == []
+
+
+def test_commands_that_only_units_run_are_not_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = help_of(capsys)
+    hidden = {name for name, command in COMMANDS.items() if command.hidden}
+    assert hidden == {"load-modules", "prepare"}
+    assert [name for name in hidden if name in listed] == []
+    assert [name for name in COMMANDS if name not in listed and name not in hidden] == []
+    assert [name for name in GPU_COMMANDS if name not in help_of(capsys, "gpus")] == []
+
+
+def test_hidden_commands_have_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "unbounded-agent-prepare@MACHINE.service" in help_of(capsys, "prepare")
+    assert "unbounded-agent-modules.service" in help_of(capsys, "load-modules")
+
+
+# ---- exit codes
+
+
+@pytest.mark.parametrize("arguments", [(), ("gpus",), ("gpus", "detach"), ("prepare",), ("reset",), ("status", "-x")])
+def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: unbounded-agent")
+
+
+@pytest.mark.parametrize("command", ["plan", "status", "doctor"])
+def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    file = tmp_path / "config.toml"
+    assert main(["--config", str(file), command]) == 2
+    assert f"unbounded-agent: {file}: there is no such file" in capsys.readouterr().err
+    file.write_text("machines.a.speed = 9\n")
+    assert main(["--config", str(file), command]) == 2
+    assert capsys.readouterr().err == f"unbounded-agent: {file}: machines.a.speed: unknown key\n"
+
+
+# ---- a host without systemd-container
+
+
+@pytest.fixture
+def bare_host(gpu_host: Host) -> Host:
+    """Machines cannot start on it."""
+    gpu_host.remove_file(TEMPLATE)
+    gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
+    answer_of_libcuda(gpu_host, "12040\n")
+    return gpu_host
+
+
+def test_doctor_lists_the_missing_template_and_goes_on(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._doctor(reconciler(bare_host), False) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["host:", lines[1]]
+    assert lines[1].startswith("  - no machine can start: systemd-nspawn@.service is in none of /etc/systemd/system")
+    assert lines[1].endswith(INSTALL)
+    assert lines[2].startswith("  - unbounded-agent.service is not installed")
+    assert f"{MACHINE}: not known to be ready: ObservationFailed" in lines
+    assert any(line.startswith("driver for pods: nvidia") for line in lines)
+
+
+def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._doctor(reconciler(bare_host), True) == 1
+    document = json.loads(capsys.readouterr().out)
+    assert INSTALL in document["host"][0]
+    assert MACHINE in document["machines"]
+
+
+def test_status_notes_it_and_prints_the_table(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._status(reconciler(bare_host), False) == 0
+    printed = capsys.readouterr()
+    assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
+    assert "Ready  Unknown" in printed.out
+
+
+def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli._plan(reconciler(bare_host)) == 1
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"{MACHINE}: left as it is: systemd-nspawn@.service is in none of")
+    assert INSTALL in printed.err
+
+
+def test_a_pass_changes_nothing_of_a_machine_that_has_its_settings(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.remove_file(TEMPLATE)
+    outcome = agent.run_pass(by_hand=True)
+    assert (outcome.actions, outcome.failures) == ((), ())
+    assert not [argv for argv in gpu_host.runner.calls if "start" in argv]
+    gpu_host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
+    assert not agent.reconcile().actions

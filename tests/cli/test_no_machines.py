@@ -1,0 +1,77 @@
+"""A configuration without machines: what was written for those that it had goes, and each command says so."""
+
+import json
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from agent.cli import main as cli
+from agent.config.settings import Config
+from agent.host.daemon.http.gauges import View
+from agent.host.daemon.http.health import status_line
+from agent.host.daemon.http.metrics import TEXT, Metrics
+from agent.host.reconcile import Reconciler
+from agent.model.paths import nspawn_file, unit_drop_in
+from agent.vendors.nvidia.user_space.cuda_version import ASK
+from tests.cli.test_doctor import LIBCUDA
+from tests.fakes.gpu_host import MACHINE, reconciler, units
+from tests.fakes.host import Host
+
+SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
+
+
+@pytest.fixture
+def empty(gpu_host: Host) -> Reconciler:
+    """On a host that had a machine."""
+    assert not reconciler(gpu_host).reconcile().failures
+    gpu_host.bus.unit("unbounded-agent.service", "active")
+    gpu_host.command(sys.executable, "-I", "-c", ASK, LIBCUDA, stdout="12040\n")
+    return Reconciler(Config(machines={}), gpu_host, gpu_host)
+
+
+def test_a_pass_removes_what_was_written_for_a_machine_that_is_off(gpu_host: Host, empty: Reconciler) -> None:
+    assert all(gpu_host.exists(path) for path in SETTINGS)
+    outcome = empty.run_pass()
+    assert (outcome.machines, outcome.failures) == ((), ())
+    assert not any(gpu_host.exists(path) for path in SETTINGS)
+    assert not empty.run_pass().actions
+    assert not [argv for argv in gpu_host.runner.calls if "start" in argv]
+
+
+def test_a_machine_that_runs_keeps_its_settings(gpu_host: Host, empty: Reconciler) -> None:
+    units(gpu_host, "active")
+    assert not empty.run_pass().failures
+    assert all(gpu_host.exists(path) for path in SETTINGS)
+
+
+def test_the_pages_have_the_host_alone(empty: Reconciler) -> None:
+    outcome = empty.run_pass()
+    page = Metrics().page(View("0.1.0", outcome.machines, outcome, observed=1.7e9), TEXT).body.decode()
+    assert "unbounded_agent_host_pci_gpus 2.0" in page
+    assert f'machine="{MACHINE}"' not in page
+    assert status_line(outcome.machines) == "no machine is configured"
+
+
+@pytest.mark.parametrize(
+    ("look", "code"),
+    [
+        (cli._plan, 0),
+        (cli._apply, 0),
+        (lambda agent: cli._status(agent, False), 0),
+        # The kubelet's sysctls are not set on the simulated host.
+        (lambda agent: cli._doctor(agent, False), 1),
+    ],
+)
+def test_each_command_says_so(
+    empty: Reconciler, capsys: pytest.CaptureFixture[str], look: Callable[[Reconciler], int], code: int
+) -> None:
+    assert look(empty) == code
+    assert capsys.readouterr().out.splitlines().count("no machine is configured") == 1
+
+
+def test_programs_get_an_empty_object(empty: Reconciler, capsys: pytest.CaptureFixture[str]) -> None:
+    cli._status(empty, True)
+    assert json.loads(capsys.readouterr().out) == {}
+    cli._doctor(empty, True)
+    assert json.loads(capsys.readouterr().out)["machines"] == {}

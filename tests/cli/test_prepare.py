@@ -1,0 +1,131 @@
+"""What happens before each start of a machine."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from agent.cli.prepare import prepare
+from agent.model.errors import BusAnswerError, ConfigError
+from agent.model.live import parse_live
+from agent.model.paths import MACHINES_STATE, PASS_LOCK, live_file, nspawn_file, report_directory
+from agent.system.bus import SYSTEMD_MANAGER
+from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
+from tests.fakes.host import Host
+from tests.host.test_damage import allowed, running, started
+from tests.host.test_reconcile import OPENED, report
+
+
+def test_the_machine_gets_fresh_settings(gpu_host: Host) -> None:
+    outcome = prepare(MACHINE, reconciler(gpu_host))
+    assert gpu_host.is_directory(report_directory(MACHINE))
+    assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].starts_with
+
+
+def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_host: Host) -> None:
+    """`systemctl start` of a running machine pulls prepare@ in as well."""
+    gpu_host.write(live_file(MACHINE), b"0123")
+    units(gpu_host, "active")
+    prepare(MACHINE, reconciler(gpu_host))
+    assert gpu_host.read(live_file(MACHINE)) == b"0123"
+
+
+def test_what_an_earlier_machine_of_that_name_reported_answers_nothing(gpu_host: Host) -> None:
+    """Also if its unit could not mount an empty report directory. It may be another machine altogether."""
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    report(gpu_host, OPENED)
+    assert not agent.reconcile().machines[0].pending
+    units(gpu_host, "activating")
+    prepare(MACHINE, agent)
+    units(gpu_host, "active")
+    outcome = agent.reconcile()
+    assert outcome.machines[0].pending
+    assert "NoReport" in {each.reason for each in outcome.machines[0].conditions}
+
+
+def test_a_machine_that_is_replaced_while_a_pass_changes_its_devices(gpu_host: Host) -> None:
+    """The note is of the new one, which has all by its settings: nothing is bound a second time."""
+    starting: list[threading.Thread] = []
+    call = gpu_host.bus.__call__
+
+    def replaced(
+        service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        if method == f"{SYSTEMD_MANAGER}.SetUnitProperties" and not starting:
+            units(gpu_host, "activating")
+            gpu_host.bus.refused["/dev/nvidia2"] = BusAnswerError("No machine 'gpu-node' known")
+            starting.append(threading.Thread(target=prepare, args=(MACHINE, reconciler(gpu_host))))
+            starting[0].start()
+        return call(service, path, method, signature, arguments, timeout)
+
+    running(gpu_host)
+    gpu_host.gpu("0000:03:00.0", 2)
+    gpu_host._bus = replaced
+    assert "No machine 'gpu-node' known" in str(reconciler(gpu_host).reconcile().failures)
+    starting[0].join(60)
+    gpu_host.bus.refused.clear()
+    live = parse_live(gpu_host.read(live_file(MACHINE)))
+    assert live.nodes["/dev/nvidia2"] == "195:2"
+    started(gpu_host)
+    units(gpu_host, "active", device_allow=[("char-pts", "rw"), *allowed(gpu_host)])
+    gpu_host.bus.changes.clear()
+    assert reconciler(gpu_host).reconcile().failures == ()
+    assert gpu_host.bus.changes == []
+
+
+def test_a_driver_that_never_comes_costs_its_wait_and_not_the_machine(gpu_host: Host) -> None:
+    gpu_host.rebind("0000:02:00.0", "")
+    said: list[str] = []
+    agent = reconciler(gpu_host, driver_wait=1)
+    agent.progress = said.append
+    prepare(MACHINE, agent)
+    assert "wait for the driver of 0000:02:00.0, at most 1 s" in said
+    assert "go on without 0000:02:00.0" in said
+    assert gpu_host.exists(live_file(MACHINE))
+
+
+def test_another_machine_is_refused_by_name(gpu_host: Host) -> None:
+    with pytest.raises(ConfigError, match="machine elsewhere is not configured"):
+        prepare("elsewhere", reconciler(gpu_host))
+
+
+def test_a_full_disk_costs_no_settings(gpu_host: Host) -> None:
+    """/etc may be on another one; the driver roots of the machine's last start just stay."""
+    gpu_host.full.append(f"{MACHINES_STATE}/")
+    prepare(MACHINE, reconciler(gpu_host))
+    assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+
+
+class BesideAPass(Host):
+    """Another pass has the lock first, and found the machine running: it notes a change of its devices."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__(tree)
+        self.noted: list[bool] = []
+
+    def open_lock(self, path: str) -> int:
+        self.noted.append(self.exists(live_file(MACHINE)))
+        if len(self.noted) == 1:
+            self.write(live_file(MACHINE), b"0123")
+        return super().open_lock(path)
+
+
+def test_what_the_machine_had_before_is_forgotten_whoever_has_the_lock(tmp_path: Path) -> None:
+    tree = tmp_path / "host"
+    tree.mkdir()
+    host = BesideAPass(tree)
+    set_up(host)
+    host.write(live_file(MACHINE), b"0123")
+    prepare(MACHINE, reconciler(host))
+    assert len(host.noted) > 2
+    assert not any(host.noted)
+
+
+def test_a_start_without_the_lock_has_no_note_of_the_last_one(gpu_host: Host) -> None:
+    gpu_host.write(live_file(MACHINE), b"0123")
+    gpu_host.make_directory(PASS_LOCK)
+    with pytest.raises(IsADirectoryError):
+        prepare(MACHINE, reconciler(gpu_host))
+    assert not gpu_host.exists(live_file(MACHINE))

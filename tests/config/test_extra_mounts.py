@@ -1,0 +1,294 @@
+"""Directories and files of the host in a machine, from the settings to its start."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+from pydantic import ValidationError
+
+from agent.config.mounts import LINKED, NO_TARGET, SECRET
+from agent.config.settings import Config, MachineSettings
+from agent.host.observe.mount_sources import observe_sources
+from agent.host.plan.diff import Said, diff
+from agent.host.plan.goal import plan
+from agent.host.verify.readiness import evaluate
+from agent.model.conditions import Condition, ConditionType
+from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen
+from agent.model.goal import MachineGoal
+from agent.model.live import parse_live, render_live
+from agent.system.deadlines import ask_device, ask_source
+from tests.fakes.facts import facts
+from tests.fakes.host import Host
+
+DATA: dict[str, object] = {"source": "/srv/data", "target": "/mnt/data"}
+
+
+def config(*mounts: dict[str, object]) -> Config:
+    return Config.model_validate({"machines": {"gpu-node": {"extra_mounts": list(mounts)}}})
+
+
+def goal(seen: Facts, *mounts: dict[str, object]) -> MachineGoal:
+    (machine,) = plan(config(*mounts), seen).goal.machines
+    return machine
+
+
+def at(path: str, *way: str) -> MountSource:
+    """A source that is there; `way`: further links and directories on it."""
+    parts = path.split("/")[1:]
+    return MountSource(path, (*way, "/", *("/" + "/".join(parts[: end + 1]) for end in range(len(parts)))))
+
+
+def with_sources(**sources: Seen[MountSource]) -> Facts:
+    return replace(facts(), mount_sources={f"/srv/{name}": state for name, state in sources.items()})
+
+
+def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[ConditionType, Condition]:
+    found = evaluate(settings.machines["gpu-node"], machine, seen, Absent("none"), "")
+    return {each.type: each for each in found}
+
+
+def test_read_only_unless_said_otherwise() -> None:
+    seen = with_sources(data=at("/srv/data"), scratch=at("/srv/scratch"))
+    scratch = {"source": "/srv/scratch", "target": "/mnt/a:b", "read_only": False}
+    lines = goal(seen, DATA, scratch).nspawn.content.decode().splitlines()
+    assert "BindReadOnly=/srv/data:/mnt/data" in lines
+    assert "Bind=/srv/scratch:/mnt/a\\:b" in lines
+
+
+@pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), Broken("not for machines")])
+def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[MountSource]) -> None:
+    """nspawn would end with an error."""
+    seen = with_sources(data=state)
+    machine = goal(seen, DATA)
+    assert b"/srv/data" not in machine.nspawn.content
+    present = conditions(config(DATA), machine, seen)[ConditionType.DEVICES_PRESENT]
+    assert "; asked for and not there: /srv/data for /mnt/data" in present.message
+
+
+def test_the_settings_name_what_was_looked_at() -> None:
+    """nspawn would follow a link of that moment, as root."""
+    assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data=at("/disk/data")), DATA).nspawn.content
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"extra_mounts": [DATA | {"source": "/srv/outer"}]},
+        {"extra_mounts": [DATA | {"source": "/disk"}]},
+        {"nspawn": {"extra": {"Files": {"Bind": "/disk:/mnt"}}}},
+        {"nspawn": {"extra": {"Files": {"BindReadOnly": ["/other", "-/disk"]}}}},
+    ],
+)
+def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(other: dict[str, object]) -> None:
+    """By where they really are, and whether or not that one is read-only, or there already."""
+    seen = with_sources(data=at("/disk/data", "/srv/data"), outer=at("/disk", "/srv/outer"))
+    settings = Config.model_validate({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
+    (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
+    assert b"/mnt/data" not in machine.nspawn.content
+    (why,) = machine.lacking
+    assert "the way to it leads through /disk, where machine other could put a link" in why
+
+
+def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
+    """Nor does where it leads count as given: others go on with what is there."""
+    host.file("/srv/a/file")
+    host.file("/usr/share/data/file")
+    host.symlink("/srv/a/sub", "/usr/share")
+    machines = {
+        "gpu-node": {"extra_mounts": [{"source": f"/srv/a{sub}", "target": f"/mnt{sub}"} for sub in ("", "/sub")]},
+        "other": {"extra_mounts": [{"source": "/usr/share/data", "target": "/mnt"}]},
+    }
+    settings = Config.model_validate({"machines": machines})
+    seen = replace(facts(), mount_sources=observe_sources(settings, host))
+    one, other = plan(settings, seen).goal.machines
+    assert b"/usr" not in one.nspawn.content
+    assert one.lacking == (
+        "/srv/a/sub for /mnt/sub (the way to it leads through /srv/a, where machine gpu-node could put a link)",
+    )
+    assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
+
+
+def test_two_machines_share_one_place() -> None:
+    machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
+    for machine in plan(
+        Config.model_validate({"machines": machines}), with_sources(data=at("/srv/data"))
+    ).goal.machines:
+        assert machine.lacking == ()
+
+
+def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
+    """A mount cannot be taken back from it, and pods may have mounted things below it: so none is made live."""
+    without, seen = with_sources(data=Absent("gone")), with_sources(data=at("/srv/data"))
+    later = "; mounted from the machine's next start on: /mnt/data"
+    for started, now, said in ((without, seen, True), (seen, seen, False), (seen, without, False)):
+        live = goal(started, DATA).live
+        running = replace(now, machines=(replace(now.machines[0], unit_state="active", live=live),))
+        machine = goal(running, DATA)
+        found = conditions(config(DATA), machine, running)
+        assert found[ConditionType.DEVICES_PRESENT].message.endswith(later) == said
+        assert found[ConditionType.DEVICES_ALLOWED].reason == "NoReport", "Ready does not depend on it"
+        assert live.fixed == machine.live.fixed
+        planned = plan(config(DATA), running)
+        assert not any("change" in each.describe() for each in diff(planned, running, Said()).actions)
+
+
+def test_other_settings_need_a_restart() -> None:
+    seen = with_sources(data=at("/srv/data"))
+    fixed = [goal(seen, *mounts).live.fixed for mounts in ((), (DATA,), (DATA | {"read_only": False},))]
+    assert len(set(fixed)) == 3
+    assert fixed[0] == goal(facts()).live.fixed
+
+
+def test_what_a_machine_started_with_is_noted() -> None:
+    live = goal(with_sources(data=at("/srv/data")), DATA).live
+    assert live.mounts == ("/mnt/data",)
+    assert parse_live(render_live(live)) == live
+
+
+def test_sources_are_looked_at_through_links(host: Host) -> None:
+    host.file("/srv/disk/data/file")
+    host.symlink("/srv/data", "disk/data")
+    host.symlink("/srv/dangling", "disk/gone")
+    mounts = [DATA | {"source": f"/srv/{name}", "target": f"/mnt/{name}"} for name in ("data", "dangling", "absent")]
+    mounts.append({"source": "/srv/data/file", "target": "/etc/file"})
+    seen = observe_sources(config(*mounts), host)
+    assert path_of(seen["/srv/data"]) == "/srv/disk/data"
+    assert path_of(seen["/srv/data/file"]) == "/srv/disk/data/file"
+    assert isinstance(seen["/srv/dangling"], Absent)
+    assert isinstance(seen["/srv/absent"], Absent)
+    host.failing["/srv/data"] = PermissionError(13, "no", "/srv/data")
+    assert isinstance(observe_sources(config(DATA), host)["/srv/data"], Unseen)
+
+
+def path_of(source: Seen[MountSource]) -> str:
+    assert isinstance(source, MountSource)
+    return source.path
+
+
+def why_broken(host: Host, source: str) -> str:
+    seen = observe_sources(config(DATA | {"source": source}), host)[source]
+    assert isinstance(seen, Broken)
+    return seen.why
+
+
+def test_the_way_to_a_source_is_roots(host: Host) -> None:
+    """Who may put a link there would choose what root in the machine sees; what it is itself may be anybody's."""
+    host.file("/home/alice/data/file")
+    host.symlink("/srv/models", "/home/alice/data")
+    host.symlink("/srv/home", "/home/alice")
+    host.owners["/home/alice"] = (0o755, 1000)
+    for source in ("/home/alice/data", "/srv/models"):
+        assert why_broken(host, source) == "/home/alice belongs to user 1000, not to root, who could lead it anywhere"
+    for source in ("/home/alice", "/srv/home"):
+        assert path_of(observe_sources(config(DATA | {"source": source}), host)[source]) == "/home/alice"
+    host.owners["/home"] = (0o1777, 0)
+    assert "users other than root can write in /home" in why_broken(host, "/home/alice"), "its owner could rename it"
+
+
+def test_a_link_to_what_no_machine_gets(host: Host) -> None:
+    """Also where that is a link itself."""
+    host.make_directory("/disk/machines/other")
+    host.make_directory("/etc/systemd/system")
+    host.symlink("/var/lib/machines", "/disk/machines")
+    host.symlink("/srv/units", "/etc/systemd/system")
+    for source in ("/disk", "/disk/machines/other", "/srv/units"):
+        assert "has what rules over the host or other machines in it" in why_broken(host, source)
+
+
+@pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
+def test_a_link_to_what_settings_cannot_name(host: Host, name: str) -> None:
+    host.make_directory(f"/mnt/{name}")
+    host.symlink("/srv/data", f"/mnt/{name}")
+    assert "has a backslash, a control character, or a blank at its end" in why_broken(host, "/srv/data")
+
+
+def test_names_of_others_directories_are_printable(host: Host) -> None:
+    """They go into a condition's message, and with it into JSON and onto terminals."""
+    host.make_directory("/disk/data")
+    host.make_directory("/srv/\udce9")
+    host.symlink("/srv/\udce9/link", "/disk/data")
+    host.symlink("/srv/data", "/srv/\udce9/link")
+    host.owners["/srv/\udce9"] = (0o755, 1000)
+    seen = replace(facts(), mount_sources=observe_sources(config(DATA), host))
+    message = conditions(config(DATA), goal(seen, DATA), seen)[ConditionType.DEVICES_PRESENT].message
+    assert "belongs to user 1000" in message
+    assert message.isprintable()
+
+
+def test_a_dead_server_does_not_hurry_gpus() -> None:
+    """Each deadline that is missed halves those of its own kind alone."""
+    over = threading.Event()
+    try:
+        for number in range(4):
+            with pytest.raises(TimeoutError):
+                ask_source(f"mount {number}", over.wait, 0.02)
+        assert ask_device("a GPU", lambda: threading.Event().wait(0.1), 0.4) is False
+        with pytest.raises(TimeoutError):
+            ask_source("another mount", lambda: threading.Event().wait(0.1), 0.4)
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *SECRET, *(f"{place}/below" for place in SECRET), "/", "/var", "/var/lib", "/etc", "/run", "/proc", "/proc/1",
+        "/sys", "/dev", "/dev/kvm", "/root/data", "/tmp/data", "/run/user/0", "/run/udev", "/lib/modules", "srv",
+        "/srv/../etc", "/srv/a\nBind=/", "/srv/a ", "/srv/\\a",
+    ],
+)  # fmt: skip
+def test_sources_that_are_refused(source: str) -> None:
+    with pytest.raises(ValidationError):
+        config(DATA | {"source": source})
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["/usr", "/usr/bin/nvidia-smi", "/usr/lib", "/opt", "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot"],
+)
+def test_by_what_people_become_root_is_not_mounted_at_all(source: str) -> None:
+    """Not read-only either, as root in the machine can remount it."""
+    with pytest.raises(ValidationError, match="has what rules over the host"):
+        config(DATA | {"source": source})
+
+
+@pytest.mark.parametrize("source", ["/usr/share/models", "/usr/local/lib", "/etc/ssl/certs", "/lib64/x"])
+def test_the_host_s_own_directories_are_not_written(host: Host, source: str) -> None:
+    assert len(config(DATA | {"source": source}).machines) == 1
+    with pytest.raises(ValidationError, match=f"{source} is where the host keeps its own programs and settings"):
+        config(DATA | {"source": source, "read_only": False})
+    host.make_directory(source)
+    host.symlink("/srv/data", source)
+    assert path_of(observe_sources(config(DATA), host)["/srv/data"]) == source
+    written = observe_sources(config(DATA, DATA | {"target": "/mnt/b", "read_only": False}), host)["/srv/data"]
+    assert isinstance(written, Broken)
+    assert "set read_only = true" in written.why
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        *(place for places in NO_TARGET.values() for place in places), *LINKED, "/", "/usr", "/usr/lib", "/etc", "/run",
+        "/var", "/var/lib", "/dev/shm", "/etc/cdi/x", "/run/host-nvidia/0", "/run/unbounded-agent/handoff", "mnt",
+        "/mnt/../etc",
+    ],
+)  # fmt: skip
+def test_targets_that_are_refused(target: str) -> None:
+    with pytest.raises(ValidationError):
+        config(DATA | {"target": target})
+
+
+@pytest.mark.parametrize("target", ["/mnt", "/srv/data", "/etc/resolv.conf", "/usr/local/lib/x", "/var/lib/kubelet"])
+def test_usual_targets_are_taken(target: str) -> None:
+    assert config(DATA | {"target": target}).machines["gpu-node"].extra_mounts[0].target == target
+
+
+def test_one_place_is_mounted_once() -> None:
+    with pytest.raises(ValidationError, match="a mount at /mnt/data is there twice"):
+        config(DATA, DATA | {"source": "/srv/other", "target": "/mnt//data/"})
+
+
+def test_a_host_without_gpus_has_them_too() -> None:
+    bare = replace(with_sources(data=at("/srv/data")), vendors=())
+    assert MachineSettings().beside_gpus is False
+    assert goal(bare, DATA).live.mounts == ("/mnt/data",)

@@ -1,0 +1,194 @@
+"""Every error of the configuration names the file and the key."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.config.load import load_config
+from agent.model.errors import ConfigError
+from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.system.files import System
+from agent.system.process import Completed
+from tests.fakes.host import Host
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+def system_with(root: Path, **files: str) -> System:
+    system = System(no_process, str(root))
+    for name, text in files.items():
+        path = CONFIG_FILE if name == "main" else f"{CONFIG_DIRECTORY}/{name}.toml"
+        system.write(path, text.encode())
+    return system
+
+
+def test_defaults(tmp_path: Path) -> None:
+    """One line names a machine; everything else has a default."""
+    config = load_config(system_with(tmp_path, main="[machines.gpu-node]\n"))
+    assert config.machines["gpu-node"].gpus == "all"
+    assert config.metrics.address == "127.0.0.1:9788"
+    assert not config.driver.load_modules
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[machines.a]\ngpuz = 1", "machines.a.gpuz: unknown key"),
+        ('[machines."a/b"]', "machines.a/b: 'a/b' is not a host name"),
+        ('[machines.".."]', "machines...: '..' is not a host name"),
+        ("[machines.a]\ngpus = 3", "machines.a.gpus: "),
+        ('[machines.a]\ngpus = "count=x"', "machines.a.gpus: "),
+        ('[machines.a]\ngpus = ["nvidia0"]', "machines.a.gpus: "),
+        ('[machines.a]\ngpus = ["0000:3b:00.8"]', "machines.a.gpus: '0000:3b:00.8' is neither a PCI address"),
+        ('[machines.a]\nrequire_gpus = "yes"', "machines.a.require_gpus: "),
+        ('[machines.a.nspawn.extra.Files]\nBind = "/a\\nBoot=no"', "machines.a.nspawn.extra.Files.Bind: "),
+        (
+            '[metrics]\naddress = "everywhere"\n[machines.a]',
+            "metrics.address: 'everywhere' is not an address",
+        ),
+        ('[metrics]\naddress = "127.0.0.1:99999"\n[machines.a]', "metrics.address: ports end at 65535"),
+        ('[machines.a]\ngpus = "count=0"', "machines.a.gpus: must be"),
+        ('[machines.a]\ndevices = ["usb"]', "machines.a.devices: "),
+        ('[[machines.a.extra_devices]]\npath = "/dev/nvidia0"', "machines.a.extra_devices: /dev/nvidia0 belongs"),
+        ('[[machines.a.extra_devices]]\nmode = "r"', "machines.a.extra_devices.0.path: is missing"),
+        ('[[machines.a.extra_devices]]\npath = "/dev/x"\nmoed = "r"', "machines.a.extra_devices.0.moed: unknown key"),
+        (
+            '[[machines.a.extra_mounts]]\nsource = "/"\ntarget = "/mnt"',
+            "machines.a.extra_mounts: / has what rules",
+        ),
+        ("[machines.a]\ngpus = []", "machines.a.gpus: the list names no GPU"),
+        ("[machines.a.nspawn]\nprivate_users = true", "machines.a.nspawn: a machine cannot have"),
+        ('[machines.a.nspawn.extra.Exec]\nPrivateUsers = "pick"', "machines.a.nspawn: a machine cannot have"),
+        ('[machines.a.nspawn.environment]\n"A\\nB" = "x"', "machines.a.nspawn.environment.A"),
+        ('[machines.a.nspawn.extra.Files]\nBind = "/srv\\\\"', "machines.a.nspawn.extra.Files.Bind: "),
+        ("machines = 3", "machines: must be a table"),
+        ('[driver]\nload_modules = "yes"\n[machines.a]', "driver.load_modules: must be true or false"),
+        ("[driver]\nload = true\n[machines.a]", "driver.load: unknown key"),
+        ("", "machines: is missing"),
+        ('[driver]\nroot = "run/nvidia"\n[machines.a]', "driver.root: 'run/nvidia' is not an absolute path"),
+        ('[driver]\nroot = "/run/../etc"\n[machines.a]', "driver.root: '/run/../etc' is not an absolute path"),
+        ('[driver]\nlibrary_directories = "/lib"\n[machines.a]', "driver.library_directories: must be a list"),
+        ('[driver]\nlibrary_directories = ["/a", "b"]\n[machines.a]', "driver.library_directories: 'b' is not"),
+        ('[driver]\nbinary_directories = ["/a"]\n[machines.a]', "driver: needs root or library_directories too"),
+        ('[driver]\nroots = "/a"\n[machines.a]', "driver.roots: unknown key"),
+        ('[machines.a]\ncontainerd_drop_in = "conf.d/a.toml"', "machines.a.containerd_drop_in: 'conf.d/a.toml' is not"),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/*.part"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/../a.part"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/containerd/config.toml"', "machines.a.containerd_drop_in: "),
+        ('[machines.a]\ncontainerd_drop_in = "/etc/cri/nvidia.yaml"', "machines.a.containerd_drop_in: "),
+        ("[machines.a", "not TOML"),
+    ],
+)
+def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(system_with(tmp_path, main=text))
+    assert str(raised.value).startswith(f"{CONFIG_FILE}: {named}") or (
+        named == "not TOML" and f"{CONFIG_FILE}: not TOML" in str(raised.value)
+    )
+
+
+@pytest.mark.scenario("001")
+def test_where_the_driver_is(tmp_path: Path) -> None:
+    """Paths are normalised; a root that is named is configured, also if it is the host's own."""
+    text = (
+        '[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\nroot = "/run//nvidia/driver/"'
+    )
+    config = load_config(system_with(tmp_path, main=text))
+    assert (config.driver.root, config.driver.configured) == ("/run/nvidia/driver", "driver.root")
+    assert config.machines["a"].containerd_drop_in == "/etc/cri/conf.d/20-nvidia.part"
+    own = load_config(system_with(tmp_path, main='[driver]\nroot = "/"\n[machines.a]\n'))
+    assert (own.driver.root, own.driver.configured) == ("/", "driver.root")
+    listed = load_config(system_with(tmp_path, main='[driver]\nlibrary_directories = ["/opt/lib"]\n[machines.a]\n'))
+    assert (listed.driver.root, listed.driver.configured) == ("/", "driver.library_directories")
+    assert load_config(system_with(tmp_path, main="[machines.a]\n")).driver.configured == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "owner", "said"),
+    [
+        (
+            CONFIG_FILE,
+            (0o666, 0),
+            f"users other than root can write {CONFIG_FILE} (mode 0666): run `chmod go-w {CONFIG_FILE}`",
+        ),
+        (
+            f"{CONFIG_DIRECTORY}/a.toml",
+            (0o644, 1000),
+            f"{CONFIG_DIRECTORY}/a.toml belongs to user 1000: run `chown root:",
+        ),
+        (CONFIG_DIRECTORY, (0o775, 0), f"users other than root can write {CONFIG_DIRECTORY} (mode 0775)"),
+        ("/srv/a.toml", (0o664, 0, 50), "users other than root can write /srv/a.toml"),
+        ("/srv", (0o777, 0), "users other than root can write /srv (mode 0777)"),
+    ],
+)
+def test_what_others_may_write_decides_nothing(host: Host, path: str, owner: tuple[int, ...], said: str) -> None:
+    """It tells root what to do. A link counts as what it leads to; who names a file answers for it."""
+    host.file(CONFIG_FILE, "[machines.a]\n")
+    host.file("/srv/a.toml", "[machines.a]\n")
+    host.file(f"{CONFIG_DIRECTORY}/a.toml", "")
+    host.symlink(f"{CONFIG_DIRECTORY}/b.toml", "/srv/a.toml")
+    assert list(load_config(host).machines) == ["a"]
+    host.owners[path] = owner  # type: ignore[assignment]
+    with pytest.raises(ConfigError) as raised:
+        load_config(host)
+    assert said in str(raised.value)
+    assert list(load_config(host, "/srv/a.toml").machines) == ["a"]
+
+
+@pytest.mark.parametrize("owner", [(0o755, 1000), (0o777, 0)])
+def test_nor_does_what_they_can_put_there_by_a_directory_above(host: Host, owner: tuple[int, int]) -> None:
+    """Who owns a directory above the target, or one in which a link on the way to it lies, can exchange it."""
+    host.file(CONFIG_FILE, "[machines.a]\n")
+    host.file("/home/user/etc/a.toml", "")
+    host.symlink("/home/user/links/b.toml", "/srv/b.toml")
+    host.file("/srv/b.toml", "")
+    for target in ("/home/user/etc/a.toml", "/home/user/links/b.toml"):
+        host.remove(f"{CONFIG_DIRECTORY}/c.toml")
+        host.symlink(f"{CONFIG_DIRECTORY}/c.toml", target)
+        assert list(load_config(host).machines) == ["a"]
+        host.owners["/home/user"] = owner
+        with pytest.raises(ConfigError, match=r"it decides what root does on this host, and .*/home/user"):
+            load_config(host)
+        host.owners.clear()
+
+
+def test_the_files_of_a_link_farm_are_taken(host: Host) -> None:
+    """As NixOS has them: root's, in a directory that is sticky and its group's to write."""
+    host.file("/nix/store/a.toml", "[machines.a]\n")
+    host.symlink(CONFIG_FILE, "/nix/store/a.toml")
+    host.owners["/nix/store"] = (0o1775, 0, 30000)
+    assert list(load_config(host).machines) == ["a"]
+
+
+def test_missing_file_says_what_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\[machines\.NAME\]"):
+        load_config(system_with(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "key", ["pod_environment.nvidia.TOKEN", "nspawn.environment.TOKEN", "nspawn.extra.Exec.Environment"]
+)
+@pytest.mark.parametrize("value", ['"""hunter2\nhunter2"""', '["hunter2\\n"]', '{ A = "hunter2" }', '"hunter2\\u0000"'])
+def test_errors_do_not_repeat_what_may_be_a_secret(tmp_path: Path, key: str, value: str) -> None:
+    """Everybody can read the condition and the page that they are shown in."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(system_with(tmp_path, main=f"[machines.a]\n{key} = {value}\n"))
+    assert f"machines.a.{key}" in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+
+
+def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
+    """Tables merge, later files win, and an error names the file that holds the key."""
+    system = system_with(tmp_path, main='[machines.a]\ngpus = "all"\n', b='[machines.a]\ngpus = "count=2"\n')
+    assert load_config(system).machines["a"].gpus == "count=2"
+    system.write(f"{CONFIG_DIRECTORY}/c.toml", b"[machines.a]\nwrong = 1\n")
+    with pytest.raises(ConfigError, match=rf"{CONFIG_DIRECTORY}/c\.toml: machines\.a\.wrong: unknown key"):
+        load_config(system)
+
+
+def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:
+    """nvidia-smi has eight digits of domain and capitals, lspci none of both."""
+    system = system_with(tmp_path, main='[machines.a]\ngpus = ["00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]\n')
+    assert load_config(system).machines["a"].gpus == ["0000:3b:00.0", "0001:3b:00.0", "10000:e1:00.0"]

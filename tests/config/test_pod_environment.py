@@ -1,0 +1,166 @@
+"""Variables for pods: from the configuration through the handoff into the CDI spec, and nothing else beside them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agent.config.load import load_config
+from agent.config.settings import Config
+from agent.host.plan.goal import plan
+from agent.machine.run import run
+from agent.model.errors import ConfigError
+from agent.model.handoff import Handoff, Request, Variable, parse_handoff, render_handoff
+from agent.model.paths import CONFIG_FILE
+from agent.vendors.nvidia.cdi.complete import with_additions
+from agent.vendors.nvidia.cdi.verify import verify
+from tests.config.test_load import system_with
+from tests.fakes.facts import facts
+from tests.fakes.machine import REQUEST, gpu_machine, recorded_spec
+from tests.vendors.nvidia.cdi.test_complete import LIVE, PRESENT
+
+GLX = Variable("__GLX_VENDOR_LIBRARY_NAME", "nvidia")
+ASKED = replace(REQUEST, environment=(GLX,))
+SETTING = "__GLX_VENDOR_LIBRARY_NAME=nvidia"
+
+
+def configured(tmp_path: Path, variables: str, vendor: str = "nvidia") -> Config:
+    text = f"[machines.a.pod_environment.{vendor}]\n{variables}\n"
+    return load_config(system_with(tmp_path, main=text))
+
+
+def test_configuration(tmp_path: Path) -> None:
+    text = '[machines.a]\npod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia", EMPTY = "" }\n'
+    settings = load_config(system_with(tmp_path, main=text)).machines["a"]
+    assert settings.pod_environment == {"nvidia": {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "EMPTY": ""}}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ('"A B" = "x"', ".A B: 'A B' is not the name of an environment variable"),
+        ('"A=B" = "x"', ".A=B: 'A=B' is not the name of an environment variable"),
+        ('A = "x\\ny"', ".A: it is not text of one line"),
+        ('A = "x\\u0000y"', ".A: it is not text of one line"),
+        ("A = 1", ".A: must be a string"),
+        (f'A = "{"x" * 1025}"', ".A: String should have at most 1024 characters"),
+        ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many, 32 may be set"),
+        ('NVIDIA_VISIBLE_DEVICES = "all"', ": NVIDIA_VISIBLE_DEVICES may not be set for all pods: the container"),
+        ('NVIDIA_DRIVER_CAPABILITIES = "all"', ": NVIDIA_DRIVER_CAPABILITIES may not be set for all pods: "),
+        ('NVCT_EMPTY_DEVICE = ""', ": NVCT_EMPTY_DEVICE may not be set"),
+        ('LD_PRELOAD = "/x.so"', ": LD_PRELOAD may not be set for all pods: the loader would"),
+        ('LD_LIBRARY_PATH = "/x"', ": LD_LIBRARY_PATH may not be set"),
+        ('PATH = "/x"', ": PATH may not be set for all pods: it would replace the image's own"),
+        (
+            'KUBERNETES_SERVICE_HOST = "x"',
+            ": KUBERNETES_SERVICE_HOST may not be set for all pods: each pod has its own",
+        ),
+    ],
+)
+def test_what_is_refused_is_named_with_file_and_key(tmp_path: Path, variables: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configured(tmp_path, variables)
+    assert str(raised.value).startswith(f"{CONFIG_FILE}: machines.a.pod_environment.nvidia{said}")
+
+
+def test_a_vendor_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as raised:
+        configured(tmp_path, 'A = "x"', vendor="nvidai")
+    assert str(raised.value) == f"{CONFIG_FILE}: machines.a.pod_environment.nvidai: Input should be 'nvidia'"
+
+
+def planned(**settings: Any) -> Request:  # noqa: ANN401
+    config = Config.model_validate({"machines": {"gpu-node": settings}})
+    return plan(config, facts()).goal.machines[0].handoff.requests[0]
+
+
+def test_only_the_handoff_changes(tmp_path: Path) -> None:
+    """Neither the machine's settings nor its unit's: nothing asks for a restart."""
+    variables = {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "A": "1"}
+    assert planned(pod_environment={"nvidia": variables}).environment == (Variable("A", "1"), GLX)
+    goals = [
+        plan(Config.model_validate({"machines": {"gpu-node": settings}}), facts()).goal.machines[0]
+        for settings in ({}, {"pod_environment": {"nvidia": variables}})
+    ]
+    assert goals[0].nspawn == goals[1].nspawn
+    assert goals[0].drop_in == goals[1].drop_in
+    assert goals[0].live == goals[1].live
+    assert goals[0].handoff.generation != goals[1].handoff.generation
+
+
+def test_the_handoff_says_it_only_where_it_is_configured() -> None:
+    plain, asked = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (ASKED,))
+    assert b"environment" not in render_handoff(plain)
+    document = json.loads(render_handoff(asked))
+    assert document["version"] == 2
+    assert document["requests"][0]["environment"] == [{"name": GLX.name, "value": GLX.value}]
+    assert parse_handoff(render_handoff(asked)) == asked
+    # A value that is empty is said too.
+    empty = Handoff("m", "x86_64", (replace(REQUEST, environment=(Variable("A", ""),)),))
+    assert parse_handoff(render_handoff(empty)) == empty
+
+
+def test_hooks_change_the_handoff_alone() -> None:
+    """As with the environment of pods, which no older image understands either."""
+    hooks = ["update-application-profile", "enable-cuda-compat"]
+    asked = planned(cdi_hooks=hooks)
+    assert asked == replace(planned(), cdi_hooks=("enable-cuda-compat", "update-application-profile"))
+    handoff = Handoff("m", "x86_64", (asked,))
+    assert json.loads(render_handoff(handoff))["version"] == 2
+    assert parse_handoff(render_handoff(handoff)) == handoff
+    for wrong in (["chmod"], [*hooks, "enable-cuda-compat"]):
+        with pytest.raises(ValidationError):
+            planned(cdi_hooks=wrong)
+
+
+def environment(spec: object) -> list[str]:
+    assert isinstance(spec, dict)
+    found = spec["containerEdits"]["env"]
+    assert isinstance(found, list)
+    return found
+
+
+def test_the_spec_has_what_was_asked_for_beside_its_own() -> None:
+    own = environment(recorded_spec())
+    spec, _ = with_additions(recorded_spec(), ASKED)
+    assert environment(spec) == [*own, SETTING]
+    assert verify(spec, ASKED, LIVE, PRESENT).problems == ()
+    assert with_additions(spec, ASKED)[0] == spec
+    without, _ = with_additions(recorded_spec(), REQUEST)
+    assert environment(without) == own
+
+
+@pytest.mark.parametrize(
+    ("present", "said"),
+    [
+        ([SETTING, "LD_PRELOAD=/x.so"], "foreign environment variable 'LD_PRELOAD=/x.so'"),
+        ([SETTING, "__GLX_VENDOR_LIBRARY_NAME=mesa"], "foreign environment variable '__GLX_VENDOR_LIBRARY_NAME=mesa'"),
+        (["__GLX_VENDOR_LIBRARY_NAME"], "foreign environment variable '__GLX_VENDOR_LIBRARY_NAME'"),
+        ([], "__GLX_VENDOR_LIBRARY_NAME is not set to 'nvidia'"),
+    ],
+)
+def test_the_verdict_allows_just_that(present: list[str], said: str) -> None:
+    spec, _ = with_additions(recorded_spec(), ASKED)
+    assert isinstance(spec, dict)
+    spec["containerEdits"]["env"] = present
+    assert said in "; ".join(verify(spec, ASKED, LIVE, PRESENT).problems)
+    assert verify(with_additions(recorded_spec(), ASKED)[0], REQUEST, LIVE, PRESENT).problems == (
+        f"containerEdits: foreign environment variable {SETTING!r}",
+    )
+
+
+def test_a_change_renews_the_spec_of_a_running_machine(tmp_path: Path) -> None:
+    """Set, changed and taken back again; each time the spec is made anew and verified."""
+    machine = gpu_machine(tmp_path / "machine")
+    for value in ("nvidia", "mesa", None):
+        variables = (Variable(GLX.name, value),) if value else ()
+        machine.hand(replace(REQUEST, environment=variables))
+        machine.calls.clear()
+        run(machine)
+        assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+        assert any(call[1:3] == ("cdi", "generate") for call in machine.calls)
+        found = environment(json.loads(machine.read("/etc/cdi/nvidia.yaml")))
+        assert [each for each in found if GLX.name in each] == ([f"{GLX.name}={value}"] if value else [])

@@ -1,0 +1,57 @@
+"""Record what a real root tree with NVIDIA's packages has: `python tests/data/record.py TREE DIRECTORY`, as root.
+
+Writes `files.tsv` (kind, path, size or link target; the contents are NVIDIA's and are not kept) and `ldconfig.txt`
+(what the tree's own `ldconfig -p` prints). The trees so far, made with mmdebstrap --mode=root:
+
+debian-13-driver-550: trixie with contrib and non-free, --architectures=amd64,i386, --include=libcuda1,libnvidia-ml1,
+  nvidia-smi,libnvidia-encode1,libnvcuvid1,libnvidia-ptxjitcompiler1,libnvidia-opticalflow1,libnvidia-fbc1,
+  libnvidia-cfg1,libnvidia-allocator1,libnvidia-nvvm4,nvidia-opencl-icd,libglx-nvidia0,libegl-nvidia0,
+  libgles-nvidia2,nvidia-vdpau-driver,nvidia-vulkan-icd,libnvoptix1,libnvidia-ngx1,libcudadebugger1,libcuda1:i386,
+  libnvidia-ml1:i386,nvidia-persistenced
+ubuntu-24.04-driver-580: noble and noble-updates with restricted, --variant=extract, --include=libc-bin,libc6,
+  libnvidia-{compute,gl,decode,encode,extra,fbc1,cfg1}-580,nvidia-utils-580,nvidia-compute-utils-580; then /lib and
+  /sbin moved into /usr, as base-files' script would have done it
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PLACES = ("etc/alternatives", "usr/bin", "usr/sbin", "usr/lib")
+DRIVER = re.compile(r"nvidia|libcuda|libnvcuvid|libnvoptix|^ldconfig(\.real)?$")
+DOCUMENTATION = re.compile(r"\.gz$|/modprobe\.d/|/systemd/|/firmware/|\.(conf|service|rules|d)$")
+
+
+def rows(tree: Path) -> Iterator[str]:
+    """One line for each file or link of the driver."""
+    for name in ("bin", "lib", "lib64", "sbin"):
+        if (tree / name).is_symlink():
+            yield f"link\t/{name}\t{(tree / name).readlink()}"
+    for place in PLACES:
+        for path in sorted((tree / place).rglob("*")):
+            where = f"/{path.relative_to(tree)}"
+            if not DRIVER.search(path.name) or DOCUMENTATION.search(where):
+                continue
+            if path.is_symlink():
+                yield f"link\t{where}\t{path.readlink()}"
+            elif path.is_file():
+                status = path.stat()
+                yield f"{'program' if status.st_mode & 0o111 else 'file'}\t{where}\t{status.st_size}"
+
+
+def main(tree: Path, directory: Path) -> None:
+    directory.mkdir(exist_ok=True)
+    # Ubuntu's ldconfig is a shell script around ldconfig.real, and the extracted tree has no shell.
+    program = "/sbin/ldconfig.real" if (tree / "usr/sbin/ldconfig.real").exists() else "/sbin/ldconfig"
+    command = ["env", "LC_ALL=C", "chroot", str(tree), program]
+    subprocess.run(command, check=True)
+    listing = subprocess.run([*command, "-p"], check=True, capture_output=True).stdout
+    (directory / "ldconfig.txt").write_bytes(listing)
+    # After ldconfig, which makes links for sonames.
+    (directory / "files.tsv").write_text("".join(f"{row}\n" for row in rows(tree)))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

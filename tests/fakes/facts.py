@@ -1,0 +1,92 @@
+"""A small host as facts, for tests of what is pure."""
+
+from dataclasses import replace
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import (
+    Absent,
+    DeviceNode,
+    Driver,
+    Facts,
+    FileState,
+    Gpu,
+    Library,
+    MachineFacts,
+    StagedRoot,
+    UserSpace,
+    VendorFacts,
+)
+from agent.model.paths import machine_files
+
+VERSION = "550.163.01"
+LIBRARIES = "usr/lib/x86_64-linux-gnu"
+FILES = tuple(
+    sorted(
+        (
+            Library(f"{LIBRARIES}/libcuda.so.{VERSION}", f"/{LIBRARIES}/libcuda.so.{VERSION}", size=30, mtime_ns=1),
+            Library(f"{LIBRARIES}/libcuda.so.1", "", link=f"libcuda.so.{VERSION}"),
+            Library(f"{LIBRARIES}/libnvidia-ml.so.{VERSION}", f"/{LIBRARIES}/libnvidia-ml.so.{VERSION}", size=10),
+            Library("usr/bin/nvidia-smi", "/usr/bin/nvidia-smi", size=5, executable=True),
+        )
+    )
+)
+
+
+def address(index: int) -> str:
+    return f"0000:{index + 1:02x}:00.0"
+
+
+def gpu(index: int) -> Gpu:
+    return Gpu(address(index), "nvidia", "nvidia", "H100", f"GPU-00000000-0000-0000-0000-{index:012}", index)
+
+
+def node(
+    path: str, kind: DeviceKind, major: int, minor: int, pci_address: str = "", capability: str = ""
+) -> DeviceNode:
+    return DeviceNode(path, kind, DeviceNumber(major, minor), pci_address, capability)
+
+
+def nodes(gpus: int) -> tuple[DeviceNode, ...]:
+    per_gpu = [node(f"/dev/nvidia{index}", DeviceKind.GPU, 195, index, address(index)) for index in range(gpus)]
+    render = [
+        node(f"/dev/dri/renderD{128 + index}", DeviceKind.DRI_RENDER, 226, 128 + index, address(index))
+        for index in range(gpus)
+    ]
+    return (
+        *per_gpu,
+        *render,
+        node("/dev/nvidiactl", DeviceKind.CONTROL, 195, 255),
+        node("/dev/nvidia-modeset", DeviceKind.MODESET, 195, 254),
+        node("/dev/nvidia-uvm", DeviceKind.UVM, 511, 0),
+        node("/dev/nvidia-uvm-tools", DeviceKind.UVM_TOOLS, 511, 1),
+        node("/dev/nvidia-caps/nvidia-cap1", DeviceKind.CAPABILITY, 510, 1, capability="mig/config"),
+        node("/dev/nvidia-caps/nvidia-cap2", DeviceKind.CAPABILITY, 510, 2, capability="mig/monitor"),
+        node("/dev/nvidia-caps/nvidia-cap30", DeviceKind.CAPABILITY, 510, 30, address(1), "gpu1/mig/gi1/access"),
+        node("/dev/nvidia-caps-imex-channels/channel0", DeviceKind.IMEX_CHANNEL, 509, 0),
+        node("/dev/nvidia-nvswitchctl", DeviceKind.NVSWITCH, 508, 255),
+    )
+
+
+def nvidia(gpus: int = 2) -> VendorFacts:
+    driver = Driver(VERSION, UserSpace(VERSION, FILES), persistence="active")
+    return VendorFacts("nvidia", tuple(gpu(index) for index in range(gpus)), nodes(gpus), driver)
+
+
+TEMPLATE = (DeviceAllow("/dev/net/tun", "rwm"), DeviceAllow("char-pts", "rw"))
+
+
+def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts:
+    """A host where nothing of ours is on disk yet, with one stopped machine."""
+    return Facts(
+        architecture="x86_64",
+        systemd_version=257,
+        template_device_allow=TEMPLATE,
+        vendors=(vendor or nvidia(),),
+        machines=(MachineFacts(machine, root=f"/var/lib/machines/{machine}", unit_state="inactive"),),
+        files={path: FileState(Absent("not there"), owned=False) for path in machine_files(machine)},
+    )
+
+
+def staged(root: StagedRoot, seen: Facts) -> Facts:
+    return replace(seen, staged=(*seen.staged, root), next_driver_root_index=root.index + 1)

@@ -1,0 +1,75 @@
+"""The kubelet's directory on a simulated machine: checkpoints in its forms, and real Unix sockets without servers.
+
+A socket here only listens: what is simulated are the kubelet and the device plug-in behind it.
+"""
+
+import json
+import os
+import socket
+import time
+from contextlib import ExitStack
+
+from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS
+from agent.machine.run import run
+from tests.fakes.machine import Machine, recorded_spec
+
+UUIDS = tuple(each["name"] for each in recorded_spec()["devices"] if each["name"].startswith("GPU-"))
+PLUGIN_SOCKET = f"{PLUGINS}/nvidia-gpu.sock"
+BACKLOG = 16
+
+
+class Kubelet:
+    """The directory of a kubelet with one device plug-in."""
+
+    def __init__(self, machine: Machine, stack: ExitStack) -> None:
+        self.machine, self._stack = machine, stack
+        self._sockets: dict[str, socket.socket] = {}
+        machine.make_directory(PLUGINS)
+
+    def listen(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
+        listener = self._stack.enter_context(socket.socket(socket.AF_UNIX, kind))
+        # By a descriptor of the directory: temporary paths are longer than sun_path.
+        directory = os.open(self.machine.tree / PLUGINS[1:], os.O_PATH)
+        listener.bind(f"/proc/self/fd/{directory}/{path.rsplit('/', 1)[1]}")
+        os.close(directory)
+        if kind == socket.SOCK_STREAM:
+            listener.listen(BACKLOG)
+        self._sockets[path] = listener
+
+    def serve(self) -> None:
+        """Kubelet and plug-in run since the CDI spec was published, and both GPUs are advertised."""
+        run(self.machine)
+        self.listen(KUBELET_SOCKET)
+        self.listen(PLUGIN_SOCKET)
+        self.advertise(gpu=list(UUIDS))
+
+    def publish_later(self) -> None:
+        """The CDI spec was changed since the plug-in began to serve."""
+        self._date(plugin=-20, spec=-10)
+
+    def begin_later(self) -> None:
+        """The plug-in began to serve since the CDI spec was changed."""
+        self._date(plugin=-10, spec=-20)
+
+    def _date(self, *, plugin: float, spec: float) -> None:
+        now = time.time()
+        for path, seconds in ((PLUGIN_SOCKET, plugin), ("/etc/cdi/nvidia.yaml", spec)):
+            os.utime(self.machine.tree / path[1:], (now + seconds, now + seconds))
+
+    def kill(self, path: str) -> None:
+        """The process is gone, its socket stays."""
+        self._sockets.pop(path).close()
+
+    def checkpoint(self, text: str | bytes) -> None:
+        self.machine.put(CHECKPOINT, text)
+
+    def advertise(self, **resources: list[str]) -> None:
+        names = {f"nvidia.com/{name.replace('_', '.')}": ids for name, ids in resources.items()}
+        self.checkpoint(json.dumps({"Data": {"PodDeviceEntries": None, "RegisteredDevices": names}, "Checksum": 1}))
+
+    def condition(self) -> tuple[str, str]:
+        run(self.machine)
+        return self.machine.conditions()["GPUsAdvertised"]
+
+    def message(self) -> str:
+        return self.machine.message("GPUsAdvertised")

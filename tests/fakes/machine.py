@@ -1,0 +1,273 @@
+"""A machine to settle: a tree below a temporary directory, listed device nodes, and programs that a test scripts.
+
+The GPUs and their driver are simulated: no test here has seen silicon. `specs/nvidia-ctk-1.19.1-simulated-nvml.json` is
+what the real nvidia-ctk 1.19.1 wrote for two GPUs of a simulated NVML and a driver root of these files.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agent.machine.run import HANDOFF, REPORT
+from agent.model.device import DeviceNumber
+from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.system.files import READ_LIMIT, System
+from agent.system.process import Completed, TimeLimitError
+
+SPEC = Path(__file__).parents[1] / "data" / "specs" / "nvidia-ctk-1.19.1-simulated-nvml.json"
+ROOT = "/run/host-nvidia/0"
+VERSION = "550.163.01"
+LIBRARIES = "usr/lib/x86_64-linux-gnu"
+GPUS = ("0000:01:00.0", "0000:02:00.0")
+
+DEVICES = (
+    GrantedDevice("/dev/nvidia0", "gpu", 195, 0, GPUS[0]),
+    GrantedDevice("/dev/nvidia1", "gpu", 195, 1, GPUS[1]),
+    GrantedDevice("/dev/nvidiactl", "control", 195, 255),
+    GrantedDevice("/dev/nvidia-modeset", "modeset", 195, 254),
+    GrantedDevice("/dev/nvidia-uvm", "uvm", 234, 0),
+    GrantedDevice("/dev/nvidia-uvm-tools", "uvm-tools", 234, 1),
+)
+
+
+def _files() -> tuple[GrantedFile, ...]:
+    """The driver root that the recorded spec was made from."""
+    versioned = ("EGL_nvidia:0", "GLX_nvidia:0", "cuda:1", "nvcuvid:1", "nvidia-encode:1", "nvidia-ml:1")
+    files = [GrantedFile(f"{LIBRARIES}/libcuda.so", "libcuda.so.1"), GrantedFile(f"{LIBRARIES}/libnvidia-api.so.1")]
+    for name, _, number in (each.partition(":") for each in (*versioned, "nvidia-ptxjitcompiler:1")):
+        files.append(GrantedFile(f"{LIBRARIES}/lib{name}.so.{VERSION}"))
+        files.append(GrantedFile(f"{LIBRARIES}/lib{name}.so.{number}", f"lib{name}.so.{VERSION}"))
+    files.append(GrantedFile(f"{LIBRARIES}/libnvidia-glcore.so.{VERSION}"))
+    files.append(GrantedFile(f"{LIBRARIES}/vdpau/libvdpau_nvidia.so.{VERSION}"))
+    files.append(GrantedFile(f"{LIBRARIES}/vdpau/libvdpau_nvidia.so.1", f"libvdpau_nvidia.so.{VERSION}"))
+    files += [GrantedFile("usr/bin/nvidia-smi"), GrantedFile("usr/bin/nvidia-debugdump")]
+    files.append(GrantedFile("usr/share/vulkan/icd.d/nvidia_icd.json"))
+    files.append(GrantedFile("usr/share/glvnd/egl_vendor.d/10_nvidia.json"))
+    return tuple(sorted(files))
+
+
+REQUEST = Request("nvidia", GPUS, DEVICES, VERSION, ROOT, _files())
+EMPTY = Request("nvidia", (), ())
+
+
+def recorded_spec() -> dict[str, Any]:
+    """A fresh copy."""
+    loaded: dict[str, Any] = json.loads(SPEC.read_text())
+    return loaded
+
+
+Answer = Callable[[tuple[str, ...]], Completed]
+
+
+class Machine(System):
+    """A machine's file system below `tree`; a program that was not scripted fails the test."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__(self._answer, str(tree))
+        self.tree = tree
+        self.calls: list[tuple[str, ...]] = []
+        self.nodes: dict[str, DeviceNumber] = {}
+        self.mounts: list[str] = []
+        """Bound nodes; one that is there twice has two mounts upon each other."""
+        self.removed: list[str] = []
+        """Of these mounts the host has removed what was bound; one each."""
+        self.programs: dict[str, Answer] = {}
+        self.before_write: Callable[[str], None] = lambda path: None
+        """May raise what a full disk or a kill would."""
+        self.before_link = self.after_link = self.before_write
+        """The same of a link."""
+        self.before_read: Callable[[str], None] = lambda path: None
+        """May raise what a disk that fails would."""
+        self.before_list: Callable[[str], None] = lambda path: None
+        """May raise what the kernel says of a directory, or hang."""
+        self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
+        for directory in ("/run/unbounded-agent/report", f"/{LIBRARIES}", "/usr/bin", "/etc"):
+            (tree / directory.lstrip("/")).mkdir(parents=True)
+
+    def device(self, path: str) -> DeviceNumber | None:
+        # mknod(2) needs root: a listed node is an empty file in the tree.
+        return None if path in self.removed else self.nodes.get(path) or super().device(path)
+
+    def link_count(self, path: str) -> int:
+        return 0 if path in self.removed else super().link_count(path)
+
+    def device_behind(self, link: str) -> tuple[int, int] | None:
+        node = self.nodes.get(self.real_path(link))
+        return (node.major, node.minor) if node else super().device_behind(link)
+
+    def is_mount(self, path: str) -> bool:
+        # mount(2) needs root too.
+        return path in self.mounts or super().is_mount(path)
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        self.before_list(path)
+        return super().entries(path)
+
+    def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
+        self.before_read(path)
+        return super().read(path, limit)
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self.before_write(path)
+        super().write(path, content, mode)
+
+    def link(self, path: str, target: str) -> None:
+        self.before_link(path)
+        super().link(path, target)
+        self.after_link(path)
+
+    def put(self, path: str, content: str | bytes = "") -> None:
+        place = self.tree / path.lstrip("/")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_bytes(content.encode() if isinstance(content, str) else content)
+        if place.parent.name in ("bin", "sbin"):
+            place.chmod(0o755)
+
+    def node(self, path: str, major: int, minor: int) -> None:
+        self.put(path)
+        self.nodes[path] = DeviceNumber(major, minor)
+
+    def drop(self, path: str) -> None:
+        (self.tree / path.lstrip("/")).unlink()
+
+    def program(self, name: str, answer: Answer | str, status: int = 0, stderr: str = "") -> None:
+        """Answer a program, known by the last part of its path: a text, or what a function makes of the arguments."""
+        text = answer
+        self.programs[name] = (
+            answer if callable(answer) else lambda _: Completed(status, str(text).encode(), stderr.encode())
+        )
+
+    def hand(
+        self,
+        *requests: Request,
+        default_runtime: bool = False,
+        restart_device_plugin: bool = False,
+        containerd_drop_in: str = "",
+    ) -> Handoff:
+        """Publish a handoff."""
+        handoff = Handoff("kube1", "x86_64", requests, default_runtime, restart_device_plugin, containerd_drop_in)
+        self.put(HANDOFF, render_handoff(handoff))
+        return handoff
+
+    def report(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads(self.read(REPORT))
+        return loaded
+
+    def conditions(self) -> dict[str, tuple[str, str]]:
+        """Status and reason by type, as reported."""
+        return {each["type"]: (each["status"], each["reason"]) for each in self.report()["conditions"]}
+
+    def message(self, kind: str) -> str:
+        return next(str(each["message"]) for each in self.report()["conditions"] if each["type"] == kind)
+
+    def _answer(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.calls.append(argv)
+        name = argv[0].rsplit("/", 1)[1] if "/" in argv[0] else argv[0]
+        name = "open_nodes" if any(each.endswith("open_nodes.py") for each in argv) else name
+        assert name in self.programs, f"nobody expected {' '.join(argv)}"
+        return self.programs[name](argv)
+
+
+def hang(argv: tuple[str, ...]) -> Completed:
+    """A program that the runner killed."""
+    raise TimeLimitError
+
+
+def gpu_machine(tree: Path) -> Machine:
+    """A machine with two simulated GPUs granted, a staged driver root and all tools, before its first run."""
+    machine = Machine(tree)
+    for device in DEVICES:
+        machine.node(device.path, device.major, device.minor)
+    for file in REQUEST.files:
+        path = f"{ROOT}/{file.target}"
+        if file.link:
+            machine.make_directory(path.rsplit("/", 1)[0])
+            machine.link(path, file.link)
+        else:
+            machine.put(path)
+    machine.put("/sys/module/nvidia/version", f"{VERSION}\n")
+    machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {VERSION}\n")
+    for tool in ("nvidia-ctk", "nvidia-cdi-hook", "nvidia-container-runtime", "containerd"):
+        machine.put(f"/usr/bin/{tool}", tool)
+    machine.program("open_nodes", lambda argv: Completed(0, "".join(f"0 {path}\n" for path in argv[5:]).encode(), b""))
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
+    machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    machine.program("systemctl", systemctl("active", 10))
+    machine.program("nvidia-smi", "".join(f"0000{gpu}, Disabled\n" for gpu in GPUS))
+    machine.program("umount", lambda argv: umount(machine, argv))
+    machine.hand(REQUEST)
+    return machine
+
+
+def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
+    """A scripted umount: what it uncovers at last is the empty file that was made to be mounted on."""
+    path = argv[-1]
+    machine.mounts.remove(path)
+    if path in machine.removed:
+        machine.removed.remove(path)
+    if path not in machine.mounts:
+        machine.nodes.pop(path, None)
+    return Completed(0, b"", b"")
+
+
+def nvidia_ctk(machine: Machine, argv: tuple[str, ...], spec: object, version: str = "1.19.1") -> Completed:
+    """A scripted nvidia-ctk, which writes a given spec, and lists the devices of a directory's specs."""
+    if argv[1:] == ("--version",):
+        return Completed(0, f"NVIDIA Container Toolkit CLI version {version}\ncommit: 0\n".encode(), b"")
+    if argv[1:3] == ("cdi", "list"):
+        directory = argv[3].removeprefix("--spec-dir=")
+        names = [each for name in machine.entries(directory) for each in _device_names(machine, f"{directory}/{name}")]
+        return Completed(0, "".join(f"{each}\n" for each in names).encode(), b"")
+    output = next(each.partition("=")[2] for each in argv if each.startswith("--output="))
+    machine.put(output, spec if isinstance(spec, bytes) else json.dumps(spec))
+    return Completed(0, b"", b"")
+
+
+def _device_names(machine: Machine, path: str) -> list[str]:
+    try:
+        spec = yaml.safe_load(machine.read(path))
+        return [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
+    except (yaml.YAMLError, KeyError, TypeError):
+        # Not valid, which the tool warns of.
+        return []
+
+
+def ldconfig(machine: Machine, argv: tuple[str, ...]) -> Completed:
+    """A scripted ldconfig: its cache has all names of the library directory at the time of its last run."""
+    names = [f"\t{name} (libc6,x86-64) => /{LIBRARIES}/{name}" for name in machine.entries(f"/{LIBRARIES}")]
+    if "-p" not in argv:
+        machine.put("/etc/ld.so.cache", "\n".join(names))
+        return Completed(0, b"", b"")
+    return Completed(0, machine.read("/etc/ld.so.cache"), b"")
+
+
+def containerd(machine: Machine, argv: tuple[str, ...], version: str = "v1.7.24") -> Completed:
+    """A scripted containerd: its dump is the main file with the CRI table of the file that it imports last (1.x)."""
+    import fnmatch
+    import tomllib
+
+    import tomlkit
+
+    if argv[1:] == ("--version",):
+        return Completed(0, f"containerd github.com/containerd/containerd {version} 0\n".encode(), b"")
+    document = tomllib.loads(machine.read_text(argv[2]))
+    for pattern in document.get("imports", []):
+        directory, _, name = pattern.rpartition("/")
+        entries = machine.entries(directory) if machine.is_directory(directory) else ()
+        for entry in fnmatch.filter(entries, name):
+            imported = tomllib.loads(machine.read_text(f"{directory}/{entry}"))
+            document.setdefault("plugins", {}).update(imported.get("plugins", {}))
+    return Completed(0, tomlkit.dumps(document).encode(), b"")
+
+
+def systemctl(
+    state: str, started: int, substate: str = "running", load: str = "loaded", main_process: int = 0
+) -> Answer:
+    """A scripted systemctl, which knows containerd.service only."""
+    text = f"LoadState={load}\nActiveState={state}\nSubState={substate}\nExecMainStartTimestampMonotonic={started}\n"
+    text += f"MainPID={main_process}\n"
+    return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")

@@ -1,0 +1,56 @@
+"""A machine with a kubelet, and its Node object."""
+
+import json
+from typing import Any
+
+from agent.machine.kubelet.node_condition import JUDGEMENT, NODE, NOTE, TYPE
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition, ConditionType, true
+from agent.model.host_status import judgement, render_judgement
+from agent.model.reasons import Reason
+from agent.system.process import Completed
+from tests.fakes.machine import Machine
+
+NOW = 1_800_000_000.0
+READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
+KUBELET = ("/usr/bin/kubelet", "--config=/etc/kubelet.yaml", "--kubeconfig=/etc/kubernetes/kubelet.conf")
+SERVICE = "0::/system.slice/kubelet.service"
+KUBELETS_OWN = {"type": "Ready", "status": "True"}
+
+
+class Node(Machine):
+    """A machine with a kubelet, whose Node is kept by a scripted kubectl."""
+
+    object: dict[str, Any]
+    replaced: list[dict[str, Any]]
+
+    def process(
+        self, number: int, *arguments: str, cgroup: str = SERVICE, pids: str | None = None, users: str = "0\t0\t0\t0"
+    ) -> None:
+        self.put(f"/proc/{number}/cmdline", "".join(f"{each}\0" for each in arguments))
+        self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
+        self.put(f"/proc/{number}/status", f"Name:\tx\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n")
+
+    def judge(self, condition: Condition = READY, judged: float = NOW, since: float = NOW - 1000) -> None:
+        dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
+        self.put(JUDGEMENT, render_judgement(judgement(dated, judged)))
+
+    def kubectl(self, argv: tuple[str, ...]) -> Completed:
+        if "get" in argv:
+            return Completed(0, json.dumps(self.object).encode(), b"")
+        self.object = json.loads(self.read(NODE))
+        self.replaced.append(self.object)
+        return Completed(0, b"", b"")
+
+    def on_node(self) -> dict[str, str]:
+        """Our condition."""
+        (condition,) = [each for each in self.object["status"]["conditions"] if each["type"] == TYPE]
+        found: dict[str, str] = condition
+        return found
+
+    def outcome(self) -> tuple[str, str]:
+        noted = Notes(self).load(NOTE)
+        return noted["status"], noted["reason"]
+
+    def words(self) -> str:
+        return str(Notes(self).load(NOTE)["message"])

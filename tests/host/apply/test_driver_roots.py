@@ -1,0 +1,122 @@
+"""Staging a driver root: what somebody does meanwhile who can write where it is taken from, and what is recorded."""
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.host.apply.driver_roots import stage
+from agent.host.observe.driver_roots import observe_staged
+from agent.model.device import FileIdentity
+from agent.model.errors import ApplyError
+from agent.model.facts import Library, StagedRoot
+from agent.model.paths import STAGING, TREES
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+from tests.fakes.host import Host
+from tests.vendors.nvidia.user_space.test_libraries import MAIN, cache_of, user_space
+from tests.vendors.nvidia.user_space.test_places import VERSION, put
+
+SOURCE, SECRET = "/srv/nvidia/libcuda.so.570.211.01", "/etc/shadow"
+
+
+class Exchanging(Host):
+    """Somebody puts a link to a secret in a library's place as its copy begins, and the library back after it."""
+
+    def make_directory(self, path: str) -> None:
+        super().make_directory(path)
+        if path.startswith(f"{STAGING}/0"):
+            os.rename(f"{self.root}{SOURCE}", f"{self.root}{SOURCE}.aside")
+            os.symlink(os.path.relpath(SECRET, os.path.dirname(SOURCE)), f"{self.root}{SOURCE}")
+
+    def identity(self, path: str) -> FileIdentity:
+        aside = f"{self.root}{SOURCE}.aside"
+        if os.path.exists(aside):
+            os.rename(aside, f"{self.root}{SOURCE}")
+        return super().identity(path)
+
+
+def test_a_link_that_is_there_for_a_moment(tmp_path: Path) -> None:
+    """The file that it leads to has the library's size and time, and is for root alone."""
+    host = Exchanging(tmp_path)
+    host.file(SOURCE, "library")
+    host.file(SECRET, "secret!")
+    (tmp_path / SECRET.lstrip("/")).chmod(0o600)
+    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    with pytest.raises(ApplyError, match="changed while it was staged"):
+        stage(StagedRoot(0, "nvidia", VERSION, (library,)), host)
+    copies = [path for place in (STAGING, TREES) for path in Path(f"{tmp_path}{place}").rglob("*.so")]
+    assert copies == []
+
+
+def test_another_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
+    host.file(SOURCE, "library")
+    seen = host.identity(SOURCE)
+    for size, mtime_ns in ((6, seen.mtime_ns), (7, seen.mtime_ns + 1)):
+        root = StagedRoot(0, "nvidia", VERSION, (Library("libcuda.so", SOURCE, size=size, mtime_ns=mtime_ns),))
+        with pytest.raises(ApplyError, match=f"{SOURCE}: changed while it was staged"):
+            stage(root, host)
+        assert host.entries(f"{STAGING}/0") == ()
+
+
+class ReadByALink(Host):
+    """Somebody puts a link to a secret in place of a file, after its mode was looked at."""
+
+    swapped = ""
+
+    def identity(self, path: str) -> FileIdentity:
+        found = super().identity(path)
+        if path == self.swapped:
+            os.unlink(f"{self.root}{path}")
+            os.symlink(os.path.relpath(SECRET, os.path.dirname(path)), f"{self.root}{path}")
+        return found
+
+
+def test_a_secret_is_not_told_as_a_path_of_a_library(tmp_path: Path) -> None:
+    """A problem is for everybody to read, and cites what OpenCL's files name."""
+    host = ReadByALink(tmp_path)
+    host.swapped = "/srv/data/OpenCL/vendors/nvidia.icd"
+    put(host, "/srv/lib")
+    host.file(host.swapped, "libnvidia-opencl.so.1\n")
+    host.file(SECRET, "root:$6$salt/hash:20000::::::\n")
+    (tmp_path / SECRET.lstrip("/")).chmod(0o600)
+    host.loader_cache(cache_of(*(f"/srv/lib/{name}.so.1" for name in MAIN)))
+    found = user_space(host, VERSION, library_directories=["/srv/lib"], data_directories=["/srv/data"])
+    assert host.read_link(host.swapped), "it was read after that"
+    assert "hash" not in repr(found)
+    assert found.version == VERSION
+
+
+def test_what_is_opened_is_a_plain_file_for_everybody(tmp_path: Path) -> None:
+    system = System(host_runner, str(tmp_path))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real/file").write_text("content")
+    (tmp_path / "real/file").chmod(0o644)
+    (tmp_path / "real/secret").write_text("secret")
+    (tmp_path / "real/secret").chmod(0o640)
+    (tmp_path / "real/link").symlink_to("file")
+    (tmp_path / "directory").symlink_to("real")
+    os.mkfifo(tmp_path / "real/fifo", 0o644)
+    before = len(os.listdir("/proc/self/fd"))
+    with system.open_public("/real/file") as reading:
+        assert reading.read() == b"content"
+    refused = {"/real/secret": errno.EINVAL, "/real/link": errno.ELOOP, "/directory/file": errno.ELOOP}
+    for path, number in {**refused, "/real/fifo": errno.EINVAL, "/real": errno.EINVAL}.items():
+        with pytest.raises(OSError, match=path) as raised:
+            system.open_public(path)
+        assert raised.value.errno == number, path
+    with pytest.raises(FileNotFoundError):
+        system.open_public("/real/none")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_manifest_has_the_place_it_came_from(host: Host) -> None:
+    host.file(SOURCE, "library")
+    library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
+    root = StagedRoot(0, "nvidia", VERSION, (library,), place="NixOS")
+    stage(root, host)
+    (found,) = observe_staged(host).roots
+    assert (found, found.place) == (root, "NixOS")
+    assert replace(root, place="") == root, "what it is does not depend on it"

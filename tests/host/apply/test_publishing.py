@@ -1,0 +1,404 @@
+"""Driver roots where machines see them: mounted by PID 1, else plain; after a crash at any step the next pass goes on.
+
+Simulated: PID 1, its mounts and the kernel's table of them (tests/fakes/host.py).
+"""
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.cli.doctor import SERVICE, diagnose_host
+from agent.host.apply.driver_roots import protect, remove_root
+from agent.host.apply.publishing import publish
+from agent.host.observe.driver_roots import LINKED
+from agent.host.outcome import Outcome
+from agent.model.conditions import ConditionType, Status
+from agent.model.errors import ApplyError, BusError
+from agent.model.paths import (
+    DRIVER_ROOTS_TARGET,
+    HOST_NVIDIA,
+    MANIFESTS,
+    MOUNT_POINTS,
+    NOTHING,
+    REMOVED,
+    STAGING,
+    STATE,
+    TREES,
+    UNITS,
+    handoff_file,
+    mount_unit,
+)
+from tests.fakes.gpu_host import MACHINE, VERSION, reconciler, set_up, units
+from tests.fakes.host import Host
+from tests.host.test_driver_generations import NEWER, RunnerWithRm, condition, driver_root, start_machine, upgrade
+
+PARENT, ROOT = mount_unit(HOST_NVIDIA), mount_unit(f"{HOST_NVIDIA}/0")
+WANTS = f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants"
+STAGED = ConditionType.DRIVER_ROOT_STAGED
+LIBCUDA = f"usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+SOURCE = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    tree = tmp_path / "host"
+    return set_up(Host(tree, runner=RunnerWithRm(tree)))
+
+
+@pytest.fixture
+def plain(host: Host) -> Host:
+    """As the release before left it, and as it is where the kernel has no overlay file systems."""
+    host.bus.mounts.no_overlay = True
+    assert reconciler(host).reconcile().failures == ()
+    host.bus.mounts.no_overlay = False
+    units(host, "active")
+    return host
+
+
+def staged(outcome: Outcome) -> tuple[Status, str]:
+    found = condition(outcome, STAGED)
+    return found.status, found.reason
+
+
+def test_the_name_of_a_unit() -> None:
+    """`systemd-escape --path --suffix=mount` says so."""
+    assert ROOT == r"var-lib-unbounded\x2dagent-host\x2dnvidia-0.mount"
+
+
+def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> None:
+    outcome = reconciler(host).reconcile()
+    assert outcome.failures == ()
+    assert staged(outcome) == (Status.TRUE, "Staged")
+    assert host.bus.mounts.mounted == {PARENT: HOST_NVIDIA, ROOT: f"{HOST_NVIDIA}/0"}
+    assert driver_root(host) == "/run/host-nvidia/0"
+    assert host.entries(WANTS) == (ROOT, PARENT)
+    assert [host.read_link(f"{WANTS}/{unit}") for unit in (ROOT, PARENT)] == [f"../{ROOT}", f"../{PARENT}"]
+    assert reconciler(host).reconcile().actions == ()
+
+
+def test_nothing_of_it_can_be_written_to(host: Host) -> None:
+    """No upper layer, so that the kernel refuses to make it writable; the parent, with the mount points, as well."""
+    reconciler(host).reconcile()
+    text = {unit: host.read_text(f"{UNITS}/{unit}") for unit in (PARENT, ROOT)}
+    assert f"Options=ro,nosuid,nodev,nofail,lowerdir={MOUNT_POINTS}:{NOTHING}\n" in text[PARENT]
+    assert f"Options=ro,nosuid,nodev,nofail,lowerdir={TREES}/0:{NOTHING}\n" in text[ROOT]
+    assert f"\nRequires={PARENT}\nAfter={PARENT}\n" in text[ROOT], "not into a directory that machines can write to"
+    assert host.exists(f"{MOUNT_POINTS}/63")
+    assert host.entries(NOTHING) == ()
+
+
+def test_no_pass_reloads_units_for_it(host: Host) -> None:
+    units(host, "active")
+    reconciler(host).reconcile()
+    host.remove_tree(f"{TREES}/0")
+    before = len(host.runner.calls)
+    assert reconciler(host).reconcile().failures == ()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    assert ("systemctl", "daemon-reload") not in host.runner.calls[before:]
+
+
+def test_after_a_start_of_the_host_it_is_there_without_a_pass(host: Host) -> None:
+    reconciler(host).reconcile()
+    host.bus.mounts.boot()
+    assert ROOT in host.bus.mounts.mounted
+    assert reconciler(host).reconcile().actions == ()
+
+
+def test_one_that_is_not_mounted_is_mounted_by_the_next_pass(host: Host) -> None:
+    reconciler(host).reconcile()
+    host.bus.mounts.job("StopUnit", ROOT)
+    outcome = reconciler(host).reconcile()
+    assert outcome.sentences == ("mount driver root 0 (nvidia driver 550.163.01)",)
+    assert staged(outcome) == (Status.TRUE, "Staged")
+
+
+@pytest.mark.parametrize("name", [PARENT, ROOT])
+def test_a_directory_in_the_place_of_its_unit_is_put_aside(host: Host, name: str) -> None:
+    reconciler(host).reconcile()
+    good = host.read(f"{UNITS}/{name}")
+    host.bus.mounts.job("StopUnit", ROOT)
+    host.bus.mounts.job("StopUnit", PARENT)
+    host.remove_file(f"{UNITS}/{name}")
+    host.file(f"{UNITS}/{name}/inner", "somebody's")
+    assert staged(reconciler(host).reconcile()) == (Status.TRUE, "Staged")
+    assert host.read(f"{UNITS}/{name}") == good
+    assert len([each for each in host.entries(UNITS) if each.startswith(f"{name}.damaged-")]) == 1
+
+
+def test_a_directory_in_the_place_of_a_manifest_is_replaced_with_its_driver_root(host: Host) -> None:
+    reconciler(host).reconcile()
+    host.remove_file(f"{MANIFESTS}/0.json")
+    host.file(f"{MANIFESTS}/0.json/inner", "somebody's")
+    outcomes = [reconciler(host).reconcile() for _ in range(3)]
+    assert staged(outcomes[0]) == (Status.TRUE, "Staged")
+    assert (outcomes[2].actions, outcomes[2].failures, outcomes[2].facts.problems) == ((), (), ())
+    assert host.is_file(f"{MANIFESTS}/1.json")
+    assert not host.exists(f"{MANIFESTS}/0.json")
+
+
+def test_a_mount_that_fails_is_told_and_holds_no_settings_up(host: Host) -> None:
+    """The parent is mounted: a plain directory would be seen by nobody."""
+    host.bus.mounts.broken.add(ROOT)
+    outcome = reconciler(host).reconcile()
+    assert staged(outcome) == (Status.FALSE, "NotMounted")
+    assert ROOT in condition(outcome, STAGED).message
+    assert [failure for failure in outcome.failures if "driver root 0 cannot be mounted" in failure]
+    assert not host.exists(handoff_file(MACHINE))
+    assert host.exists(f"{UNITS}/systemd-nspawn@{MACHINE}.service.d")
+    host.bus.mounts.broken.clear()
+    assert staged(reconciler(host).reconcile()) == (Status.TRUE, "Staged")
+    assert driver_root(host) == "/run/host-nvidia/0"
+
+
+def test_pid_1_that_does_not_answer_is_no_reason_for_a_plain_directory(host: Host) -> None:
+    agent = reconciler(host)
+    agent.reconcile()
+    host.remove_tree(f"{TREES}/0")
+    facts = agent.look()[0]
+    host.make_directory(f"{TREES}/1")
+    host.bus.failing = BusError("no answer")
+    with pytest.raises(BusError):
+        publish(facts.next_driver_root_index, host)
+    assert host.exists(f"{TREES}/1")
+
+
+# ---- where it cannot be mounted
+
+
+def test_without_overlay_file_systems_it_is_a_plain_directory(plain: Host) -> None:
+    plain.bus.mounts.no_overlay = True
+    outcome = reconciler(plain).reconcile()
+    assert outcome.actions == ()
+    assert staged(outcome) == (Status.TRUE, "PlainCopy")
+    assert driver_root(plain) == "/run/host-nvidia/0"
+    assert plain.entries(TREES) == ()
+    assert plain.exists(f"{HOST_NVIDIA}/0/usr/bin")
+    assert not plain.exists(f"{UNITS}/{PARENT}"), "it would hide the directory after the next start of the host"
+    assert plain.entries(WANTS) == ()
+    plain.bus.unit(SERVICE)
+    found = diagnose_host(replace(outcome.facts, vendors=()), plain).findings
+    assert [each for each in found if "modprobe overlay" in each and PARENT in each]
+
+
+def test_nothing_in_a_plain_directory_is_looked_at(plain: Host, tmp_path: Path) -> None:
+    place = tmp_path / f"host{HOST_NVIDIA}/0/usr/bin"
+    place.rename(place.with_name("aside"))
+    place.symlink_to("x" * 300)
+    outcome = reconciler(plain).reconcile()
+    assert (outcome.actions, outcome.facts.all_problems()) == ((), ())
+
+
+def test_a_running_machine_never_loses_sight_of_a_plain_one(plain: Host) -> None:
+    """A mount over its parent would hide it: what comes meanwhile is plain too."""
+    plain.bus.mounts.failed.clear()
+    plain.write(f"{MANIFESTS}/0.json", b"spoiled")
+    outcome = reconciler(plain).reconcile()
+    assert staged(outcome) == (Status.TRUE, "PlainCopy")
+    assert driver_root(plain) == "/run/host-nvidia/1"
+    assert plain.bus.mounts.mounted == {}
+    assert plain.exists(f"{HOST_NVIDIA}/0")
+
+
+@pytest.mark.parametrize("state", ["inactive", "failed", "activating"])
+def test_plain_ones_are_replaced_once_no_machine_runs(plain: Host, state: str) -> None:
+    plain.bus.mounts.failed.clear()
+    units(plain, state)
+    outcome = reconciler(plain).reconcile()
+    assert outcome.sentences[0] == "mount driver roots in place of plain directories: 0"
+    assert (outcome.failures, staged(outcome)) == ((), (Status.TRUE, "Staged"))
+    assert driver_root(plain) == "/run/host-nvidia/1"
+    assert plain.bus.mounts.mounted == {PARENT: HOST_NVIDIA, mount_unit(f"{HOST_NVIDIA}/1"): f"{HOST_NVIDIA}/1"}
+    assert (plain.entries(TREES), plain.entries(MANIFESTS), plain.entries(REMOVED)) == (("1",), ("1.json",), ())
+    assert reconciler(plain).reconcile().actions == ()
+
+
+def test_what_was_changed_in_a_plain_one_is_never_mounted(plain: Host) -> None:
+    """Root in a machine did; nor what it still has a file open of."""
+    with open(f"{plain.root}{HOST_NVIDIA}/0/{LIBCUDA}", "r+b") as held:
+        held.write(b"evil")
+        held.flush()
+        plain.bus.mounts.failed.clear()
+        units(plain, "inactive")
+        assert reconciler(plain).reconcile().failures == ()
+        held.write(b"evil")
+        held.flush()
+        published = driver_root(plain).replace("/run/host-nvidia", HOST_NVIDIA)
+        assert plain.bus.mounts.state(mount_unit(published)) == "active"
+        assert plain.read(f"{published}/{LIBCUDA}") == plain.read(SOURCE)
+
+
+def test_a_plain_one_that_the_host_has_no_files_of_stays(plain: Host) -> None:
+    """The module's version is nowhere else any more; the newer one is what a start of the host loads."""
+    plain.bus.mounts.failed.clear()
+    upgrade(plain)
+    start_machine(plain)
+    units(plain, "inactive")
+    outcome = reconciler(plain).reconcile()
+    assert (outcome.failures, staged(outcome)) == ((), (Status.TRUE, "PlainCopy"))
+    assert driver_root(plain) == "/run/host-nvidia/0"
+    assert plain.exists(f"{HOST_NVIDIA}/0/{LIBCUDA}")
+    plain.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    outcome = reconciler(plain).reconcile()
+    assert (outcome.failures, staged(outcome)) == ((), (Status.TRUE, "Staged"))
+    assert plain.exists(
+        f"{driver_root(plain).replace('/run/host-nvidia', HOST_NVIDIA)}/{LIBCUDA.replace(VERSION, NEWER)}"
+    )
+
+
+def test_a_plain_one_stays_while_no_machine_s_settings_can_be_planned(plain: Host) -> None:
+    plain.bus.mounts.failed.clear()
+    units(plain, "inactive")
+    plain.failing["/proc/devices"] = PermissionError(13, "Permission denied", "/proc/devices")
+    assert reconciler(plain).reconcile().actions == ()
+    assert plain.exists(f"{HOST_NVIDIA}/0/{LIBCUDA}")
+
+
+def test_that_is_tried_once_where_it_fails(plain: Host) -> None:
+    plain.bus.mounts.failed.clear()
+    plain.bus.mounts.no_overlay = True
+    units(plain, "inactive")
+    first = reconciler(plain).reconcile()
+    assert [each for each in first.failures if "they stay as they are" in each]
+    assert (first.actions, staged(first)) == ((), (Status.TRUE, "PlainCopy")), (
+        "nor is it staged at each start of the host"
+    )
+    outcome = reconciler(plain).reconcile()
+    assert (outcome.actions, outcome.failures, staged(outcome)) == ((), (), (Status.TRUE, "PlainCopy"))
+    assert driver_root(plain) == "/run/host-nvidia/0"
+    assert plain.read(f"{HOST_NVIDIA}/0/{LIBCUDA}") == plain.read(SOURCE)
+    plain.bus.mounts.boot()
+    assert plain.bus.mounts.failed == set(), "no unit is left that would hide it"
+
+
+def test_a_link_on_the_way_is_named(plain: Host, tmp_path: Path) -> None:
+    """PID 1 refuses to mount there, as if the kernel had no such file systems."""
+    state = tmp_path / f"host{STATE}"
+    state.rename(tmp_path / "host/elsewhere")
+    state.symlink_to("../../elsewhere")
+    outcome = reconciler(plain).reconcile()
+    assert staged(outcome) == (Status.TRUE, "PlainCopy")
+    assert LINKED in outcome.facts.all_problems()
+    plain.bus.unit(SERVICE)
+    assert [each for each in diagnose_host(replace(outcome.facts, vendors=()), plain).findings if LINKED in each]
+
+
+# ---- taken away
+
+
+def test_a_driver_root_in_use_is_not_unmounted(host: Host) -> None:
+    reconciler(host).reconcile()
+    host.write(f"{MANIFESTS}/0.json", b"spoiled")
+    host.bus.mounts.busy.add(ROOT)
+    agent = reconciler(host)
+    agent.reconcile()
+    outcome = agent.reconcile()
+    assert outcome.failures == ()
+    assert [each for each in outcome.facts.problems if f"{HOST_NVIDIA}/0 cannot be unmounted" in each]
+    assert host.exists(f"{TREES}/0")
+    assert host.exists(f"{WANTS}/{ROOT}")
+    host.bus.mounts.busy.clear()
+    # Another process's pass, as this one's agent tries again after minutes.
+    reconciler(host).reconcile()
+    assert (host.entries(TREES), host.entries(MANIFESTS)) == (("1",), ("1.json",))
+    assert host.entries(WANTS) == (mount_unit(f"{HOST_NVIDIA}/1"), PARENT)
+    assert not host.exists(f"{UNITS}/{ROOT}")
+
+
+# ---- killed in between
+
+
+class KilledError(BaseException):
+    """As SIGKILL: nothing on the way catches it."""
+
+
+class Killed(Host):
+    """Ends before a change of the host's disk or units, by its number."""
+
+    left = 10**9
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise KilledError
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self._count()
+        super().write(path, content, mode)
+
+    def link(self, path: str, target: str) -> None:
+        # What is copied is looked at by nobody before it is whole.
+        if not path.startswith(STAGING):
+            self._count()
+        super().link(path, target)
+
+    def rename(self, old: str, new: str) -> None:
+        self._count()
+        super().rename(old, new)
+
+    def remove(self, path: str) -> None:
+        self._count()
+        super().remove(path)
+
+    def call(
+        self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = 1.0
+    ) -> tuple[object, ...]:
+        if method.endswith("Unit"):
+            self._count()
+        return super().call(service, path, method, *arguments, signature=signature, timeout=timeout)
+
+
+def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bool]:
+    """A host on which `prepare` was killed before its change number `step`; whether it came that far."""
+    tree = tmp_path / f"{prepare}-{step}"
+    host = Killed(tree, runner=RunnerWithRm(tree))
+    set_up(host)
+    if prepare != "stage":
+        host.bus.mounts.no_overlay = prepare in ("protect", "put back")
+        reconciler(host).reconcile()
+        host.bus.mounts.no_overlay = prepare == "put back"
+        host.bus.mounts.failed.clear()
+    host.left = step
+    try:
+        match prepare:
+            case "stage":
+                reconciler(host).reconcile()
+            case "protect":
+                protect((0,), host)
+            case "put back":
+                with suppress(ApplyError):
+                    protect((0,), host)
+            case _:
+                remove_root(0, host)
+    except KilledError:
+        return host, True
+    finally:
+        host.left = 10**9
+        host.bus.mounts.no_overlay = False
+        host.bus.mounts.failed.clear()
+    return host, False
+
+
+@pytest.mark.parametrize("boots", [False, True], ids=["goes on", "boots"])
+@pytest.mark.parametrize("what", ["stage", "protect", "put back", "remove"])
+def test_whatever_it_is_killed_in_the_next_pass_goes_on(tmp_path: Path, what: str, boots: bool) -> None:
+    step, killed = 0, True
+    while killed:
+        host, killed = killed_everywhere(tmp_path, what, step)
+        if boots:
+            host.bus.mounts.boot()
+        reconciler(host).reconcile()
+        outcome = reconciler(host).reconcile()
+        where = f"killed before change {step} of {what}"
+        assert (outcome.failures, staged(outcome)) == ((), (Status.TRUE, "Staged")), where
+        (index,) = host.entries(TREES)
+        assert driver_root(host) == f"/run/host-nvidia/{index}", where
+        assert host.entries(MANIFESTS) == (f"{index}.json",), where
+        unit = mount_unit(f"{HOST_NVIDIA}/{index}")
+        assert host.bus.mounts.mounted == {PARENT: HOST_NVIDIA, unit: f"{HOST_NVIDIA}/{index}"}, where
+        assert host.entries(WANTS) == (unit, PARENT), where
+        assert {name for name in os.listdir(f"{host.root}{UNITS}") if name.endswith(".mount")} == {unit, PARENT}, where
+        step += 1
+    assert step > 5

@@ -1,0 +1,15 @@
+"""What probes and `systemctl status` say of machines."""
+
+from http import HTTPStatus
+
+from agent.host.daemon.http.health import pages, status_line
+from agent.host.outcome import MachineOutcome
+
+NOT_YET = MachineOutcome("gpu-node", ())
+
+
+def test_before_its_first_pass_a_machine_is_not_evaluated() -> None:
+    assert status_line([NOT_YET]) == "gpu-node: not evaluated"
+    page = pages([NOT_YET], alive=True, not_seen="")["/readyz/machines/gpu-node"]
+    assert page.status == HTTPStatus.SERVICE_UNAVAILABLE
+    assert page.body == b"[-]Ready not evaluated\nreadyz/machines/gpu-node check failed\n"

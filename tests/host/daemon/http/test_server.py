@@ -1,0 +1,298 @@
+"""The real HTTP server on an ephemeral loopback port."""
+
+import contextlib
+import http.client
+import os
+import select
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from agent.host.daemon.http.peers import Peers
+from agent.host.daemon.http.server import CONNECTIONS, OPENMETRICS, VERBOSE, Limits, LocalServer, Page, Server, Site
+from agent.model.errors import AgentError
+
+LONG = 10**9
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    running = Server("127.0.0.1:0")
+    running.site = Site(
+        fresh={
+            "/metrics": Page(HTTPStatus.OK, b"text\n", "text/plain; version=0.0.4"),
+            "/metrics" + OPENMETRICS: Page(HTTPStatus.OK, b"# EOF\n", "application/openmetrics-text"),
+            "/livez": Page(HTTPStatus.OK, b"ok\n"),
+            "/livez" + VERBOSE: Page(HTTPStatus.OK, b"[+]loop ok\n"),
+        },
+        stale={"/livez": Page(HTTPStatus.SERVICE_UNAVAILABLE, b"[-]loop\n")},
+        fresh_until=time.monotonic() + LONG,
+    )
+    yield running
+    running.stop()
+
+
+def ask(server: Server, method: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+    """One request; any status."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def test_pages_by_path_query_and_accept(server: Server) -> None:
+    assert ask(server, "GET", "/livez")[1] == b"ok\n"
+    assert ask(server, "GET", "/livez?verbose")[1] == b"[+]loop ok\n"
+    assert ask(server, "GET", "/livez?verbose=1&x")[1] == b"ok\n"
+    response, body = ask(server, "GET", "/metrics")
+    assert (body, response.headers["Content-Type"]) == (b"text\n", "text/plain; version=0.0.4")
+    response, body = ask(
+        server, "GET", "/metrics", Accept="application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
+    )
+    assert (body, response.headers["Content-Type"]) == (b"# EOF\n", "application/openmetrics-text")
+
+
+def test_head_has_no_body(server: Server) -> None:
+    response, body = ask(server, "HEAD", "/livez")
+    assert (response.status, response.headers["Content-Length"], body) == (200, "3", b"")
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "TRACE", "MACHEN"])
+def test_other_methods_are_refused(server: Server, method: str) -> None:
+    response, body = ask(server, method, "/metrics")
+    assert (response.status, response.headers["Allow"], body) == (405, "GET, HEAD", b"Method Not Allowed\n")
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics/", "/../etc/passwd", "/%2e%2e/etc/passwd", "/livez%3Fverbose", "*"])
+def test_unknown_paths_are_short_404s(server: Server, path: str) -> None:
+    response, body = ask(server, "GET", path)
+    assert (response.status, body) == (404, b"Not Found\n")
+
+
+def test_garbage_is_answered_and_survived(server: Server) -> None:
+    for garbage in (
+        b"\x00\xff\x16\x03\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as peer:
+            peer.sendall(garbage)
+            answer = peer.recv(65536)
+            assert len(answer) < 500
+    assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def test_the_stale_edition_takes_over_by_itself(server: Server) -> None:
+    """The loop need not run for that: a hung loop is just the case."""
+    site = server.site
+    server.site = Site(site.fresh, site.stale, fresh_until=time.monotonic() - 1)
+    response, body = ask(server, "GET", "/livez?verbose")
+    assert (response.status, body) == (503, b"[-]loop\n")
+
+
+def connect(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
+    """Peers that are connected and have sent nothing."""
+    address = ("127.0.0.1", server.port)
+    return [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
+
+
+def serving() -> int:
+    """How many connections have a thread."""
+    return sum("process_request_thread" in thread.name for thread in threading.enumerate())
+
+
+HEADERS = Limits().headers
+
+
+def until(what: Callable[[], bool]) -> None:
+    """Until it is true."""
+    deadline = time.monotonic() + 30
+    while not what():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.01)
+
+
+def test_idle_peers_free_their_places_soon(server: Server) -> None:
+    server.limits = Limits(whole=60.0)
+    with ExitStack() as stack:
+        started = time.monotonic()
+        peers = connect(server, stack, CONNECTIONS)
+        assert [peer.recv(1) for peer in peers] == [b""] * CONNECTIONS
+        assert HEADERS * 0.9 < time.monotonic() - started < 30
+        until(lambda: serving() == 0)
+        assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server) -> None:
+    """Slowloris: each byte would start a socket's own time limit anew."""
+    server.limits = Limits(whole=60.0)
+    with ExitStack() as stack:
+        (peer,) = connect(server, stack, 1)
+        started = time.monotonic()
+        peer.sendall(b"GET /livez HTTP/1.0\r\n")
+        with contextlib.suppress(ConnectionError):
+            while not select.select([peer], [], [], 0.2)[0]:
+                peer.sendall(b"X")
+        assert HEADERS * 0.9 < time.monotonic() - started < 30
+
+
+def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server) -> None:
+    """What it does not read fills the socket's buffers, and the answer waits."""
+    server.limits = Limits(whole=1.5)
+    server.site = Site(fresh={"/metrics": Page(HTTPStatus.OK, b"x" * 32_000_000)}, fresh_until=time.monotonic() + LONG)
+    with ExitStack() as stack:
+        (peer,) = connect(server, stack, 1)
+        started = time.monotonic()
+        peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        until(lambda: serving() == 1)
+        until(lambda: serving() == 0)
+        assert time.monotonic() - started > 1.5 - HEADERS, "what is left of the time after the request"
+
+
+def test_attack_idle_peers_do_not_blind_who_asks(server: Server) -> None:
+    """They are cut after a second, and who makes them makes new ones: Prometheus was served 0 of 42 times."""
+    server.limits = Limits(headers=60.0, whole=120.0)
+    with ExitStack() as stack:
+        idle = connect(server, stack, CONNECTIONS)
+        until(lambda: serving() == CONNECTIONS)
+        for _ in range(3):
+            idle += connect(server, stack, CONNECTIONS)
+            assert ask(server, "GET", "/livez")[1] == b"ok\n"
+        assert [peer.recv(1) for peer in idle[:CONNECTIONS]] == [b""] * CONNECTIONS, "the oldest ones had to go"
+        until(lambda: serving() <= CONNECTIONS)
+
+
+def test_attack_peers_that_do_not_read_their_answers_do_not_blind_who_asks(server: Server) -> None:
+    server.limits = Limits(headers=0.5, whole=120.0)
+    page = Page(HTTPStatus.OK, b"x" * 32_000_000)
+    fresh = {**server.site.fresh, "/metrics": page}
+    server.site = Site(fresh=fresh, fresh_until=time.monotonic() + LONG)
+    with ExitStack() as stack:
+        for peer in connect(server, stack, CONNECTIONS):
+            peer.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+        until(lambda: serving() == CONNECTIONS)
+        time.sleep(0.6)
+        assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def test_who_asked_just_now_keeps_its_place() -> None:
+    """A further connection is closed at once where nobody is idle."""
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(socket.socket()) for _ in range(3))
+        peers = Peers(2)
+        assert peers.admit(first, 60.0)
+        peers.asked(first)
+        assert peers.admit(second, 60.0)
+        assert peers.admit(third, 60.0), "the second one has not asked"
+        peers.asked(second)
+        peers.asked(third)
+        assert not peers.admit(second, 60.0)
+        peers.leave(first)
+        assert peers.admit(second, 60.0)
+
+
+def test_a_thread_that_cannot_be_started_costs_no_place(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch, ExitStack() as stack:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(CONNECTIONS + 1):
+            assert connect(server, stack, 1)[0].recv(1) == b""
+    assert ask(server, "GET", "/livez")[1] == b"ok\n"
+
+
+def test_ipv6_literal() -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6 loopback")
+    running = Server("[::1]:0")
+    try:
+        assert running.socket.family is socket.AF_INET6
+        with socket.create_connection(("::1", running.port), timeout=10) as peer:
+            peer.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            assert b"404" in peer.recv(4096)
+    finally:
+        running.stop()
+
+
+def test_a_taken_port_names_the_key(server: Server) -> None:
+    with pytest.raises(
+        AgentError,
+        match=rf"metrics\.address: cannot listen on 127\.0\.0\.1:\d+: Address already in use by a process of user "
+        rf"{os.getuid()},.*configure.*`ss -lntp 'sport = :\d+'`",
+    ):
+        Server(f"127.0.0.1:{server.port}")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_attack_who_takes_the_port_while_the_service_is_down_is_named() -> None:
+    """Any user of the host can, and serve `machine_ready 1`."""
+    os.seteuid(65534)
+    try:
+        stolen = socket.socket()
+    finally:
+        os.seteuid(0)
+    stolen.bind(("127.0.0.1", 0))
+    stolen.listen()
+    with stolen, pytest.raises(AgentError, match="by a process of user 65534, which answers Prometheus instead"):
+        Server(f"127.0.0.1:{stolen.getsockname()[1]}")
+
+
+def test_a_stopped_server_frees_its_port(server: Server) -> None:
+    second = Server("127.0.0.1:0")
+    started = time.monotonic()
+    second.stop()
+    assert time.monotonic() - started < 1
+    third = Server(f"127.0.0.1:{second.port}")
+    third.stop()
+
+
+def ask_locally(directory: Path, name: str, path: str) -> bytes:
+    """The whole answer."""
+    descriptor = os.open(directory, os.O_PATH)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(30)
+            client.connect(f"/proc/self/fd/{descriptor}/{name}")
+            client.sendall(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+            with client.makefile("rb") as answer:
+                return answer.read()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_local_server_is_its_owner_s_alone_and_replaces_what_a_former_one_left(tmp_path: Path) -> None:
+    """In a directory whose path is longer than the address of a socket may be."""
+    directory = tmp_path / ("d" * 120)
+    directory.mkdir()
+    before = os.umask(0)
+    try:
+        for body in (b"first\n", b"second\n"):
+            server = LocalServer(str(directory), "statusz.sock")
+            try:
+                assert stat.S_IMODE((directory / "statusz.sock").stat().st_mode) == 0o600
+                server.site = Site({"/statusz": Page(HTTPStatus.OK, body)}, {}, time.monotonic() + LONG)
+                assert ask_locally(directory, "statusz.sock", "/statusz").endswith(b"\r\n\r\n" + body)
+                assert b" 404 " in ask_locally(directory, "statusz.sock", "/other")
+            finally:
+                server.stop()
+    finally:
+        os.umask(before)
+
+
+def test_a_local_server_without_its_directory_says_so(tmp_path: Path) -> None:
+    with pytest.raises(AgentError, match="nowhere/statusz"):
+        LocalServer(str(tmp_path / "nowhere"), "statusz.sock")

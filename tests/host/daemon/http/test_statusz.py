@@ -1,0 +1,70 @@
+"""The page of what the agent knows, from a simulated outcome."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from agent.host.daemon.http.statusz import Knowledge, Pass, page
+from agent.host.daemon.wakeups.poller import Tally
+from agent.host.outcome import MachineOutcome
+from agent.model.facts import Absent, MachineFacts, Unseen
+from tests.fakes.reconciler import GPUS, conditions, outcome
+
+MACHINE = MachineOutcome("gpu-node", conditions(), gpus=GPUS, pending=True)
+SEEN = MachineFacts(name="gpu-node", root="/var/lib/machines/gpu-node", unit_state=Unseen("the bus is away"))
+KNOWLEDGE = Knowledge(
+    version="0.1.0",
+    now=1_700_000_000.0,
+    why_not="",
+    passes=(
+        Pass("2023-11-14T22:13:00Z", "start", 1.5, ("write /a",)),
+        Pass("2023-11-14T22:13:10Z", "udev", 0.2, failures=("cannot write /b",)),
+    ),
+    wakeups=(Tally("udev", watching=True, wakeups=1),),
+    stuck=("/proc/driver/simulated",),
+)
+
+
+def shown(knowledge: Knowledge = KNOWLEDGE, *, evidence: bool = True) -> Mapping[str, Any]:
+    facts = replace(outcome(MACHINE).facts, machines=(SEEN,), systemd_version=257)
+    found = page(knowledge, (MACHINE,), facts if evidence else None)
+    assert found.content_type == "application/json"
+    document: Mapping[str, Any] = json.loads(found.body)
+    return document
+
+
+def test_what_is_known_of_the_host() -> None:
+    facts = shown()["facts"]
+    assert facts["systemdVersion"] == 257
+    vendor = facts["vendors"]["nvidia"]
+    assert [gpu["pci_address"] for gpu in vendor["gpus"]] == list(GPUS)
+    assert vendor["nodes"]["/dev/nvidia1"] == "195:1"
+    assert vendor["moduleVersion"] == "550.163.01"
+    assert vendor["fabric"] == {"absent": "no NVSwitch"}
+
+
+def test_what_is_known_of_a_machine() -> None:
+    machine = shown()["machines"]["gpu-node"]
+    assert machine["pending"] is True
+    assert machine["conditions"]["Ready"]["reason"] == "AllConditionsTrue"
+    assert machine["conditions"]["Ready"]["lastTransitionTime"] == "2023-11-14T22:13:20Z"
+    assert machine["seen"]["unitState"] == {"unseen": "the bus is away"}
+    assert machine["seen"]["handedDriverRoots"] == {"absent": "no record"}
+    assert isinstance(SEEN.report, Absent)
+    assert machine["seen"]["reportAgeSeconds"] is None
+
+
+def test_what_the_service_did_and_what_stands_in_its_way() -> None:
+    document = shown()
+    assert [each["trigger"] for each in document["passes"]] == ["udev", "start"]
+    assert document["passes"][0]["failures"] == ["cannot write /b"]
+    assert document["passes"][1]["actions"] == ["write /a"]
+    assert document["sources"][0]["wakeups"] == 1
+    assert document["stuck"] == ["/proc/driver/simulated"]
+
+
+def test_before_the_first_pass_there_is_a_page_too() -> None:
+    document = shown(replace(KNOWLEDGE, why_not="the first observation is not done", passes=()), evidence=False)
+    assert document["notObserved"] == "the first observation is not done"
+    assert document["facts"] is document["machines"]["gpu-node"]["seen"] is None

@@ -1,0 +1,475 @@
+"""GPU errors in the kernel's log: records, NVIDIA's messages, what is counted, kept and made of it."""
+
+import errno
+import itertools
+import os
+import select
+import socket
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.config.settings import MachineSettings
+from agent.host.daemon.gpu_errors import GpuErrors
+from agent.host.outcome import Outcome
+from agent.host.state.lost_gpus import observe_lost, record_lost
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.facts import VendorFacts
+from agent.model.goal import DriverRoots
+from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
+from agent.system.kernel_log import BURST, KernelLog, open_kernel_log, parse_record
+from agent.vendors.host_vendor import GpuError
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.xid import parse_xid
+from tests.fakes.facts import address, nvidia
+from tests.fakes.gpu_host import reconciler
+from tests.fakes.host import Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+OFF_THE_BUS = "NVRM: Xid (PCI:0000:01:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus."
+PAGE_FAULT = "NVRM: Xid (PCI:0000:02:00): 31, pid=79749, name=exe, Ch 0000000a, intr 00000000. MMU Fault"
+
+
+class Log:
+    """A simulated /dev/kmsg: each datagram is one record, as each read(2) of the real one gives."""
+
+    def __init__(self) -> None:
+        self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._theirs.setblocking(False)
+        self.opened = self._written = 0
+        self.failing: list[int] = []
+        """errno values that the next reads give."""
+        self._flood: list[bytes] = []
+
+    def write(self, text: str, priority: int = 3) -> None:
+        self._written += 1
+        self.ours.send(f"{priority},{self._written},5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
+
+    def flood(self, records: int) -> None:
+        """More than a socket holds, before all that is written later."""
+        for _ in range(records):
+            self._written += 1
+            self._flood.append(f"6,{self._written},5140900,-;usb 1-1: new device\n".encode())
+
+    def open(self, path: str, after: int | None) -> KernelLog:
+        self.opened += 1
+        return KernelLog(os.dup(self._theirs.fileno()), self._read, after)
+
+    def _read(self, descriptor: int, limit: int) -> bytes:
+        if self.failing:
+            raise OSError(self.failing.pop(0), "simulated")
+        if self._flood:
+            return self._flood.pop(0)
+        return os.read(descriptor, limit)
+
+    def close(self) -> None:
+        self.ours.close()
+        self._theirs.close()
+
+
+@pytest.fixture
+def kernel_log() -> Iterator[Log]:
+    made = Log()
+    # A real one is never empty.
+    made.write("Linux version")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def counts() -> Counter[tuple[str, int]]:
+    return Counter()
+
+
+@pytest.fixture
+def follow(gpu_host: Host, kernel_log: Log, counts: Counter[tuple[str, int]]) -> Callable[[], GpuErrors]:
+    for each in (FIRST, SECOND):
+        bind(gpu_host, each)
+
+    def count(address: str, number: int, times: int) -> None:
+        counts[address, number] += times
+
+    return lambda: GpuErrors(gpu_host, count, kernel_log.open)
+
+
+def bind(host: Host, address: str) -> None:
+    """The kernel binds its driver anew: a new link, of which sysfs never gives the same number soon again."""
+    link = Path(host.root, f"sys/bus/pci/devices/{address}/driver")
+    if link.is_symlink():
+        # The file system of the test would give the number that was just freed; sysfs does not.
+        link.rename(link.with_name("before"))
+    host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
+
+
+# ---- records
+
+
+@pytest.mark.parametrize(
+    ("record", "number", "text"),
+    [
+        (b"3,1,2,-;NVRM: x\n", 1, "NVRM: x"),
+        (b"6,20,2,-,caller=T1;a;b\n SUBSYSTEM=pci\n", 20, "a;b"),
+        (b"0,1,2,c;emergency", 1, "emergency"),
+        # LOG_USER (1) and LOG_LOCAL7 (23): written into /dev/kmsg by a program.
+        (b"11,1,2,-;NVRM: x\n", 1, None),
+        (b"191,1,2,-;NVRM: x\n", 1, None),
+        (b"8,1,2,-;NVRM: x\n", 1, None),
+        (b"3,1,2,-", None, None),
+        (b"x,1;NVRM: x", None, None),
+        (b"3;NVRM: x", None, None),
+        (b"3,x,2,-;NVRM: x", None, None),
+        (b"", None, None),
+    ],
+)
+def test_only_the_kernels_own_records_count(record: bytes, number: int | None, text: str | None) -> None:
+    assert parse_record(record) == (number, text)
+
+
+def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
+    path = tmp_path / "kmsg"
+    path.write_bytes(b"3,1,2,-;old\n")
+    found = open_kernel_log(str(path))
+    assert (found.behind, found.read(), found.behind, found.sequence) == (True, ((), False), False, 1)
+    with path.open("ab") as file:
+        file.write(b"3,2,2,-;new\n")
+    assert (found.read(), found.sequence) == ((("new",), False), 2)
+    assert found.read() == ((), False)
+    found.close()
+
+
+@pytest.mark.parametrize(("after", "texts"), [(0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
+def test_a_log_is_read_from_a_record_on(tmp_path: Path, after: int, texts: tuple[str, ...]) -> None:
+    """Records of user space count, too. A number from nowhere is forgotten once all is read."""
+    path = tmp_path / "kmsg"
+    records = Log()
+    for text, priority in (("one", 3), ("two", 11), ("three", 3)):
+        records.write(text, priority)
+    found = records.open(str(path), after)
+    assert (found.behind, found.read(), found.behind) == (True, (texts, False), False)
+    assert found.sequence == max(after, 3)
+    records.write("four")
+    assert (found.read()[0], found.sequence) == (("four",), 4)
+    found.close()
+    records.close()
+
+
+def test_overwritten_records_are_counted_and_reading_goes_on(kernel_log: Log) -> None:
+    found = kernel_log.open("", None)
+    kernel_log.failing = [errno.EPIPE]
+    found.read()
+    assert found.overruns == 0, "of what was only passed over, nothing was missed"
+    kernel_log.failing = [errno.EPIPE, errno.EPIPE]
+    kernel_log.write("after")
+    assert found.read() == (("after",), False)
+    assert found.overruns == 2
+    found.close()
+
+
+def test_a_kernel_that_writes_without_end_does_not_hold_up_the_reader() -> None:
+    numbers = itertools.count(1)
+    for after, given in ((0, BURST), (None, 0)):
+        found = KernelLog(os.open("/dev/null", os.O_RDONLY), lambda *_: b"3,%d,2,-;again\n" % next(numbers), after)
+        texts, more = found.read()
+        assert (len(texts), more, found.behind) == (given, True, True)
+        found.close()
+
+
+# ---- NVIDIA's messages
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "number"),
+    [
+        (OFF_THE_BUS, FIRST, 79),
+        ("NVRM: Xid (0000:03:00): 14, Channel 00000001", "0000:03:00.0", 14),
+        ("NVRM: Xid (PCI:0000:CB:00): 13, pid='<unknown>', name=<unknown>, Graphics", "0000:cb:00.0", 13),
+        ("NVRM: Xid (PCI:0000:07:00 GPU-I:05): 31, pid=1, name=x, Ch 8", "0000:07:00.0", 31),
+        ("NVRM: Xid (PCI:00010000:07:00): 999, x", "00010000:07:00.0", 999),
+    ],
+)
+def test_an_xid_is_read(text: str, where: str, number: int) -> None:
+    error = parse_xid(text)
+    assert error is not None
+    assert (error.pci_address, error.number, error.lost) == (where, number, number == 79)
+    assert error.meaning.startswith(f"Xid {number}: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "usb 1-1: Product: NVRM: Xid (PCI:0000:01:00): 79, x",
+        "NVRM: Xid (PCI:0000:01:00): 1000, x",
+        "NVRM: Xid (PCI:0000:01): 79, x",
+        "NVRM: GPU 0000:01:00.0: GPU has fallen off the bus.",
+        "NVRM: Xid (PCI:0000:01:00" + " " * 100 + "): 79, x",
+        " NVRM: Xid (PCI:0000:01:00): 79, x",
+        "",
+    ],
+)
+def test_other_messages_are_none(text: str) -> None:
+    assert parse_xid(text) is None
+
+
+def test_an_applications_fault_is_told_from_a_gpus() -> None:
+    fault, gone = parse_xid(PAGE_FAULT), parse_xid(OFF_THE_BUS)
+    assert isinstance(fault, GpuError)
+    assert isinstance(gone, GpuError)
+    assert (fault.of_application, gone.of_application) == (True, False)
+    assert "reboot the host" in gone.meaning
+
+
+# ---- what is made of them
+
+
+def test_errors_are_counted_told_and_shown(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = follow()
+    for _ in range(3):
+        kernel_log.write(PAGE_FAULT)
+    kernel_log.write(OFF_THE_BUS, priority=11)
+    with caplog.at_level("INFO", logger="agent.host.daemon.gpu_errors"):
+        assert found.read() is False
+    assert counts == {(SECOND, 31): 3}, "not the one that user space wrote"
+    (line,) = caplog.messages
+    assert line == f"{SECOND}: Xid 31: an application's access to memory that it does not have (3 times)"
+    assert caplog.records[0].levelname == "INFO"
+    assert found.last[SECOND].startswith("Xid 31: ")
+    assert found.read() is False
+    assert counts == {(SECOND, 31): 3}
+
+
+def test_series_are_bounded_by_the_hosts_devices(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    found = follow()
+    kernel_log.write("NVRM: Xid (PCI:0000:77:00): 48, x")
+    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    found.read()
+    assert counts == {(SECOND, 48): 1}
+    Path(gpu_host.root, f"sys/bus/pci/devices/{SECOND}").rename(Path(gpu_host.root, "gone"))
+    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 79, x")
+    assert found.read() is False, "without a driver there is nothing to be kept"
+    assert counts == {(SECOND, 48): 1, (SECOND, 79): 1}
+
+
+def test_a_log_that_fails_is_told_once_and_opened_again(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    found = follow()
+    kernel_log.failing = [errno.EIO]
+    assert found.read() is False
+    assert (found.why_not, found.polled()) == ("/dev/kmsg: simulated", {})
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    assert (found.why_not, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
+
+
+def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    found = GpuErrors(gpu_host)
+    assert [found.read(), found.read()] == [False, False]
+    assert found.why_not == "/dev/kmsg: No such file or directory"
+    assert len(caplog.messages) == 1
+
+
+def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+    """A run of the service, as long as it takes to read one record."""
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    found.keep([FIRST, SECOND])
+    found.close()
+
+
+def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    listen_for_a_while(follow, kernel_log)
+    kernel_log.write(OFF_THE_BUS)
+    after = follow()
+    assert after.read() is True
+    assert counts == {(SECOND, 31): 1, (FIRST, 79): 1}
+    assert list(observe_lost(gpu_host)) == [FIRST]
+
+
+def test_what_is_noted_already_is_not_written_again(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    found = follow()
+    kernel_log.write(PAGE_FAULT)
+    found.read()
+    found.keep([FIRST, SECOND])
+    gpu_host.remove_file(KERNEL_LOG_READ)
+    found.keep([FIRST, SECOND])
+    assert not gpu_host.exists(KERNEL_LOG_READ)
+    bind(gpu_host, FIRST)
+    found.keep([FIRST, SECOND])
+    assert gpu_host.exists(KERNEL_LOG_READ)
+
+
+def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    listen_for_a_while(follow, kernel_log)
+    kernel_log.write(OFF_THE_BUS)
+    bind(gpu_host, FIRST)
+    after = follow()
+    assert after.read() is False
+    assert (counts[FIRST, 79], observe_lost(gpu_host)) == (1, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert after.read() is True, "it is up to date by now"
+
+
+def test_a_first_run_in_a_quiet_time_is_enough_to_miss_nothing_later(
+    follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
+) -> None:
+    """The kernel writes nothing during the first run; what it wrote before is nobody's to tell."""
+    kernel_log.write(OFF_THE_BUS)
+    found = follow()
+    assert not found.read()
+    found.keep([FIRST, SECOND])
+    found.close()
+    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert follow().read()
+    assert list(observe_lost(gpu_host)) == [FIRST]
+
+
+@pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
+def test_all_that_is_there_at_first_is_passed_over(
+    follow: Callable[[], GpuErrors],
+    kernel_log: Log,
+    counts: Counter[tuple[str, int]],
+    gpu_host: Host,
+    interrupted: str | None,
+) -> None:
+    """However many goes that takes, and whatever comes in between."""
+    kernel_log.flood(BURST)
+    kernel_log.write(OFF_THE_BUS)
+    found = follow()
+    found.keep([FIRST, SECOND])
+    if interrupted == "lost":
+        kernel_log.failing = [errno.EIO]
+        found.read()
+    if interrupted == "restarted":
+        found.close()
+        found = follow()
+    assert not found.read()
+    assert (counts, observe_lost(gpu_host)) == ({}, {})
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read()
+
+
+@pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
+def test_a_pass_amid_the_catching_up_does_not_make_old_errors_new(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, interrupted: str | None
+) -> None:
+    """More was written than is read in one go: what comes behind it may be of an older binding all the same."""
+    listen_for_a_while(follow, kernel_log)
+    bind(gpu_host, FIRST)
+    kernel_log.flood(BURST)
+    found = follow()
+    assert not found.read()
+    if interrupted == "lost":
+        kernel_log.failing = [errno.EIO]
+        found.read()
+    found.keep([FIRST, SECOND])
+    if interrupted == "restarted":
+        found.close()
+        found = follow()
+    kernel_log.write(OFF_THE_BUS)
+    assert not found.read()
+    assert observe_lost(gpu_host) == {}
+    found.keep([FIRST, SECOND])
+    found.close()
+    kernel_log.write(OFF_THE_BUS)
+    assert follow().read(), "of the binding that was kept once all was read"
+
+
+@pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
+def test_a_spoiled_note_of_how_far_the_log_was_read_is_none(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, kept: bytes
+) -> None:
+    gpu_host.file(KERNEL_LOG_READ, kept)
+    found = follow()
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read() is True
+
+
+# ---- a GPU that is lost
+
+
+def devices_present(outcome: Outcome) -> Condition:
+    (machine,) = outcome.machines
+    return next(each for each in machine.conditions if each.type is ConditionType.DEVICES_PRESENT)
+
+
+def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_bound_anew(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    found = follow()
+    passes = reconciler(gpu_host)
+    before = passes.run_pass()
+    assert devices_present(before).status is Status.TRUE
+    kernel_log.write(OFF_THE_BUS)
+    assert found.read() is True, "a pass is wanted"
+    after = passes.run_pass()
+    condition = devices_present(after)
+    assert (condition.status, condition.reason) == (Status.FALSE, "GPUFallenOffBus")
+    assert condition.message.startswith(f"{FIRST}: Xid 79: the GPU has fallen off the bus; ")
+    assert after.machines[0].gpus == before.machines[0].gpus, "nothing is taken away: other GPUs have pods"
+    again = reconciler(gpu_host).run_pass()
+    assert devices_present(again).status is Status.FALSE, "another process knows it too"
+    bind(gpu_host, SECOND)
+    assert devices_present(passes.run_pass()).status is Status.FALSE, "another GPU's driver"
+    bind(gpu_host, FIRST)
+    assert devices_present(passes.run_pass()).status is Status.TRUE
+
+
+def test_a_lost_gpu_asks_for_a_pass_and_others_do_not(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+    """As a source of wake-ups, whose loss is the wait's to mend."""
+    found = follow()
+    assert list(found.polled().values()) == [select.POLLIN]
+    kernel_log.write(PAGE_FAULT)
+    assert not found.asks()
+    kernel_log.write(OFF_THE_BUS)
+    assert found.asks()
+    kernel_log.failing = [errno.EIO]
+    with pytest.raises(OSError, match="/dev/kmsg: simulated"):
+        found.asks()
+    found.open()
+    assert found.polled()
+
+
+def test_only_machines_that_have_the_gpu_lose_it() -> None:
+    facts = nvidia(2)
+    lost = VendorFacts("nvidia", (replace(facts.gpus[0], lost="gone"), facts.gpus[1]), facts.devices, facts.driver)
+
+    def devices(gpus: str) -> Status:
+        wanted = tuple(gpu for gpu in lost.gpus if gpu.pci_address == gpus)
+        grant = grant_nvidia(lost, MachineSettings(), DriverRoots(()), wanted)
+        return next(
+            each.status for each in nvidia_conditions(lost, grant) if each.type is ConditionType.DEVICES_PRESENT
+        )
+
+    assert (devices(address(0)), devices(address(1))) == (Status.FALSE, Status.TRUE)
+
+
+def test_a_spoiled_memory_is_none(gpu_host: Host) -> None:
+    bind(gpu_host, FIRST)
+    assert record_lost(gpu_host, FIRST, "gone")
+    assert observe_lost(gpu_host) == {FIRST: "gone"}
+    gpu_host.file(LOST_GPUS, b"{")
+    assert observe_lost(gpu_host) == {}
+    assert record_lost(gpu_host, FIRST, "gone"), "it is written anew"

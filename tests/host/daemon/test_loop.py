@@ -1,0 +1,628 @@
+"""The real daemon in a child process, with real signals, a real notify socket and a simulated reconciler."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+
+from agent.config.last_good import Loaded
+from agent.config.load import load_config
+from agent.host.daemon.gpu_errors import GpuErrors
+from agent.host.daemon.http.server import LocalServer
+from agent.host.daemon.loop import Daemon, Timing
+from agent.host.daemon.sd_notify import Notifier
+from agent.host.daemon.wakeups.poller import Wakeups
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+from tests.fakes import reconciler as simulated_reconciler
+
+CHILDREN = multiprocessing.get_context("forkserver")
+"""Forked from a process that has imported everything already: the imports took most of the time of these tests."""
+CHILDREN.set_forkserver_preload(["tests.fakes.reconciler"])
+FAST = {"interval": 0.3, "pending": 0.1, "pending_watched": 0.1, "pending_limit": 0.6, "back_off": 0.1, "grace": 1.0}
+SLOW = FAST | {"interval": 60.0}
+
+pytestmark = pytest.mark.processes
+
+
+def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
+    """Until it is true."""
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "did not happen in time"
+        time.sleep(0.02)
+
+
+class Service:
+    """One daemon, as systemd would have it."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "etc/unbounded-agent/config.toml"
+        self.config.parent.mkdir(parents=True)
+        self.port = free_port()
+        self.configure()
+        self.behave()
+        self.address = f"@unbounded-agent-test-{uuid4()}"
+        self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.manager.bind(f"\0{self.address[1:]}")
+        self.notified: list[str] = []
+        # Taken at once, as systemd does: the kernel queues only net.unix.max_dgram_qlen (10) of them.
+        self.taking = threading.Thread(target=self._take_notifications, daemon=True)
+        self.taking.start()
+        self.child: ForkServerProcess | None = None
+
+    def configure(self, machines: str = "[machines.gpu-node]", address: str = "") -> None:
+        address = address or f"127.0.0.1:{self.port}"
+        self.config.write_text(f'metrics.address = "{address}"\n{machines}\n')
+
+    def behave(self, **behaviour: object) -> None:
+        new = self.root / "behaviour.new"
+        new.write_text(json.dumps(behaviour))
+        new.rename(self.root / "behaviour.json")
+
+    def start(self, timing: dict[str, float], **environment: str) -> None:
+        environment |= {"PATH": os.environ["PATH"], "NOTIFY_SOCKET": self.address}
+        self.child = CHILDREN.Process(target=simulated_reconciler.main, args=(str(self.root), timing, environment))
+        self.child.start()
+
+    def signal(self, number: int) -> None:
+        assert self.child is not None
+        assert self.child.pid is not None
+        os.kill(self.child.pid, number)
+
+    def ended(self) -> int | None:
+        """Wait for its end; how it ended, as subprocess has it."""
+        assert self.child is not None
+        self.child.join(60)
+        return self.child.exitcode
+
+    def told(self, text: str) -> int:
+        """How many notifications had this text."""
+        return sum(text in each for each in self.notified)
+
+    def _take_notifications(self) -> None:
+        while datagram := self.manager.recv(65536):
+            self.notified.append(datagram.decode())
+
+    def passes(self) -> list[float]:
+        path = self.root / "passes"
+        return [float(line) for line in path.read_text().split()] if path.exists() else []
+
+    def log(self) -> str:
+        return (self.root / "log").read_text()
+
+    def get(self, path: str) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def metric(self, name: str) -> float | None:
+        found = re.search(rf"^unbounded_agent_{re.escape(name)} (\S+)$", self.get("/metrics")[1], re.MULTILINE)
+        return float(found[1]) if found else None
+
+    def statusz(self) -> dict[str, Any]:
+        """The page on the Unix socket."""
+        directory = os.open(self.root / "run/unbounded-agent", os.O_PATH)
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(f"/proc/self/fd/{directory}/statusz.sock")
+                client.sendall(b"GET /statusz HTTP/1.0\r\n\r\n")
+                with client.makefile("rb") as answer:
+                    found: dict[str, Any] = json.loads(answer.read().partition(b"\r\n\r\n")[2])
+                    return found
+        finally:
+            os.close(directory)
+
+    def close(self) -> None:
+        if self.child:
+            self.child.kill()
+            self.child.join()
+        # An empty datagram ends the thread.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as last:
+            last.sendto(b"", f"\0{self.address[1:]}")
+        self.taking.join()
+        self.manager.close()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    made = Service(tmp_path)
+    yield made
+    made.close()
+
+
+def ready(service: Service) -> bool:
+    return service.told("READY=1") > 0
+
+
+def test_ready_comes_after_the_first_pass_also_if_machines_are_not(service: Service) -> None:
+    service.behave(hold=True, condition=("DriverLoaded", "False", "ModuleMissing", "load the module nvidia"))
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    assert service.told("READY=1") == 0
+    assert service.get("/livez") == (200, "ok\n")
+    assert service.get("/readyz")[0] == 503
+    assert service.metric('machine_ready{machine="gpu-node"}') == 0
+    service.behave()
+    wait_for(lambda: ready(service))
+    assert service.told("STATUS=gpu-node: not ready: DriverLoaded ModuleMissing") == 1
+    assert service.get("/readyz") == (200, "ok\n")
+    status, body = service.get("/readyz/machines/gpu-node")
+    assert status == 503
+    assert "[-]Ready False ModuleMissing: DriverLoaded: load the module nvidia\n" in body
+    assert body.endswith("readyz/machines/gpu-node check failed\n")
+    assert service.get("/readyz/machines/other")[0] == 404
+
+
+def test_a_ready_machine(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.told("STATUS=gpu-node: Ready") == 1
+    assert service.get("/readyz/machines/gpu-node") == (200, "ok\n")
+    assert "[+]CDISpecCurrent True" in service.get("/readyz/machines/gpu-node?verbose")[1]
+    assert service.get("/healthz?verbose") == (200, "[+]loop ok\nhealthz check passed\n")
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+
+
+def test_sigterm_ends_an_idle_daemon_at_once(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert time.monotonic() - started < 30, "the interval is 60 s"
+    assert service.told("STOPPING=1") == 1
+
+
+def test_sigterm_breaks_off_a_pass_that_does_not_end(service: Service) -> None:
+    service.behave(hold=True)
+    service.start(SLOW | {"grace": 0.5})
+    wait_for(lambda: service.passes())
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert time.monotonic() - started > 0.45, "its grace"
+    assert service.told("STOPPING=1") == 1
+    assert "<4>stopped in the middle of a pass" in service.log()
+
+
+def test_sigterm_lets_a_pass_end_in_its_grace(service: Service) -> None:
+    service.behave(hold=True)
+    service.start(SLOW | {"grace": 60.0})
+    wait_for(lambda: service.passes())
+    service.signal(signal.SIGTERM)
+    wait_for(lambda: service.told("STOPPING=1"))
+    service.behave()
+    assert service.ended() == 0
+    assert "in the middle" not in service.log()
+
+
+@pytest.mark.parametrize("stuck", ["read", "command"])
+def test_sigterm_does_not_wait_for_what_is_stuck(service: Service, stuck: str) -> None:
+    service.behave(stuck=stuck, seconds=500)
+    service.start(SLOW | {"grace": 0.2})
+    wait_for(lambda: service.passes())
+    time.sleep(0.3)
+    started = time.monotonic()
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    assert time.monotonic() - started < 60, "not its 500 s"
+    assert "stopped in the middle of a pass" in service.log()
+
+
+def test_a_stuck_read_is_counted_named_and_does_not_stop_the_service(service: Service) -> None:
+    service.behave(stuck="read", seconds=0.1)
+    service.start(FAST)
+    wait_for(lambda: service.passes())
+    wait_for(lambda: service.metric("stuck_operations") == 1)
+    wait_for(lambda: len(service.passes()) >= 5)
+    assert service.metric("stuck_operations") == 1, "never piled up"
+    assert "[-]stuck /proc/driver/simulated\n" in service.get("/readyz?verbose")[1]
+    assert "an earlier attempt still hangs" in service.log()
+    service.behave()
+    wait_for(lambda: ready(service))
+
+
+def test_errors_of_gpus_are_followed(service: Service) -> None:
+    """A simulated /dev/kmsg: a plain file, of which each read takes what was appended."""
+    log = service.root / "dev/kmsg"
+    log.parent.mkdir()
+    log.write_bytes(b"3,1,1,-;NVRM: Xid (PCI:0000:01:00): 48, before the start\n")
+    (service.root / "sys/bus/pci/devices/0000:01:00.0").mkdir(parents=True)
+    service.start(FAST)
+    wait_for(lambda: ready(service))
+    with log.open("ab") as file:
+        file.write(b"3,2,2,-;NVRM: Xid (PCI:0000:01:00): 31, pid=1, name=x\n")
+    wait_for(lambda: service.metric('gpu_xid_errors_total{gpu="0000:01:00.0",xid="31"}') == 1)
+    assert service.get("/metrics")[1].count("gpu_xid_errors_total{") == 1
+    status, body = service.get("/readyz?verbose")
+    assert status == 200
+    assert "[+]kernel-log ok\n[+]gpu 0000:01:00.0 Xid 31: " in body
+
+
+def test_parts_of_a_step_are_signs_of_life_but_no_lines(service: Service) -> None:
+    service.behave(steps=["stage driver", *[""] * 50])
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    told = [each for each in service.notified if "WATCHDOG=1" in each]
+    assert told[1] == "WATCHDOG=1\nEXTEND_TIMEOUT_USEC=120000000"
+    assert 3 <= len(told) < 10, "begin, the step, end; its parts at most once a second"
+    assert service.log().count("<6>\n") == 0
+
+
+def test_sighup_reads_the_configuration_again(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\n[machines.second]")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    (reloading,) = [text for text in service.notified if "RELOADING=1" in text]
+    assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", reloading)
+    assert service.get("/readyz/machines/second") == (200, "ok\n")
+    assert service.metric('config_reloads_total{result="ok"}') == 1
+    service.configure("[machines.second]")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 3)
+    assert 'machine="gpu-node"' not in service.get("/metrics")[1], "series go with their machine"
+
+
+def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.configure("[machines.gpu-node]\nspeed = 9")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    assert (
+        "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node.speed"
+        in (service.log())
+    )
+    assert service.metric("config_last_reload_successful") == 0
+    assert service.metric('config_reloads_total{result="failed"}') == 1
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    service.configure()
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.metric("config_last_reload_successful") == 1)
+
+
+def test_a_start_with_a_bad_configuration_goes_on_with_the_last_good_one(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.signal(signal.SIGTERM)
+    assert service.ended() == 0
+    service.configure("[machines.gpu-node]\nspeed = 9")
+    service.start(SLOW)
+    wait_for(lambda: service.told("READY=1") == 2)
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    assert service.metric("config_last_reload_successful") == 0
+    assert (
+        "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node.speed"
+        in (service.log())
+    )
+
+
+def test_a_new_address_is_served_and_the_old_one_freed(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    old, service.port = service.port, free_port()
+    service.configure()
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.told("READY=1") == 2)
+    assert service.get("/livez") == (200, "ok\n")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", old))
+
+
+def test_an_address_that_cannot_be_had_on_reload_changes_nothing(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        service.configure(address=f"127.0.0.1:{taken.getsockname()[1]}")
+        service.signal(signal.SIGHUP)
+        wait_for(lambda: service.told("READY=1") == 2)
+    assert service.get("/livez") == (200, "ok\n")
+    assert "metrics.address: cannot listen on" in service.log()
+
+
+def test_a_taken_port_at_start_is_said_and_tried_again_while_gpus_are_managed(service: Service) -> None:
+    """A pod on the host's network can take it while the agent is down."""
+    with socket.socket() as taken:
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", service.port))
+        taken.listen()
+        service.start(FAST)
+        wait_for(lambda: ready(service) and len(service.passes()) >= 3)
+        what = f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use"
+        what += f" by a process of user {os.getuid()}, which answers Prometheus instead"
+        assert service.told(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
+        assert service.log().count("cannot listen") == 1, "the same failure is logged once"
+        assert re.search(
+            f"^<3>no metrics .* {re.escape(what)} .*configure another address", service.log(), re.MULTILINE
+        )
+    wait_for(lambda: f"<6>serving http://127.0.0.1:{service.port}/metrics" in service.log())
+    assert service.get("/readyz") == (200, "ok\n")
+    wait_for(lambda: service.notified[-1] == "WATCHDOG=1" and service.notified[-2] == "STATUS=gpu-node: Ready")
+
+
+def test_a_port_that_there_is_not_is_an_error_of_the_configuration(service: Service) -> None:
+    service.configure(address="127.0.0.1:99999")
+    service.start(SLOW)
+    assert service.ended() == 2
+    assert "/etc/unbounded-agent/config.toml: metrics.address: ports end at 65535" in service.log()
+    assert service.passes() == []
+
+
+def test_a_second_agent_says_so_and_does_nothing(service: Service, tmp_path: Path) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    first, done = service.child, len(service.passes())
+    service.start(SLOW)
+    assert service.ended() == 1
+    assert "another unbounded-agent serves this host" in service.log()
+    assert len(service.passes()) == done
+    service.child = first
+
+
+def test_the_lock_of_a_killed_agent_is_free(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.signal(signal.SIGKILL)
+    service.ended()
+    service.start(SLOW)
+    wait_for(lambda: service.told("READY=1") == 2)
+
+
+def test_passes_by_timer_with_jitter(service: Service) -> None:
+    service.start(FAST | {"interval": 0.2, "jitter": 0.5})
+    gaps: list[float] = []
+
+    def one_is_shorter_than_the_interval() -> bool:
+        gaps[:] = [after - before for before, after in itertools.pairwise(service.passes())]
+        return any(gap < 0.2 for gap in gaps)
+
+    wait_for(one_is_shorter_than_the_interval)
+    assert min(gaps) >= 0.1
+
+
+def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    time.sleep(0.5)
+    assert len(service.passes()) == 1
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: service.metric('wakeups_total{source="loader-cache"}') == 1)
+    assert service.metric('reconcile_duration_seconds_count{trigger="loader-cache"}') == 1
+    time.sleep(0.5)
+    assert len(service.passes()) == 2, "the pass itself is no event"
+
+
+def test_the_way_from_an_event_to_the_machine_s_answer_is_one_measure(service: Service) -> None:
+    """Of the source that began it; neither a pass that awaits a report nor one that failed is its end."""
+    converged = 'event_to_converged_seconds_count{source="loader-cache"}'
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.metric(converged) == 0, "the start is no event"
+    service.behave(pending=True)
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: len(service.passes()) >= 3)
+    service.behave(error="simulated")
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 0)
+    assert service.metric(converged) == 0
+    service.behave()
+    wait_for(lambda: service.metric(converged) == 1)
+    taken = service.metric('event_to_converged_seconds_sum{source="loader-cache"}')
+    assert taken is not None
+    assert taken >= service.passes()[-1] - service.passes()[1]
+
+
+def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
+    """Each costs its peer a socket, and the service no thread beyond its few."""
+    strange = (b"GET /metrics HTTP/1.0\r\n", b"", b"POST / HTTP/1.0\r\n\r\n", b"\xff" * 9000)
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    with ExitStack() as stack:
+        for number in range(1000):
+            peer = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), timeout=30))
+            with suppress(ConnectionError):
+                peer.sendall(strange[number % len(strange)])
+        started = time.monotonic()
+        (service.root / "etc/ld.so.cache").write_bytes(b"")
+        wait_for(lambda: len(service.passes()) == 2, 10)
+        assert service.passes()[-1] - started < 5
+        assert service.get("/livez") == (200, "ok\n")
+        assert service.child is not None
+        assert len(os.listdir(f"/proc/{service.child.pid}/task")) < 50
+
+
+def test_statusz_is_on_the_unix_socket_alone_and_tells_of_the_last_passes(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    wait_for(lambda: [each["trigger"] for each in service.statusz()["passes"]] == ["start"])
+    service.behave(failures=["cannot write /a: simulated"])
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    wait_for(lambda: service.statusz()["passes"][0]["failures"] == ["cannot write /a: simulated"])
+    service.behave(error="simulated")
+    wait_for(lambda: service.statusz()["notObserved"] == "the last pass failed: simulated")
+    assert service.statusz()["machines"]["gpu-node"]["gpus"]
+    assert service.get("/statusz")[0] == 404
+
+
+def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
+    service.behave(hold=True)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    (service.root / "etc/ld.so.cache").write_bytes(b"")
+    service.behave()
+    wait_for(lambda: len(service.passes()) == 2)
+
+
+def test_a_source_that_there_is_not_is_said_and_shown(service: Service) -> None:
+    """No udevd runs in the test's tree; the other sources do their work."""
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.metric('wakeup_source_watching{source="udev"}') == 0
+    assert service.metric('wakeup_source_losses_total{source="udev"}') == 1
+    assert service.log().count("<3>udev: not watched") == 1
+    for source in ("commands", "device-nodes", "loader-cache", "machined", "reports"):
+        assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
+
+
+def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) -> None:
+    service.behave(pending=True)
+    service.start(SLOW)
+    wait_for(lambda: len(service.passes()) >= 3)
+    wait_for(lambda: time.monotonic() - service.passes()[-1] > 0.5)
+    assert 3 <= len(service.passes()) <= 8
+
+
+def test_a_failing_pass_backs_off_and_takes_readiness_away(service: Service) -> None:
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.metric('machine_ready{machine="gpu-node"}') == 1
+    service.behave(error="cannot observe: time limit")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 0)
+    assert service.metric('machine_condition{condition="DriverLoaded",machine="gpu-node",status="Unknown"}') == 1
+    assert service.get("/readyz")[0] == 503
+    assert service.get("/livez") == (200, "ok\n")
+    wait_for(lambda: len(service.passes()) >= 5)
+    gaps = [after - before for before, after in itertools.pairwise(service.passes()[1:])]
+    assert all(gap >= 0.9 * least for gap, least in zip(gaps, (0.1, 0.2, 0.4), strict=False))
+    assert service.log().count("cannot observe") == 1, "the same failure is logged once"
+    assert (service.metric('reconcile_total{result="failed"}') or 0) >= 3
+    service.behave()
+    wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 1)
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_service(service: Service) -> None:
+    """Each of its starts would end the same way. The log has the traceback, once."""
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    service.behave(bug="maximum recursion depth exceeded")
+    service.signal(signal.SIGHUP)
+    wait_for(lambda: len(service.passes()) >= 4)
+    assert service.get("/readyz")[0] == 503
+    assert service.log().count("the last pass failed: RecursionError: maximum recursion depth exceeded") == 1
+    assert service.log().count("Traceback (most recent call last)") == 1
+    service.behave()
+    wait_for(lambda: service.get("/readyz")[0] == 200)
+
+
+def test_a_pass_that_hangs_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
+    """Nothing of the loop runs then; the request alone finds the time over."""
+    service.start(FAST)
+    wait_for(lambda: ready(service))
+    service.behave(hold=True)
+    wait_for(lambda: service.get("/livez")[0] == 503)
+    assert service.metric('machine_ready{machine="gpu-node"}') == 0
+    assert service.get("/readyz/machines/gpu-node")[0] == 503
+    assert service.metric("host_pci_gpus") is None
+
+
+def test_the_watchdog_hears_of_passes_and_steps_only(service: Service) -> None:
+    service.behave(steps=["write /etc/x (1 bytes)", "stage driver"])
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    time.sleep(0.3)
+    assert service.told("WATCHDOG=1") == 4, "begin, two steps, end"
+    assert service.told("STATUS=stage driver") == 1
+    assert "<6>stage driver" in service.log()
+
+
+def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
+    service.start(SLOW, WATCHDOG_USEC="900000")
+    # The interval alone would be 60 s.
+    wait_for(lambda: len(service.passes()) >= 3)
+
+
+def test_a_minute_stopped_at_the_worst_moment_is_within_the_watchdogs_time(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "120000000")
+    system = System(host_runner, str(service.root))
+    local = LocalServer(str(service.root), "statusz.sock")
+    daemon = Daemon(
+        lambda: Loaded(load_config(system)),
+        lambda loaded, progress: simulated_reconciler.SimulatedReconciler(loaded, progress, service.root),
+        Notifier(""),
+        Timing(),
+        GpuErrors(system),
+        Wakeups(),
+        local,
+    )
+    assert max(daemon.next()[1] for _ in range(1000)) + 60 < 120
+    local.stop()
+
+
+def test_the_watchdogs_abort_leaves_stacks(service: Service) -> None:
+    service.behave(hold=True)
+    service.start(SLOW)
+    wait_for(lambda: service.passes())
+    service.signal(signal.SIGABRT)
+    assert service.ended() == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in service.log()
+    assert "run_pass" in service.log()
+
+
+def test_each_change_of_a_condition_is_logged_once(service: Service) -> None:
+    service.start(FAST | {"interval": 0.1})
+    wait_for(lambda: len(service.passes()) >= 3)
+    service.behave(condition=("FabricReady", "False", "FabricManagerFailed", "evil\n<0>line \x1b[31m"))
+    seen = len(service.passes())
+    wait_for(lambda: len(service.passes()) >= seen + 3)
+    log = service.log()
+    assert log.count("<6>gpu-node: Ready is True") == 1
+    assert log.count("<4>gpu-node: FabricReady is False: FabricManagerFailed: evil <0>line \\x1b[31m\n") == 1
+    assert log.count("<4>gpu-node: Ready is False: FabricManagerFailed") == 1
+    assert "DriverLoaded" not in log
+    service.behave()
+    wait_for(lambda: "<6>gpu-node: FabricReady is True" in service.log())
+
+
+def test_what_could_not_be_looked_at_keeps_readyz_false(service: Service) -> None:
+    service.behave(unseen=True)
+    service.start(SLOW)
+    wait_for(lambda: ready(service))
+    assert service.get("/readyz") == (
+        503,
+        "[-]observation nvidia devices: /dev: time limit\n[-]kernel-log /dev/kmsg: No such file or directory\n"
+        "readyz check failed\n",
+    )
+    assert service.metric('reconcile_total{result="partial"}') == 1
+    assert service.metric("observation_last_success_timestamp_seconds") is None
+
+
+def test_failed_steps_are_retried_and_logged_once(service: Service) -> None:
+    service.behave(failures=["write /etc/x: No space left on device"])
+    service.start(SLOW)
+    wait_for(lambda: len(service.passes()) >= 3)
+    assert service.log().count("<3>write /etc/x: No space left on device") == 1
+    service.behave()
+    wait_for(lambda: "<6>the failure is over" in service.log())

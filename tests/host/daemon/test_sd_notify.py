@@ -1,0 +1,71 @@
+"""sd_notify datagrams, the watchdog's interval and journal priorities."""
+
+import io
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from agent.host.daemon.sd_notify import STATUS_LIMIT, Notifier, log_to, watchdog_interval
+
+
+@pytest.fixture(params=["path", "abstract"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
+    """A socket as the service manager has it, with its $NOTIFY_SOCKET."""
+    address = f"@unbounded-agent-test-{uuid4()}" if request.param == "abstract" else str(tmp_path / "n")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(f"\0{address[1:]}" if address.startswith("@") else address)
+        listening.settimeout(5)
+        yield listening, address
+
+
+def test_assignments_arrive_as_one_datagram(manager: tuple[socket.socket, str]) -> None:
+    listening, address = manager
+    Notifier(address).send("RELOADING=1", "MONOTONIC_USEC=42")
+    assert listening.recv(4096) == b"RELOADING=1\nMONOTONIC_USEC=42"
+
+
+def test_status_is_one_bounded_line(manager: tuple[socket.socket, str]) -> None:
+    """A line break would start an assignment of its own."""
+    listening, address = manager
+    Notifier(address).status("broken\nREADY=1 " + "x" * 10_000)
+    received = listening.recv(65536)
+    assert received.startswith(b"STATUS=broken READY=1 xxx")
+    assert b"\n" not in received
+    assert len(received) == STATUS_LIMIT + len("STATUS=")
+
+
+def test_no_manager_is_no_error(tmp_path: Path) -> None:
+    Notifier("").send("READY=1")
+    Notifier(str(tmp_path / "gone")).send("READY=1")
+
+
+@pytest.mark.parametrize(
+    ("environment", "seconds"),
+    [
+        ({}, 0.0),
+        ({"WATCHDOG_USEC": "180000000"}, 180.0),
+        ({"WATCHDOG_USEC": "180000000", "WATCHDOG_PID": str(os.getpid())}, 180.0),
+        ({"WATCHDOG_USEC": "180000000", "WATCHDOG_PID": "1"}, 0.0),
+        ({"WATCHDOG_USEC": "soon"}, 0.0),
+    ],
+)
+def test_watchdog_interval(environment: dict[str, str], seconds: float) -> None:
+    assert watchdog_interval(environment) == seconds
+
+
+def test_every_line_of_the_log_has_its_priority() -> None:
+    stream = io.StringIO()
+    log_to(stream)
+    try:
+        logging.getLogger("agent.host.daemon.loop").info("two\nlines")
+        logging.getLogger("agent.host.daemon.loop").warning("care")
+        logging.getLogger("agent.host.daemon.loop").error("failed")
+    finally:
+        logging.getLogger("agent").handlers.clear()
+        logging.getLogger("agent").propagate = True
+    assert stream.getvalue() == "<6>two\n<6>lines\n<4>care\n<3>failed\n"

@@ -1,0 +1,270 @@
+"""The wait for events: they are simulated by pipes here, and a signal by a socket."""
+
+import os
+import select
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from agent.host.daemon.wakeups.inotify import Directories
+from agent.host.daemon.wakeups.poller import Settling, Source, Wakeups
+from tests.fakes.host import Host
+
+
+class Piped:
+    """A Source that asks for a pass once bytes come through its pipe."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.opened = 0
+        self.refuses: Exception | None = None
+        """What `open` raises."""
+        self.breaks: Exception | None = None
+        """What `asks` raises."""
+        self._pipe: tuple[int, int] | None = None
+
+    def open(self) -> None:
+        self.opened += 1
+        if self.refuses:
+            raise self.refuses
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[0], False)
+
+    def close(self) -> None:
+        for end in self._pipe or ():
+            try:
+                os.close(end)
+            except OSError:
+                continue
+        self._pipe = None
+
+    @property
+    def pipe(self) -> tuple[int, int]:
+        assert self._pipe is not None
+        return self._pipe
+
+    def polled(self) -> Mapping[int, int]:
+        return {self.pipe[0]: select.POLLIN}
+
+    def asks(self) -> bool:
+        if self.breaks:
+            raise self.breaks
+        try:
+            return bool(os.read(self.pipe[0], 65536))
+        except BlockingIOError:
+            return False
+
+    def event(self) -> None:
+        os.write(self.pipe[1], b"x")
+
+
+class Signalled:
+    """An Interrupt."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._reading, self._writing = socket.socketpair()
+
+    def fileno(self) -> int:
+        return self._reading.fileno()
+
+    def drain(self) -> None:
+        self._reading.recv(100)
+
+    def signal(self) -> None:
+        self.pending = True
+        self._writing.send(b"x")
+
+    def close(self) -> None:
+        self._reading.close()
+        self._writing.close()
+
+
+@pytest.fixture
+def interrupt() -> Iterator[Signalled]:
+    made = Signalled()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pipes() -> Iterator[tuple[Piped, Piped]]:
+    made = Piped("first"), Piped("second")
+    yield made
+    for each in made:
+        each.close()
+
+
+def opened(*sources: Source, spacing: float = 0.5) -> Wakeups:
+    wakeups = Wakeups(sources, Settling(spacing=spacing))
+    wakeups.open()
+    return wakeups
+
+
+def tally(wakeups: Wakeups, name: str) -> tuple[bool, int, int]:
+    (found,) = (each for each in wakeups.tallies if each.name == name)
+    return found.watching, found.wakeups, found.losses
+
+
+def test_without_events_the_time_goes_by(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    started = time.monotonic()
+    assert wakeups.wait(0.2, interrupt) == ""
+    assert time.monotonic() - started >= 0.2
+    assert tally(wakeups, "first") == tally(wakeups, "second") == (True, 0, 0)
+
+
+def test_no_sources_are_a_plain_wait(interrupt: Signalled) -> None:
+    assert opened().wait(0.01, interrupt) == ""
+
+
+def test_an_event_ends_the_wait_and_is_counted(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    threading.Timer(0.1, pipes[1].event).start()
+    assert wakeups.wait(60, interrupt) == "second"
+    assert tally(wakeups, "first") == (True, 0, 0)
+    assert tally(wakeups, "second") == (True, 1, 0)
+
+
+def test_an_event_during_a_pass_causes_one_more_and_only_one(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    for _ in range(5):
+        pipes[0].event()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert wakeups.wait(0.1, interrupt) == ""
+
+
+def test_events_of_two_sources_are_one_pass(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    pipes[1].event()
+    pipes[0].event()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert wakeups.wait(0.1, interrupt) == ""
+    assert tally(wakeups, "first") == tally(wakeups, "second") == (True, 1, 0)
+
+
+def test_two_passes_for_events_keep_their_distance(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes, spacing=0.4)
+    pipes[0].event()
+    assert wakeups.wait(60, interrupt) == "first"
+    first = time.monotonic()
+    pipes[0].event()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert time.monotonic() - first >= 0.39
+
+
+def test_a_signal_ends_the_wait(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    threading.Timer(0.1, interrupt.signal).start()
+    assert wakeups.wait(60, interrupt) == ""
+
+
+def test_a_signal_does_not_wait_for_events_to_settle(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = Wakeups(pipes, Settling(quiet=600, longest=600))
+    wakeups.open()
+    pipes[0].event()
+    threading.Timer(0.1, interrupt.signal).start()
+    assert wakeups.wait(600, interrupt) == ""
+
+
+def test_a_source_that_breaks_is_counted_opened_again_and_asks(
+    pipes: tuple[Piped, Piped], interrupt: Signalled, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    wakeups = opened(*pipes)
+    pipes[0].breaks = RuntimeError("strange\nthing")
+    pipes[0].event()
+    threading.Timer(0.2, setattr, (pipes[0], "breaks", None)).start()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert tally(wakeups, "first")[0]
+    assert tally(wakeups, "first")[2] >= 1
+    assert tally(wakeups, "second") == (True, 0, 0)
+    assert pipes[1].opened == 1
+    assert "first: not watched, passes by the timer make up for it: RuntimeError: strange thing" in caplog.messages
+    assert "first: watched again" in caplog.messages
+
+
+@pytest.mark.parametrize("end", [0, 1], ids=["closed", "hung up"])
+def test_a_descriptor_that_went_is_a_loss(end: int, pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    wakeups = opened(*pipes)
+    os.close(pipes[0].pipe[end])
+    assert wakeups.wait(60, interrupt) == "first"
+    assert tally(wakeups, "first") == (True, 1, 1)
+    pipes[0].event()
+    assert wakeups.wait(60, interrupt) == "first"
+
+
+def test_one_that_cannot_be_opened_is_said_once_and_tried_less_and_less(
+    pipes: tuple[Piped, Piped], interrupt: Signalled, caplog: pytest.LogCaptureFixture
+) -> None:
+    pipes[0].refuses = FileNotFoundError(2, "no such thing")
+    wakeups = opened(*pipes)
+    assert wakeups.wait(2.5, interrupt) == ""
+    # At the start, at once, and after 1 s; the next one would be 2 s later.
+    assert pipes[0].opened == 3
+    assert tally(wakeups, "first") == (False, 0, 1)
+    assert not wakeups.watches("first")
+    assert wakeups.watches("second")
+    assert sum("first: not watched" in message for message in caplog.messages) == 1
+    pipes[1].event()
+    assert wakeups.wait(60, interrupt) == "second", "the others go on"
+    pipes[0].refuses = None
+    assert wakeups.wait(60, interrupt) == "first", "it may have missed something"
+
+
+def test_one_that_breaks_each_time_does_not_keep_the_loop_busy(
+    pipes: tuple[Piped, Piped], interrupt: Signalled
+) -> None:
+    wakeups = opened(*pipes, spacing=0)
+    pipes[0].breaks = OSError("broken")
+    deadline = time.monotonic() + 2.5
+    while time.monotonic() < deadline:
+        wakeups.wait(deadline - time.monotonic(), interrupt)
+    assert pipes[0].opened <= 4
+
+
+@pytest.mark.processes
+def test_a_storm_gives_a_pass_each_half_second_and_the_last_one_sees_the_end(
+    host: Host, tmp_path: Path, interrupt: Signalled
+) -> None:
+    """10,000 real events in a second: three passes."""
+    directory = tmp_path / "host/dev"
+    directory.mkdir()
+    source = Directories("nodes", host, lambda: ("/dev",), lambda _, name: True)
+    wakeups = opened(source)
+    took: list[float] = []
+
+    def storm() -> None:
+        started = time.monotonic()
+        for number in range(5000):
+            (directory / f"nvidia{number % 7}").touch()
+            (directory / f"nvidia{number % 7}").unlink()
+            time.sleep(max(0.0, started + number / 5000 - time.monotonic()))
+        (directory / "last").touch()
+        took.append(time.monotonic() - started)
+
+    thread = threading.Thread(target=storm)
+    thread.start()
+    seen: list[set[str]] = []
+    while wakeups.wait(2, interrupt):
+        seen.append({each.name for each in directory.iterdir()})
+    thread.join()
+    source.close()
+    assert seen[-1] == {"last"}
+    assert len(seen) <= int((took[0] - 0.05) / 0.5) + 2, f"in {took[0]:.2f} s"
+    assert tally(wakeups, "nodes") == (True, len(seen), 0)
+
+
+def test_the_time_of_the_first_event_is_kept(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+    """Not that of the pass, which waits for what belongs to it."""
+    wakeups = opened(*pipes)
+    timer = threading.Timer(0.2, pipes[0].event)
+    before = time.monotonic()
+    timer.start()
+    assert wakeups.wait(60, interrupt) == "first"
+    assert before + 0.19 <= wakeups.first <= time.monotonic() - wakeups.settling.quiet
+    timer.join()

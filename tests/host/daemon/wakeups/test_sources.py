@@ -1,0 +1,449 @@
+"""What is watched: real inotify below a host's tree, and udev's events by umockdev."""
+
+import errno
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from agent.cli.forget import forget
+from agent.config.settings import DriverSettings
+from agent.host.daemon.wakeups.inotify import Directories
+from agent.host.daemon.wakeups.sources import (
+    HEARTBEAT,
+    MANY,
+    PERIOD,
+    NewReports,
+    device_nodes,
+    driver_libraries,
+    host_sources,
+    machined,
+)
+from agent.host.daemon.wakeups.udev import CONTROL, Udev, matters
+from agent.host.vendors import HOST_VENDORS
+from tests.fakes.gpu_host import reconciler
+from tests.fakes.host import Host
+
+REPORTS = "/run/unbounded-agent/machines/gpu-node/report"
+
+
+@pytest.fixture
+def dev(host: Host, tmp_path: Path) -> Path:
+    directory = tmp_path / "host/dev"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def nodes(host: Host, dev: Path) -> Iterator[Directories]:
+    source = device_nodes(host, HOST_VENDORS)
+    source.open()
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def cache(host: Host, tmp_path: Path) -> Iterator[Directories]:
+    (tmp_path / "host/etc").mkdir()
+    source = driver_libraries(host, HOST_VENDORS, DriverSettings)
+    source.open()
+    yield source
+    source.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda dev: (dev / "nvidia0").touch(),
+        lambda dev: (dev / "nvidia-uvm").rename(dev / "nvidia-uvm-tools"),
+        lambda dev: (dev / "nvidia-uvm").unlink(),
+        lambda dev: (dev / "nvidia-uvm").chmod(0o600),
+        lambda dev: (dev / "dri").mkdir(),
+    ],
+    ids=["comes", "is renamed", "goes", "has another mode", "directory"],
+)
+def test_a_vendors_node_asks(nodes: Directories, dev: Path, change: Callable[[Path], None]) -> None:
+    (dev / "nvidia-uvm").touch()
+    assert nodes.asks()
+    assert not nodes.asks()
+    change(dev)
+    assert nodes.asks()
+    assert not nodes.asks()
+
+
+def test_other_nodes_and_the_use_of_nodes_do_not_ask(nodes: Directories, dev: Path) -> None:
+    (dev / "nvidia0").touch()
+    assert nodes.asks()
+    for number in range(100):
+        (dev / f"tty{number}").touch()
+        (dev / f"tty{number}").unlink()
+    with (dev / "nvidia0").open("r+b") as node:
+        node.write(b"x")
+    (dev / "nvidia0").read_bytes()
+    assert not nodes.asks()
+
+
+def test_directories_of_nodes_are_watched_as_they_come_and_go(nodes: Directories, dev: Path) -> None:
+    for _ in range(2):
+        caps = dev / "nvidia-caps"
+        caps.mkdir()
+        assert nodes.asks()
+        (caps / "nvidia-cap1").touch()
+        assert nodes.asks()
+        (caps / "nvidia-cap1").unlink()
+        caps.rmdir()
+        assert nodes.asks()
+        assert not nodes.asks()
+
+
+def test_clients_in_a_daemons_directory_do_not_ask(nodes: Directories, dev: Path) -> None:
+    """Pods may write into that of MPS; that it comes is of interest."""
+    directory = dev.parent / "run/nvidia-mps"
+    directory.mkdir(parents=True)
+    nodes.asks()
+    (directory / "control").touch()
+    assert not nodes.asks()
+
+
+def test_what_is_moved_over_a_directory_is_watched(nodes: Directories, dev: Path) -> None:
+    (dev / "dri").mkdir()
+    assert nodes.asks()
+    (dev / "dri").rename(dev / "elsewhere")
+    assert nodes.asks()
+    (dev / "elsewhere/card0").touch()
+    assert not nodes.asks(), "no longer below its name"
+    (dev / "dri").mkdir()
+    assert nodes.asks()
+    (dev / "dri/card0").touch()
+    assert nodes.asks()
+
+
+def test_a_node_made_before_its_directory_is_watched_is_not_missed(nodes: Directories, dev: Path) -> None:
+    (dev / "dri").mkdir()
+    (dev / "dri/card0").touch()
+    assert nodes.asks(), "the pass comes after the watch, and sees both"
+
+
+def test_a_lost_event_asks(nodes: Directories, dev: Path) -> None:
+    """A queue that overflows, of names that would not ask."""
+    limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
+    for number in range(limit // 2 + 1):
+        os.link(dev / "tty", dev / f"tty{number}") if number else (dev / "tty").touch()
+        os.unlink(dev / f"tty{number}") if number else None
+    assert nodes.asks()
+    assert not nodes.asks()
+    (dev / "nvidia0").touch()
+    assert nodes.asks()
+
+
+def test_a_descriptor_closed_by_somebody_else_is_an_error(nodes: Directories) -> None:
+    (descriptor,) = nodes.polled()
+    os.close(descriptor)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        nodes.asks()
+
+
+def test_the_loader_cache_asks_when_it_is_replaced_or_touched(cache: Directories, tmp_path: Path) -> None:
+    etc = tmp_path / "host/etc"
+    for _ in range(2):
+        # As ldconfig does.
+        (etc / "ld.so.cache~").write_bytes(b"new")
+        assert not cache.asks()
+        (etc / "ld.so.cache~").rename(etc / "ld.so.cache")
+        assert cache.asks()
+    (etc / "ld.so.cache").touch()
+    assert cache.asks()
+    (etc / "resolv.conf").write_text("nameserver 192.0.2.1\n")
+    assert (etc / "ld.so.cache").read_bytes()
+    assert not cache.asks()
+
+
+@pytest.mark.scenario("001")
+def test_libraries_of_other_places_ask(host: Host, cache: Directories, tmp_path: Path) -> None:
+    """A directory that was not there is watched from the next pass on; other libraries are of no interest."""
+    directory = tmp_path / "host/usr/local/glibc/usr/lib"
+    directory.mkdir(parents=True)
+    assert cache.asks()
+    (directory / "libssl.so.3").touch()
+    assert not cache.asks()
+    (directory / "libcuda.so.570.211.01").touch()
+    assert cache.asks()
+    settings = DriverSettings.model_validate({"root": "/srv/image"})
+    configured = driver_libraries(host, HOST_VENDORS, lambda: settings)
+    configured.open()
+    (directory / "libcuda.so.1").touch()
+    (tmp_path / "host/srv/image/etc").mkdir(parents=True)
+    (tmp_path / "host/srv/image/etc/ld.so.cache").touch()
+    assert not configured.asks(), "which may be a network's: the timer's pass looks there"
+    configured.close()
+
+
+class Reports:
+    """The reports of one machine, at times of its own."""
+
+    def __init__(self, host: Host, tree: Path) -> None:
+        self.now = 1000.0
+        self.reports = NewReports(host, lambda: self.now)
+        self.directory = tree / REPORTS.lstrip("/")
+        self.directory.mkdir(parents=True)
+
+    def arrives(self, content: str, after: float = 60.0) -> bool:
+        self.now += after
+        (self.directory / "report.json").write_text(content)
+        return self.reports.matters(REPORTS, "report.json")
+
+
+@pytest.fixture
+def reports(host: Host, tmp_path: Path) -> Reports:
+    return Reports(host, tmp_path / "host")
+
+
+def test_a_report_asks_when_it_says_something_new(reports: Reports) -> None:
+    assert reports.arrives("one")
+    assert not reports.arrives("one"), "a heartbeat"
+    assert reports.arrives("two")
+    assert not reports.reports.matters(REPORTS, ".report.json.unbounded-agent-new")
+    assert not reports.arrives("two", after=HEARTBEAT - 1)
+    assert reports.arrives("two", after=HEARTBEAT + 1), "after a silence"
+    (reports.directory / "report.json").unlink()
+    assert reports.reports.matters(REPORTS, "report.json")
+
+
+def test_a_report_that_is_none_does_no_harm(reports: Reports) -> None:
+    assert reports.arrives("one")
+    (reports.directory / "report.json").unlink()
+    os.mkfifo(reports.directory / "report.json")
+    assert reports.reports.matters(REPORTS, "report.json")
+    (reports.directory / "report.json").unlink()
+    (reports.directory / "report.json").symlink_to("/dev/zero")
+    assert reports.reports.matters(REPORTS, "report.json")
+
+
+def test_a_machine_cannot_keep_its_host_busy(reports: Reports) -> None:
+    asked = [reports.arrives(str(number), after=0.1) for number in range(200)]
+    assert sum(asked) == MANY
+    assert not reports.reports.matters(REPORTS, "")
+    assert reports.arrives("later", after=PERIOD)
+
+
+def test_a_machine_that_writes_much_does_not_delay_another(reports: Reports, host: Host) -> None:
+    other = REPORTS.replace("gpu-node", "other")
+    assert not reports.reports.matters(other, ""), "none yet"
+    assert sum(reports.arrives(str(number), after=0.1) for number in range(200)) == MANY
+    host.write(f"{other}/report.json", b"one")
+    assert reports.reports.matters(other, "report.json")
+
+
+def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Path) -> None:
+    (source,) = (each for each in host_sources(host, HOST_VENDORS, DriverSettings) if each.name == "reports")
+    source.open()
+    try:
+        assert not source.asks()
+        directory = tmp_path / "host" / REPORTS.lstrip("/")
+        directory.mkdir(parents=True)
+        source.asks()
+        (directory / "report.json").write_text("{}")
+        assert source.asks()
+        assert not source.asks()
+    finally:
+        source.close()
+
+
+def test_a_command_asks_and_the_service_itself_does_not(gpu_host: Host) -> None:
+    """As `gpus forget` did not: metrics told of the loss for another minute."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    (source,) = (each for each in host_sources(gpu_host, HOST_VENDORS, DriverSettings) if each.name == "commands")
+    source.open()
+    try:
+        source.asks()
+        gpu_host.unplug("0000:02:00.0")
+        agent.reconcile()
+        assert not source.asks()
+        assert forget("", agent) != ("no GPU is lost: nothing to do",)
+        assert source.asks()
+        forget("", agent)
+        assert not source.asks(), "nothing changed"
+    finally:
+        source.close()
+
+
+def test_a_machine_that_starts_or_ends_asks(host: Host, tmp_path: Path) -> None:
+    """As machined writes its files: a temporary one first, renamed; links by unit beside them."""
+    source = machined(host)
+    source.open()
+    try:
+        assert not source.asks(), "machined has not run yet"
+        directory = tmp_path / "host/run/systemd/machines"
+        directory.mkdir(parents=True)
+        assert source.asks()
+        (directory / ".#gpu-nodeXzY").touch()
+        (directory / "unit:systemd-nspawn@gpu-node.service").symlink_to("gpu-node")
+        assert not source.asks()
+        (directory / ".#gpu-nodeXzY").rename(directory / "gpu-node")
+        assert source.asks()
+        (directory / "unit:systemd-nspawn@gpu-node.service").unlink()
+        assert not source.asks()
+        (directory / "gpu-node").unlink()
+        assert source.asks()
+    finally:
+        source.close()
+
+
+def test_without_udevd_its_source_is_an_error(host: Host) -> None:
+    with pytest.raises(FileNotFoundError, match=f"udevd does not run.*{CONTROL}"):
+        Udev(host, ()).open()
+
+
+UMOCKDEV = """\
+P: /devices/pci0000:00/0000:00:01.0
+E: SUBSYSTEM=pci
+
+P: /devices/pci0000:00/0000:00:01.0/drm/card1
+E: SUBSYSTEM=drm
+E: HOTPLUG=1
+
+P: /devices/usb1
+E: SUBSYSTEM=usb
+
+"""
+PROGRAM = """
+import ctypes, select, sys
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+from agent.host.daemon.wakeups.udev import CONTROL, Udev, matters
+
+library = ctypes.CDLL("libumockdev.so.0")
+library.umockdev_testbed_new.restype = ctypes.c_void_p
+bed = ctypes.c_void_p(library.umockdev_testbed_new())
+assert library.umockdev_testbed_add_from_string(bed, open(sys.argv[1], "rb").read(), None)
+source = Udev(System(host_runner, sys.argv[2]), ())
+source.open()
+
+def asks(*events):
+    for event in events:
+        action, path = event.split()
+        library.umockdev_testbed_uevent(bed, f"/sys{path}".encode(), action.encode())
+    poll = select.poll()
+    for descriptor, mask in source.polled().items():
+        poll.register(descriptor, mask)
+    return bool(poll.poll(200)), source.asks()
+
+gpu = "/devices/pci0000:00/0000:00:01.0"
+print("gpu", asks(f"add {gpu}"))
+print("nothing", asks())
+print("connector", asks(f"change {gpu}/drm/card1"))
+print("card", asks(f"add {gpu}/drm/card1"))
+print("both", asks(f"change {gpu}/drm/card1", f"remove {gpu}/drm/card1", f"remove {gpu}"), asks())
+print("other subsystem", asks("add /devices/usb1"))
+source.close()
+"""
+
+
+@pytest.mark.processes
+def test_udevs_events_ask_but_for_those_of_monitors(host: Host, tmp_path: Path) -> None:
+    """Real libudev; the devices and udevd are umockdev's simulation (Debian package umockdev)."""
+    host.make_directory("/run/udev")
+    (tmp_path / "host/run/udev/control").touch()
+    (tmp_path / "devices").write_text(UMOCKDEV)
+    program = [sys.executable, "-c", PROGRAM, str(tmp_path / "devices"), str(tmp_path / "host")]
+    done = subprocess.run(
+        ["umockdev-wrapper", *program], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[4]
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines() == [
+        "gpu (True, True)",
+        "nothing (False, False)",
+        "connector (True, False)",
+        "card (True, True)",
+        "both (True, True) (False, False)",
+        "other subsystem (False, False)",
+    ]
+
+
+@dataclass
+class Event:
+    subsystem: str
+    action: str
+    device_path: str
+    properties: Mapping[str, str] = field(default_factory=dict)
+
+
+@pytest.mark.parametrize(
+    ("event", "asks"),
+    [
+        (Event("drivers", "add", "/bus/pci/drivers/nvidia"), True),
+        (Event("drivers", "add", "/bus/usb/drivers/hub"), False),
+        (Event("module", "remove", "/module/nvidia_uvm"), True),
+        (Event("module", "add", "/module/nf_tables"), False),
+        (Event("pci", "unbind", "/devices/pci0000:00/0000:00:01.0"), True),
+    ],
+)
+def test_which_events_of_udev_ask(event: Event, asks: bool) -> None:
+    assert matters(event, ("nvidia*",)) is asks
+
+
+class SimulatedMonitor:
+    """A simulation of pyudev's monitor: a socket pair, and what its `poll` does next."""
+
+    def __init__(self, *steps: Event | OSError | None) -> None:
+        self.receiving, self.sending = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.steps = list(steps)
+
+    def fileno(self) -> int:
+        return self.receiving.fileno()
+
+    def poll(self, timeout: float) -> Event | None:
+        step = self.steps.pop(0)
+        if isinstance(step, OSError):
+            raise step
+        return step
+
+    def close(self) -> None:
+        self.receiving.close()
+        self.sending.close()
+
+
+@pytest.fixture
+def connected(host: Host) -> Iterator[Callable[[SimulatedMonitor], Udev]]:
+    """A function that gives a source with that monitor."""
+    host.write(CONTROL, b"")
+    made: list[tuple[SimulatedMonitor, Udev]] = []
+
+    def connect(monitor: SimulatedMonitor) -> Udev:
+        source = Udev(host, (), lambda: monitor)
+        source.open()
+        made.append((monitor, source))
+        return source
+
+    yield connect
+    for monitor, source in made:
+        source.close()
+        monitor.close()
+
+
+GPU = Event("pci", "add", "/devices/pci0000:00/0000:00:01.0")
+
+
+@pytest.mark.parametrize("first", [OSError(errno.ENOBUFS, "No buffer space available"), GPU], ids=["overflow", "event"])
+def test_an_overflow_or_an_event_asks_and_the_rest_is_not_read(
+    first: Event | OSError, connected: Callable[[SimulatedMonitor], Udev]
+) -> None:
+    monitor = SimulatedMonitor(first, None)
+    source = connected(monitor)
+    for _ in range(5):
+        monitor.sending.send(b"an event")
+    assert source.asks()
+    with pytest.raises(BlockingIOError):
+        monitor.receiving.recv(1, socket.MSG_DONTWAIT)
+    assert not source.asks()
+
+
+def test_another_error_of_the_monitor_is_a_loss(connected: Callable[[SimulatedMonitor], Udev]) -> None:
+    with pytest.raises(OSError, match="Error while polling fd"):
+        connected(SimulatedMonitor(OSError("Error while polling fd: 7"))).asks()

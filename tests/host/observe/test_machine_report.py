@@ -1,0 +1,106 @@
+"""The machine's report: what the machine half writes is taken, anything else is refused by the key's name."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.host.observe.machine_report import parse_report
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.errors import DocumentError
+from agent.model.handoff import SIZE_LIMIT, render_report
+
+LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
+
+
+def document(**changes: Any) -> bytes:  # noqa: ANN401
+    whole = json.loads(render_report("0123456789abcdef", (LINKED,), ("0", "GPU-x"), "b-1", "0.1.0", {"spec": 2}))
+    return json.dumps({**whole, **changes}).encode()
+
+
+def condition(**changes: Any) -> list[dict[str, Any]]:  # noqa: ANN401
+    return [{"type": "LibrariesLinked", "status": "True", "reason": "Linked", "message": "x", **changes}]
+
+
+def test_what_the_machine_half_writes_is_read_back() -> None:
+    report = parse_report(document())
+    assert report.generation == "0123456789abcdef"
+    assert report.conditions == (LINKED,)
+    assert report.cdi_devices == ("0", "GPU-x")
+    assert report.repairs == {"spec": 2}
+
+
+def test_an_older_machine_half_counts_no_repairs() -> None:
+    whole = json.loads(document())
+    del whole["repairs"]
+    assert parse_report(json.dumps(whole).encode()).repairs == {}
+
+
+def test_what_a_newer_machine_half_says_beside_is_left_alone() -> None:
+    assert parse_report(document(extra={"deep": [1, "\x1b"]})) == parse_report(document())
+
+
+def test_a_newer_machine_half_may_give_a_reason_that_is_not_known_here() -> None:
+    (found,) = parse_report(document(conditions=condition(reason="FoundByANewerRelease"))).conditions
+    assert found.reason == "FoundByANewerRelease"
+
+
+def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> None:
+    message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
+    report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
+    assert report.conditions[0].message.startswith("nvidia-ctk: \\x1b[31mfailed at \\udc80x")
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        (b"", "the document"),
+        (b"[]", "the document"),
+        (b"\xff", "the document"),
+        (b"[" * 100_000, "the document"),
+        (document(version=2), "version"),
+        (document(version="1"), "version"),
+        (document(version=True), "version"),
+        (document(generation="../../etc"), "generation"),
+        (document(conditions={}), "conditions"),
+        (document(conditions=condition() * 2), "conditions"),
+        (document(conditions=condition(extra=1)), "conditions.0.extra"),
+        (document(conditions=condition() * 100), "conditions"),
+        (document(conditions=condition(type="Ready\n")), "conditions.0.type"),
+        (document(conditions=condition(status="Maybe")), "conditions.0.status"),
+        (document(conditions=condition(reason="two words")), "conditions.0.reason"),
+        (document(conditions=condition(message="\x1b[2J")), "conditions.0.message"),
+        (document(conditions=condition(message="\u202e")), "conditions.0.message"),
+        (document(conditions=condition(message="x" * 2001)), "conditions.0.message"),
+        (document(cdi_devices=["0\n"]), "cdi_devices.0"),
+        (document(cdi_devices=["0", "0"]), "cdi_devices"),
+        (document(cdi_devices=["0"] * 5000), "cdi_devices"),
+        (document(agent_version=1), "agent_version"),
+        (document(repairs=[]), "repairs"),
+        (document(repairs={"spec": -1}), "repairs.spec"),
+        (document(repairs={"spec": 2**31}), "repairs.spec"),
+        (document(repairs={"spec": True}), "repairs.spec"),
+        (document(repairs={"another": 1}), "repairs.another"),
+        (b" " * (SIZE_LIMIT + 1), "larger than"),
+    ],
+)
+def test_anything_else_is_refused_by_name(data: bytes, key: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        parse_report(data)
+    assert str(caught.value).startswith(f"report.json: {key}")
+    assert str(caught.value).isprintable()
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda each: st.lists(each)), st.text())
+def test_a_refusal_never_repeats_control_characters(value: object, key: str) -> None:
+    with pytest.raises(DocumentError) as caught:
+        parse_report(json.dumps({"version": 1, "conditions": value, key: value}).encode())
+    assert str(caught.value).isprintable()
+
+
+@given(st.binary())
+def test_no_bytes_raise_anything_else(data: bytes) -> None:
+    with pytest.raises(DocumentError):
+        parse_report(data)

@@ -1,0 +1,164 @@
+"""systemd's answers and the installed unit template (what Debian 12 and 13 have in theirs is in tests/data/units)."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent.host.observe.units import (
+    Unit,
+    observe_template,
+    observe_units,
+    observe_version,
+    parse_device_allow,
+    with_properties,
+)
+from agent.model.device_allow import DeviceAllow
+from agent.model.errors import BusError
+from agent.model.facts import Absent, Broken, Unseen
+from agent.system.bus import SYSTEMD
+from agent.system.files import System
+from tests.fakes.host import HOSTS, Host
+
+TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"
+
+
+def test_states(host: Host) -> None:
+    host.bus.unit("a.service")
+    host.bus.unit("b.service", "inactive", "not-found")
+    host.bus.unit("c.service", "inactive", "masked")
+    host.bus.unit("d.service", "active", "not-found")
+    host.bus.unit("alias-of-e.service", "failed")
+    host.bus.units["e.service"] = host.bus.units["alias-of-e.service"]
+    units = observe_units(("a.service", "b.service", "c.service", "d.service", "e.service"), host)
+    assert {name: unit.state for name, unit in units.items()} == {
+        "a.service": "active",
+        "b.service": Absent("b.service is not installed"),
+        "c.service": Broken("c.service cannot be started: LoadState is masked"),
+        "d.service": "active",
+        "e.service": "failed",
+    }
+    assert host.runner.calls == []
+
+
+def properties(host: Host, name: str) -> Unit:
+    return replace(with_properties(observe_units((name,), host)[name], host), path="")
+
+
+def test_one_unit_with_its_properties(host: Host) -> None:
+    host.bus.unit("a.service", reload=True, device_allow=[("/dev/char/195:1", "rw"), ("char-pts", "rw")])
+    host.bus.unit("b.service", "failed", stopped_at=4711)
+    host.bus.unit("c.service", "inactive", "not-found")
+    host.bus.unit("d.service", stopped_at=4711)
+    allowed = (DeviceAllow("/dev/char/195:1", "rw"), DeviceAllow("char-pts", "rw"))
+    assert properties(host, "a.service") == Unit("active", needs_reload=True, device_allow=allowed)
+    assert properties(host, "b.service") == Unit("failed", has_run=True)
+    assert properties(host, "c.service") == Unit(Absent("c.service is not installed"))
+    assert properties(host, "d.service") == Unit("active")
+
+
+def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
+    host.bus.unit("a.service")
+    host.bus.unit("b.service")
+    path = host.bus.units["a.service"]
+    host.bus.properties[path, f"{SYSTEMD}.Unit", "ActiveState"] = ("u", 1)
+    units = observe_units(("a.service", "b.service"), host)
+    assert isinstance(units["a.service"].state, Unseen)
+    assert "entry of a.service" in units["a.service"].state.why
+    assert units["b.service"].state == "active"
+
+
+def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
+    host.bus.unit("a.service")
+    host.bus.properties[host.bus.units["a.service"], f"{SYSTEMD}.Unit", "NeedDaemonReload"] = ("s", "no")
+    state = properties(host, "a.service").state
+    assert isinstance(state, Unseen)
+    assert "NeedDaemonReload" in state.why
+
+
+@pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
+def test_an_answer_of_another_form_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
+    system = System(host.runner, host.root, lambda *_: answer)
+    assert isinstance(observe_units(("a.service",), system)["a.service"].state, Unseen)
+
+
+def test_a_bus_that_does_not_answer_leaves_all_unseen(host: Host) -> None:
+    host.bus.failing = BusError("the bus is away")
+    units = observe_units(("a.service", "b.service"), host)
+    assert units == dict.fromkeys(("a.service", "b.service"), Unit(Unseen("the bus is away")))
+    assert with_properties(Unit("active", "/a"), host) == Unit(Unseen("the bus is away"))
+    assert isinstance(observe_version(host), Unseen)
+
+
+@pytest.mark.parametrize(("text", "version"), [("252.39-1~deb12u2", 252), ("v257.13", 257), ("258~rc2", 258)])
+def test_version(host: Host, text: str, version: int) -> None:
+    host.bus.version(text)
+    assert observe_version(host) == version
+
+
+def test_no_version_is_no_number(host: Host) -> None:
+    host.bus.version("unknown")
+    assert observe_version(host) == Broken("the version of systemd: no number in 'unknown'")
+
+
+@pytest.mark.parametrize(("version", "fuse"), [(252, ()), (257, ("/dev/fuse rwm",))], ids=["Debian 12", "Debian 13"])
+def test_template_of_debian(host: Host, version: int, fuse: tuple[str, ...]) -> None:
+    host.file(TEMPLATE, (HOSTS.parent / "units" / f"systemd-nspawn-{version}.service").read_text())
+    template = observe_template(host)
+    assert isinstance(template, tuple)
+    assert tuple(map(str, template)) == (
+        "/dev/net/tun rwm",
+        "char-pts rw",
+        *fuse,
+        "/dev/loop-control rw",
+        "block-loop rw",
+        "block-blkext rw",
+        "/dev/mapper/control rw",
+        "block-device-mapper rw",
+    )
+
+
+def test_the_administrator_s_template_comes_first(host: Host) -> None:
+    host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
+    host.file("/etc/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=/dev/fuse rw\n")
+    assert observe_template(host) == (DeviceAllow("/dev/fuse", "rw"),)
+
+
+def test_no_template_says_what_to_install(host: Host) -> None:
+    template = observe_template(host)
+    assert isinstance(template, Absent)
+    assert "install the package systemd-container" in template.why
+
+
+def test_a_masked_template_says_how_to_unmask_it(host: Host) -> None:
+    host.file("/dev/null-device-stand-in", "x")
+    host.symlink("/etc/systemd/system/systemd-nspawn@.service", "systemd-nspawn@.service")
+    host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
+    template = observe_template(host)
+    assert isinstance(template, Broken)
+    assert template.why.startswith("/etc/systemd/system/systemd-nspawn@.service: ")
+    assert "systemctl unmask systemd-nspawn@.service" in template.why
+
+
+def test_device_allow_syntax() -> None:
+    text = """
+[Unit]
+DeviceAllow=/dev/never rw
+[Service]
+DeviceAllow=/dev/a rw
+DeviceAllow=
+ DeviceAllow = /dev/b rwm
+; DeviceAllow=/dev/c rw
+# DeviceAllow=/dev/d rw \\
+DeviceAllow=/dev/e \\
+# between
+   rw
+DeviceAllow=/dev/f
+DevicePolicy=closed
+[X-Other]
+DeviceAllow=/dev/never rw
+"""
+    assert parse_device_allow(text) == (
+        DeviceAllow("/dev/b", "rwm"),
+        DeviceAllow("/dev/e", "rw"),
+        DeviceAllow("/dev/f"),
+    )

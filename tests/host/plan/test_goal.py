@@ -1,0 +1,407 @@
+"""The goal is a pure function of configuration and facts."""
+
+import hashlib
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.config.settings import Config, MachineSettings
+from agent.host.observe.units import parse_device_allow
+from agent.host.plan.before_start import CONFIGURED, before_start
+from agent.host.plan.diff import diff
+from agent.host.plan.goal import plan
+from agent.host.plan.nspawn import SYS_MODULE, bindable, escape, render_nspawn
+from agent.host.plan.unit_drop_in import quote, render_drop_in
+from agent.model.actions import ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
+from agent.model.device import DeviceKind
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import Absent, Facts, FileState, Unseen, VendorFacts
+from agent.model.live import LiveSettings
+from agent.model.paths import nspawn_file, set_device_allow, unit_drop_in
+from tests.fakes.facts import TEMPLATE, facts, node, nvidia, staged
+
+CONFIG = Config(machines={"gpu-node": MachineSettings()})
+
+
+def configured(**settings: object) -> Config:
+    return Config.model_validate({"machines": {"gpu-node": settings}})
+
+
+def template(systemd: int) -> tuple[DeviceAllow, ...]:
+    """DeviceAllow= of that version's template of nspawn's unit."""
+    return parse_device_allow(
+        Path(__file__).parents[2].joinpath(f"data/units/systemd-nspawn-{systemd}.service").read_text()
+    )
+
+
+def bound(config: Config, seen: Facts) -> set[str]:
+    machine = plan(config, seen).goal.machines[0]
+    lines = machine.nspawn.content.decode().splitlines()
+    return {line.removeprefix("Bind=") for line in lines if line.startswith("Bind=/dev/nvidia")}
+
+
+def test_order_of_facts_does_not_matter() -> None:
+    """Sources list in any order; the bytes on disk must not follow."""
+    vendor = nvidia(8)
+    devices = list(vendor.devices) if isinstance(vendor.devices, tuple) else []
+    gpus = list(vendor.gpus)
+    generator = random.Random(1)
+    wanted = plan(CONFIG, facts(vendor)).goal
+    for _ in range(20):
+        generator.shuffle(devices)
+        generator.shuffle(gpus)
+        assert plan(CONFIG, facts(replace(vendor, devices=tuple(devices), gpus=tuple(gpus)))).goal == wanted
+
+
+def test_privileges_are_opt_in() -> None:
+    """MIG configuration, MIG monitoring and IMEX channels are privileges; a MIG instance of a granted GPU is not."""
+    plain = bound(CONFIG, facts())
+    assert "/dev/nvidia-caps/nvidia-cap30" in plain
+    assert not plain & {"/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-caps/nvidia-cap2"}
+    assert "/dev/nvidia-caps-imex-channels/channel0" not in plain
+    assert "/dev/nvidia-caps/nvidia-cap1" in bound(configured(mig_config=True), facts())
+    assert "/dev/nvidia-caps/nvidia-cap2" in bound(configured(mig_monitor=True), facts())
+    assert "/dev/nvidia-caps-imex-channels/channel0" in bound(configured(imex_channels=True), facts())
+
+
+def network(**settings: object) -> dict[str, object]:
+    """Settings of a machine's network."""
+    return {"extra": {"Network": settings}}
+
+
+NETWORKS: list[tuple[dict[str, object], bool]] = [
+    ({}, False),
+    ({"environment": {"SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network"}}, True),
+    ({"environment": {"SYSTEMD_NSPAWN_API_VFS_WRITABLE": "yes"}}, False),
+    ({"virtual_ethernet": True}, True),
+    (network(Private="yes"), True),
+    (network(Private="On"), True),
+    (network(Private="no"), False),
+    (network(Private=["no", "yes"]), True),
+    (network(Private=["yes", "no"]), False),
+    (network(Private=[]), False),
+    (network(Bridge="br0"), True),
+    (network(Zone="z"), True),
+    (network(MACVLAN=["eth0", "eth1"]), True),
+    (network(Interface=[]), False),
+    (network(Port="tcp:80"), False),
+    (network(VirtualEthernet="yes"), True),
+    (network(VirtualEthernet=["no", "yes"]), True),
+    ({"virtual_ethernet": True} | network(VirtualEthernet="no"), False),
+    ({"virtual_ethernet": True} | network(VirtualEthernet=[]), True),
+]
+
+
+@pytest.mark.parametrize(("settings", "private"), NETWORKS)
+def test_where_nspawn_leaves_the_kernel_s_modules_out_they_are_bound(
+    settings: dict[str, object], private: bool
+) -> None:
+    """NVML looks for the driver's directory there."""
+    machine = plan(configured(nspawn={"environment": {}} | settings), facts()).goal.machines[0]
+    assert (SYS_MODULE in machine.nspawn.content.decode().splitlines()) is private
+
+
+def test_a_machine_that_runs_without_that_bind_needs_no_restart() -> None:
+    """It has gone on without until now; a release that adds it must not call every running machine outdated."""
+    settings = MachineSettings()
+    (machine,) = plan(CONFIG, facts()).goal.machines
+    lines = render_nspawn("gpu-node", settings.nspawn, ()).splitlines(keepends=True)
+    assert f"{SYS_MODULE}\n".encode() in lines
+    before = b"".join(line for line in lines if line != f"{SYS_MODULE}\n".encode())
+    drop_in = render_drop_in("gpu-node", settings, TEMPLATE, whole=False)
+    assert machine.live.fixed == hashlib.sha256(before + drop_in).hexdigest()
+
+
+def test_what_only_prepares_a_start_asks_for_no_restart() -> None:
+    """A release that changes it must not call every running machine outdated."""
+    config = configured(nspawn={"extra": {"Files": {"Bind": ["/srv/data"]}}})
+    (machine,) = plan(config, facts()).goal.machines
+    fixed = render_nspawn("gpu-node", config.machines["gpu-node"].nspawn, ()).replace(f"{SYS_MODULE}\n".encode(), b"")
+    drop_in = render_drop_in("gpu-node", config.machines["gpu-node"], TEMPLATE)
+    assert f"{CONFIGURED}\nBind=/srv/data\n".encode() in machine.nspawn.content
+    fixed = fixed.replace(f"{CONFIGURED}\n".encode(), b"")
+    own = "".join(f"{line}\n" for line in before_start("gpu-node")).encode()
+    assert own in drop_in
+    assert machine.live.fixed == hashlib.sha256(fixed + drop_in.replace(own, b"")).hexdigest()
+
+
+@pytest.mark.parametrize("gpus", ["count=1", ["0000:01:00.0"], ["GPU-00000000-0000-0000-0000-000000000000"]])
+def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
+    found = bound(configured(gpus=gpus), facts())
+    assert "/dev/nvidia0" in found
+    assert not found & {"/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap30", "/dev/nvidia-nvswitchctl"}
+
+
+def test_a_gpu_of_another_driver_is_left_alone() -> None:
+    """vfio-pci means that somebody gave the GPU to a virtual machine."""
+    vendor = nvidia()
+    taken = replace(vendor, gpus=(replace(vendor.gpus[0], driver="vfio-pci"), vendor.gpus[1]))
+    assert "/dev/nvidia0" not in bound(CONFIG, facts(taken))
+
+
+def test_the_drop_in_resets_the_list_and_repeats_the_template() -> None:
+    """An empty DeviceAllow= first: a snapshot of systemctl set-property would stay allowed otherwise."""
+    drop_in = plan(CONFIG, facts()).goal.machines[0].drop_in.content.decode()
+    allowed = [line for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
+    assert allowed[:3] == ["DeviceAllow=", "DeviceAllow=/dev/net/tun rwm", "DeviceAllow=char-pts rw"]
+    assert "DeviceAllow=/dev/kmsg rw" in allowed
+    assert "DeviceAllow=/dev/char/195:255 rw" in allowed
+    assert not [line for line in allowed if line.endswith("nvidia0 rw")]
+    assert "rwm" not in "".join(allowed[3:])
+
+
+@pytest.mark.parametrize(("systemd", "more"), [(252, []), (257, ["/dev/fuse rwm"])])
+def test_no_machine_gets_loop_devices_or_the_device_mapper(systemd: int, more: list[str]) -> None:
+    """The templates allow them for disk images; in a machine they are a way to the host's disks."""
+    seen = replace(facts(), template_device_allow=template(systemd))
+    drop_in = plan(CONFIG, seen).goal.machines[0].drop_in.content.decode()
+    allowed = [line.removeprefix("DeviceAllow=") for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
+    kept = ["", "/dev/net/tun rwm", "char-pts rw", *more]
+    assert allowed[: len(kept) + 1] == [*kept, "/dev/kmsg rw"]
+    assert all(entry.startswith("/dev/char/") for entry in allowed[len(kept) + 1 :])
+
+
+def test_a_machine_that_uses_them_keeps_them_until_it_is_restarted() -> None:
+    """An older version gave them, and pods may have volumes on them; that it needs a restart is seen."""
+    seen = replace(facts(), template_device_allow=template(257))
+    goal = plan(CONFIG, seen).goal.machines[0]
+    older = render_drop_in("gpu-node", MachineSettings(), template(257))
+    nspawn = render_nspawn("gpu-node", MachineSettings().nspawn, ()).replace(f"{SYS_MODULE}\n".encode(), b"")
+    fixed = hashlib.sha256(nspawn + older).hexdigest()
+    live = replace(goal.live, fixed=fixed, allow=(*template(257), *goal.live.allow))
+    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
+    planned = plan(CONFIG, running)
+    (machine,) = planned.goal.machines
+    assert machine.live.fixed == goal.live.fixed != fixed
+    # By the drop-in too, which a daemon-reload applies.
+    assert b"\nDeviceAllow=block-loop rw\n" in machine.drop_in.content
+    assert not [each for each in diff(planned, running).actions if isinstance(each, ChangeDevices)]
+
+
+def test_capabilities() -> None:
+    """Those that nspawn keeps from a machine by itself, and that a node needs; none that changes the host."""
+    lines = plan(CONFIG, facts()).goal.machines[0].nspawn.content.decode().splitlines()
+    assert "Capability=CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG" in lines
+    everything = plan(configured(nspawn={"capability": "all"}), facts()).goal.machines[0].nspawn.content
+    assert b"\nCapability=all\n" in everything
+
+
+def test_unseen_devices_change_nothing() -> None:
+    """Fail static: a failed look is not an empty list."""
+    seen = facts(VendorFacts("nvidia", devices=Unseen("/dev: permission denied")))
+    planned = plan(CONFIG, seen)
+    assert planned.held == {"gpu-node": "/dev: permission denied"}
+    owned = {path: FileState(b"old", owned=True) for path in seen.files}
+    assert diff(planned, replace(seen, files=owned)).actions == ()
+
+
+def test_a_machine_that_is_not_there_is_left_alone() -> None:
+    """Nothing is written, staged or removed: its file system may just not be mounted yet."""
+    seen = facts()
+    why = "/var/lib/machines/gpu-node is not there"
+    seen = replace(seen, machines=(replace(seen.machines[0], root=Absent(why)),))
+    planned = plan(CONFIG, seen)
+    assert planned.held == {"gpu-node": why}
+    assert diff(planned, seen).actions == ()
+
+
+def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
+    """A GPU of vfio-pci was given away on purpose; nouveau's was only faster."""
+    vendor = nvidia()
+    for driver, problems in (("nouveau", 2), ("vfio-pci", 0)):
+        gpus = tuple(replace(gpu, driver=driver) for gpu in vendor.gpus)
+        machine = plan(CONFIG, facts(replace(vendor, gpus=gpus))).goal.machines[0]
+        assert len(machine.grants[0].problems) == problems
+        assert machine.grants[0].nodes == ()
+
+
+def test_no_gpu_is_skipped_and_said() -> None:
+    seen = facts(VendorFacts("nvidia"))
+    planned = plan(CONFIG, seen)
+    assert planned.skipped == {"gpu-node": "no GPU on this host"}
+    assert diff(planned, seen).actions == ()
+
+
+def test_gpus_that_are_gone_are_taken_back() -> None:
+    """The machine stays configured, without nodes, when its last GPU goes."""
+    seen = facts(VendorFacts("nvidia"))
+    path = nspawn_file("gpu-node")
+    seen = replace(seen, files={**seen.files, path: FileState(b"with GPUs", owned=True)})
+    actions = diff(plan(CONFIG, seen), seen).actions
+    written = {action.path: action.content for action in actions if isinstance(action, WriteFile)}
+    assert b"nvidia0" not in written[path]
+
+
+def test_steps_come_in_an_order_that_is_safe() -> None:
+    """Driver roots before the handoff that names them; the reload once that is answered where it is for no start."""
+    seen = facts()
+    kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
+    assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile, WriteFile]
+    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    goal = plan(CONFIG, running).goal
+    assert ReloadUnits() not in diff(plan(CONFIG, running), running).actions
+    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
+    answered = staged(goal.driver_roots[0], replace(running, files=files))
+    machine = replace(running.machines[0], granted=goal.machines[0].granted)
+    answered = replace(answered, machines=(machine,), reload_owed=True)
+    assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
+
+
+def test_nothing_to_do_is_nothing() -> None:
+    seen = facts()
+    goal = plan(CONFIG, seen).goal
+    files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
+    after = staged(goal.driver_roots[0], replace(seen, files=files))
+    after = replace(after, machines=(replace(after.machines[0], granted=goal.machines[0].granted),))
+    assert diff(plan(CONFIG, after), after).actions == ()
+
+
+def test_a_foreign_file_is_refused_with_advice() -> None:
+    """A user's own .nspawn file is never overwritten, and nothing else of that machine is written."""
+    seen = facts()
+    path = nspawn_file("gpu-node")
+    seen = replace(seen, files={**seen.files, path: FileState(b"[Exec]\nBoot=yes\n", owned=False)})
+    found = diff(plan(CONFIG, seen), seen)
+    why = str(found.refused["gpu-node"])
+    assert path in why
+    assert "machines.gpu-node.nspawn" in why
+    assert not [action for action in found.actions if isinstance(action, WriteFile | ReloadUnits)]
+
+
+def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
+    """Ownership is the record, so only recorded files go."""
+    seen = facts()
+    gone, foreign = unit_drop_in("old"), nspawn_file("foreign")
+    seen = replace(
+        seen, files={**seen.files, gone: FileState(b"ours", owned=True), foreign: FileState(b"theirs", owned=False)}
+    )
+    actions = diff(plan(CONFIG, seen), seen).actions
+    assert [action for action in actions if isinstance(action, RemoveFile)] == [RemoveFile(gone)]
+    assert ReloadUnits() in actions
+    running = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    assert ReloadUnits() in diff(plan(CONFIG, running), running).actions, "its unit is not looked at any more"
+
+
+def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> None:
+    """Its next start would be the template's, with -U, which gives the whole root directory to other users."""
+    seen = facts(machine="old")
+    path = nspawn_file("old")
+    seen = replace(seen, files={path: FileState(b"ours", owned=True)})
+    seen = replace(seen, machines=(replace(seen.machines[0], unit_state="active"),))
+    config = Config(machines={"other": MachineSettings()})
+    planned = plan(config, replace(seen, vendors=(VendorFacts("nvidia"),)))
+    assert "old" in planned.held
+    assert diff(planned, seen).actions == ()
+
+
+SET_PROPERTY = """\
+# This is a drop-in unit file extension, created via "systemctl set-property"
+# or an equivalent operation. Do not edit.
+[Service]
+DeviceAllow=
+DeviceAllow=char-pts rw
+DeviceAllow={device} rw
+"""
+
+
+def left(unit_state: str, device: str) -> Facts:
+    """A host with a machine that was given /dev/char/195:0 while it ran, and has left the configuration since."""
+    seen = facts(machine="old")
+    live = LiveSettings("", (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")), {})
+    files = {
+        unit_drop_in("old"): FileState(b"ours", owned=True),
+        set_device_allow("old"): FileState(SET_PROPERTY.format(device=device).encode(), owned=False),
+    }
+    return replace(seen, machines=(replace(seen.machines[0], unit_state=unit_state, live=live),), files=files)
+
+
+def test_privileges_need_no_newer_image() -> None:
+    """The handoff of the release before had their nodes too, but not the MIG instance, which the second GPU has."""
+    config = configured(mig_config=True, mig_monitor=True, gpus=["0000:01:00.0"])
+    machine = plan(config, facts()).goal.machines[0]
+    assert {each.path[-4:] for each in machine.handoff.requests[0].devices} >= {"cap1", "cap2"}
+    assert json.loads(machine.handoff_file.content)["version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("unit_state", "device", "removed"),
+    [
+        ("inactive", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
+        ("failed", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
+        # Somebody else's.
+        ("inactive", "/dev/char/10:229", [unit_drop_in("old")]),
+        ("active", "/dev/char/195:0", []),
+    ],
+)
+def test_a_machine_that_has_left_starts_without_our_permissions(
+    unit_state: str, device: str, removed: list[str]
+) -> None:
+    """systemd keeps what set-property has set until the host's reboot, and applies it to the machine's next start."""
+    seen = left(unit_state, device)
+    planned = plan(Config(machines={"other": MachineSettings()}), replace(seen, vendors=(VendorFacts("nvidia"),)))
+    actions = diff(planned, seen).actions
+    assert [action.path for action in actions if isinstance(action, RemoveFile)] == removed
+    assert (ReloadUnits() in actions) is bool(removed)
+
+
+def test_a_configured_machine_keeps_what_was_set() -> None:
+    """Its drop-in outranks that."""
+    seen = left("inactive", "/dev/char/195:0")
+    seen = replace(seen, files={**facts(machine="old").files, **seen.files})
+    actions = diff(plan(Config(machines={"old": MachineSettings()}), seen), seen).actions
+    assert not [action for action in actions if isinstance(action, RemoveFile)]
+
+
+def test_the_driver_root_follows_the_loaded_module() -> None:
+    """After an upgrade of the libraries, the set of the loaded module keeps serving."""
+    seen = facts()
+    first = plan(CONFIG, seen).goal.driver_roots[0]
+    vendor = nvidia()
+    assert vendor.driver is not None
+    newer = replace(vendor.driver, user_space=replace(vendor.driver.user_space, version="580.1"))
+    upgraded = replace(vendor, driver=newer)
+    after = plan(CONFIG, staged(first, facts(upgraded))).goal
+    assert after.driver_roots == (first,)
+    reloaded = replace(vendor, driver=replace(newer, module_version="580.1"))
+    assert plan(CONFIG, staged(first, facts(reloaded))).goal.driver_roots[0].index == first.index + 1
+
+
+def test_an_unusual_node_is_refused_by_name_and_holds_up_nothing() -> None:
+    vendor = nvidia()
+    assert isinstance(vendor.devices, tuple)
+    odd = node("/dev/nvidia1\nBoot=no", DeviceKind.GPU, 195, 1, "0000:02:00.0")
+    machine = plan(CONFIG, facts(replace(vendor, devices=(*vendor.devices, odd)))).goal.machines[0]
+    assert "Boot=no" not in machine.nspawn.content.decode()
+    assert any(r"/dev/nvidia1\nBoot=no" in problem for grant in machine.grants for problem in grant.problems)
+
+
+@given(st.text(max_size=40))
+def test_bind_paths_survive_their_escape(name: str) -> None:
+    """parse(render(x)) == x for systemd's rule: a backslash takes the next character as it is, a colon separates."""
+    path = f"/dev/{name}"
+    if not bindable(path):
+        return
+    parts, current, characters = [], "", iter(escape(path))
+    for character in characters:
+        if character == "\\":
+            current += next(characters)
+        elif character == ":":
+            parts.append(current)
+            current = ""
+        else:
+            current += character
+    assert [*parts, current] == [path]
+    assert "\n" not in escape(path)
+
+
+@given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40))
+def test_quoted_values_survive(value: str) -> None:
+    """Unquoting and expanding %% gives the value back (systemd.syntax(7))."""
+    inner = quote(value)[1:-1]
+    assert inner.replace("%%", "%").replace('\\"', '"').replace("\\\\", "\\") == value or "\\" in value
+    assert not inner.replace("%%", "").count("%")

@@ -1,0 +1,276 @@
+"""Whatever root in a machine puts in the place of what the host half reads or writes: it harms nobody but itself.
+
+Of what a machine shares with its host: the report's directory, and its handoff's, which it can remount writable.
+"""
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.config.settings import Config
+from agent.host.outcome import Outcome
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import Condition
+from agent.model.paths import REPORT_NAME, conditions_file, handoff_file, report_directory
+from agent.system.files import remains
+from agent.system.process import Completed
+from tests.fakes.gpu_host import MACHINE, set_up
+from tests.fakes.host import Host, ScriptedRunner
+
+BAD = "bad"
+SECRET = "a-secret-of-the-hosts"
+AT_ONCE = 10.0
+"""Seconds for a pass, where a hundredth is usual: a FIFO would take for ever, a lease 45."""
+RACE = 3.0
+"""Seconds."""
+
+PATHS = {
+    "report": f"{report_directory(BAD)}/{REPORT_NAME}",
+    "handoff": handoff_file(BAD),
+    "verdict": conditions_file(BAD),
+    "handoff in the making": remains(handoff_file(BAD)),
+    "verdict in the making": remains(conditions_file(BAD)),
+}
+
+
+class Clearing(ScriptedRunner):
+    """Runs rm(1) below the host's tree, and scripts everything else."""
+
+    tree = ""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] != "rm":
+            return super().__call__(argv, timeout)
+        options = argv[: argv.index("--") + 1]
+        places = [f"{self.tree}{path}" for path in argv[len(options) :]]
+        return Completed(subprocess.run([*options, *places], check=False, timeout=timeout).returncode, b"", b"")
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    """Two GPUs, two machines that run, and files of the host's that no machine may reach."""
+    runner = Clearing()
+    runner.tree = str(tmp_path / "host")
+    (tmp_path / "host").mkdir()
+    host = set_up(Host(tmp_path / "host", runner=runner))
+    for machine in (MACHINE, BAD):
+        host.make_directory(f"/var/lib/machines/{machine}")
+        host.make_directory(report_directory(machine))
+        host.bus.unit(f"systemd-nspawn@{machine}.service", "active")
+    host.file("/etc/sentinel/file", SECRET)
+    host.file("/etc/sentinel/directory/file", SECRET)
+    os.chmod(host.place("/etc/sentinel/file"), 0o640)
+    return host
+
+
+def agent(host: Host) -> Reconciler:
+    machines = {name: {"node_condition": True} for name in (MACHINE, BAD)}
+    return Reconciler(Config.model_validate({"machines": machines}), host, host)
+
+
+def state(host: Host) -> dict[str, tuple[int, int, int, str]]:
+    """Of the host's files: what a machine could have had changed."""
+    found = {}
+    for path in sorted(Path(host.place("/etc/sentinel")).rglob("*")):
+        status = path.lstat()
+        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+        found[str(path)] = (status.st_mode, status.st_uid, status.st_mtime_ns, content)
+    return found
+
+
+def conditions(outcome: Outcome, name: str) -> list[tuple[str, str, str]]:
+    machine = next(each for each in outcome.machines if each.name == name)
+    return [(each.type, each.status, each.reason) for each in machine.conditions]
+
+
+def said(outcome: Outcome) -> str:
+    """All that people, the log and the cluster see."""
+    messages: list[Condition] = [each for machine in outcome.machines for each in machine.conditions]
+    return " ".join([*(each.message for each in messages), *outcome.failures, *outcome.facts.all_problems()])
+
+
+Attack = Callable[[Host, Path], None]
+
+
+def fifo(_: Host, place: Path) -> None:
+    os.mkfifo(place)
+
+
+def unix_socket(_: Host, place: Path) -> None:
+    descriptor = os.open(place.parent, os.O_PATH)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"/proc/self/fd/{descriptor}/{place.name}")
+    os.close(descriptor)
+
+
+def device(_: Host, place: Path) -> None:
+    """Of /dev/zero, which has no end."""
+    os.mknod(place, 0o20666, os.makedev(1, 5))
+
+
+def absolute_link(host: Host, place: Path) -> None:
+    place.symlink_to(host.place("/etc/sentinel/file"))
+
+
+def link_below_the_root(_: Host, place: Path) -> None:
+    place.symlink_to("/etc/sentinel/file")
+
+
+def relative_link(host: Host, place: Path) -> None:
+    place.symlink_to(os.path.relpath(host.place("/etc/sentinel/file"), place.parent))
+
+
+def link_to_a_directory(host: Host, place: Path) -> None:
+    place.symlink_to(host.place("/etc/sentinel/directory"))
+
+
+def magic_link(host: Host, place: Path) -> None:
+    place.symlink_to(f"/proc/{os.getpid()}/root{host.place('/etc/sentinel/file')}")
+
+
+def dangling_link(host: Host, place: Path) -> None:
+    place.symlink_to(host.place("/etc/sentinel/new"))
+
+
+def loop(_: Host, place: Path) -> None:
+    place.symlink_to(place.name)
+
+
+def long_link(_: Host, place: Path) -> None:
+    place.symlink_to("x" * 300)
+
+
+def directory(_: Host, place: Path) -> None:
+    (place / "a/b").mkdir(parents=True)
+    (place / "a/file").write_bytes(b"x")
+
+
+def hard_link(host: Host, place: Path) -> None:
+    place.hardlink_to(host.place("/etc/sentinel/file"))
+
+
+def huge(_: Host, place: Path) -> None:
+    place.touch()
+    os.truncate(place, 1 << 40)
+
+
+def binary(_: Host, place: Path) -> None:
+    place.write_bytes(bytes(range(256)) * 16)
+
+
+def deep_json(_: Host, place: Path) -> None:
+    place.write_bytes(b"[" * 500_000)
+
+
+def long_number(_: Host, place: Path) -> None:
+    place.write_bytes(b'{"version": ' + b"1" * 500_000 + b"}")
+
+
+ATTACKS: tuple[Attack, ...] = (
+    *(fifo, unix_socket, directory, hard_link, huge, binary, deep_json, long_number),
+    *(
+        absolute_link,
+        link_below_the_root,
+        relative_link,
+        link_to_a_directory,
+        magic_link,
+        dangling_link,
+        loop,
+        long_link,
+    ),
+)
+
+
+def put(host: Host, path: str, attack: Attack) -> None:
+    place = Path(host.root + path)
+    subprocess.run(["rm", "-rf", place], check=True)
+    attack(host, place)
+
+
+@pytest.mark.parametrize("what", PATHS)
+def test_attack_on_a_path(host: Host, what: str) -> None:
+    """Each by each, and two passes: it is there, and it is over."""
+    reconciler = agent(host)
+    reconciler.reconcile()
+    before, well = state(host), reconciler.reconcile()
+    assert well.failures == ()
+    for attack in ATTACKS:
+        name = attack.__name__
+        put(host, PATHS[what], attack)
+        if "in the making" in what:
+            # So that they are made.
+            host.remove(handoff_file(BAD))
+            host.remove(conditions_file(BAD))
+        for number in range(2):
+            started = time.monotonic()
+            outcome = reconciler.reconcile()
+            assert time.monotonic() - started < AT_ONCE, name
+            assert conditions(outcome, MACHINE) == conditions(well, MACHINE), name
+            assert state(host) == before, name
+            assert SECRET not in said(outcome), name
+            assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, name
+            assert not number or not outcome.failures, name
+        for path in (handoff_file(BAD), conditions_file(BAD)):
+            assert host.is_file(path), name
+            assert host.read_link(path) is None, name
+
+
+RENAMER = """
+import itertools, os, sys
+secret, *paths = sys.argv[1:]
+for number in itertools.count():
+    path = paths[number % len(paths)]
+    other = f"{os.path.dirname(path)}/x"
+    try:
+        match number // len(paths) % 6:
+            case 0: os.symlink(secret, other)
+            case 1: os.mkfifo(other)
+            case 2: os.mkdir(other)
+            case 3: os.link(secret, other)
+            case 4: os.symlink(os.path.dirname(secret), other)
+            case 5: open(other, "w").close()
+        os.rename(other, path)
+    except OSError:
+        for each in (other, path):
+            try:
+                os.rmdir(each) if os.path.isdir(each) and not os.path.islink(each) else os.unlink(each)
+            except OSError:
+                pass
+"""
+
+
+def test_attack_by_a_racing_renamer(host: Host) -> None:
+    """What was looked at may be another thing when it is opened, and yet another when it is replaced."""
+    reconciler = agent(host)
+    reconciler.reconcile()
+    before, well = state(host), reconciler.reconcile()
+    places = [host.root + path for path in PATHS.values()]
+    renamer = subprocess.Popen([sys.executable, "-c", RENAMER, host.place("/etc/sentinel/file"), *places])
+    try:
+        end, passes = time.monotonic() + RACE, 0
+        while time.monotonic() < end or passes < 5:
+            started = time.monotonic()
+            outcome = reconciler.reconcile()
+            passes += 1
+            assert time.monotonic() - started < AT_ONCE
+            assert conditions(outcome, MACHINE) == conditions(well, MACHINE)
+            assert state(host) == before
+            assert SECRET not in said(outcome)
+            assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}
+        assert renamer.poll() is None, "it went on all the time"
+    finally:
+        renamer.send_signal(signal.SIGKILL)
+        renamer.wait()
+    for path in places:
+        subprocess.run(["rm", "-rf", path], check=True)
+    reconciler.reconcile()
+    assert reconciler.reconcile().failures == ()
+    assert host.is_file(handoff_file(BAD))

@@ -1,0 +1,217 @@
+"""Damaged state of our own: discarded, counted, told once, and no pass ends by it."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+
+import pytest
+
+from agent.host.state.detached_gpus import note_detached, observe_detached
+from agent.host.state.lost_gpus import LogRead, keep_log_read, log_read, observe_lost, record_lost
+from agent.model.conditions import ConditionType, Status
+from agent.model.paths import (
+    CONDITIONS,
+    DETACHED_GPUS,
+    KERNEL_LOG_READ,
+    LOST_GPUS,
+    OWNED,
+    granted_file,
+    handed_roots_file,
+    live_file,
+    nspawn_file,
+    started_drop_in,
+    started_nspawn,
+    unit_drop_in,
+)
+from agent.system.damage import discarded
+from tests.fakes.gpu_host import MACHINE, reconciler, units
+from tests.fakes.host import Host
+from tests.host.test_reconcile import condition
+
+GPU = "0000:01:00.0"
+RECORDS = (OWNED, CONDITIONS, live_file(MACHINE), granted_file(MACHINE), handed_roots_file(MACHINE))
+
+
+def running(host: Host) -> None:
+    """Set up, started with those settings, and looked at since."""
+    agent = reconciler(host)
+    outcome = agent.run_pass()
+    assert outcome.failures == ()
+    started(host)
+    units(host, "active", device_allow=[("char-pts", "rw"), *allowed(host)])
+    assert agent.reconcile().failures == ()
+    host.bus.changes.clear()
+
+
+def started(host: Host) -> None:
+    """As its unit's drop-in does it."""
+    host.write(started_nspawn(MACHINE), host.read(nspawn_file(MACHINE)))
+    host.write(started_drop_in(MACHINE), host.read(unit_drop_in(MACHINE)))
+
+
+def allowed(host: Host) -> list[tuple[str, str]]:
+    """By number, as PID 1 has it."""
+    lines = host.read_text(unit_drop_in(MACHINE)).splitlines()
+    entries = [line.removeprefix("DeviceAllow=") for line in lines if line.startswith("DeviceAllow=/dev/char/")]
+    return [(entry.split()[0], entry.split()[1]) for entry in entries]
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"{", b'{"version": 99}', b"[" * 3000])
+@pytest.mark.parametrize("path", RECORDS)
+def test_a_damaged_record_is_counted_told_and_made_anew(
+    gpu_host: Host, path: str, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    running(gpu_host)
+    before = discarded().get(os.path.basename(path), 0)
+    gpu_host.write(path, content)
+    with caplog.at_level(logging.WARNING):
+        outcome = reconciler(gpu_host).reconcile()
+    assert outcome.failures == ()
+    assert discarded()[os.path.basename(path)] > before
+    assert any(os.path.basename(path) in each for each in caplog.messages)
+    after = reconciler(gpu_host).reconcile()
+    assert after.failures == ()
+    assert not after.facts.problems
+
+
+@pytest.mark.parametrize("path", [OWNED, CONDITIONS, live_file(MACHINE)])
+def test_a_directory_in_a_records_place_is_put_aside(gpu_host: Host, path: str) -> None:
+    running(gpu_host)
+    gpu_host.remove_file(path)
+    gpu_host.write(f"{path}/content", b"")
+    assert reconciler(gpu_host).reconcile().failures == ()
+    assert gpu_host.read(path)
+    assert len([name for name in gpu_host.entries(os.path.dirname(path)) if ".damaged-" in name]) == 1
+
+
+def test_a_directory_in_the_place_of_what_is_known_of_gpus_is_put_aside(gpu_host: Host) -> None:
+    for path in (LOST_GPUS, KERNEL_LOG_READ, DETACHED_GPUS):
+        gpu_host.write(f"{path}/content", b"")
+    gpu_host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00")
+    gpu_host.symlink("/sys/devices/pci0000:00/driver", "../../bus/pci/drivers/nvidia")
+    assert (observe_lost(gpu_host), log_read(gpu_host), observe_detached(gpu_host).gpus) == ({}, None, frozenset())
+    assert record_lost(gpu_host, GPU, "gone")
+    keep_log_read(gpu_host, LogRead(sequence=1, bindings={}))
+    assert note_detached(gpu_host, GPU, draining=False)
+    assert observe_lost(gpu_host)
+    assert log_read(gpu_host)
+    assert observe_detached(gpu_host).gpus
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 4096])
+@pytest.mark.parametrize("path", [nspawn_file(MACHINE), unit_drop_in(MACHINE)])
+def test_settings_that_a_power_loss_emptied_are_written_again(gpu_host: Host, path: str, content: bytes) -> None:
+    reconciler(gpu_host).run_pass()
+    whole = gpu_host.read(path)
+    gpu_host.write(path, content)
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert gpu_host.read(path) == whole
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "ForeignFile"
+
+
+def test_a_record_that_cannot_be_read_now_is_neither_damage_nor_forgotten(gpu_host: Host) -> None:
+    running(gpu_host)
+    record = gpu_host.read(OWNED)
+    before = discarded().get("owned.json", 0)
+    gpu_host.failing[OWNED] = OSError(errno.EIO, "Input/output error", OWNED)
+    gpu_host.gpu("0000:03:00.0", 2)
+    outcome = reconciler(gpu_host).reconcile()
+    assert "Input/output error" in str(outcome.failures)
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "ForeignFile"
+    gpu_host.failing.clear()
+    assert gpu_host.read(OWNED) == record
+    assert discarded().get("owned.json", 0) == before
+
+
+Lose = Callable[[Host], None]
+
+
+def removed(host: Host) -> None:
+    host.remove_file(live_file(MACHINE))
+
+
+def damaged(host: Host) -> None:
+    host.write(live_file(MACHINE), b"{")
+
+
+@pytest.mark.parametrize("lose", [removed, damaged])
+def test_a_machine_of_which_nothing_is_noted_is_known_by_what_it_started_with(gpu_host: Host, lose: Lose) -> None:
+    """Where prepare@ was killed, could not write its note, or that was damaged: GPUs come and go all the same."""
+    running(gpu_host)
+    lose(gpu_host)
+    gpu_host.gpu("0000:03:00.0", 2)
+    outcome = reconciler(gpu_host).reconcile()
+    assert outcome.failures == ()
+    changes = [change for change in gpu_host.bus.changes if change[0] == "BindMountMachine"]
+    assert "/dev/nvidia2" in {change[2] for change in changes}
+    assert not {change[2] for change in changes} & {"/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"}
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
+
+
+def test_what_such_a_machine_may_open_and_is_not_granted_is_forbidden(gpu_host: Host) -> None:
+    running(gpu_host)
+    removed(gpu_host)
+    units(gpu_host, "active", device_allow=[("char-pts", "rw"), *allowed(gpu_host), ("/dev/char/195:7", "rw")])
+    assert reconciler(gpu_host).reconcile().failures == ()
+    (_, _, _, properties) = next(each for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
+    assert isinstance(properties, list)
+    entries = dict(properties[-1][1][1])
+    assert "/dev/char/195:0" in entries
+    assert "/dev/char/195:7" not in entries
+    assert "char-pts" in entries
+
+
+def test_a_machine_that_started_with_other_settings_has_to_start_again(gpu_host: Host) -> None:
+    running(gpu_host)
+    removed(gpu_host)
+    text = gpu_host.read_text(started_nspawn(MACHINE))
+    gpu_host.write(started_nspawn(MACHINE), text.replace("VirtualEthernet=no", "VirtualEthernet=yes").encode())
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+
+
+def test_what_is_taken_back_does_not_wait_for_that_start(gpu_host: Host) -> None:
+    """Whatever else changed in the settings, and whether or not that is noted."""
+    running(gpu_host)
+    removed(gpu_host)
+    agent = reconciler(gpu_host, gpus=[GPU], nspawn={"capability": "all"})
+    for _ in range(2):
+        (machine,) = agent.reconcile().machines
+        assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+    (properties,) = (each[3] for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
+    assert isinstance(properties, list)
+    entries = dict(properties[-1][1][1])
+    assert "/dev/char/195:0" in entries
+    assert "/dev/char/195:1" not in entries
+    (machine,) = reconciler(gpu_host, gpus=[GPU]).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded", "it has these settings"
+
+
+def test_what_only_prepares_a_start_is_no_other_setting(gpu_host: Host) -> None:
+    """A release that does it in other words: no machine has to start again for that."""
+    running(gpu_host)
+    removed(gpu_host)
+    text = gpu_host.read_text(unit_drop_in(MACHINE))
+    words = text.replace("mkdir -p", "install -d").replace("# NCCL and RDMA", "# RDMA")
+    assert words.count("install -d") == 1
+    assert words != text.replace("mkdir -p", "install -d")
+    head, _, rest = words.partition("ExecStartPre=")
+    gpu_host.write(
+        started_drop_in(MACHINE), f"{head}ExecStartPre=-/bin/true \\\n    or not\nExecStartPre={rest}".encode()
+    )
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
+    gpu_host.write(started_drop_in(MACHINE), words.replace("TasksMax=infinity", "TasksMax=1").encode())
+    removed(gpu_host)
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] == "MachineRestartNeeded"
+
+
+@pytest.mark.parametrize("path", [live_file(MACHINE), nspawn_file(MACHINE)])
+def test_a_failed_look_is_not_told_as_a_fact(gpu_host: Host, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    running(gpu_host)
+    gpu_host.failing[path] = OSError(errno.EIO, "Input/output error", path)
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.UNKNOWN, "ObservationFailed")
+    assert gpu_host.bus.changes == []

@@ -1,0 +1,545 @@
+"""Upgrades of the host's driver: staged ahead, switched as a whole with the module, collected when nothing uses them.
+
+The host is that of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
+"""
+
+import os
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from agent.cli.prepare import prepare
+from agent.config.settings import Config, MachineSettings
+from agent.host.observe.loader_cache import CACHE
+from agent.host.outcome import Outcome
+from agent.host.plan.diff import diff
+from agent.host.plan.driver_roots import collect
+from agent.host.plan.goal import plan
+from agent.host.reconcile import CLEAR_AGAIN, REMAINS_AGAIN
+from agent.host.state.driver_roots import parse_handed, render_handed
+from agent.model.actions import ClearRemains, RemoveDriverRoot, StageDriverRoot, WriteFile
+from agent.model.conditions import Condition, ConditionType
+from agent.model.facts import Absent, Broken, Facts, Library, Seen, StagedRoot, Unseen, UserSpace
+from agent.model.goal import Goal
+from agent.model.handoff import parse_handoff
+from agent.model.paths import MANIFESTS, REMOVED, STAGING, TREES, handed_roots_file, handoff_file, times_file
+from agent.model.remembered import Remembered
+from agent.system.process import Completed, TimeLimitError
+from agent.vendors.nvidia.user_space.places import HOST_CACHE
+from tests.fakes.facts import FILES, VERSION, facts, nvidia
+from tests.fakes.gpu_host import MACHINE, RECORDED, reconciler, set_up, units
+from tests.fakes.host import HOSTS, Host, ScriptedRunner
+from tests.vendors.nvidia.user_space.test_places import bare, put
+
+CONFIG = Config(machines={MACHINE: MachineSettings()})
+NEWER = "580.95.05"
+OLD = StagedRoot(0, "nvidia", VERSION, FILES)
+NEW = StagedRoot(1, "nvidia", NEWER, tuple(replace(file, target=f"{file.target}.new") for file in FILES))
+
+
+class RunnerWithRm(ScriptedRunner):
+    """Also runs the real rm(1), below the tree."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__()
+        self.tree = tree
+        self.rm_calls = 0
+        self.rm_fails = False
+        self.per_second = 0.0
+        """Files that it removes in one second; 0 if none takes any time."""
+        self.rm_seconds = 0.0
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] != "rm":
+            return super().__call__(argv, timeout)
+        self.rm_calls += 1
+        if self.rm_fails:
+            return Completed(1, b"", b"rm: cannot remove 'libcuda.so.1': Input/output error")
+        if self.per_second:
+            self._slow(argv[argv.index("--") + 1 :], timeout)
+        below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
+        # Not its real time limit: this machine may be busy.
+        done = subprocess.run(below, capture_output=True, timeout=60)
+        return Completed(done.returncode, done.stdout, done.stderr)
+
+    def _slow(self, paths: tuple[str, ...], timeout: float) -> None:
+        files = [each for path in paths for each in Path(f"{self.tree}{path}").rglob("*") if each.is_file()]
+        for number, file in enumerate(files):
+            if (number + 1) / self.per_second > timeout:
+                raise TimeLimitError
+            file.unlink()
+            self.rm_seconds += 1 / self.per_second
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    tree = tmp_path / "host"
+    host = set_up(Host(tree, runner=RunnerWithRm(tree)))
+    return host
+
+
+def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
+    """The package manager replaces the files, and runs ldconfig; the module stays what it is."""
+    for directory, _, names in os.walk(f"{host.root}/usr"):
+        for path in (Path(directory, name) for name in names):
+            if path.is_symlink() and old in os.readlink(path):
+                target = os.readlink(path).replace(old, new)
+                path.unlink()
+                path.symlink_to(target)
+            if old in path.name:
+                path.rename(path.with_name(path.name.replace(old, new)))
+    host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
+    # Another inode, as ldconfig leaves it.
+    host.write(CACHE, b"written anew")
+
+
+def start_machine(host: Host) -> None:
+    units(host, "inactive")
+    prepare(MACHINE, reconciler(host))
+    units(host, "active")
+
+
+def driver_root(host: Host) -> str:
+    (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
+    return request.driver_root
+
+
+def handed(host: Host) -> tuple[int, ...]:
+    path = handed_roots_file(MACHINE)
+    return parse_handed(path, host.read(path))
+
+
+def condition(outcome: Outcome, kind: ConditionType) -> Condition:
+    return next(each for each in outcome.machines[0].conditions if each.type is kind)
+
+
+def reinstall(host: Host, time: int) -> None:
+    """The package once more: each file is another inode with a new time, and ldconfig runs."""
+    for directory, _, names in os.walk(f"{host.root}/usr/lib"):
+        for path in (Path(directory, name) for name in names):
+            if path.is_file() and not path.is_symlink():
+                content, mode = path.read_bytes(), path.stat().st_mode
+                path.unlink()
+                path.write_bytes(content)
+                path.chmod(mode)
+                os.utime(path, (time, time))
+    host.write(CACHE, b"written anew")
+
+
+def mend(host: Host) -> None:
+    """One library of the newly installed ones."""
+    path = Path(f"{host.root}/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}")
+    path.write_bytes(b"mended" + path.read_bytes()[6:])
+    os.utime(path, (1_800_000_000, 1_800_000_000))
+
+
+def test_the_same_driver_with_new_times_is_no_other_one(host: Host) -> None:
+    """Whatever becomes of the notes of that, also for a service that is started anew."""
+    start_machine(host)
+    for number in range(3):
+        reinstall(host, 1_800_000_000 + number)
+        if number == 2:
+            host.write(times_file(0), b"{")
+        (written,) = reconciler(host).reconcile().sentences
+        assert written.startswith(f"write {times_file(0)} ")
+        assert reconciler(host).reconcile().actions == (), "it is not compared again"
+    assert host.entries(TREES) == ("0",)
+    assert condition(reconciler(host).reconcile(), ConditionType.DRIVER_ROOT_STAGED).status == "True"
+
+
+class OpeningHost(Host):
+    """Keeps what was opened of driver roots."""
+
+    opened: list[str]
+
+    def open_public(self, real_path: str) -> BinaryIO:
+        if real_path.startswith(TREES):
+            self.opened.append(real_path)
+        return super().open_public(real_path)
+
+
+@pytest.mark.parametrize("content", ["the same", "another"])
+def test_what_is_there_is_compared_once(tmp_path: Path, content: str) -> None:
+    """Also where what is another driver then cannot be staged."""
+    host = OpeningHost(tmp_path, runner=RunnerWithRm(tmp_path))
+    host.opened = []
+    set_up(host)
+    start_machine(host)
+    reinstall(host, 1_800_000_000)
+    if content == "another":
+        mend(host)
+    reconciler(host).look()
+    assert host.opened
+    if content == "the same":
+        reconciler(host).reconcile()
+    host.opened.clear()
+    reconciler(host).look()
+    assert host.opened == []
+
+
+def test_another_content_of_the_same_size_is_another_driver(host: Host) -> None:
+    """As after a file was damaged, and its package installed once more."""
+    start_machine(host)
+    reinstall(host, 1_800_000_000)
+    mend(host)
+    reconciler(host).reconcile()
+    assert driver_root(host).endswith("/1")
+    assert not host.exists(times_file(0))
+
+
+def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: Host) -> None:
+    start_machine(host)
+    before = host.identity(handoff_file(MACHINE))
+    upgrade(host)
+    outcome = reconciler(host).reconcile()
+    assert outcome.failures == ()
+    assert host.exists(f"{MANIFESTS}/1.json")
+    assert host.identity(handoff_file(MACHINE)) == before
+    assert condition(outcome, ConditionType.LIBRARIES_PRESENT).reason == "ReloadNeeded"
+    staged = condition(outcome, ConditionType.DRIVER_ROOT_STAGED)
+    assert staged.message == (
+        f"driver {VERSION} is driver root 0; driver {NEWER} is driver root 1, and waits until its kernel module is "
+        "loaded"
+    )
+    # Unloaded: the machine keeps what it has, though the newest is another.
+    host.remove_file("/sys/module/nvidia/version")
+    assert reconciler(host).reconcile().actions == ()
+    assert driver_root(host) == "/run/host-nvidia/0"
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    outcome = reconciler(host).reconcile()
+    assert not [action for action in outcome.actions if action.kind == "stage"]
+    assert driver_root(host) == "/run/host-nvidia/1"
+    (request,) = parse_handoff(host.read(handoff_file(MACHINE))).requests
+    assert not [file for file in request.files if VERSION in file.target]
+
+
+def test_a_root_that_was_handed_stays_until_the_machine_is_started_anew(host: Host) -> None:
+    start_machine(host)
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    assert handed(host) == (0, 1)
+    assert reconciler(host).reconcile().actions == ()
+    library = f"{TREES}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
+    assert host.exists(library)
+    start_machine(host)
+    assert handed(host) == (1,)
+    assert not host.exists(f"{TREES}/0")
+    assert host.entries(MANIFESTS) == ("1.json",)
+    assert host.entries(REMOVED) == ()
+
+
+def test_an_upgrade_that_was_taken_back_leaves_nothing(host: Host) -> None:
+    """What waits was never handed to anybody."""
+    start_machine(host)
+    upgrade(host)
+    reconciler(host).reconcile()
+    assert host.exists(f"{TREES}/1")
+    upgrade(host, old=NEWER, new=VERSION)
+    outcome = reconciler(host).reconcile()
+    assert outcome.sentences == (f"remove driver root 1 (nvidia driver {NEWER}), which nothing uses",)
+    assert host.entries(MANIFESTS) == ("0.json",)
+    assert not host.exists(f"{TREES}/1")
+
+
+def test_unused_roots_make_place_for_a_new_one(host: Host) -> None:
+    """A stopped machine's old set goes before the new one is staged, not after."""
+    start_machine(host)
+    units(host, "inactive")
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    host.write(f"{MANIFESTS}/0.json", b"spoiled")
+    host.make_directory(f"{TREES}/1")
+    outcome = reconciler(host).reconcile()
+    kinds = [action.kind for action in outcome.actions]
+    assert kinds.index("remove") < kinds.index("stage")
+    assert driver_root(host) == "/run/host-nvidia/2"
+    # Root 0 is named by the handoff of that moment, and goes with the pass after.
+    assert "remove driver root 1 (half made), which nothing uses" in outcome.sentences
+    assert reconciler(host).reconcile().sentences == ("remove driver root 0 (half made), which nothing uses",)
+
+
+def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
+    start_machine(host)
+    deep = Path(f"{host.root}{REMOVED}/7")
+    deep.mkdir(parents=True)
+    directory = os.open(deep, os.O_RDONLY)
+    for _ in range(1100):
+        os.mkdir("d", dir_fd=directory)
+        below = os.open("d", os.O_RDONLY, dir_fd=directory)
+        os.close(directory)
+        directory = below
+    os.close(directory)
+    host.make_directory(f"{STAGING}/3")
+    outcome = reconciler(host).reconcile()
+    assert outcome.sentences == (f"remove what was left of driver roots: {STAGING}/3, {REMOVED}/7",)
+    assert host.entries(REMOVED) == host.entries(STAGING) == ()
+
+
+def test_a_driver_that_is_built_anew_in_the_same_place_is_taken(host: Host) -> None:
+    """NixOS has each build in a directory of its own, also of one version."""
+    bare(host)
+    put(host, "/nix/store/aaa/lib", VERSION)
+    host.symlink("/run/opengl-driver", "/nix/store/aaa")
+    start_machine(host)
+    assert driver_root(host) == "/run/host-nvidia/0"
+    put(host, "/nix/store/bbb/lib", VERSION)
+    put(host, "/nix/store/bbb/lib", VERSION, "libnvidia-tls")
+    host.remove_file("/run/opengl-driver")
+    host.symlink("/run/opengl-driver", "/nix/store/bbb")
+    assert reconciler(host).reconcile().failures == ()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    # The same version somewhere else while that place has another one: what the machine has stays.
+    put(host, "/opt/nvidia/lib64", VERSION)
+    put(host, "/nix/store/ccc/lib", NEWER)
+    host.remove_file("/run/opengl-driver")
+    host.symlink("/run/opengl-driver", "/nix/store/ccc")
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/1"
+    host.owners["/nix"] = (0o755, 1000)
+    reconciler(host).reconcile()
+    assert driver_root(host) == "/run/host-nvidia/2"
+
+
+# ---- by facts
+
+
+def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) -> Facts:
+    """A host whose files are NEW's, with a machine that runs; `machine` replaces fields of it."""
+    vendor = nvidia()
+    assert vendor.driver is not None
+    driver = replace(vendor.driver, module_version=module, user_space=UserSpace(NEWER, NEW.files))
+    found = facts(replace(vendor, driver=driver))
+    fields = {"unit_state": "active", "handed_roots": (), **machine}
+    running = replace(found.machines[0], **fields)  # type: ignore[arg-type]
+    next_index = max((root.index for root in staged), default=-1) + 1
+    return replace(found, machines=(running,), staged=staged, next_driver_root_index=next_index)
+
+
+def with_handoff(found: Facts, root: StagedRoot) -> Facts:
+    """As if the machine had been handed `root` before."""
+    vendor = nvidia()
+    assert vendor.driver is not None
+    fitting = replace(vendor.driver, module_version=root.version, user_space=UserSpace(root.version, root.files))
+    handoff = plan(CONFIG, replace(facts(replace(vendor, driver=fitting)), staged=(root,))).goal.machines[0]
+    return replace(found, machines=(replace(found.machines[0], granted=handoff.granted),))
+
+
+def removed(found: Facts) -> list[int]:
+    actions = diff(plan(CONFIG, found), found).actions
+    return [action.index for action in actions if isinstance(action, RemoveDriverRoot)]
+
+
+def test_the_waiting_root_is_staged_after_the_handoffs() -> None:
+    """It keeps nobody from its GPUs, also when there is no space for it."""
+    found = seen(OLD)
+    actions = diff(plan(CONFIG, found), found).actions
+    assert actions[-1] == StageDriverRoot(NEW)
+    assert [type(action) for action in actions if isinstance(action, WriteFile | StageDriverRoot)][-2:] == [
+        WriteFile,
+        StageDriverRoot,
+    ]
+
+
+@pytest.mark.parametrize("module", ["535.1", Absent("not loaded"), Unseen("permission denied")])
+def test_without_a_fitting_root_the_machine_keeps_the_one_it_has(module: Seen[str]) -> None:
+    found = with_handoff(seen(OLD, NEW, module=module), OLD)
+    assert plan(CONFIG, found).goal.driver_roots == (OLD,)
+
+
+def of_version(version: str, directory: str) -> tuple[Library, ...]:
+    return (Library(f"usr/lib/libcuda.so.{version}", f"{directory}/libcuda.so.{version}", size=30),)
+
+
+def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...]) -> tuple[StagedRoot, ...]:
+    """What a machine has that was handed `kept`, when the host has the same version, and more files, in `directory`."""
+    files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
+    vendor = nvidia()
+    assert vendor.driver is not None
+    user_space = replace(vendor.driver.user_space, files=files, **found_in)  # type: ignore[arg-type]
+    of_host = replace(vendor.driver, user_space=user_space)
+    found = replace(with_handoff(seen(kept), kept), vendors=(replace(vendor, driver=of_host),))
+    goal = plan(CONFIG, found).goal
+    assert goal.waiting_roots == ()
+    new = StagedRoot(1, "nvidia", VERSION, files)
+    assert plan(CONFIG, replace(found, staged=())).goal.driver_roots == (replace(new, index=1),), "it is spoiled"
+    assert goal.driver_roots in ((kept,), (new,))
+    return goal.driver_roots
+
+
+@pytest.mark.parametrize(
+    ("place", "directory", "configured", "stays"),
+    [
+        ("/opt/nvidia", "/opt/nvidia/lib64", "", True),
+        ("driver.library_directories", "/opt/nvidia/lib64", "driver.library_directories", False),
+        ("a runfile's", "/usr/lib64", "", False),
+        (HOST_CACHE, "/usr/lib", "", False),
+    ],
+)
+def test_a_machine_does_not_change_to_the_same_version_of_another_place(
+    place: str, directory: str, configured: str, stays: bool
+) -> None:
+    """As when the packages' driver is upgraded while the module is loaded: what else has that version is not taken.
+
+    Staged by a release that did not record the place.
+    """
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
+    assert (serving(kept, directory, place_name=place, configured=configured) == (kept,)) == stays
+
+
+@pytest.mark.parametrize(
+    ("kept_in", "place", "refused", "stays"),
+    [
+        (HOST_CACHE, "/opt/nvidia", (), True),
+        ("Talos", "/opt/nvidia", ("Container-Optimized OS",), True),
+        ("NixOS", "NixOS", (), False),
+        ("Container-Optimized OS", "/opt/nvidia", ("Container-Optimized OS",), False),
+        ("driver.root", "/opt/nvidia", (), False),
+        ("a later release's", "/opt/nvidia", (), False),
+    ],
+)
+def test_what_came_into_the_same_place_is_taken_and_what_is_not_trusted_is_left(
+    kept_in: str, place: str, refused: tuple[str, ...], stays: bool
+) -> None:
+    """A configured place that is another one, or none, by now is not trusted either."""
+    kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/nix/store/aaa"), place=kept_in)
+    found = serving(kept, "/nix/store/bbb", place_name=place, refused_places=refused)
+    assert (found == (kept,)) == stays
+
+
+def test_on_a_host_that_booted_without_the_module_the_newest_is_taken() -> None:
+    assert plan(CONFIG, seen(OLD, NEW, module=Absent("not loaded"))).goal.driver_roots == (NEW,)
+    assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (replace(NEW, index=0),)
+
+
+@pytest.mark.parametrize("module", [VERSION, NEWER])
+def test_the_sets_of_module_and_files_stay_without_any_gpu(module: str) -> None:
+    """They come back with the GPU, and staging takes long."""
+    found = seen(OLD, NEW, module=module, unit_state="inactive")
+    vendor = replace(found.vendors[0], gpus=(), devices=())
+    assert collect(Goal((), (), (), Remembered()), replace(found, vendors=(vendor,))) == (
+        [] if module == VERSION else [RemoveDriverRoot(0, f"nvidia driver {VERSION}")]
+    )
+
+
+def test_what_no_machine_was_handed_since_its_start_is_collected() -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
+    assert removed(found) == [0]
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,)), NEW)) == []
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,), unit_state="inactive"), NEW)) == [0]
+    # Not answered yet, and nothing recorded: the handoff on disk counts.
+    assert removed(with_handoff(seen(OLD, NEW, module=NEWER), OLD)) == []
+
+
+def test_spoiled_roots_are_collected_by_the_same_rule() -> None:
+    found = with_handoff(seen(NEW, module=NEWER, handed_roots=(4,)), NEW)
+    assert removed(replace(found, spoiled_roots=(0, 1, 4))) == [0]
+
+
+@pytest.mark.parametrize(
+    "blind",
+    [
+        {"handed_roots": Absent("no record")},
+        {"handed_roots": Unseen("permission denied")},
+        {"handed_roots": Broken("no JSON")},
+        {"handed_roots": Absent("no record"), "unit_state": Unseen("no answer")},
+    ],
+)
+def test_nothing_goes_where_what_a_machine_uses_is_not_known(blind: dict[str, object]) -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER, **blind), NEW)
+    assert removed(replace(found, spoiled_roots=(7,))) == []
+
+
+@pytest.mark.parametrize("granted", [Unseen("Input/output error"), Broken("not JSON")])
+def test_nothing_goes_while_it_cannot_be_told_what_was_granted(granted: Broken | Unseen) -> None:
+    found = seen(OLD, NEW, module=NEWER)
+    assert removed(replace(found, machines=(replace(found.machines[0], granted=granted),))) == []
+
+
+def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:
+    found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
+    (vendor,) = found.vendors
+    assert vendor.driver is not None
+    for driver in (
+        replace(vendor.driver, user_space=UserSpace(NEWER, Unseen("time limit"))),
+        replace(vendor.driver, user_space=UserSpace(NEWER, Broken("half unpacked"))),
+        replace(vendor.driver, module_version=Unseen("time limit")),
+    ):
+        assert removed(replace(found, vendors=(replace(vendor, driver=driver),))) == []
+    assert removed(replace(found, vendors=(replace(vendor, devices=Unseen("time limit")),))) == []
+
+
+def test_a_removal_that_fails_is_a_problem_and_no_failure(host: Host) -> None:
+    """It would make each pass a failed one, and be tried by the next at once: each attempt may take a minute."""
+    assert isinstance(host.runner, RunnerWithRm)
+    agent = reconciler(host)
+    agent.reconcile()
+    host.write(f"{MANIFESTS}/0.json", b"spoiled")
+    host.runner.rm_fails = True
+    first = agent.reconcile()
+    assert parse_handoff(host.read(handoff_file(MACHINE))).requests[0].driver_root == "/run/host-nvidia/1"
+    second = agent.reconcile()
+    assert second.failures == first.failures == ()
+    assert [each for each in second.facts.all_problems() if "Input/output error" in each]
+    calls = host.runner.rm_calls
+    third = agent.reconcile()
+    assert third.facts.all_problems() == second.facts.all_problems(), "told once"
+    assert host.runner.rm_calls == calls, "not tried again at once"
+    # Another process's pass does not know of it, as this one does not when the time is over.
+    host.runner.rm_fails = False
+    agent.uncleared = {
+        action: replace(each, tried=each.tried - CLEAR_AGAIN) for action, each in agent.uncleared.items()
+    }
+    assert agent.reconcile().facts.all_problems() == ()
+    assert not host.exists(f"{TREES}/0")
+    assert host.entries(REMOVED) == ()
+
+
+def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
+    """Root in a machine can put one of any size in the place of our files. A later pass goes on where one ended."""
+    assert isinstance(host.runner, RunnerWithRm)
+    agent = reconciler(host)
+    agent.reconcile()
+    for number in range(3):
+        host.write(f"{REMOVED}/machines-{MACHINE}-handoff/{number}", b"")
+    host.runner.per_second = 1.0
+    for left in (2, 1, 0):
+        host.runner.rm_seconds = 0.0
+        assert agent.reconcile().failures == ()
+        assert host.runner.rm_seconds <= 1.0
+        assert len(list(Path(f"{host.root}{REMOVED}").rglob("[0-9]"))) == left
+        agent.uncleared = {
+            action: replace(each, tried=each.tried - REMAINS_AGAIN) for action, each in agent.uncleared.items()
+        }
+    agent.reconcile()
+    assert host.entries(REMOVED) == ()
+
+
+def test_remains_are_left_to_a_staging_that_is_due() -> None:
+    path = f"{STAGING}/1"
+    found = with_handoff(replace(seen(OLD), staging_remains=(path,)), OLD)
+    assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, ClearRemains)]
+    done = replace(found, staged=(OLD, NEW))
+    assert ClearRemains((path,)) in diff(plan(CONFIG, done), done).actions
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b'{"version": 2, "indices": []}', b'{"version": 1, "indices": [-1]}'])
+def test_a_record_that_is_not_ours_says_nothing(host: Host, data: bytes) -> None:
+    """So that nothing is collected until the machine's next start, which begins a new one."""
+    start_machine(host)
+    host.write(handed_roots_file(MACHINE), data)
+    upgrade(host)
+    host.file("/sys/module/nvidia/version", f"{NEWER}\n")
+    reconciler(host).reconcile()
+    assert reconciler(host).reconcile().actions == ()
+    assert host.exists(f"{TREES}/0")
+    start_machine(host)
+    assert not host.exists(f"{TREES}/0")
+
+
+def test_the_record_is_read_back() -> None:
+    assert parse_handed("record", render_handed((3, 1, 3))) == (1, 3)

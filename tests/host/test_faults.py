@@ -1,0 +1,215 @@
+"""An error in one machine's work, also one that nobody foresaw, is that machine's: the others go on."""
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from agent.config.settings import Config
+from agent.host.apply.steps import apply
+from agent.host.outcome import MachineOutcome
+from agent.host.plan.diff import diff
+from agent.host.plan.goal import Plan, plan
+from agent.host.reconcile import Reconciler
+from agent.model.actions import ChangeDevices
+from agent.model.conditions import ConditionType, Status
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import Facts
+from agent.model.goal import Goal
+from agent.model.paths import (
+    HOST_NVIDIA,
+    handed_roots_file,
+    handoff_directory,
+    handoff_file,
+    started_drop_in,
+    started_nspawn,
+)
+from tests.fakes.facts import facts
+from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
+from tests.fakes.host import Host
+from tests.host.test_damage import running
+
+BAD = "bad"
+NONSENSE = cast(Any, object())
+"""Such as no look gives, whatever a machine has made of its files."""
+
+
+def two(host: Host, **settings: object) -> Reconciler:
+    host.bus.unit(f"systemd-nspawn@{BAD}.service", "inactive")
+    host.make_directory(f"/var/lib/machines/{BAD}")
+    machines = {MACHINE: settings, BAD: settings}
+    return Reconciler(Config.model_validate({"machines": machines}), host, host)
+
+
+def outcomes(machines: tuple[MachineOutcome, ...]) -> dict[str, MachineOutcome]:
+    return {each.name: each for each in machines}
+
+
+def assert_only_bad_is_faulted(machines: tuple[MachineOutcome, ...], work: str) -> None:
+    found = outcomes(machines)
+    assert {each.type for each in found[BAD].conditions} == set(ConditionType)
+    # By the record of all machines' GPUs.
+    of_machine = [each for each in found[BAD].conditions if each.type is not ConditionType.GPUS_COMPLETE]
+    for each in of_machine:
+        assert (each.status, each.reason) == (Status.UNKNOWN, "InternalError")
+        assert each.message.startswith(f"cannot {work}: ")
+    assert not {each.reason for each in found[MACHINE].conditions} & {"InternalError", "ObservationFailed"}
+
+
+def test_an_error_in_the_look_at_one_machine(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing of it changes; the other one gets its GPUs; the log has the traceback once."""
+    agent = two(gpu_host)
+    gpu_host.failing[handed_roots_file(BAD)] = RecursionError("maximum recursion depth exceeded")
+    with caplog.at_level(logging.ERROR, "agent"):
+        for _ in range(2):
+            outcome = agent.reconcile()
+            assert outcome.failures == (
+                f"machine {BAD}: cannot look at it: RecursionError: maximum recursion depth exceeded",
+            )
+            assert_only_bad_is_faulted(outcome.machines, "look at it")
+    assert gpu_host.is_file(handoff_file(MACHINE))
+    assert not gpu_host.exists(handoff_file(BAD))
+    assert caplog.text.count("Traceback (most recent call last)") == 1
+    gpu_host.failing.clear()
+    assert agent.reconcile().failures == ()
+    assert gpu_host.is_file(handoff_file(BAD))
+
+
+def two_seen(**bad: object) -> Facts:
+    """A machine that is as it should be, and one with nonsense in what is known of it."""
+    seen = facts()
+    other = replace(seen.machines[0], name=BAD, root=f"/var/lib/machines/{BAD}", **cast(Any, bad))
+    files = {path.replace("gpu-node", BAD): state for path, state in seen.files.items()}
+    return replace(seen, machines=(seen.machines[0], other), files=seen.files | files)
+
+
+def planned(seen: Facts) -> Plan:
+    return plan(Config.model_validate({"machines": {"gpu-node": {}, BAD: {}}}), seen)
+
+
+def test_an_error_in_the_plan_for_one_machine() -> None:
+    found = planned(two_seen(live=NONSENSE))
+    assert [machine.name for machine in found.goal.machines] == ["gpu-node"]
+    assert found.held.keys() == found.faults.keys() == {BAD}
+    assert found.held[BAD].startswith("cannot plan its settings: AttributeError: ")
+
+
+def test_an_error_in_the_steps_for_one_machine() -> None:
+    """What it has stays; the other one's steps are all there."""
+    seen = two_seen(handed_roots=([],))
+    alone = planned(facts())
+    found = diff(planned(seen), seen)
+    assert found.faults.keys() == {BAD}
+    assert found.actions == diff(replace(alone, goal=both_roots(alone.goal, planned(seen).goal)), facts()).actions
+
+
+def test_an_error_in_the_steps_forbids_what_was_withdrawn_all_the_same(gpu_host: Host) -> None:
+    """At once: the machine is not told of it, and another one may have it now. It gets nothing more."""
+    running(gpu_host)
+    agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
+    seen, wanted, _ = agent.look()
+    found = diff(wanted, without_handoff(seen))
+    assert found.faults.keys() == {MACHINE}
+    (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
+    before, after = change.before, change.after
+    assert set(before.allow) - set(after.allow) == {
+        DeviceAllow("/dev/char/195:1", "rw"),
+        DeviceAllow("/dev/char/226:2", "rw"),
+        DeviceAllow("/dev/char/226:129", "rw"),
+    }
+    assert after.nodes == before.nodes, "nothing is bound, and what the machine still sees is not forgotten"
+    assert gpu_host.bus.changes == []
+    assert apply([change], gpu_host).failures == ()
+    assert [each[0] for each in gpu_host.bus.changes] == ["SetUnitProperties"]
+    again, wanted, _ = agent.look()
+    actions = diff(wanted, without_handoff(again)).actions
+    assert not [each for each in actions if isinstance(each, ChangeDevices)], "once"
+
+
+def without_handoff(seen: Facts) -> Facts:
+    """Nothing is known of that file, which no look gives."""
+    return replace(seen, files={path: each for path, each in seen.files.items() if path != handoff_file(MACHINE)})
+
+
+class Unforeseen(bytes):
+    """Content that ends whoever looks into it."""
+
+    def splitlines(self, keepends: bool = False) -> NoReturn:
+        raise RecursionError("maximum recursion depth exceeded")
+
+
+class HostOfBad(Host):
+    """What the machine BAD was started with is such content."""
+
+    def read(self, path: str, limit: int = 4 << 20) -> bytes:
+        content = super().read(path, limit)
+        return Unforeseen(content) if path == started_nspawn(BAD) else content
+
+
+def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
+    """It ended the pass for all."""
+    host = set_up(HostOfBad(tmp_path))
+    agent = two(host)
+    for path in (started_nspawn(BAD), started_drop_in(BAD)):
+        host.write(path, b"[Service]\n")
+    host.bus.unit(f"systemd-nspawn@{BAD}.service", "active")
+    outcome = agent.reconcile()
+    work = "find out what it was started with"
+    assert outcome.failures == (f"machine {BAD}: cannot {work}: RecursionError: maximum recursion depth exceeded",)
+    assert_only_bad_is_faulted(outcome.machines, work)
+    assert host.is_file(handoff_file(MACHINE))
+
+
+def test_a_drop_in_that_is_no_text_is_no_error(gpu_host: Host) -> None:
+    """The machine runs with settings that nobody knows."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.write(started_nspawn(MACHINE), b"")
+    gpu_host.write(started_drop_in(MACHINE), b"DeviceAllow=/dev/char/\xff rw\n")
+    units(gpu_host, "active")
+    outcome = agent.reconcile()
+    assert outcome.failures == ()
+    assert "InternalError" not in {each.reason for each in outcome.machines[0].conditions}
+
+
+def both_roots(alone: Goal, both: Goal) -> Goal:
+    """Driver roots are of all machines."""
+    return replace(alone, driver_roots=both.driver_roots, waiting_roots=both.waiting_roots)
+
+
+def test_an_error_in_what_one_machine_says(gpu_host: Host) -> None:
+    agent = two(gpu_host)
+    agent.reconcile()
+    seen, wanted, difference = agent.look()
+    machines = tuple(replace(each, report=NONSENSE) if each.name == BAD else each for each in seen.machines)
+    seen = replace(seen, machines=machines)
+    assert_only_bad_is_faulted(agent.judge(seen, wanted, difference), "judge it")
+    said = agent._said(seen, wanted)
+    assert said.faults.keys() == {BAD}
+    assert_only_bad_is_faulted(agent.judge(seen, wanted, diff(wanted, seen, said)), "read its report")
+
+
+def test_no_report_keeps_a_permission_from_being_taken_back(gpu_host: Host) -> None:
+    """Not one either in which something goes wrong: as with any other that is broken."""
+    running(gpu_host)
+    agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
+    seen, wanted, _ = agent.look()
+    seen = replace(seen, machines=(replace(seen.machines[0], report=NONSENSE),))
+    found = diff(wanted, seen, agent._said(seen, wanted))
+    (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
+    assert DeviceAllow("/dev/char/195:1", "rw") in change.before.allow
+    assert DeviceAllow("/dev/char/195:1", "rw") not in change.after.allow
+    (judged,) = agent.judge(seen, wanted, found)
+    assert judged.fault
+    assert judged.fault.why.startswith("cannot read its report: ")
+
+
+def test_a_directory_of_one_machine_that_cannot_be_made(gpu_host: Host) -> None:
+    """It was the end of the pass for all."""
+    gpu_host.file(handoff_directory(BAD).removesuffix("/handoff"), "in the way")
+    outcome = two(gpu_host).reconcile()
+    assert f"cannot make {handoff_directory(BAD)}: Not a directory" in outcome.failures
+    assert gpu_host.is_file(handoff_file(MACHINE))
+    assert gpu_host.is_directory(HOST_NVIDIA)

@@ -1,0 +1,89 @@
+"""What a loss of power leaves: a file system keeps, of what was not synced, whatever part it likes, in any order."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+
+from agent.host.reconcile import Reconciler
+from agent.model.paths import MACHINES_STATE, NSPAWN, OWNED, UNITS, nspawn_file
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+DURABLE = (NSPAWN, UNITS, MACHINES_STATE, OWNED)
+
+
+@dataclass
+class Disk:
+    """Notes system calls on the way to the kernel."""
+
+    root: str
+    calls: list[tuple[str, str]] = field(default_factory=list)
+    """The call, and the path that it changes or syncs."""
+
+    def note(self, call: str, path: str) -> None:
+        if not path.startswith((f"{self.root}/proc", f"{self.root}/run/")):
+            self.calls.append((call, path.removeprefix(self.root)))
+
+    def unsynced(self) -> list[tuple[str, str]]:
+        """Names whose change was not synced afterwards, and files that got theirs before their content was."""
+        found = []
+        for place, (call, path) in enumerate(self.calls):
+            if call == "rename from" and ("fsync", path) not in self.calls[:place]:
+                found.append((call, path))
+            if call in ("rename", "unlink", "mkdir") and ("fsync", os.path.dirname(path)) not in self.calls[place:]:
+                found.append((call, path))
+        return [(call, path) for call, path in found if path.startswith(DURABLE)]
+
+
+@pytest.fixture
+def disk(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> Disk:
+    disk = Disk(os.path.realpath(gpu_host.root))
+    real_fsync, real_rename = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        disk.note("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
+        real_fsync(descriptor)
+
+    def rename(old: str, new: str, **options: int | None) -> None:
+        if not os.path.islink(old):
+            disk.note("rename from", os.path.realpath(old))
+        real_rename(old, new, **options)
+        disk.note("rename", os.path.join(os.path.realpath(os.path.dirname(new)), os.path.basename(new)))
+
+    def noting(call: str, real: Callable[..., None]) -> Callable[..., None]:
+        def noted(path: str, *arguments: int, **options: int | None) -> None:
+            place = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
+            real(path, *arguments, **options)
+            disk.note(call, place)
+
+        return noted
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(os, "unlink", noting("unlink", os.unlink))
+    monkeypatch.setattr(os, "mkdir", noting("mkdir", os.mkdir))
+    return disk
+
+
+def test_what_a_pass_sets_up_outlasts_a_loss_of_power(gpu_host: Host, disk: Disk) -> None:
+    assert reconciler(gpu_host).run_pass().failures == ()
+    assert ("rename", nspawn_file(MACHINE)) in disk.calls
+    assert disk.unsynced() == []
+
+
+def test_a_file_is_recorded_on_disk_before_it_is_there(gpu_host: Host, disk: Disk) -> None:
+    reconciler(gpu_host).run_pass()
+    recorded, written = disk.calls.index(("rename", OWNED)), disk.calls.index(("rename", nspawn_file(MACHINE)))
+    assert ("fsync", os.path.dirname(OWNED)) in disk.calls[recorded:written]
+
+
+def test_settings_that_are_removed_do_not_come_back(gpu_host: Host, disk: Disk) -> None:
+    reconciler(gpu_host).run_pass()
+    for name in tuple(gpu_host.bus.units):
+        gpu_host.bus.units[name.replace(MACHINE, "other")] = gpu_host.bus.units[name]
+    disk.calls.clear()
+    Reconciler(reconciler(gpu_host).config.model_validate({"machines": {"other": {}}}), gpu_host, gpu_host).reconcile()
+    assert ("unlink", nspawn_file(MACHINE)) in disk.calls
+    assert disk.unsynced() == []

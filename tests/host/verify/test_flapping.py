@@ -1,0 +1,178 @@
+"""Ready that comes and goes, and work in progress that never ends."""
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.host.state.condition_history import read_history, write_history
+from agent.host.verify.flapping import LOSSES, SETTLING, STARTING_LIMIT, WINDOW, settled, with_time
+from agent.model.conditions import (
+    Condition,
+    ConditionType,
+    Status,
+    false,
+    summarize,
+    true,
+    unknown,
+    with_transitions,
+)
+from agent.model.reasons import Reason
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+GOOD = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "")
+BAD = false(ConditionType.READY, Reason.NODES_MISSING, "")
+OPEN = unknown(ConditionType.READY, Reason.HANDOFF_PENDING, "")
+START = 1_700_000_000.0
+
+
+class Machine:
+    """One machine's Ready over time."""
+
+    def __init__(self) -> None:
+        self.now = START
+        self.ready: Condition | None = None
+
+    def see(self, found: Condition, after: float = 10.0) -> Condition:
+        self.now += after
+        self.ready = settled(found, self.ready, self.now)
+        return self.ready
+
+    def flap(self, times: int) -> None:
+        for _ in range(times):
+            self.see(GOOD)
+            self.see(BAD)
+
+
+def test_the_first_time_is_not_delayed() -> None:
+    machine = Machine()
+    assert [machine.see(each).status for each in (OPEN, BAD, OPEN, BAD, OPEN, BAD, OPEN, BAD, GOOD)][-1] is Status.TRUE
+
+
+def test_a_fault_is_said_at_once_and_few_are_taken_back_at_once() -> None:
+    machine = Machine()
+    machine.see(GOOD)
+    for _ in range(LOSSES - 1):
+        assert machine.see(BAD).status is Status.FALSE
+        assert machine.see(GOOD).status is Status.TRUE
+
+
+def test_ready_has_to_settle_after_many_losses() -> None:
+    machine = Machine()
+    machine.flap(LOSSES)
+    held = machine.see(GOOD)
+    assert (held.status, held.reason) == (Status.FALSE, "Settling")
+    again = machine.see(GOOD, SETTLING - 1)
+    assert again == held, "the same message until the end, so that nothing is written anew"
+    assert machine.see(GOOD, 1).status is Status.TRUE
+    assert machine.see(GOOD).status is Status.TRUE
+
+
+def test_a_fault_while_it_settles_starts_the_time_anew() -> None:
+    machine = Machine()
+    machine.flap(LOSSES)
+    machine.see(GOOD)
+    assert machine.see(BAD, SETTLING - 1).reason == "NodesMissing"
+    assert machine.see(GOOD).reason == "Settling"
+    assert machine.see(GOOD, SETTLING - 1).reason == "Settling"
+    assert machine.see(GOOD, 1).status is Status.TRUE
+
+
+def test_answering_handoffs_is_no_flapping() -> None:
+    machine = Machine()
+    for _ in range(3 * LOSSES):
+        assert machine.see(GOOD).status is Status.TRUE
+        assert machine.see(OPEN).status is Status.UNKNOWN
+
+
+def test_losses_are_forgotten() -> None:
+    machine = Machine()
+    machine.flap(LOSSES)
+    machine.see(BAD, WINDOW)
+    assert machine.see(GOOD).status is Status.TRUE
+
+
+def test_a_clock_that_is_set_back_holds_nothing_for_long() -> None:
+    machine = Machine()
+    machine.flap(LOSSES)
+    machine.see(GOOD)
+    machine.now -= 86400
+    assert machine.see(GOOD).status is Status.TRUE
+
+
+@given(st.lists(st.tuples(st.sampled_from([GOOD, BAD, OPEN]), st.floats(0, 2000))))
+def test_true_is_never_said_of_what_is_not_good(steps: Sequence[tuple[Condition, float]]) -> None:
+    """And what stays good becomes True again."""
+    machine = Machine()
+    for found, after in steps:
+        said = machine.see(found, after)
+        assert said.status is found.status or (found is GOOD and said.reason == "Settling")
+        assert len(said.losses) <= len(steps)
+    machine.see(GOOD)
+    assert machine.see(GOOD, SETTLING).status is Status.TRUE
+
+
+def test_it_is_kept_between_processes(host: Host) -> None:
+    machine = Machine()
+    machine.flap(LOSSES)
+    ready = machine.see(GOOD)
+    write_history(host, {MACHINE: (ready,)})
+    assert read_history(host) == {MACHINE: (ready,)}
+
+
+def test_a_history_of_a_release_that_did_not_count_losses_is_read(host: Host) -> None:
+    old = '{"gpu-node": [{"type": "Ready", "status": "True", "reason": "x", "message": "", "last_transition": 5.0}]}'
+    host.file("/run/unbounded-agent/conditions.json", old)
+    ((ready,),) = read_history(host).values()
+    assert (ready.losses, ready.good_since, ready.last_transition) == ((), 0.0, 5.0)
+
+
+def test_passes_remember_losses(gpu_host: Host) -> None:
+    """A driver that comes and goes; the machine is stopped, so the losses are put into the history."""
+    passes = reconciler(gpu_host)
+    outcome = passes.run_pass()
+    (machine,) = outcome.machines
+    before = [each for each in machine.conditions if each.type is not ConditionType.READY]
+    ready = Condition(ConditionType.READY, Status.TRUE, "AllConditionsTrue", "", START, (), START)
+    write_history(gpu_host, {MACHINE: (*before, ready)})
+    (machine,) = passes.run_pass().machines
+    assert machine.conditions[-1].status is Status.FALSE
+    assert len(machine.conditions[-1].losses) == 1
+    assert read_history(gpu_host)[MACHINE][-1].losses == machine.conditions[-1].losses
+
+
+# ---- work in progress
+
+
+def fabric(found: Condition, before: tuple[Condition, ...], now: float) -> tuple[Condition, ...]:
+    new = (found, true(ConditionType.DRIVER_LOADED, Reason.LOADED, ""), summarize([found]))
+    return with_transitions(with_time(new, before, now), before, now)
+
+
+STARTING = unknown(
+    ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING, "nvidia-fabricmanager.service is starting"
+)
+ACTIVE = true(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_ACTIVE, "")
+
+
+def test_a_start_in_progress_is_no_fault_and_one_for_ever_is() -> None:
+    seen = fabric(STARTING, (), START)
+    assert (seen[0].status, seen[-1].status) == (Status.UNKNOWN, Status.UNKNOWN)
+    seen = fabric(STARTING, seen, START + STARTING_LIMIT)
+    assert seen[0].status is Status.UNKNOWN
+    for later in (1.0, 2.0, 1000.0):
+        seen = fabric(STARTING, seen, START + STARTING_LIMIT + later)
+        assert (seen[0].status, seen[0].reason) == (Status.FALSE, "FabricManagerStuck")
+        assert seen[0].last_transition == START + STARTING_LIMIT + 1.0
+        assert (seen[-1].status, seen[-1].reason) == (Status.FALSE, "FabricManagerStuck")
+    seen = fabric(ACTIVE, seen, START + 5000)
+    assert [each.status for each in seen] == [Status.TRUE] * 3
+
+
+@pytest.mark.parametrize("before", [ACTIVE, unknown(ConditionType.FABRIC_READY, Reason.OBSERVATION_FAILED, "")])
+def test_only_the_time_of_starting_counts(before: Condition) -> None:
+    seen = fabric(before, (), START)
+    seen = fabric(STARTING, seen, START + STARTING_LIMIT + 1)
+    assert seen[0].status is Status.UNKNOWN

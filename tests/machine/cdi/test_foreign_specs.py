@@ -1,0 +1,233 @@
+"""CDI specs of somebody else beside ours: what they do to our devices, and what is said about it."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from agent.machine.run import run
+from tests.fakes.machine import Machine, gpu_machine, nvidia_ctk, recorded_spec
+
+SPEC = "/etc/cdi/nvidia.yaml"
+REFRESHED = "/var/run/cdi/nvidia.yaml"
+OTHER = "/etc/cdi/site.json"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def spec(*names: str, kind: str = "nvidia.com/gpu") -> str:
+    """As the toolkit writes YAML."""
+    devices = "".join(f'- containerEdits:\n    env:\n    - A=B\n  name: "{name}"\n' for name in names)
+    return f"---\ncdiVersion: 0.5.0\ndevices:\n{devices}kind: {kind}\n"
+
+
+def condition(machine: Machine) -> tuple[str, str, str]:
+    run(machine)
+    return (*machine.conditions()["CDISpecCurrent"], machine.message("CDISpecCurrent"))
+
+
+def listings(machine: Machine) -> int:
+    return sum(call[1:3] == ("cdi", "list") for call in machine.calls)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before ours", "after ours"])
+def test_outranking_spec(machine: Machine, before: bool) -> None:
+    """Pods get what it holds: ours is published and kept up to date, and is what remains when the other goes."""
+    if not before:
+        run(machine)
+    machine.put(REFRESHED, spec("0", "all"))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "Shadowed")
+    assert message.startswith(f"{REFRESHED} outranks {SPEC} for nvidia.com/gpu=0, nvidia.com/gpu=all: ")
+    units = "nvidia-cdi-refresh.path nvidia-cdi-refresh.service"
+    assert f"`systemctl disable --now {units}; systemctl mask {units}`, then remove" in message
+    assert not {"0", "all"} & set(machine.report()["cdi_devices"])
+    assert "1" in machine.report()["cdi_devices"]
+    machine.drop(REFRESHED)
+    assert condition(machine)[:2] == ("True", "Verified")
+    assert "all" in machine.report()["cdi_devices"]
+
+
+@pytest.mark.parametrize("name", [".yaml", ".json"])
+def test_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str) -> None:
+    """Go's filepath.Ext takes it for one, so that runtimes load it."""
+    machine.put(f"/var/run/cdi/{name}", json.dumps(recorded_spec()))
+    assert condition(machine)[:2] == ("False", "Shadowed")
+
+
+def test_outranking_spec_of_another_writer(machine: Machine) -> None:
+    """No advice on units that have nothing to do with it."""
+    machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "Shadowed")
+    assert "and 1 more: pods get what it holds; remove /var/run/cdi/site.json and stop what writes it" in message
+
+
+def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
+    """Ours stays where it was published before, and goes on being updated."""
+    run(machine)
+    machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "NamesCollide")
+    assert f"{OTHER} and {SPEC} both have nvidia.com/gpu=0, so that no pod can be given them" in message
+    assert f"remove {OTHER} and stop what writes it" in message
+    assert machine.exists(SPEC)
+    machine.drop(OTHER)
+    assert condition(machine)[:2] == ("True", "Verified")
+
+
+def test_names_that_collide_are_generated_once(machine: Machine) -> None:
+    """The timer runs each minute; another file there, or another grant, is looked at anew."""
+
+    def generated() -> bool:
+        machine.calls.clear()
+        assert condition(machine)[:2] == ("False", "NamesCollide")
+        return any("generate" in call for call in machine.calls)
+
+    machine.put(OTHER, json.dumps(recorded_spec()))
+    assert generated()
+    assert not generated()
+    machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
+    assert not generated()
+    assert "both have nvidia.com/gpu=0, so" in condition(machine)[2]
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    assert generated()
+    machine.drop(OTHER)
+    assert condition(machine)[:2] == ("True", "Verified")
+
+
+def test_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
+    """Whoever made it has pods that use it: ours comes when theirs is gone."""
+    theirs = spec("all")
+    machine.put(OTHER.replace("json", "yaml"), theirs)
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "NamesCollide")
+    assert "both have nvidia.com/gpu=all" in message
+    assert not machine.exists(SPEC)
+    assert machine.report()["cdi_devices"] == []
+    machine.drop(OTHER.replace("json", "yaml"))
+    assert condition(machine)[:2] == ("True", "Verified")
+    assert machine.exists(SPEC)
+
+
+@pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.yaml"])
+def test_further_devices_of_our_kind_harm_nothing(machine: Machine, path: str) -> None:
+    machine.put(path, spec("site-0"))
+    machine.put("/var/run/cdi/plugin.yaml", spec("0", kind="k8s.device-plugin.nvidia.com/gpu"))
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert f"{path} has further devices of this kind: nvidia.com/gpu=site-0" in message
+    assert "plugin.yaml" not in message
+
+
+@pytest.mark.parametrize("text", ["kind: [", "", "kind: nvidia.com/gpu\n"])
+def test_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> None:
+    """Runtimes skip it."""
+    machine.put("/var/run/cdi/site.yaml", text)
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert "/var/run/cdi/site.yaml is no valid CDI spec, and runtimes skip it" in message
+
+
+def test_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
+    """Runtimes may read it all the same: nothing is claimed about it."""
+    machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
+    assert "/var/run/cdi/site.yaml cannot be looked into: " in condition(machine)[2]
+
+
+@pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
+@pytest.mark.parametrize("link", [False, True])
+def test_what_runtimes_would_wait_for(machine: Machine, path: str, link: bool) -> None:
+    """They read a FIFO as they do a file, before any of their containers with CDI devices starts."""
+    place = "/tmp/fifo" if link else path
+    machine.make_directory("/tmp")
+    machine.make_directory(path.rsplit("/", 1)[0])
+    os.mkfifo(machine.tree / place[1:])
+    if link:
+        machine.link(path, place)
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("False", "RuntimeBlocked")
+    assert message.startswith(f"{path} is no regular file: ")
+    assert message.endswith("; remove it")
+    machine.drop(path)
+    assert condition(machine)[:2] == ("True", "Verified")
+
+
+def test_what_runtimes_pass_over(machine: Machine) -> None:
+    """A directory, and a link to nowhere."""
+    machine.make_directory("/etc/cdi/directory.yaml")
+    machine.link("/etc/cdi/dangling.json", "/nowhere")
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert "directory.yaml" not in message
+    assert "/etc/cdi/dangling.json cannot be looked into" in message
+
+
+@pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
+def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> None:
+    """A pod that has the directory can put it there, and the tool's error told the first line to host and cluster."""
+    machine.write("/etc/shadow", b"root:$6$hash:1:0:::::\n", 0o600)
+    machine.link(path, "/etc/shadow")
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    assert f"{path} cannot be looked into: " in message
+    assert "hash" not in machine.read("/run/unbounded-agent/report/report.json").decode()
+    assert listings(machine) == 0
+    machine.link(path, "/etc/other.yaml")
+    machine.put("/etc/other.yaml", spec("7"))
+    assert condition(machine)[2].endswith("nvidia.com/gpu=7"), (
+        "a link to what everybody may read is one to runtimes too"
+    )
+
+
+def test_what_is_no_spec_is_not_read(machine: Machine) -> None:
+    """By its suffix (scanSpecDirs)."""
+    for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
+        machine.put(f"/var/run/cdi/{name}", spec("0"))
+    assert condition(machine)[:2] == ("True", "Verified")
+    assert listings(machine) == 0
+
+
+def test_tool_is_asked_once_per_change(machine: Machine) -> None:
+    """The timer runs each minute."""
+    machine.put("/var/run/cdi/site.yaml", spec("site-0"))
+    run(machine)
+    run(machine)
+    assert listings(machine) == 1
+    machine.put("/var/run/cdi/site.yaml", spec("0"))
+    assert condition(machine)[:2] == ("False", "Shadowed")
+    assert listings(machine) == 2
+
+
+def test_tool_that_fails_is_asked_again(machine: Machine) -> None:
+    machine.put("/var/run/cdi/site.yaml", spec("0"))
+    run(machine)
+    machine.program("nvidia-ctk", "", 1)
+    machine.put("/var/run/cdi/site.yaml", spec("1"))
+    assert "/var/run/cdi/site.yaml cannot be looked into: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
+    assert condition(machine)[2].startswith(f"/var/run/cdi/site.yaml outranks {SPEC} for nvidia.com/gpu=1:")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_refresh_units_that_are_enabled_are_said(machine: Machine, masked: bool) -> None:
+    """Before they write anything; the image masks them."""
+    for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
+        machine.link(f"/etc/systemd/system/multi-user.target.wants/{unit}", f"/etc/systemd/system/{unit}")
+        if masked:
+            machine.link(f"/etc/systemd/system/{unit}", "/dev/null")
+    status, reason, message = condition(machine)
+    assert (status, reason) == ("True", "Verified")
+    said = "nvidia-cdi-refresh.path, nvidia-cdi-refresh.service is enabled and would write /var/run/cdi/nvidia.yaml"
+    assert (said in message) is not masked
+
+
+def test_fault_of_our_own_comes_first(machine: Machine) -> None:
+    """A spec that cannot be made is said as that; the other one is named once it is mended."""
+    machine.put(REFRESHED, spec("0"))
+    machine.drop("/run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01")
+    assert condition(machine)[:2] == ("False", "SpecRefused")

@@ -1,0 +1,135 @@
+"""Pods that go on with an old driver root or old device numbers, by containerd's bundles, on a simulated machine.
+
+The specifications are cut down from one that containerd 1.7 wrote.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.machine.cdi.outdated_pods import BUNDLES, name_outdated, outdated_pods
+from agent.machine.notes import Notes
+from agent.machine.run import run
+from agent.model.conditions import ConditionType, false, true
+from agent.model.handoff import with_remark
+from agent.model.reasons import Reason
+from agent.model.text import MESSAGE_LIMIT
+from tests.fakes.machine import DEVICES, EMPTY, REQUEST, ROOT, Machine, gpu_machine
+
+UVM = next(device for device in DEVICES if device.kind == "uvm")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def specification(pod: str, *, root: str = ROOT, uvm: int = UVM.major) -> dict[str, Any]:
+    namespace, _, name = pod.partition("/")
+    library = "usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01"
+    mount = {"destination": f"/{library}", "source": f"{root}/{library}", "options": ["ro", "rbind", "rprivate"]}
+    annotations = {"io.kubernetes.cri.sandbox-namespace": namespace, "io.kubernetes.cri.sandbox-name": name}
+    node = {"path": UVM.path, "type": "c", "major": uvm, "minor": 0, "fileMode": 438}
+    proc = {"destination": "/proc", "type": "proc", "source": "proc"}
+    return {"annotations": annotations, "mounts": [proc, mount], "linux": {"devices": [node]}}
+
+
+def bundle(machine: Machine, name: str, content: object) -> None:
+    machine.put(f"{BUNDLES}/{name}/config.json", content if isinstance(content, bytes) else json.dumps(content))
+
+
+def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> None:
+    """In CDISpecCurrent's message; its status and reason stay."""
+    run(machine)
+    bundle(machine, "a", specification("work/old-root"))
+    bundle(machine, "b", specification("work/old-root"))
+    bundle(machine, "c", specification("work/both", uvm=243))
+    bundle(machine, "d", specification("kube-system/new", root="/run/host-nvidia/1"))
+    bundle(machine, "e", {"annotations": {}, "mounts": [], "linux": {}})
+    machine.programs.pop("nvidia-ctk")
+    handoff = machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", driver_version="580.95.05"))
+    assert outdated_pods(machine, Notes(machine), handoff) == {
+        "work/old-root": {"driver root 0 with driver 550.163.01"},
+        "work/both": {"driver root 0 with driver 550.163.01", f"{UVM.path} as 243:0"},
+    }
+
+
+def test_the_condition_keeps_its_status(machine: Machine) -> None:
+    bundle(machine, "a", specification("work/cuda", uvm=243))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.message("CDISpecCurrent").endswith(
+        "; PodsOutdated (recreate them: they keep what they were made with): work/cuda (/dev/nvidia-uvm as 243:0)"
+    )
+    machine.drop(f"{BUNDLES}/a/config.json")
+    (machine.tree / f"{BUNDLES}/a".lstrip("/")).rmdir()
+    run(machine)
+    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
+
+
+def test_pods_of_the_present_driver_are_not_named(machine: Machine) -> None:
+    bundle(machine, "a", specification("work/cuda"))
+    run(machine)
+    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
+
+
+def test_a_machine_without_gpus_names_none(machine: Machine) -> None:
+    bundle(machine, "a", specification("work/cuda"))
+    machine.hand(EMPTY)
+    run(machine)
+    assert "PodsOutdated" not in machine.message("CDISpecCurrent")
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"[]", b"[" * 100_000, b'{"mounts": 1}', b'{"linux": {"devices": [{"path": "/dev/x"}]}}']
+)
+def test_a_bundle_that_cannot_be_read_hides_no_other(machine: Machine, content: bytes) -> None:
+    """It is read again in the next run: a container that is just being made."""
+    bundle(machine, "0", content)
+    bundle(machine, "a", specification("work/cuda", uvm=243))
+    run(machine)
+    assert "work/cuda" in machine.message("CDISpecCurrent")
+    bundle(machine, "0", specification("work/late", uvm=243))
+    run(machine)
+    assert "work/late" in machine.message("CDISpecCurrent")
+
+
+def test_each_specification_is_read_once(machine: Machine) -> None:
+    bundle(machine, "a", specification("work/cuda", uvm=243))
+    run(machine)
+    bundle(machine, "a", b"not read again")
+    run(machine)
+    assert "work/cuda" in machine.message("CDISpecCurrent")
+
+
+def test_many_pods_are_counted(machine: Machine) -> None:
+    for index in range(30):
+        bundle(machine, f"{index}", specification(f"work/cuda-{index:02}", root="/run/host-nvidia/7"))
+    run(machine)
+    message = machine.message("CDISpecCurrent")
+    assert "work/cuda-09 (driver root 7) and 20 more" in message
+    assert "work/cuda-10" not in message
+
+
+def test_a_long_message_gives_way(machine: Machine) -> None:
+    """Just when all nodes have other numbers, the refusal of the new spec names each of them."""
+    bundle(machine, "a", specification("work/cuda", uvm=243))
+    notes, handoff = Notes(machine), machine.hand(REQUEST)
+    long = false(
+        ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "refused: " + "a node is not in this machine; " * 200
+    )
+    (named,) = name_outdated((long,), machine, notes, handoff)
+    assert len(named.message) == MESSAGE_LIMIT
+    assert named.message.startswith("refused: ")
+    assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")
+
+
+def test_a_remark_that_is_too_long_leaves_the_message_its_half() -> None:
+    said = true(ConditionType.DEVICES_PRESENT, Reason.PRESENT, "m" * MESSAGE_LIMIT)
+    (remarked,) = with_remark((said,), ConditionType.DEVICES_PRESENT, "; " + "r" * 3 * MESSAGE_LIMIT)
+    assert len(remarked.message) == MESSAGE_LIMIT
+    assert remarked.message.startswith("m" * (MESSAGE_LIMIT // 2) + "; r")
+    assert remarked.message.endswith("r…")

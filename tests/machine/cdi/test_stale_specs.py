@@ -1,0 +1,67 @@
+"""CDI specs of ours that nothing asks for any more are removed; those of others never are."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent.machine.run import run
+from agent.model.handoff import Request
+from agent.model.paths import OWNED
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+
+SPEC = "/etc/cdi/nvidia.yaml"
+REMAINS = "/etc/cdi/.nvidia.yaml.unbounded-agent-new"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path / "machine")
+    run(machine)
+    assert machine.exists(SPEC)
+    return machine
+
+
+def own(machine: Machine, path: str) -> None:
+    """As a former release may have written it."""
+    owned = json.loads(machine.read(OWNED))["paths"]
+    machine.put(OWNED, json.dumps({"paths": [*owned, path]}))
+    machine.put(path, "{}")
+
+
+@pytest.mark.parametrize("requests", [(), (EMPTY,), (Request("other", (), ()),)])
+def test_spec_of_a_vendor_that_is_granted_nothing(machine: Machine, requests: tuple[Request, ...]) -> None:
+    """Also one that the handoff does not name, as that of an older host half."""
+    machine.hand(*requests)
+    run(machine)
+    assert not machine.exists(SPEC)
+    assert SPEC not in json.loads(machine.read(OWNED))["paths"]
+    machine.hand(REQUEST)
+    run(machine)
+    assert machine.exists(SPEC)
+
+
+def test_former_name_of_a_spec(machine: Machine) -> None:
+    own(machine, "/etc/cdi/unbounded-agent.json")
+    own(machine, "/etc/elsewhere.json")
+    machine.put("/etc/cdi/site.json", "{}")
+    run(machine)
+    assert not machine.exists("/etc/cdi/unbounded-agent.json")
+    assert machine.exists("/etc/elsewhere.json"), "no CDI spec"
+    assert machine.exists("/etc/cdi/site.json"), "not ours"
+    assert machine.exists(SPEC)
+
+
+def test_what_a_killed_writer_left(machine: Machine) -> None:
+    machine.put(REMAINS, '{"half')
+    run(machine)
+    assert not machine.exists(REMAINS)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_what_cannot_be_removed_does_not_cost_the_report(machine: Machine) -> None:
+    own(machine, "/etc/cdi/unbounded-agent.json")
+    machine.drop("/etc/cdi/unbounded-agent.json")
+    machine.make_directory("/etc/cdi/unbounded-agent.json")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

@@ -1,0 +1,868 @@
+"""containerd's drop-in: rendered from the files before it, read back, and never at the cost of a user's setting."""
+
+import errno
+import os
+import shutil
+import subprocess
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from agent.machine.containerd.active import CHANGED
+from agent.machine.containerd.files import DUMP_MIGRATES, parse, with_import
+from agent.machine.containerd.tables import (
+    CRI_2,
+    CRI_3,
+    IMPORT,
+    MAIN,
+    Configuration,
+    covers,
+    cri_of,
+    imports,
+    parse_version,
+    problems,
+    render,
+)
+from agent.machine.notes import Notes
+from agent.machine.run import run
+from agent.model.errors import AgentError, DocumentError, UnsupportedError
+from agent.model.paths import MACHINE_STATE
+from agent.system.process import Completed
+from agent.vendors.machine_vendor import RuntimeHandler
+from agent.vendors.nvidia.cdi.nvidia_ctk import edit_runtime_config
+from agent.vendors.nvidia.cdi.nvidia_ctk import parse_version as parse_toolkit
+from tests.fakes.containerd_files import DEBIAN_2, MAIN_2, MAIN_3
+from tests.fakes.machine import REQUEST, Machine, containerd, gpu_machine, hang, systemctl
+
+HANDLER = RuntimeHandler("nvidia", "/usr/bin/nvidia-container-runtime")
+DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
+V17, V21 = (1, 7, 24), (2, 1, 9)
+
+
+NAMED = f"""\
+{MAIN_2}
+[plugins."{CRI_2}".containerd.runtimes.nvidia]
+  runtime_type = "io.containerd.runc.v2"
+  base_runtime_spec = "/etc/cri-base.json"
+  [plugins."{CRI_2}".containerd.runtimes.nvidia.options]
+    SystemdCgroup = true
+    BinaryName = "/opt/nvidia-container-runtime"
+"""
+"""An operator has set up a handler of that name before."""
+OTHER_DEFAULT = f"""\
+[plugins."{CRI_2}".containerd]
+  default_runtime_name = "crun"
+  [plugins."{CRI_2}".containerd.runtimes.crun]
+    runtime_type = "io.containerd.runc.v2"
+    base_runtime_spec = "/etc/cri-base.json"
+    [plugins."{CRI_2}".containerd.runtimes.crun.options]
+      SystemdCgroup = true
+      BinaryName = "/usr/bin/crun"
+"""
+
+
+DUMP = {"plugins": {CRI_2: {"containerd": {"runtimes": {"runc": {"runtime_type": "default", "snapshotter": ""}}}}}}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def drop_in(main: str, containerd: tuple[int, ...], *imported: str, default: bool = False) -> dict[str, Any]:
+    files = {f"/etc/containerd/{index}.toml": tomllib.loads(each) for index, each in enumerate(imported)}
+    configuration = Configuration(tomllib.loads(main), files, DUMP)
+    return render(configuration, containerd, HANDLER, default=default)
+
+
+def restarts(machine: Machine) -> int:
+    return sum(call[:3] == ("systemctl", "--no-block", "try-restart") for call in machine.calls)
+
+
+# ---- rendering
+
+
+def test_containerd_1_repeats_the_whole_table() -> None:
+    """It replaces a plug-in's table by that of the file loaded last."""
+    table = drop_in(MAIN_2, V17)["plugins"][CRI_2]
+    assert table["sandbox_image"] == "registry.example/pause:3.9"
+    assert table["cni"] == {"bin_dir": "/usr/lib/cni"}
+    assert table["enable_cdi"] is True
+    assert table["cdi_spec_dirs"] == ["/etc/cdi", "/var/run/cdi"]
+    runtimes = table["containerd"]["runtimes"]
+    assert runtimes["runc"]["options"] == {"SystemdCgroup": True}
+    assert runtimes["nvidia"] == {
+        "runtime_type": "io.containerd.runc.v2",
+        "options": {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"},
+    }
+    assert "default_runtime_name" not in table["containerd"]
+
+
+def test_containerd_1_repeats_the_last_files_table() -> None:
+    """An imported file's table has replaced the main file's already."""
+    other = f'[plugins."{CRI_2}"]\nsandbox_image = "other"\n'
+    table = drop_in(MAIN_2, V17, other, "[metrics]\n")["plugins"][CRI_2]
+    assert table["sandbox_image"] == "other"
+    assert "cni" not in table
+
+
+def test_containerd_1_keeps_its_default_runtimes() -> None:
+    """Without a table for runc, one that names another runtime would take the default one away."""
+    runtimes = drop_in("version = 2\n", V17)["plugins"][CRI_2]["containerd"]["runtimes"]
+    assert runtimes["runc"] == {"runtime_type": "default", "snapshotter": ""}
+    assert runtimes["nvidia"]["runtime_type"] == "io.containerd.runc.v2"
+    assert "snapshotter" in runtimes["nvidia"]
+
+
+@pytest.mark.parametrize(("main", "cri"), [(MAIN_2, CRI_2), (MAIN_3, CRI_3)])
+def test_containerd_2_gets_ours_alone(main: str, cri: str) -> None:
+    """It merges tables; the version and the table's name are the main file's."""
+    document = drop_in(main, V21)
+    assert document["version"] == tomllib.loads(main)["version"]
+    table = document["plugins"][cri]
+    assert table["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
+    assert list(table["containerd"]["runtimes"]) == ["nvidia"]
+    assert table.get("enable_cdi") is (True if cri == CRI_2 else None)
+
+
+@pytest.mark.parametrize("version", [V17, V21])
+@pytest.mark.parametrize("main", [NAMED, "version = 2\n" + OTHER_DEFAULT], ids=["of that name", "of the default"])
+def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None:
+    """Of the handler of that name, else of the default runtime: without them pods leave the kubelet's cgroups."""
+    assert drop_in(main, version)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"] == {
+        "runtime_type": "io.containerd.runc.v2",
+        "base_runtime_spec": "/etc/cri-base.json",
+        "options": {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"},
+    }
+
+
+def test_the_options_of_another_shim_are_not_taken_over() -> None:
+    main = MAIN_2 + OTHER_DEFAULT.replace("io.containerd.runc.v2", "io.containerd.kata.v2").replace("crun", "kata")
+    runtime = drop_in(main, V17)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]
+    assert "base_runtime_spec" not in runtime
+    assert runtime["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"}
+
+
+def test_default_runtime_only_when_asked() -> None:
+    """DESIGN: by configuration."""
+    assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
+
+
+def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
+    """Also where version 3 says that it is off."""
+    main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
+    table = drop_in(main, V21)["plugins"][CRI_3]
+    assert table["enable_cdi"] is True
+    assert table["cdi_spec_dirs"] == ["/srv/cdi", "/etc/cdi", "/var/run/cdi"]
+
+
+@pytest.mark.parametrize(
+    ("main", "containerd", "said"),
+    [
+        (MAIN_2, (1, 6, 20), "1.6.20; 1.7.0 is the first with CDI"),
+        ("[plugins.cri]\n", V17, "version 1"),
+        ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
+    ],
+)
+def test_what_cannot_work_is_said(main: str, containerd: tuple[int, ...], said: str) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        drop_in(main, containerd)
+
+
+def test_versions_and_imports() -> None:
+    """As the tools print them; a star never matches a slash."""
+    assert parse_version("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1") == (1, 6, 20)
+    assert parse_version("containerd github.com/containerd/containerd/v2 v2.1.9 abc") == V21
+    with pytest.raises(DocumentError):
+        parse_version("containerd")
+    assert covers("/etc/containerd/conf.d/*.toml", DROP_IN)
+    assert covers(DROP_IN, DROP_IN)
+    assert covers("/etc/*/conf.d/*.toml", DROP_IN)
+    assert not covers("/etc/containerd/*.toml", DROP_IN)
+    assert not covers("/etc/containerd/conf.d/9?-nvidia.toml", DROP_IN)
+
+
+def test_relative_imports_are_the_files_own() -> None:
+    """Of the importing file's directory, without detours."""
+    document = {"imports": ["../*.toml", "./a.toml", "/b.toml"]}
+    assert imports(DROP_IN, document) == ("/etc/containerd/*.toml", "/etc/containerd/conf.d/a.toml", "/b.toml")
+    with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
+        imports(MAIN, {"imports": "x"})
+
+
+@pytest.mark.parametrize(
+    ("main", "imported", "version"),
+    [
+        ("version = 4\n", ["version = 2\n"], 4),
+        ("imports = []\n", ["version = 2\n", "[debug]\n"], 2),
+        ("[debug]\n", [], 3),
+    ],
+)
+def test_version_of_the_configuration(main: str, imported: list[str], version: int) -> None:
+    """The main file's; where that names no plug-in's table, the imported files'; else the newest that 2.x all read."""
+    assert drop_in(main, V21, *imported)["version"] == version
+
+
+def test_file_behind_ours_is_refused_where_it_would_win() -> None:
+    """containerd 1.x takes a plug-in's table from the file loaded last."""
+    files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
+    configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
+    with pytest.raises(UnsupportedError, match=f"99-zz.toml is loaded after {DROP_IN}"):
+        render(configuration, V17, HANDLER, default=False)
+    assert render(configuration, V21, HANDLER, default=False)["version"] == 2
+
+
+def test_import_is_added_and_nothing_else_changes() -> None:
+    """Comments and layout stay, whatever the imports look like."""
+    assert with_import(MAIN_2.encode(), IMPORT).decode() == f'imports = ["{IMPORT}"]\n{MAIN_2}'
+    listed = f'version = 2\nimports = [\n  "/a.toml", # why\n]\n{MAIN_2.partition("version = 2")[2]}'
+    edited = with_import(listed.encode(), IMPORT).decode()
+    assert tomllib.loads(edited)["imports"] == ["/a.toml", IMPORT]
+    assert "# why" in edited
+    assert "# mirrored" in edited
+
+
+# What comes after the first table: "in an unusual order", as containerd takes it; a comment with a bracket, a list of
+# lists and a string of several lines before it.
+UNUSUAL = """\
+version = 2
+[plugins.a.b]
+x = 1
+[debug]
+[plugins.a]
+y = 2
+[[stream]]
+[plugins]
+"""
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'imports = ["/a.toml"] # why\n{UNUSUAL}',
+        f'imports = [\n  "/a.toml",\n]\nroot = """\n[no table]\n"""\n{UNUSUAL}',
+        f'oom = [\n[1],\n[2]]\n# [comment]\nimports = ["/a.toml"]\n  {UNUSUAL}',
+        'imports = ["/a.toml"]\nplugins.a.b = 1\nplugins.a.c = 2\n',
+        'imports = ["/a.toml"]',
+        'imports = ["/a.toml"]\r\n[plugins]\r\n',
+    ],
+)
+def test_import_is_added_whatever_follows(text: str) -> None:
+    edited = with_import(text.encode(), IMPORT).decode()
+    before = tomllib.loads(text)
+    assert tomllib.loads(edited) == before | {"imports": ["/a.toml", IMPORT]}
+    assert text.partition('"/a.toml"')[2].partition("]")[2] in edited, "nothing else changes"
+
+
+@pytest.mark.parametrize("listed", ["7", "{}"])
+def test_imports_that_are_no_list_are_left_alone(listed: str) -> None:
+    with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
+        with_import(f"imports = {listed}\n".encode(), IMPORT)
+
+
+def test_lost_and_changed_settings_are_found() -> None:
+    """Of any plug-in; ours are looked for."""
+    before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
+    after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
+    found = "; ".join(problems(before, after, {}, HANDLER, default=True))
+    for said in (
+        f"{CRI_2}.sandbox_image is changed",
+        f"{CRI_2}.x.y is lost",
+        "does not run /usr/bin/nvidia-container-runtime",
+        "enable_cdi is not true",
+        "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi",
+        "default_runtime_name is not nvidia",
+    ):
+        assert said in found
+
+
+def test_lost_settings_of_the_handler_are_found() -> None:
+    """Also of one that was there before; a key that containerd itself does not know is no loss."""
+    runtimes: dict[str, Any] = {"runc": {"options": {"SystemdCgroup": True}}}
+    before = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": runtimes}}}}
+    ours = {"runtime_type": "x", "typo": 1, "options": {"SystemdCgroup": True, "BinaryName": HANDLER.binary}}
+    wanted = {"plugins": {CRI_2: {"containerd": {"runtimes": {"nvidia": ours}}}}}
+    lost = {"options": {"BinaryName": HANDLER.binary}}
+    after = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": {**runtimes, "nvidia": lost}}}}}
+    found = "; ".join(problems(before, after, wanted, HANDLER, default=False))
+    assert "runtime nvidia has not taken over options.SystemdCgroup" in found
+    assert "typo" not in found
+    runtimes["nvidia"] = {"base_runtime_spec": "/x.json", "options": {"BinaryName": "/old"}}
+    after = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": {**runtimes, "nvidia": lost}}}}}
+    found = "; ".join(problems(before, after, wanted, HANDLER, default=False))
+    assert "runtimes.nvidia.base_runtime_spec is lost" in found
+    assert "BinaryName" not in found
+
+
+# ---- in the machine
+
+
+def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
+    """The main file may hold passwords of registries, which the drop-in repeats for containerd 1.x."""
+    machine.put(MAIN, "version = 2\n")
+    (machine.tree / MAIN[1:]).chmod(0o640)
+    run(machine)
+    assert IMPORT in machine.read_text(MAIN)
+    assert machine.mode(MAIN) == 0o640
+    assert machine.mode(DROP_IN) == 0o600
+
+
+def test_main_file_is_created(machine: Machine) -> None:
+    """Without one, containerd imports nothing."""
+    run(machine)
+    assert tomllib.loads(machine.read_text(MAIN)) == {"version": 2, "imports": [IMPORT]}
+    assert tomllib.loads(machine.read_text(DROP_IN))["plugins"][CRI_2]["enable_cdi"] is True
+
+
+def test_containerd_restarts_once_per_change(machine: Machine) -> None:
+    """A run without change never asks; a user's edit that changes the drop-in does, once."""
+    machine.put(MAIN, MAIN_2)
+    for _ in range(2):
+        run(machine)
+        machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    assert restarts(machine) == 1
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert machine.read_text(MAIN) == f'imports = ["{IMPORT}"]\n{MAIN_2}'
+    machine.put(MAIN, machine.read_text(MAIN).replace("pause:3.9", "pause:3.10"))
+    run(machine)
+    assert "pause:3.10" in machine.read_text(DROP_IN)
+    assert restarts(machine) == 2
+
+
+def test_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -> None:
+    """At boot this service comes before it; then its own start proves it."""
+    machine.program("systemctl", systemctl("inactive", 0, "dead"))
+    run(machine)
+    assert restarts(machine) == 0
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotStarted")
+    machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+@pytest.mark.parametrize(
+    ("state", "load", "said"),
+    [("failed", "loaded", ("False", "Failed")), ("inactive", "not-found", ("False", "NoContainerd"))],
+)
+def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, said: tuple[str, str]) -> None:
+    machine.program("systemctl", systemctl(state, 0, "dead", load))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == said
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("/usr/bin/containerd --config /srv/other.toml", ("False", "OtherConfiguration")),
+        ("/usr/bin/containerd -c=/srv/other.toml --log-level debug", ("False", "OtherConfiguration")),
+        ("containerd --log-level debug -c /srv/other.toml", ("False", "OtherConfiguration")),
+        (f"/usr/bin/containerd --config {MAIN}", ("True", "Running")),
+        ("/usr/bin/containerd", ("True", "Running")),
+        ("/bin/sh -c exec /usr/bin/containerd", ("True", "Running")),
+        ("/bin/sh -c /usr/local/bin/start-containerd", ("True", "Running")),
+        ("/usr/bin/containerd -c ${CONFIG}", ("True", "Running")),
+    ],
+)
+def test_containerd_that_was_started_with_another_file(machine: Machine, command: str, said: tuple[str, str]) -> None:
+    """It has nothing of what we write, whenever it was started."""
+    run(machine)
+    start = f"{{ path=/usr/bin/containerd ; argv[]={command} ; ignore_errors=no ; pid=1 }}"
+    answer = systemctl("active", time.monotonic_ns() // 1000)(("systemctl", "show")).stdout
+    machine.program("systemctl", lambda _: Completed(0, answer + f"ExecStart={start}\n".encode(), b""))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == said
+
+
+def test_refused_configuration_is_put_back(machine: Machine) -> None:
+    """containerd's own words are reported, nothing is restarted, and the next run does not try the same again."""
+    machine.put(MAIN, MAIN_2)
+
+    def refuses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            return Completed(1, b"", b"containerd: invalid plugin config")
+        return containerd(machine, argv)
+
+    machine.program("containerd", refuses)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "NotConfigured")
+    assert "invalid plugin config" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+    assert not machine.exists(DROP_IN)
+    assert restarts(machine) == 0
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] == "containerd"]
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_run_that_is_killed_still_has_containerd_restarted(machine: Machine, kept: int) -> None:
+    """After any number of written files: the next run finds nothing left to write, but containerd must load them."""
+    machine.put(MAIN, MAIN_2)
+    writes: list[str] = []
+
+    def killed(path: str) -> None:
+        if path.startswith("/etc/containerd/"):
+            if len(writes) == kept:
+                raise KeyboardInterrupt
+            writes.append(path)
+
+    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            raise KeyboardInterrupt
+        return containerd(machine, argv)
+
+    machine.program("containerd", killed_at_dump)
+    machine.before_write = killed
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    machine.before_write = lambda path: None
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    assert len(writes) == kept
+    assert restarts(machine) == 0
+    run(machine)
+    assert restarts(machine) == 1
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> None:
+    """2.0.0 to 2.0.5: `config dump` prints defaults in place of a version 2 file's tables. 2.x merges files deeply."""
+
+    def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+        both = {key: merged(one[key], each) for key, each in other.items() if isinstance(each, dict) and key in one}
+        return one | other | both
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if argv[-2:] == ("config", "dump"):
+            return Completed(0, f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = true\n'.encode(), b"")
+        if argv[-2:] != ("config", "migrate"):
+            return containerd(machine, argv, "v2.0.5")
+        document = tomllib.loads(machine.read_text(argv[2]))
+        if machine.exists(DROP_IN) and IMPORT in document["imports"]:
+            document = merged(document, tomllib.loads(machine.read_text(DROP_IN)))
+        return Completed(0, tomlkit.dumps(document).replace(CRI_2, CRI_3).encode(), b"")
+
+    machine.program("containerd", answer)
+    machine.put(MAIN, MAIN_2)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    document = tomllib.loads(machine.read_text(DROP_IN))
+    assert document["version"] == 2
+    assert document["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
+
+
+def test_full_disk_puts_everything_back(machine: Machine) -> None:
+    """ENOSPC at the second file: the first one goes again, containerd need not restart, and the next run mends it."""
+    machine.put(MAIN, MAIN_2)
+
+    def full(path: str) -> None:
+        if path == MAIN:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    machine.before_write = full
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert "No space left on device" in machine.message("RuntimeConfigured")
+    assert not machine.exists(DROP_IN)
+    assert Notes(machine).load(CHANGED) == {}
+    assert restarts(machine) == 0
+    machine.before_write = lambda path: None
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert restarts(machine) == 1
+
+
+def stopped(argv: tuple[str, ...]) -> Completed:
+    return Completed(-9, b"", b"")
+
+
+@pytest.mark.parametrize(("answer", "said"), [(hang, "time limit"), (stopped, "killed by signal 9")])
+@pytest.mark.parametrize("ours", [False, True], ids=["baseline", "read back"])
+def test_containerd_that_did_not_answer_is_asked_again(
+    machine: Machine, answer: Callable[[tuple[str, ...]], Completed], said: str, ours: bool
+) -> None:
+    """A busy machine: nothing is known against the configuration, and nothing is claimed."""
+    machine.put(MAIN, MAIN_2)
+
+    def busy(argv: tuple[str, ...]) -> Completed:
+        return answer(argv) if "dump" in argv and (argv[2] == MAIN) is ours else containerd(machine, argv)
+
+    machine.program("containerd", busy)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert said in machine.message("RuntimeConfigured")
+    assert "refuses" not in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+    assert not machine.exists(DROP_IN)
+    assert restarts(machine) == 0
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_lost_setting_is_put_back(machine: Machine) -> None:
+    """A containerd that merges otherwise than expected."""
+    machine.put(MAIN, MAIN_2)
+
+    def loses(argv: tuple[str, ...]) -> Completed:
+        done = containerd(machine, argv)
+        lost = done.stdout.replace(b"SystemdCgroup = true", b"") if argv[2:3] == (MAIN,) else done.stdout
+        return Completed(0, lost, b"")
+
+    machine.program("containerd", loses)
+    run(machine)
+    assert "options.SystemdCgroup is lost" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == MAIN_2
+
+
+def test_broken_main_file_stays(machine: Machine) -> None:
+    """Nothing is written anywhere below /etc/containerd."""
+    machine.put(MAIN, "version = ")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert f"{MAIN}: not TOML" in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == "version = "
+    assert not machine.exists(DROP_IN)
+
+
+@pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
+@pytest.mark.parametrize(
+    ("text", "said"), [("x = " + "[" * 100_000, "not TOML"), (f"[a{'.a' * 2000}]\n", "cannot be edited")]
+)
+def test_nesting_without_end_is_no_crash(machine: Machine, path: str, text: str, said: str) -> None:
+    """tomllib raises RecursionError, and so does all that works on what it takes; both files are the machine's."""
+    machine.put(path, text)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+    assert said in machine.message("RuntimeConfigured")
+
+
+def test_table_too_deep_to_copy_is_no_crash(machine: Machine) -> None:
+    """tomllib reads a table's dotted name without recursion; all that works on the table recurses."""
+    machine.put(MAIN, f'version = 2\nimports = ["{IMPORT}"]\n[plugins."{CRI_2}"{".a" * 2000}]\n')
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
+
+
+def test_foreign_drop_in_stays(machine: Machine) -> None:
+    machine.put(DROP_IN, "# theirs")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert machine.read_text(DROP_IN) == "# theirs"
+
+
+PART = "/etc/cri/conf.d/20-nvidia.part"
+PART_IMPORT = "/etc/cri/conf.d/20-nvidia*.part"
+
+
+def place(machine: Machine, path: str) -> None:
+    machine.hand(REQUEST, containerd_drop_in=path)
+
+
+@pytest.mark.scenario("001")
+def test_drop_in_at_a_configured_place(machine: Machine) -> None:
+    """The main file imports it, and nothing of others' in that directory."""
+    machine.put(MAIN, MAIN_2)
+    machine.put("/etc/cri/conf.d/10-others.part", "not TOML, and nobody asked containerd to load it")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert PART in machine.message("RuntimeConfigured")
+    assert machine.read_text(MAIN) == f'imports = ["{PART_IMPORT}"]\n{MAIN_2}'
+    assert tomllib.loads(machine.read_text(PART))["plugins"][CRI_2]["enable_cdi"] is True
+    assert not machine.exists(DROP_IN)
+
+
+def test_import_that_is_there_already_is_used(machine: Machine) -> None:
+    main = f'imports = ["/etc/cri/conf.d/*.part"]\n{MAIN_2}'
+    machine.put(MAIN, main)
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_text(MAIN) == main
+
+
+@pytest.mark.scenario("001")
+def test_drop_in_moves_with_its_place(machine: Machine) -> None:
+    """There and back: the former one goes, also in another boot of the machine, whose notes are empty."""
+    machine.put(MAIN, MAIN_2)
+    run(machine)
+    ours = machine.read(DROP_IN)
+    for path, former in ((PART, DROP_IN), (DROP_IN, PART)):
+        machine.remove_tree(MACHINE_STATE)
+        place(machine, path if path != DROP_IN else "")
+        run(machine)
+        assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+        assert machine.read(path) == ours
+        assert not machine.exists(former)
+        assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+        before = machine.read(MAIN)
+        run(machine)
+        assert (machine.read(MAIN), machine.read(path)) == (before, ours)
+    assert machine.report().get("repairs", {}).get("containerd", 0) == 0, "nobody changed anything"
+
+
+def test_file_of_others_at_the_former_place_stays(machine: Machine) -> None:
+    machine.put(DROP_IN, "# theirs")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.read_text(DROP_IN) == "# theirs"
+
+
+def test_file_of_others_at_the_configured_place_stays(machine: Machine) -> None:
+    run(machine)
+    ours = machine.read(DROP_IN)
+    machine.put(PART, "# theirs")
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
+    assert (machine.read_text(PART), machine.read(DROP_IN)) == ("# theirs", ours)
+
+
+def test_move_that_containerd_refuses_is_put_back(machine: Machine) -> None:
+    """As where something imports the former file by its name, which containerd then misses."""
+    machine.put(MAIN, f'imports = ["{DROP_IN}"]\n{MAIN_2}')
+    run(machine)
+    before = {path: machine.read(path) for path in (MAIN, DROP_IN)}
+
+    def misses(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and not machine.exists(DROP_IN):
+            return Completed(1, b"", b"containerd: no such file")
+        return containerd(machine, argv)
+
+    machine.program("containerd", misses)
+    place(machine, PART)
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("False", "ReadBackFailed")
+    assert {path: machine.read(path) for path in before} == before
+    assert not machine.exists(PART)
+    machine.put(MAIN, before[MAIN].decode().replace(DROP_IN, IMPORT))
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert not machine.exists(DROP_IN)
+
+
+def test_edited_drop_in_is_mended(machine: Machine) -> None:
+    run(machine)
+    good = machine.read(DROP_IN)
+    machine.put(DROP_IN, "not toml =")
+    run(machine)
+    assert machine.read(DROP_IN) == good
+
+
+def test_mended_file_that_no_containerd_missed_restarts_none(machine: Machine) -> None:
+    """The process that runs was started with the same configuration; one that was started meanwhile was not."""
+    files = [MAIN, DROP_IN]
+
+    def in_another_order(argv: tuple[str, ...]) -> Completed:
+        """As 1.7 lists what it has imported: by a map of Go's, each time in another order."""
+        completed = containerd(machine, argv)
+        if argv[1:3] != ("--config", MAIN):
+            return completed
+        files.reverse()
+        return Completed(0, tomlkit.dumps(tomllib.loads(completed.stdout.decode()) | {"imports": files}).encode(), b"")
+
+    machine.put(MAIN, MAIN_2)
+    machine.program("containerd", in_another_order)
+    for _ in range(2):
+        run(machine)
+        started = time.monotonic_ns() // 1000
+        machine.program("systemctl", systemctl("active", started))
+    run(machine)
+    before = restarts(machine)
+    machine.drop(DROP_IN)
+    run(machine)
+    assert machine.exists(DROP_IN)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert restarts(machine) == before
+    machine.drop(DROP_IN)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    assert restarts(machine) == before + 1
+
+
+def test_a_killed_mend_that_no_containerd_missed_restarts_none(machine: Machine) -> None:
+    """Killed after the files are as they were: what they come to is found out by the next run."""
+    machine.put(MAIN, MAIN_2)
+    for _ in range(2):
+        run(machine)
+        machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    before = restarts(machine)
+    machine.drop(DROP_IN)
+
+    def killed_at_dump(argv: tuple[str, ...]) -> Completed:
+        if "dump" in argv and argv[2] == MAIN:
+            raise KeyboardInterrupt
+        return containerd(machine, argv)
+
+    machine.program("containerd", killed_at_dump)
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    assert machine.exists(DROP_IN)
+    machine.program("containerd", lambda argv: containerd(machine, argv))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert restarts(machine) == before
+
+
+@pytest.mark.parametrize("missing", ["containerd", "nvidia-container-runtime"])
+def test_missing_program_is_named(machine: Machine, missing: str) -> None:
+    machine.drop(f"/usr/bin/{missing}")
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"][0] == "False"
+    assert f"{missing} is not installed" in machine.message("RuntimeConfigured")
+
+
+# ---- nvidia-container-runtime's own configuration
+
+
+def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
+    """Only what makes `runtimeClassName: nvidia` use the published spec is set."""
+    path = "/etc/nvidia-container-runtime/config.toml"
+    machine.put(
+        path,
+        '#accept = true\n[nvidia-container-cli]\nroot = "/x" # ours\n'
+        '[nvidia-container-runtime]\nmode = "auto"\nruntimes = ["crun"]\n',
+    )
+    run(machine)
+    text = machine.read_text(path)
+    assert "#accept = true" in text
+    assert 'root = "/x" # ours' in text
+    settings = tomllib.loads(text)["nvidia-container-runtime"]
+    assert settings["mode"] == "cdi"
+    assert settings["runtimes"] == ["crun"]
+    assert settings["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
+    assert settings["modes"]["cdi"]["spec-dirs"] == ["/etc/cdi", "/var/run/cdi"]
+    assert edit_runtime_config(text) is text
+
+
+@pytest.mark.parametrize("text", ["mode = ", f"mode = {'9' * 5000}", f"mode = {'[' * 5000}{']' * 5000}"])
+def test_broken_runtime_config_is_said(text: str) -> None:
+    with pytest.raises(AgentError, match="not TOML"):
+        edit_runtime_config(text)
+
+
+def test_runtime_config_that_is_no_table_is_said() -> None:
+    with pytest.raises(AgentError, match=r"nvidia-container-runtime\.modes\.cdi is not a table"):
+        edit_runtime_config("nvidia-container-runtime.modes = 7\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nvidia-container-runtime = {}\n",
+        "[nvidia-container-runtime]\nmodes.csv = 1\n",
+        "nvidia-container-runtime.modes.csv = []\n[x.nvidia-container-runtime.a]\n",
+        "[nvidia-container-runtime.c.a]\nb = 1\n[x]\n[nvidia-container-runtime]\nmodes.csv={q=1}\n",
+    ],
+)
+def test_runtime_config_in_unusual_forms(text: str) -> None:
+    """tomlkit fails at some, and makes of others what is no TOML at all."""
+    edited = tomllib.loads(edit_runtime_config(text))
+    assert edited["nvidia-container-runtime"]["mode"] == "cdi"
+    assert edited["nvidia-container-runtime"]["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
+    before = tomllib.loads(text)["nvidia-container-runtime"]
+    assert {key for key in before if key != "modes"} <= edited["nvidia-container-runtime"].keys()
+    assert before.get("modes", {}).items() <= edited["nvidia-container-runtime"]["modes"].items()
+
+
+EMPTY_LINES = "\n" * (1 << 20)
+"""Of which tomlkit would take 20 s."""
+
+
+def test_a_runtime_config_too_large_to_edit_is_refused_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(DocumentError, match=r"config\.toml: has 1048583 characters, .*shorten or remove it"):
+        edit_runtime_config(f"a = []\n{EMPTY_LINES}")
+    assert time.process_time() - began < 2
+    done = edit_runtime_config("")
+    assert edit_runtime_config(done + EMPTY_LINES) == done + EMPTY_LINES
+
+
+def test_a_main_file_too_large_to_edit_is_refused_at_once() -> None:
+    began = time.process_time()
+    with pytest.raises(
+        DocumentError, match=r'1048591 characters stand before .*\(add "/x" to the list imports in it\)'
+    ):
+        with_import(f"imports = []\n\n\n{EMPTY_LINES}[a]\n".encode(), "/x")
+    assert time.process_time() - began < 2
+
+
+def test_lines_of_a_list_that_look_like_tables_cost_no_time() -> None:
+    """At each of them all before it was parsed."""
+    value = "[\n" + "[1],\n" * 600 + "]"
+    began = time.process_time()
+    edited = with_import(f"a = {value}\nimports = []\n[b]\n".encode(), "/x").decode()
+    assert time.process_time() - began < 2
+    assert edited.endswith('\nimports = ["/x"]\n[b]\n')
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"""[\n[a]\n\\""""""', "'''\n[a]\n''''", '["""a"""", "[", \'"\']', "1 # [ '\n#\n", '{a = [1, {}], b = "]"}'],
+)
+def test_the_first_table_is_found_behind_any_value(value: str) -> None:
+    text = f'imports = ["/a"]\nx = {value}\n  [t]\ny = "["\n[u]\n'
+    edited = with_import(text.encode(), "/x").decode()
+    assert edited == text.replace('"/a"]', '"/a", "/x"]')
+
+
+@pytest.mark.parametrize("text", ["x 1.7.{}", "x {}.7.24", "x v2.{}.1"])
+def test_a_version_without_end_is_no_version(text: str) -> None:
+    """int() refuses what has more than 4,300 digits."""
+    with pytest.raises(DocumentError, match="no version"):
+        parse_version(text.format("9" * 5000))
+    with pytest.raises(DocumentError, match="no version"):
+        parse_toolkit(f"CLI version {text.format('9' * 5000).removeprefix('x ')}")
+
+
+def test_a_number_without_end_in_containerds_file_is_said() -> None:
+    with pytest.raises(DocumentError, match=f"{MAIN}: not TOML"):
+        parse(MAIN, b"x = " + b"9" * 5000)
+
+
+# ---- the real containerd, of whatever version is installed
+
+
+@pytest.mark.skipif(shutil.which("containerd") is None, reason="containerd is not installed")
+@pytest.mark.parametrize(
+    "main",
+    [MAIN_2, DEBIAN_2, MAIN_3, "", NAMED, MAIN_3 + OTHER_DEFAULT.replace(CRI_2, CRI_3)],
+    ids=["version 2", "Debian's", "version 3", "none", "a handler of that name", "another default"],
+)
+def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
+    """`config dump` of the real program before and after our drop-in."""
+
+    def tool(*argv: str) -> str:
+        return subprocess.run(("containerd", *argv), capture_output=True, text=True, check=True).stdout
+
+    version = parse_version(tool("--version"))
+    if version < (2, 0, 0):
+        # containerd 1.x knows no version 3: the same settings in the version that it reads.
+        main = main.replace(MAIN_3, MAIN_2).replace(CRI_3, CRI_2)
+    before = main or f"version = {2 if version < (2, 0, 0) else 3}\n"
+    (tmp_path / "before.toml").write_text(before)
+    verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
+    dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", verb))
+    # What 1.6 makes of the tables is the same; only that it has no CDI.
+    configuration = Configuration(tomllib.loads(before), {}, dump)
+    wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
+    (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))
+    (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))
+    after = tomllib.loads(tool("--config", f"{tmp_path}/after.toml", "config", verb))
+    found = list(problems(dump, after, wanted, HANDLER, default=True))
+    no_cdi = ["enable_cdi is not true", "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi"]
+    assert found == (no_cdi if version < (1, 7, 0) else [])
+    runtime = cri_of(after)["containerd"]["runtimes"]["nvidia"]
+    assert runtime.get("base_runtime_spec") == ("/etc/cri-base.json" if "base_runtime_spec" in main else "")
+    assert bool(runtime["options"].get("SystemdCgroup")) == ("SystemdCgroup" in main)

@@ -1,0 +1,142 @@
+"""Links by number in the machine's /dev/char, which udev makes on a host."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.machine.devices.char_links import link_nodes
+from agent.machine.notes import Notes
+from agent.machine.run import run
+from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
+
+FIRST, SECOND = "/dev/char/195:0", "/dev/char/195:1"
+WITHOUT_SECOND = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path / "machine")
+    run(machine)
+    return machine
+
+
+def test_every_granted_node_has_one(machine: Machine) -> None:
+    found = {device.path: machine.read_link(f"/dev/char/{device.major}:{device.minor}") for device in DEVICES}
+    assert found == {device.path: f"../{device.path.removeprefix('/dev/')}" for device in DEVICES}
+
+
+def test_it_goes_with_its_node(machine: Machine) -> None:
+    machine.hand(WITHOUT_SECOND)
+    run(machine)
+    assert machine.read_link(SECOND) is None
+    assert machine.read_link(FIRST) == "../nvidia0"
+    machine.hand(EMPTY)
+    run(machine)
+    assert machine.entries("/dev/char") == ()
+
+
+def test_node_that_gets_another_number(machine: Machine) -> None:
+    """A reload of nvidia_uvm."""
+    uvm = replace(DEVICES[4], major=511)
+    machine.node("/dev/nvidia-uvm", 511, 0)
+    machine.hand(replace(REQUEST, devices=tuple(uvm if each.path == uvm.path else each for each in DEVICES)))
+    run(machine)
+    assert machine.read_link("/dev/char/511:0") == "../nvidia-uvm"
+    assert machine.read_link("/dev/char/234:0") is None
+
+
+def test_what_somebody_removed_is_made_again(machine: Machine) -> None:
+    machine.drop(FIRST)
+    run(machine)
+    assert machine.read_link(FIRST) == "../nvidia0"
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_those_of_others_stay(tmp_path: Path, granted: bool) -> None:
+    """The GPU Operator's validator makes absolute ones."""
+    machine = gpu_machine(tmp_path / "machine")
+    machine.make_directory("/dev/char")
+    machine.link(SECOND, "/dev/nvidia1")
+    machine.put("/dev/char/195:255", "no link")
+    machine.link("/dev/char/1:3", "../null")
+    run(machine)
+    machine.hand(REQUEST if granted else WITHOUT_SECOND)
+    run(machine)
+    assert machine.read_link(SECOND) == "/dev/nvidia1"
+    assert machine.read("/dev/char/195:255") == b"no link"
+    assert machine.read_link("/dev/char/1:3") == "../null"
+
+
+def test_a_full_dev_costs_the_links_alone(tmp_path: Path) -> None:
+    machine = gpu_machine(tmp_path / "machine")
+    machine.put("/dev/char", "no directory")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
+    """As nspawn leaves /sys/module out. Whether NVML minds is told by the spec, which is made with it."""
+    machine.drop("/sys/module/nvidia/version")
+    (machine.tree / "sys/module/nvidia").rmdir()
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "DriverHidden")
+    assert "; /sys/module/nvidia cannot be seen in this machine" in machine.message("DevicesAllowed")
+    machine.put("/sys/module/nvidia/version", "550.163.01\n")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_driver_that_was_unloaded_is_not_hidden(machine: Machine) -> None:
+    """Its nodes stay and opened once; a restart of the machine would bring nothing."""
+    run(machine)
+    machine.drop("/sys/module/nvidia/version")
+    (machine.tree / "sys/module/nvidia").rmdir()
+    shutil.rmtree(machine.tree / "proc/driver/nvidia")
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+class KilledError(BaseException):
+    """What nothing in a run handles."""
+
+
+@pytest.mark.parametrize("after", range(1, 7))
+def test_a_killed_run_leaves_no_link_behind(tmp_path: Path, after: int) -> None:
+    """It comes to its end after so many links; then all GPUs are taken back."""
+    machine = gpu_machine(tmp_path / "machine")
+    made = 0
+
+    def kill(path: str) -> None:
+        nonlocal made
+        made += 1
+        if made == after:
+            raise KilledError
+
+    machine.after_link = kill
+    with pytest.raises(KilledError):
+        link_nodes(machine, Notes(machine), REQUEST)
+    machine.after_link = lambda path: None
+    link_nodes(machine, Notes(machine), EMPTY)
+    assert machine.entries("/dev/char") == ()
+
+
+@pytest.mark.parametrize("at", ["removed", "noted", "made"])
+def test_a_run_that_is_killed_while_a_number_changes_its_node(machine: Machine, at: str) -> None:
+    machine.node("/dev/nvidia1", 195, 0)
+    machine.drop("/dev/nvidia0")
+    del machine.nodes["/dev/nvidia0"]
+    changed = replace(REQUEST, gpus=GPUS[1:], devices=(replace(DEVICES[1], minor=0), *DEVICES[2:]))
+
+    def kill(path: str) -> None:
+        raise KilledError
+
+    setattr(machine, {"removed": "before_write", "noted": "before_link", "made": "after_link"}[at], kill)
+    with pytest.raises(KilledError):
+        link_nodes(machine, Notes(machine), changed)
+    machine.before_write = machine.before_link = machine.after_link = lambda path: None
+    link_nodes(machine, Notes(machine), changed)
+    assert machine.read_link(FIRST) == "../nvidia1"
+    link_nodes(machine, Notes(machine), EMPTY)
+    assert machine.entries("/dev/char") == ()

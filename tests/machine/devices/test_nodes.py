@@ -1,0 +1,330 @@
+"""Device nodes in the machine that are not granted any more."""
+
+import errno
+import shutil
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.machine.devices.left_open import FAILED_LOOKS, name_left_open
+from agent.machine.devices.nodes import WITHDRAWN
+from agent.machine.notes import OWNED_COPY, Notes
+from agent.machine.run import run
+from agent.model.handoff import Request
+from agent.model.paths import MACHINE_STATE, OWNED, spec_file
+from agent.system.process import Completed
+from tests.fakes.machine import DEVICES, GPUS, REQUEST, Machine, gpu_machine, nvidia_ctk, recorded_spec
+from tests.fakes.processes import CONTAINER, POD_GROUP, process
+from tests.machine.cdi.test_outdated_pods import bundle, specification
+
+LESS = replace(REQUEST, gpus=GPUS[:1], devices=tuple(each for each in DEVICES if each.path != "/dev/nvidia1"))
+SPEC = spec_file("nvidia")
+UMOUNT = ("umount", "--lazy", "/dev/nvidia1")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path)
+    machine.mounts = [device.path for device in DEVICES]
+    run(machine)
+    machine.calls.clear()
+    return machine
+
+
+def test_a_node_that_is_not_granted_any_more_is_removed(machine: Machine) -> None:
+    machine.hand(LESS)
+    run(machine)
+    assert UMOUNT in machine.calls
+    assert not machine.exists("/dev/nvidia1")
+    assert machine.exists("/dev/nvidia0")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_node_that_was_bound_twice_is_removed_too(machine: Machine) -> None:
+    """systemd before 255 mounts upon what is there."""
+    machine.mounts.append("/dev/nvidia1")
+    machine.hand(LESS)
+    run(machine)
+    assert machine.calls.count(UMOUNT) == 2
+    assert not machine.exists("/dev/nvidia1")
+
+
+def test_what_somebody_else_put_there_stays(machine: Machine) -> None:
+    machine.hand(LESS)
+    machine.drop("/dev/nvidia1")
+    machine.mounts.remove("/dev/nvidia1")
+    del machine.nodes["/dev/nvidia1"]
+    machine.put("/dev/nvidia1", "a file of somebody's own")
+    run(machine)
+    assert machine.read("/dev/nvidia1") == b"a file of somebody's own"
+
+
+def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
+    machine.hand(LESS)
+    working = machine.programs["umount"]
+    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert "permission denied" in machine.message("DevicesAllowed")
+    machine.program("umount", working)
+    run(machine)
+    assert not machine.exists("/dev/nvidia1")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def taken_back_early(machine: Machine) -> None:
+    """nspawn has bound all nodes, and the first handoff that a run sees grants one GPU; the generator lists nodes."""
+    machine.remove_tree(MACHINE_STATE)
+    for path in (OWNED, OWNED_COPY, SPEC):
+        machine.remove(path)
+
+    def listed(argv: tuple[str, ...]) -> Completed:
+        spec = recorded_spec()
+        gone = [] if machine.exists("/dev/nvidia1") else ["/dev/nvidia1"]
+        devices = [each for each in spec["devices"] if not set(gone) & {node["path"] for node in nodes(each)}]
+        spec["devices"] = devices if not gone else [*devices, {**spec["devices"][0], "name": "all"}]
+        return nvidia_ctk(machine, argv, spec)
+
+    machine.program("nvidia-ctk", listed)
+    machine.hand(LESS)
+
+
+def nodes(device: dict[str, Any]) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = device["containerEdits"]["deviceNodes"]
+    return found
+
+
+def test_a_gpu_that_was_taken_back_before_the_first_run_is_removed(machine: Machine) -> None:
+    """No run could note that it was granted: what is mounted tells it."""
+    taken_back_early(machine)
+    run(machine)
+    assert not machine.exists("/dev/nvidia1")
+    assert machine.exists("/dev/nvidia0")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert Notes(machine).load("granted-nvidia").keys() == {each.path for each in LESS.devices}
+
+
+@pytest.mark.parametrize("note", ["withdrawn", "granted-nvidia"])
+def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note: str) -> None:
+    """The node is gone all the same, and the spec that was refused for it can be made."""
+    taken_back_early(machine)
+
+    def full(path: str) -> None:
+        if path.endswith(f"/{note}.json") and not machine.exists("/dev/nvidia1"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    machine.before_write = full
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+@pytest.mark.parametrize("vendor", ["nvidia", "intel", "nobody"])
+def test_all_of_a_vendor_that_was_taken_back_before_the_first_run_is_removed(machine: Machine, vendor: str) -> None:
+    """The handoff does not name it, or knows no vendor at all."""
+    machine.remove_tree(MACHINE_STATE)
+    machine.node("/dev/dri/renderD129", 226, 129)
+    machine.mounts += ["/dev/dri/renderD129"]
+    machine.node("/dev/kvm", 10, 232)
+    machine.mounts += ["/dev/kvm"]
+    machine.hand(*([] if vendor == "nobody" else [Request(vendor, (), ())]))
+    run(machine)
+    assert not [path for path in machine.mounts if path != "/dev/kvm"]
+    assert machine.exists("/dev/kvm"), "somebody may have bound it by hand: no setting of ours is for nodes of GPUs"
+
+
+def test_a_failed_look_at_the_note_is_not_an_empty_one(machine: Machine) -> None:
+    machine.hand(LESS)
+    machine.mounts.remove("/dev/nvidia1")
+
+    def fail(path: str) -> None:
+        if path.endswith("/granted-nvidia.json"):
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    machine.before_read = fail
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert machine.conditions()["LibrariesLinked"][0] == "True"
+    machine.before_read = lambda path: None
+    run(machine)
+    assert not machine.exists("/dev/nvidia1"), "the empty file that the node was mounted on"
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
+    """Where it cannot be noted what is withdrawn, that is said of its condition alone."""
+    machine.hand(LESS)
+
+    def full(path: str) -> None:
+        if path.endswith("/granted-nvidia.json"):
+            raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    machine.before_write = full
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "NotWithdrawn")
+    assert "No space left on device" in machine.message("DevicesAllowed")
+    assert machine.conditions()["LibrariesLinked"][0] == "True"
+
+
+def test_a_mount_of_what_the_host_removed_is_taken_away(machine: Machine) -> None:
+    """A reload of nvidia-drm, with the same grant: the host then binds its new node, on systemd 252 too."""
+    machine.mounts.append("/dev/nvidia1")
+    machine.removed += ["/dev/nvidia1"] * 2
+    run(machine)
+    assert [call for call in machine.calls if call[0] == "umount"] == [UMOUNT] * 2
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.exists("/dev/nvidia1"), "what systemd mounts on"
+    machine.node("/dev/nvidia1", 195, 1)
+    machine.mounts.append("/dev/nvidia1")
+    machine.calls.clear()
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert UMOUNT not in machine.calls
+
+
+def test_a_node_below_a_removed_one_stays(machine: Machine) -> None:
+    machine.mounts.append("/dev/nvidia1")
+    machine.removed.append("/dev/nvidia1")
+    run(machine)
+    assert machine.calls.count(UMOUNT) == 1
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_daemon_s_directory_that_it_made_anew_is_taken_away(machine: Machine) -> None:
+    directory = "/run/nvidia-persistenced"
+    machine.make_directory(directory)
+    machine.hand(replace(REQUEST, sockets=("persistenced",)))
+    machine.mounts.append(directory)
+    run(machine)
+    assert ("umount", "--lazy", directory) not in machine.calls
+    machine.removed.append(directory)
+    run(machine)
+    assert machine.calls.count(("umount", "--lazy", directory)) == 1
+
+
+def test_a_removed_mount_that_stays_is_said(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    machine.removed.append("/dev/nvidia1")
+    machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert "/dev/nvidia1 was removed on the host and stays mounted: umount" in capsys.readouterr().err
+
+
+LEFT_OPEN = "; LeftOpen (not granted any more, and still open by this machine's PIDs): "
+
+
+def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payload")[2]) -> Path:
+    """A process that has the node open by a path of its own: the machine's is withdrawn."""
+    number = next(each for each in DEVICES if each.path == "/dev/nvidia1")
+    machine.node("/run/pod/dev/nvidia1", number.major, number.minor)
+    return process(machine.tree, pid, opened=("/run/pod/dev/nvidia1",), group=group, inner=(1,))
+
+
+def test_who_has_a_withdrawn_node_open_is_named_until_it_ends(machine: Machine) -> None:
+    """In the message alone: the GPUs that are granted can be used."""
+    bundle(machine, CONTAINER, specification("work/cuda"))
+    run(machine)
+    directory = hold(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed"), "what is granted may be open"
+    machine.hand(LESS)
+    for _ in range(2):
+        run(machine)
+        assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+        assert machine.message("DevicesAllowed").endswith(f"{LEFT_OPEN}PID 77 (python3), pod work/cuda: /dev/nvidia1")
+    shutil.rmtree(directory)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed")
+    hold(machine, pid=78)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed"), "forgotten: no process is looked at any more"
+
+
+def test_a_number_that_is_granted_again_is_anothers(machine: Machine) -> None:
+    number = machine.nodes["/dev/nvidia1"]
+    hold(machine)
+    machine.hand(LESS)
+    run(machine)
+    assert LEFT_OPEN in machine.message("DevicesAllowed")
+    machine.node("/dev/nvidia1", number.major, number.minor)
+    machine.hand(REQUEST)
+    run(machine)
+    assert "LeftOpen" not in machine.message("DevicesAllowed")
+
+
+def test_many_processes_are_counted(machine: Machine) -> None:
+    for pid in range(30, 50):
+        hold(machine, pid, group="/system.slice/x.service")
+    machine.hand(LESS)
+    run(machine)
+    message = machine.message("DevicesAllowed")
+    assert "PID 39 (python3): /dev/nvidia1 and 10 more" in message
+    assert "PID 40" not in message
+
+
+def refuse(directory: str, error: Exception) -> Callable[[str], None]:
+    def listed(path: str) -> None:
+        if path == directory:
+            raise error
+
+    return listed
+
+
+def looks(machine: Machine) -> list[str]:
+    """Runs the machine half seven times: directories of processes that were listed."""
+    listed: list[str] = []
+    refused = machine.before_list
+
+    def note(path: str) -> None:
+        listed.append(path)
+        refused(path)
+
+    machine.before_list = note
+    for _ in range(7):
+        run(machine)
+    machine.before_list = refused
+    return [path for path in listed if path == "/proc"]
+
+
+def test_a_process_that_cannot_be_looked_at_is_counted_once(machine: Machine) -> None:
+    """Some never can be; the runs of every minute must not go on looking for ever."""
+    hold(machine)
+    machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
+    machine.hand(LESS)
+    run(machine)
+    assert "; 1 processes could not be looked at, and may have open" in machine.message("DevicesAllowed")
+    assert not looks(machine)
+    assert "could not be looked at" not in machine.message("DevicesAllowed")
+
+
+@pytest.mark.parametrize("error", [ValueError("line 3 of maps"), PermissionError(errno.EACCES, "Permission denied")])
+def test_a_look_that_fails_costs_no_report(machine: Machine, error: Exception) -> None:
+    machine.hand(LESS)
+    machine.before_list = refuse("/proc", error)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert f"who has withdrawn nodes open is not known: {error}" in machine.message("DevicesAllowed")
+    assert len(looks(machine)) == FAILED_LOOKS - 1
+    assert "not known" not in machine.message("DevicesAllowed")
+
+
+def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:
+    end = threading.Event()
+    machine.before_list = lambda path: None if path != "/proc" else (end.wait(60), None)[1]
+    notes = Notes(machine)
+    notes.save(WITHDRAWN, {"/dev/nvidia1": [195, 1]})
+    with pytest.raises(TimeoutError):
+        name_left_open((), machine, notes, (), limit=0.1)
+    assert notes.load(WITHDRAWN)
+    end.set()
+
+
+def test_the_service_may_look_at_every_process() -> None:
+    """Pods' processes have other users, or capabilities that the service lacks."""
+    unit = Path(__file__).parents[3] / "systemd/machine/unbounded-agent-gpu.service"
+    (line,) = (each for each in unit.read_text().splitlines() if each.startswith("CapabilityBoundingSet="))
+    # The second: for the links in /proc/PID/map_files (proc_map_files_get_link in the kernel's fs/proc/base.c).
+    assert {"CAP_SYS_PTRACE", "CAP_SYS_ADMIN"} <= set(line.partition("=")[2].split())

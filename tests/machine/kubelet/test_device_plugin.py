@@ -1,0 +1,279 @@
+"""GPUsAdvertised on a simulated machine, see tests/fakes/kubelet.py for what is simulated."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agent.machine.kubelet.device_plugin import CHECKPOINT, KUBELET_SOCKET, PLUGINS, parse_checkpoint
+from agent.machine.notes import OWNED_COPY
+from agent.model.errors import DocumentError
+from agent.model.paths import OWNED
+from agent.vendors.nvidia.device_plugin import gpu_of
+from tests.fakes.kubelet import BACKLOG, PLUGIN_SOCKET, UUIDS, Kubelet
+from tests.fakes.machine import EMPTY, gpu_machine
+
+OTHER = "GPU-99999999-0000-0000-0000-000000000000"
+
+
+@pytest.fixture
+def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
+    with ExitStack() as stack:
+        yield Kubelet(gpu_machine(tmp_path / "machine"), stack)
+
+
+@pytest.fixture
+def serving(kubelet: Kubelet) -> Kubelet:
+    """Kubelet and plug-in run, since the CDI spec was published, and both GPUs are advertised."""
+    kubelet.serve()
+    return kubelet
+
+
+def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
+    assert len(UUIDS) == 2
+    assert serving.condition() == ("True", "Advertised")
+    assert "nvidia.com/gpu: 2" in serving.message()
+    serving.machine.calls.clear()
+    assert serving.condition() == ("True", "Advertised")
+    assert not [call for call in serving.machine.calls if "kubelet" in " ".join(call)], "no process for it"
+
+
+def test_a_gpu_that_came_after_the_plug_in_needs_its_restart(serving: Kubelet) -> None:
+    """It looks for GPUs only when it starts, and then makes its socket anew."""
+    serving.advertise(gpu=list(UUIDS[:1]))
+    serving.publish_later()
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
+    assert UUIDS[1] in serving.message()
+    serving.begin_later()
+    assert serving.condition() == ("False", "GPUsMissing")
+
+
+def test_a_gpu_that_went_needs_its_restart(serving: Kubelet) -> None:
+    """It goes on offering what is gone, health checks apart."""
+    serving.advertise(gpu=[*UUIDS, OTHER])
+    serving.publish_later()
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
+    assert OTHER in serving.message()
+
+
+def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
+    """The plug-in knew it; only a restart would make it forget that the GPU is unhealthy."""
+    serving.publish_later()
+    assert serving.condition() == ("True", "Advertised")
+    serving.advertise(gpu=list(UUIDS[:1]))
+    assert serving.condition() == ("False", "GPUsMissing")
+
+
+def test_looking_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
+    assert serving.condition() == ("True", "Advertised")
+    listener = serving._sockets[PLUGIN_SOCKET]
+    connection, _ = listener.accept()
+    with connection:
+        assert connection.recv(1) == b"", "closed without a byte"
+
+
+def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
+    """Four replicas of each GPU; the same number of replicas of one GPU alone is not the same."""
+    replicas = [f"{gpu}::{index}" for gpu in UUIDS for index in range(4)]
+    serving.advertise(gpu_shared=replicas)
+    assert serving.condition() == ("True", "Advertised")
+    assert "nvidia.com/gpu.shared: 8" in serving.message()
+    serving.advertise(gpu_shared=[f"{UUIDS[0]}::{index}" for index in range(8)])
+    assert serving.condition() == ("False", "GPUsMissing")
+
+
+def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
+    serving.advertise(gpu=[UUIDS[0]])
+    assert serving.condition() == ("False", "GPUsMissing")
+    assert serving.message().startswith(f"{UUIDS[1]} is granted, but not advertised")
+    serving.advertise(gpu=[*UUIDS, OTHER])
+    assert serving.condition() == ("False", "StaleGPUs")
+    assert serving.message().startswith(f"{OTHER} is advertised, but not granted")
+    serving.advertise(gpu=[UUIDS[0], OTHER])
+    assert serving.condition() == ("False", "GPUsMissing")
+    assert UUIDS[1] in serving.message()
+    assert OTHER in serving.message()
+
+
+def test_gpus_that_are_all_taken_back(serving: Kubelet) -> None:
+    """The machine has no GPU any more, but the plug-in still offers them."""
+    serving.machine.hand(EMPTY)
+    assert serving.condition() == ("False", "DevicePluginRestartNeeded")
+    serving.advertise(gpu=[])
+    assert serving.condition() == ("True", "NotApplicable")
+
+
+def test_plugin_that_ended_or_was_killed(serving: Kubelet) -> None:
+    """The kubelet's checkpoint keeps its devices for five minutes."""
+    serving.kill(PLUGIN_SOCKET)
+    assert serving.condition() == ("False", "DevicePluginDown")
+    assert PLUGIN_SOCKET in serving.message()
+    serving.machine.drop(PLUGIN_SOCKET)
+    assert serving.condition() == ("False", "DevicePluginDown")
+    serving.advertise()
+    assert serving.condition() == ("Unknown", "NoDevicePlugin")
+
+
+def test_plugin_that_is_dead_beside_one_that_serves(serving: Kubelet) -> None:
+    """One of two plug-ins, or of two resources: the file still lists what it had."""
+    other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
+    serving.listen(other)
+    serving.advertise(gpu=list(UUIDS))
+    assert serving.condition() == ("True", "Advertised")
+    serving.kill(other)
+    assert serving.condition() == ("False", "DevicePluginDown")
+    assert serving.message().startswith(f"{other} accepts no connection")
+
+
+def test_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
+    """connect(2) would wait for it."""
+    with ExitStack() as stack:
+        for _ in range(BACKLOG + 1):
+            client = stack.enter_context(socket.socket(socket.AF_UNIX))
+            client.settimeout(5)
+            directory = os.open(serving.machine.tree / PLUGINS[1:], os.O_PATH)
+            client.connect(f"/proc/self/fd/{directory}/nvidia-gpu.sock")
+            os.close(directory)
+        assert serving.condition() == ("False", "DevicePluginDown")
+
+
+def test_kubelet_that_restarts(serving: Kubelet) -> None:
+    """It removes all sockets and makes its own; its old list proves nothing until the plug-in has sent one."""
+    serving.kill(KUBELET_SOCKET)
+    assert serving.condition() == ("Unknown", "KubeletDown")
+    for path in (KUBELET_SOCKET, PLUGIN_SOCKET):
+        serving.machine.drop(path)
+    serving.listen(KUBELET_SOCKET)
+    assert serving.condition() == ("False", "DevicePluginDown")
+    serving.listen(PLUGIN_SOCKET)
+    later = (serving.machine.tree / PLUGIN_SOCKET[1:]).stat().st_mtime_ns
+    os.utime(serving.machine.tree / CHECKPOINT[1:], ns=(later - 1, later - 1))
+    assert serving.condition() == ("False", "NotRegistered")
+    serving.advertise(gpu=list(UUIDS))
+    assert serving.condition() == ("True", "Advertised")
+
+
+def test_clock_that_was_set_back(serving: Kubelet) -> None:
+    """The list comes after the socket by time spent, not by the clock; it is not called missing until then."""
+    later = time.time_ns() + 3600 * 10**9
+    os.utime(serving.machine.tree / PLUGIN_SOCKET[1:], ns=(later, later))
+    assert serving.condition() == ("True", "Advertised")
+
+
+def test_plugin_that_has_not_registered_at_all(kubelet: Kubelet) -> None:
+    kubelet.listen(KUBELET_SOCKET)
+    assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
+    kubelet.listen(PLUGIN_SOCKET)
+    assert kubelet.condition() == ("False", "NotRegistered")
+
+
+def test_plugins_of_others_do_not_matter(kubelet: Kubelet) -> None:
+    kubelet.listen(KUBELET_SOCKET)
+    kubelet.listen(f"{PLUGINS}/other.sock")
+    kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"example.com/nic": ["GPU-1"]}}}))
+    assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
+
+
+def test_ids_that_are_no_uuids(serving: Kubelet) -> None:
+    """As Google's plug-in gives them."""
+    serving.advertise(gpu=["nvidia0", "nvidia1"])
+    assert serving.condition() == ("Unknown", "UnknownIDs")
+
+
+def test_without_a_spec_nothing_is_known_to_be_granted(serving: Kubelet) -> None:
+    for path in (OWNED, OWNED_COPY):
+        serving.machine.drop(path)
+    serving.machine.put("/etc/cdi/nvidia.yaml", "theirs")
+    assert serving.condition() == ("Unknown", "NotPublished")
+
+
+@pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.touch(),
+                                  lambda path: path.symlink_to("/dev/null"), os.mkfifo])  # fmt: skip
+def test_other_files_in_place_of_a_socket(kubelet: Kubelet, make: Callable[[Path], object]) -> None:
+    """Pods of device plug-ins write into this directory."""
+    kubelet.listen(KUBELET_SOCKET)
+    make(kubelet.machine.tree / PLUGIN_SOCKET[1:])
+    assert kubelet.condition() == ("False", "DevicePluginDown")
+
+
+def test_socket_of_another_type(kubelet: Kubelet) -> None:
+    kubelet.listen(KUBELET_SOCKET)
+    kubelet.listen(PLUGIN_SOCKET, socket.SOCK_DGRAM)
+    assert kubelet.condition() == ("False", "DevicePluginDown")
+
+
+# ---- the checkpoint
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"Data": {"PodDeviceEntries": [{"PodUID": "u", "ContainerName": "c", "ResourceName": "nvidia.com/gpu",
+                                        "DeviceIDs": {"0": ["GPU-1"]}, "AllocResp": "Eg=="}],
+                  "RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"], "a.b/c": None}}, "Checksum": 7},
+        {"Data": {"PodDeviceEntries": [{"PodUID": "u", "ContainerName": "c", "ResourceName": "nvidia.com/gpu",
+                                        "DeviceIDs": ["GPU-1"], "AllocResp": "Eg=="}],
+                  "RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"], "a.b/c": []}}, "Checksum": 7},
+        {"PodDeviceEntries": [], "RegisteredDevices": {"nvidia.com/gpu": ["GPU-1"], "a.b/c": []}},
+    ],
+    ids=["1.20 and newer", "1.10 to 1.19", "1.8 and 1.9"],
+)  # fmt: skip
+def test_forms_of_the_checkpoint(document: object) -> None:
+    assert parse_checkpoint(json.dumps(document).encode()) == {"nvidia.com/gpu": ("GPU-1",), "a.b/c": ()}
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (b"", "not JSON"),
+        (b"{\xff}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
+        (b"[]", "key Data is not an object"),
+        (b'{"Data": 3}', "key Data is not an object"),
+        (b'{"Data": {}}', r"key Data\.RegisteredDevices is not an object"),
+        (b'{"Data": {"RegisteredDevices": []}}', r"key Data\.RegisteredDevices is not an object"),
+        (b'{"Data": {"RegisteredDevices": {"nvidia.com/gpu": 3}}}', r"RegisteredDevices\['nvidia.com/gpu'\] is not a"),
+        (b'{"Data": {"RegisteredDevices": {"a\\u001b[2J": [3]}}}', r"RegisteredDevices\['a\\x1b\[2J'\] is not a list"),
+    ],
+)
+def test_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> None:
+    """Neither the run nor another condition suffers."""
+    with pytest.raises(DocumentError, match=named):
+        parse_checkpoint(text)
+    serving.checkpoint(text)
+    assert serving.condition() == ("Unknown", "BadCheckpoint")
+    assert CHECKPOINT in serving.message()
+    assert serving.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_checkpoint_that_is_no_file_or_too_large(serving: Kubelet) -> None:
+    serving.checkpoint(b" " * ((8 << 20) + 1))
+    assert serving.condition() == ("Unknown", "BadCheckpoint")
+    assert "larger than" in serving.message()
+    serving.machine.drop(CHECKPOINT)
+    os.mkfifo(serving.machine.tree / CHECKPOINT[1:])
+    assert serving.condition() == ("Unknown", "BadCheckpoint")
+    assert "not a regular file" in serving.message()
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [
+        ("GPU-7a0e", "GPU-7a0e"),
+        ("GPU-7a0e::3", "GPU-7a0e"),
+        ("MIG-7a0e::0", "MIG-7a0e"),
+        ("MIG-GPU-7a0e/1/0", "MIG-GPU-7a0e/1/0"),
+        ("GPU-7a0e::x", ""),
+        ("0", ""),
+        ("0:1", ""),
+        ("all", ""),
+        ("none", ""),
+    ],
+)
+def test_identity_in_a_device_name(name: str, gpu: str) -> None:
+    assert gpu_of(name) == gpu

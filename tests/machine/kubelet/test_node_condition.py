@@ -1,0 +1,370 @@
+"""The condition on the Node, on a simulated machine: its processes are listed, its kubectl is scripted."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent.machine.kubelet.node_condition import HEARTBEAT, JUDGEMENT, NODE, TYPE, run
+from agent.machine.run import run as run_setup
+from agent.model.conditions import Condition, ConditionType, Status, false
+from agent.model.errors import DocumentError
+from agent.model.host_status import SILENT_AFTER, judgement, parse_judgement, render_judgement
+from agent.model.paths import NODE_CONDITION_MARK
+from agent.model.reasons import Reason
+from agent.system.process import Completed
+from tests.fakes.machine import gpu_machine, hang
+from tests.fakes.node import KUBELET, KUBELETS_OWN, NOW, READY, SERVICE, Node
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    machine = gpu_machine(tmp_path / "machine")
+    machine.__class__ = Node
+    assert isinstance(machine, Node)
+    machine.replaced = []
+    machine.object = {
+        "metadata": {"name": "gpu-node"},
+        "status": {"conditions": [KUBELETS_OWN], "capacity": {"cpu": "2"}},
+    }
+    machine.put("/proc/sys/kernel/hostname", "GPU-Node\n")
+    machine.put("/usr/local/bin/kubectl")
+    machine.program("kubectl", machine.kubectl)
+    machine.process(40, *KUBELET)
+    machine.judge()
+    return machine
+
+
+def test_ready_is_set_with_the_kubelet_s_identity(node: Node) -> None:
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
+    common = ("kubectl", "--kubeconfig=/etc/kubernetes/kubelet.conf", "--request-timeout=10s")
+    assert node.calls == [
+        (*common, "get", "--raw=/api/v1/nodes/gpu-node"),
+        (*common, "replace", "--raw=/api/v1/nodes/gpu-node/status", f"--filename={NODE}"),
+    ]
+    assert node.object["metadata"] == {"name": "gpu-node"}
+    assert node.object["status"]["capacity"] == {"cpu": "2"}
+    assert node.object["status"]["conditions"][:-1] == [KUBELETS_OWN]
+    assert node.on_node() == {
+        "type": TYPE,
+        "status": "True",
+        "reason": "AllConditionsTrue",
+        "message": "the machine can run GPU workloads",
+        "lastHeartbeatTime": "2027-01-15T08:00:00Z",
+        "lastTransitionTime": "2027-01-15T07:43:20Z",
+    }
+
+
+def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
+    """The API server of a large cluster is not asked by each machine each minute."""
+    run(node, NOW)
+    node.judge(judged=NOW + 60)
+    run(node, NOW + 60)
+    assert len(node.replaced) == 1
+    broken = false(ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: no libcuda")
+    node.judge(broken, NOW + 70, since=NOW + 65)
+    run(node, NOW + 70)
+    assert node.on_node()["status"] == "False"
+    assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:01:10Z"
+    changed = node.on_node()["lastTransitionTime"]
+    node.judge(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80)
+    run(node, NOW + 80)
+    assert (node.on_node()["reason"], node.on_node()["lastTransitionTime"]) == ("Stopped", changed)
+    node.judge(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80 + HEARTBEAT)
+    run(node, NOW + 79 + HEARTBEAT)
+    assert len(node.replaced) == 3
+    run(node, NOW + 80 + HEARTBEAT)
+    assert len(node.replaced) == 4
+    assert node.on_node()["lastTransitionTime"] == changed
+
+
+def test_silent_host_is_unknown_and_comes_back(node: Node) -> None:
+    """Old evidence never claims ready."""
+    run(node, NOW)
+    run(node, NOW + SILENT_AFTER + 1)
+    assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "AgentSilent")
+    assert "2027-01-15T08:00:00Z" in node.on_node()["message"]
+    node.judge(judged=NOW + 400)
+    run(node, NOW + 400)
+    assert node.on_node()["status"] == "True"
+    assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:06:40Z", "it was Unknown in between"
+
+
+def test_clock_that_was_set_back(node: Node) -> None:
+    """A verdict from the future is no evidence either, and a heartbeat from there does not hold up the next one."""
+    run(node, NOW)
+    run(node, NOW - 3600)
+    assert node.on_node()["reason"] == "AgentSilent"
+    node.judge(judged=NOW - 3600)
+    run(node, NOW - 3590)
+    assert node.on_node()["status"] == "True"
+
+
+@pytest.mark.parametrize(
+    "text", [b"", b"[]", b'{"version": 9}', render_judgement(judgement(READY, NOW)).replace(b"True", b"Maybe")]
+)
+def test_document_that_is_not_understood(node: Node, text: bytes) -> None:
+    """An image of another release: what is on the Node must not stay ready, and both places say why."""
+    run(node, NOW)
+    node.put(JUDGEMENT, text)
+    run(node, NOW + 1)
+    assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "BadDocument")
+    assert node.outcome() == ("False", "BadDocument")
+
+
+def test_condition_is_taken_back_when_it_is_not_wanted_any_more(node: Node) -> None:
+    """Also after a boot of the machine, which clears the notes; then nothing more is asked of the API server."""
+    run(node, NOW)
+    node.drop(JUDGEMENT)
+    node.drop("/run/unbounded-agent/state/node-condition.json")
+    run(node, NOW + 10)
+    assert node.object["status"]["conditions"] == [KUBELETS_OWN]
+    assert not node.exists(NODE_CONDITION_MARK)
+    node.calls.clear()
+    run(node, NOW + 70)
+    assert node.calls == []
+    node.judge(judged=NOW + 80)
+    run(node, NOW + 80)
+    assert node.on_node()["status"] == "True", "and is set again"
+
+
+@pytest.mark.parametrize(
+    ("words", "taken_back"),
+    [
+        ('Error from server (NotFound): nodes "gpu-node" not found', True),
+        ("The connection to the server 10.0.0.1:6443 was refused", False),
+    ],
+)
+def test_taking_back_is_tried_until_it_is_done(node: Node, words: str, taken_back: bool) -> None:
+    run(node, NOW)
+    node.drop(JUDGEMENT)
+    node.program("kubectl", "", 1, words)
+    run(node, NOW + 10)
+    assert node.exists(NODE_CONDITION_MARK) is not taken_back
+
+
+def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
+    """The kubelet's identity changed: it may not touch the other Node."""
+    run(node, NOW)
+    node.drop(JUDGEMENT)
+    node.process(40, *KUBELET, "--hostname-override=other")
+    run(node, NOW + 10)
+    assert len(node.replaced) == 1
+    assert not node.exists(NODE_CONDITION_MARK)
+
+
+# ---- who the kubelet is
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "kubeconfig"),
+    [
+        (("kubelet", "--kubeconfig", "/a b", "--v=2"), "gpu-node", "/a b"),
+        (("/usr/bin/hyperkube", "kubelet", "--kubeconfig=/k"), "gpu-node", "/k"),
+        (("kubelet", "--kubeconfig=/old", "--kubeconfig=/k", "--hostname-override", "Worker.1"), "worker.1", "/k"),
+        (("kubelet", "--bootstrap-kubeconfig=/b", "--hostname-override=", "--kubeconfig=/k"), "gpu-node", "/k"),
+    ],
+)
+def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: str, kubeconfig: str) -> None:
+    node.process(40, *arguments)
+    run(node, NOW)
+    assert node.calls[-1][1] == f"--kubeconfig={kubeconfig}"
+    assert node.calls[-1][-2] == f"--raw=/api/v1/nodes/{name}/status"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "pids"),
+    [
+        ("0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope", "30\t1"),
+        ("0::/kubepods.slice/kubepods-burstable.slice/cri-containerd-1.scope", "30"),
+        ("0::/kubepods.slice/x.slice/cri-containerd-1.scope/system.slice/kubelet.service", "30"),
+        ("0::/kubepods/burstable/pod1/1", "30"),
+        ("0::/k8s.io/1", "30"),
+        ("1:name=systemd:/kubepods/burstable/pod1/1\n0::/system.slice/containerd.service", "30"),
+        ("0::/node.slice/node-kubepods.slice/node-kubepods-pod1.slice", "30"),
+        (SERVICE, "30\t1"),
+    ],
+)
+def test_a_kubelet_in_a_container_is_not_believed(node: Node, cgroup: str, pids: str) -> None:
+    """A kubeconfig can name a program, which would run as root in the machine."""
+    forged = ("kubelet", "--kubeconfig=/var/lib/kubelet/pods/1/volumes/evil.conf")
+    node.process(30, *forged, cgroup=cgroup, pids=pids)
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+    node.drop("/proc/40/cmdline")
+    run(node, NOW + 1)
+    assert node.outcome() == ("False", "KubeletNotRunning")
+
+
+@pytest.mark.parametrize(
+    ("users", "cgroup"),
+    [
+        ("1000\t1000\t1000\t1000", SERVICE),
+        # A setuid program under another name keeps who started it.
+        ("1000\t0\t0\t0", SERVICE),
+        ("0\t0\t0\t0", "0::/user.slice/user-0.slice/user@0.service/app.slice/x.service"),
+    ],
+)
+def test_a_kubelet_of_another_user_is_not_believed(node: Node, users: str, cgroup: str) -> None:
+    node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users)
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+
+
+@pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
+def test_a_program_that_only_has_a_file_of_that_name_open_is_no_kubelet(node: Node, path: str) -> None:
+    """Started before the kubelet, by its number."""
+    node.process(30, "vi", path, "--kubeconfig=/other")
+    run(node, NOW)
+    assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("kubelet", "--config=/k"), "NoKubeconfig"),
+        (("kubelet", "--kubeconfig=kubelet.conf"), "NoKubeconfig"),
+        (("kubelet", "--kubeconfig"), "NoKubeconfig"),
+        (("kubelet", "--kubeconfig=/k", "--hostname-override=--all"), "BadNodeName"),
+        (("kubelet", "--kubeconfig=/k", "--hostname-override=a/b"), "BadNodeName"),
+        (("sh", "-c", "kubelet --kubeconfig=/k"), "KubeletNotRunning"),
+    ],
+)
+def test_a_kubelet_that_cannot_be_spoken_for(node: Node, arguments: tuple[str, ...], reason: str) -> None:
+    node.process(40, *arguments)
+    run(node, NOW)
+    assert node.outcome() == ("False", reason)
+    assert node.calls == []
+
+
+# ---- what the API server says
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        ('Error from server (NotFound): nodes "gpu-node" not found', "NodeNotRegistered"),
+        ('Error from server (Forbidden): nodes "x" is forbidden: node "a" is not allowed', "Refused"),
+        ("error: You must be logged in to the server (Unauthorized)", "Refused"),
+        ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
+    ],
+)
+def test_refusals_are_reported_in_their_words_and_tried_again(node: Node, stderr: str, reason: str) -> None:
+    node.program("kubectl", "", 1, stderr)
+    run(node, NOW)
+    assert node.outcome() == ("False", reason)
+    assert stderr in node.words()
+    node.program("kubectl", node.kubectl)
+    run(node, NOW + 60)
+    assert node.outcome() == ("True", "Set")
+
+
+def test_a_change_in_between_is_tried_again(node: Node) -> None:
+    """The kubelet writes the same status; one that never rests is reported."""
+    conflict = Completed(1, b"", b"Error from server (Conflict): the object has been modified")
+    left = [conflict, conflict]
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        return left.pop() if "replace" in argv and left else node.kubectl(argv)
+
+    node.program("kubectl", answer)
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
+    assert len(node.replaced) == 1
+    node.judge(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
+    left.extend([conflict] * 10)
+    run(node, NOW + 1)
+    assert node.outcome() == ("False", "Refused")
+    assert len(left) == 7
+
+
+@pytest.mark.parametrize("text", ["", "[]", "<html>proxy</html>"])
+def test_answer_that_is_no_node(node: Node, text: str) -> None:
+    node.program("kubectl", text)
+    run(node, NOW)
+    assert node.outcome() == ("False", "APIUnreachable")
+
+
+def test_kubectl_that_hangs_or_is_missing(node: Node) -> None:
+    node.program("kubectl", hang)
+    run(node, NOW)
+    assert node.outcome() == ("False", "APIUnreachable")
+    assert "time limit of 15 s" in node.words()
+    node.drop("/usr/local/bin/kubectl")
+    run(node, NOW)
+    assert node.outcome() == ("False", "NoKubectl")
+
+
+def test_journal_gets_changes_only(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    run(node, NOW)
+    assert "<6>NodeConditionSet True Set" in capsys.readouterr().err
+    run(node, NOW + 60)
+    assert capsys.readouterr().err == ""
+
+
+# ---- in the report
+
+
+def test_report_has_it_where_it_is_wanted_only(node: Node) -> None:
+    """A host half that knows no such condition would refuse the report."""
+    node.drop(JUDGEMENT)
+    run_setup(node)
+    assert "NodeConditionSet" not in node.conditions()
+    node.judge()
+    run_setup(node)
+    assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
+
+
+@pytest.mark.parametrize("damage", [b"", b"[]", b'{"at": "x"}', b'{"at": 9e999, "status": "True"}'])
+def test_damaged_note_is_an_empty_one(node: Node, damage: bytes) -> None:
+    node.put("/run/unbounded-agent/state/node-condition.json", damage)
+    run_setup(node)
+    assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
+    run(node, NOW)
+    assert node.outcome() == ("True", "Set")
+
+
+def test_report_has_the_outcome_of_the_last_run(node: Node) -> None:
+    import time
+
+    now = time.time()
+    node.judge(judged=now)
+    node.program("kubectl", "", 1, "Error from server (Forbidden): no")
+    run(node, now)
+    run_setup(node)
+    assert node.conditions()["NodeConditionSet"] == ("False", "Refused")
+    run(node, now - SILENT_AFTER - 10)
+    run_setup(node)
+    assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
+
+
+# ---- the document
+
+
+def test_judgement_round_trip() -> None:
+    ready = Condition(ConditionType.READY, Status.FALSE, "A", "b", 5.5)
+    parsed = parse_judgement(render_judgement(judgement(ready, NOW)))
+    assert (parsed.ready, parsed.judged) == (ready, NOW)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"version": 2}, "version 2 is not understood"),
+        ({"judged": "x"}, "key judged must be a time"),
+        ({"judged": float("inf")}, "key judged must be a time"),
+        ({"judged": 1e300}, "key judged must be a time"),
+        ({"judged": -1}, "key judged must be a time"),
+        ({"judged": True}, "key judged must be a time"),
+        ({"last_transition": None}, "key last_transition must be a time"),
+        ({"status": "Maybe"}, "must be True, False or Unknown, not 'Maybe'"),
+        ({"status": 1}, "key status must be str"),
+        ({"reason": None}, "key reason must be str"),
+        ({"message": []}, "key message must be str"),
+    ],
+)
+def test_what_is_wrong_in_a_judgement_is_named(change: dict[str, object], named: str) -> None:
+    document = json.loads(render_judgement(judgement(READY, NOW)))
+    with pytest.raises(DocumentError, match=named):
+        parse_judgement(json.dumps({**document, **change}).encode())

@@ -1,0 +1,177 @@
+"""The opt-in restart of a device plug-in's container, on a simulated machine: crictl and systemd-run are scripted.
+
+The process that listens is this test's; its cgroup is a file of the simulated machine.
+"""
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from agent.machine.kubelet.device_plugin import PLUGINS
+from agent.machine.kubelet.plugin_restart import DISTANCE
+from agent.machine.notes import Notes
+from tests.fakes.kubelet import PLUGIN_SOCKET, UUIDS, Kubelet
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+
+CONTAINER = "0123456789abcdef" * 4
+CGROUP = f"/proc/{os.getpid()}/cgroup"
+BY_SYSTEMD = (
+    f"0::/kubepods.slice/kubepods-besteffort.slice/kubepods-besteffort-pod1_2.slice/cri-containerd-{CONTAINER}.scope\n"
+)
+NOTE = "device-plugin-restart-nvidia"
+
+
+@pytest.fixture
+def outdated(tmp_path: Path) -> Iterator[Kubelet]:
+    """The second GPU came after the plug-in had begun to serve, and a restart is asked for."""
+    with ExitStack() as stack:
+        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
+        kubelet.serve()
+        kubelet.machine.hand(REQUEST, restart_device_plugin=True)
+        kubelet.machine.put("/usr/local/bin/crictl")
+        kubelet.machine.put(CGROUP, BY_SYSTEMD)
+        kubelet.machine.program("systemd-run", "")
+        kubelet.advertise(gpu=[UUIDS[0]])
+        kubelet.publish_later()
+        yield kubelet
+
+
+def restarts(machine: Machine) -> list[tuple[str, ...]]:
+    """The commands that systemd-run was given."""
+    commands = [call for call in machine.calls if call[0] == "systemd-run"]
+    return [call[next(index for index, each in enumerate(call) if each.endswith("crictl")) :] for call in commands]
+
+
+def pass_time(machine: Machine, seconds: float) -> None:
+    """Since the last restart, by its note."""
+    notes = Notes(machine)
+    noted = notes.load(NOTE)
+    notes.save(NOTE, {**noted, "at": noted["at"] - seconds})
+
+
+@pytest.mark.parametrize("cgroup", [BY_SYSTEMD, f"0::/kubepods/besteffort/pod1-2/{CONTAINER}\n",
+                                    f"12:devices:/kubepods/burstable/pod1-2/{CONTAINER}\n1:name=x:/\n"])  # fmt: skip
+def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: str) -> None:
+    """The kubelet starts it again. That it goes on without the GPU, for another reason, is told and left so."""
+    outdated.machine.put(CGROUP, cgroup)
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    (command,) = restarts(outdated.machine)
+    assert command[0] == "/usr/local/bin/crictl"
+    assert "stop" in command
+    assert command[-1] == CONTAINER
+    message = outdated.message()
+    assert CONTAINER[:13] in message
+    assert "restart 1 " in message
+    for _ in range(2):
+        pass_time(outdated.machine, 2 * DISTANCE)
+        assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+        assert outdated.message() == message
+    assert len(restarts(outdated.machine)) == 1
+    outdated.begin_later()
+    assert outdated.condition() == ("False", "GPUsMissing")
+    assert len(restarts(outdated.machine)) == 1
+
+
+def test_the_plug_in_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
+    """There is no spec any more, and what it advertises is gone."""
+    outdated.machine.hand(EMPTY, restart_device_plugin=True)
+    for _ in range(3):
+        assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+        assert "restart 1 " in outdated.message()
+        pass_time(outdated.machine, 2 * DISTANCE)
+    assert len(restarts(outdated.machine)) == 1
+    assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
+
+
+def test_a_hard_link_of_another_plug_in_s_socket_is_not_believed(outdated: Kubelet) -> None:
+    place = outdated.machine.tree / PLUGINS[1:]
+    (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "does not run in a pod's container" in outdated.message()
+    assert not restarts(outdated.machine)
+
+
+def test_not_waited_for(outdated: Kubelet) -> None:
+    outdated.condition()
+    (call,) = (call for call in outdated.machine.calls if call[0] == "systemd-run")
+    assert "--no-block" in call
+
+
+def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
+    """GPUs that come and go must not keep the plug-in from working."""
+    outdated.condition()
+    later = time.time() - 5
+    os.utime(outdated.machine.tree / "etc/cdi/nvidia.yaml", (later, later))
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "will be again" in outdated.message()
+    assert len(restarts(outdated.machine)) == 1
+    pass_time(outdated.machine, DISTANCE)
+    outdated.condition()
+    assert len(restarts(outdated.machine)) == 2
+    assert "restart 2 " in outdated.message()
+
+
+def test_only_where_it_is_asked_for(outdated: Kubelet) -> None:
+    outdated.machine.hand(REQUEST)
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert not restarts(outdated.machine)
+
+
+def test_only_where_it_helps(outdated: Kubelet) -> None:
+    outdated.begin_later()
+    assert outdated.condition() == ("False", "GPUsMissing")
+    assert not restarts(outdated.machine)
+
+
+@pytest.mark.parametrize("cgroup", [
+    "0::/system.slice/nvidia-device-plugin.service\n",
+    "0::/user.slice/user-0.slice/session-1.scope\n",
+    f"0::/system.slice/docker-{CONTAINER}.scope\n",
+    "0::/kubepods.slice/kubepods-besteffort.slice\n",
+    "",
+])  # fmt: skip
+def test_a_plug_in_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
+    outdated.machine.put(CGROUP, cgroup)
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "does not run in a pod's container" in outdated.message()
+    assert not restarts(outdated.machine)
+
+
+def test_a_plug_in_that_has_just_ended_is_left_alone(outdated: Kubelet) -> None:
+    outdated.machine.drop(CGROUP)
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert not restarts(outdated.machine)
+
+
+def test_without_crictl_the_condition_says_so(outdated: Kubelet) -> None:
+    outdated.machine.drop("/usr/local/bin/crictl")
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "install crictl" in outdated.message()
+    outdated.machine.put("/usr/bin/crictl")
+    outdated.condition()
+    assert len(restarts(outdated.machine)) == 1
+
+
+def test_what_could_not_be_started_is_told_and_tried_again(outdated: Kubelet) -> None:
+    outdated.machine.program("systemd-run", "", status=1, stderr="Failed to connect to bus")
+    assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
+    assert "Failed to connect to bus" in outdated.message()
+    outdated.machine.program("systemd-run", "")
+    outdated.condition()
+    assert "restart 1 " in outdated.message()
+
+
+def test_a_restart_that_cannot_be_noted_is_not_done(outdated: Kubelet) -> None:
+    """It would be done again each minute."""
+
+    def refuse(path: str) -> None:
+        if NOTE in path:
+            raise OSError(28, "No space left on device")
+
+    outdated.machine.before_write = refuse
+    assert outdated.condition() == ("False", "Failed")
+    assert not restarts(outdated.machine)

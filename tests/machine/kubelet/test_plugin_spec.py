@@ -1,0 +1,136 @@
+"""The device plug-in's own CDI spec, judged and never edited; the plug-in is simulated (tests/fakes/kubelet.py)."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.vendors.nvidia.device_plugin import SPEC, SPEC_KIND
+from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
+from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, gpu_machine, recorded_spec
+from tests.machine.kubelet.test_plugin_restart import BY_SYSTEMD, CGROUP, restarts
+
+Spec = dict[str, Any]
+
+
+def plugin_spec() -> Spec:
+    """As the plug-in has it: names by UUID alone, another kind."""
+    spec = recorded_spec() | {"kind": SPEC_KIND}
+    spec["devices"] = [each for each in spec["devices"] if each["name"].startswith("GPU-")]
+    return spec
+
+
+@pytest.fixture
+def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
+    """All is advertised, and the plug-in uses a CDI strategy."""
+    with ExitStack() as stack:
+        kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
+        kubelet.serve()
+        kubelet.machine.put(SPEC, json.dumps(plugin_spec()))
+        yield kubelet
+
+
+def test_spec_in_order(kubelet: Kubelet) -> None:
+    assert kubelet.condition() == ("True", "Advertised")
+    assert kubelet.message().endswith(f"{SPEC} of the plug-in is in order")
+
+
+def test_no_spec_of_its_own(kubelet: Kubelet) -> None:
+    """By its default strategy."""
+    kubelet.machine.drop(SPEC)
+    assert kubelet.condition() == ("True", "Advertised")
+    assert SPEC not in kubelet.message()
+
+
+FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
+    "GPU came": (lambda spec: spec["devices"].pop(), "it has no device with /dev/nvidia1"),
+    "GPU went": (
+        lambda spec: spec["devices"][0]["containerEdits"]["deviceNodes"].append({"path": "/dev/nvidia7"}),
+        "device node '/dev/nvidia7' is not granted to this machine",
+    ),
+    "path that is a list": (
+        lambda spec: spec["containerEdits"]["deviceNodes"][1].update(path=["/dev/nvidia-uvm"]),
+        "device node ['/dev/nvidia-uvm'] is not granted to this machine",
+    ),
+    "host path that is an object": (
+        lambda spec: spec["containerEdits"]["deviceNodes"][1].update(hostPath={"a": 1}),
+        "device node {'a': 1} is not granted to this machine",
+    ),
+    "major changed": (
+        lambda spec: spec["containerEdits"]["deviceNodes"][1].update(major=511),
+        "device node /dev/nvidia-uvm is written as 511:0, it is 234:0",
+    ),
+    "driver root went": (
+        lambda spec: spec["containerEdits"]["mounts"][4].update(hostPath="/run/host-nvidia/7/libcuda.so.1"),
+        "/run/host-nvidia/7/libcuda.so.1 does not exist",
+    ),
+    "hook elsewhere": (
+        lambda spec: spec["containerEdits"]["hooks"][0].update(path="/usr/local/nvidia/toolkit/nvidia-cdi-hook"),
+        "/usr/local/nvidia/toolkit/nvidia-cdi-hook does not exist",
+    ),
+    "another kind": (lambda spec: spec.update(kind="site.com/gpu"), "its kind is 'site.com/gpu'"),
+    "no form": (lambda spec: spec.update(devices={}), "devices is not a list"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -> None:
+    spoil, said = FAULTS[name]
+    spec = plugin_spec()
+    spoil(spec)
+    kubelet.machine.put(SPEC, text := json.dumps(spec))
+    assert kubelet.condition() == ("False", "PluginSpecOutdated")
+    assert said in kubelet.message()
+    assert "restart its pod" in kubelet.message()
+    assert kubelet.machine.read_text(SPEC) == text
+    assert kubelet.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_what_is_no_spec(kubelet: Kubelet) -> None:
+    kubelet.machine.put(SPEC, "{")
+    assert kubelet.condition() == ("False", "PluginSpecOutdated")
+    assert "it is not JSON" in kubelet.message()
+
+
+def test_a_link_is_not_followed(kubelet: Kubelet) -> None:
+    """Pods may write in that directory."""
+    kubelet.machine.drop(SPEC)
+    kubelet.machine.put("/etc/elsewhere.json", json.dumps(plugin_spec()))
+    kubelet.machine.link(SPEC, "/etc/elsewhere.json")
+    assert kubelet.condition() == ("False", "Failed")
+
+
+def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
+    """The file that is gone here is also missed by our own spec, which is another condition's."""
+    spec = plugin_spec()
+    for mount in spec["containerEdits"]["mounts"]:
+        mount["hostPath"] = mount["hostPath"].replace(ROOT, "/run/host-nvidia/7")
+    kubelet.machine.put(SPEC, json.dumps(spec))
+    assert kubelet.condition() == ("False", "PluginSpecOutdated")
+    assert f"and {len(spec['containerEdits']['mounts']) - 3} more" in kubelet.message()
+    assert f"/run/host-nvidia/7/{LIBRARIES}/libnvidia-ml.so.{VERSION} does not exist" not in kubelet.message()
+
+
+def test_spec_of_a_plug_in_that_does_not_run(kubelet: Kubelet) -> None:
+    """That it does not run is what matters."""
+    kubelet.machine.put(SPEC, "{}")
+    kubelet.kill(PLUGIN_SOCKET)
+    assert kubelet.condition() == ("False", "DevicePluginDown")
+
+
+def test_the_plug_in_is_restarted_for_it_where_that_is_asked_for(kubelet: Kubelet) -> None:
+    """At its start it writes its spec anew."""
+    machine = kubelet.machine
+    machine.hand(REQUEST, restart_device_plugin=True)
+    machine.put("/usr/local/bin/crictl")
+    machine.put(CGROUP, BY_SYSTEMD)
+    machine.program("systemd-run", "")
+    machine.put(SPEC, json.dumps(plugin_spec() | {"devices": plugin_spec()["devices"][:1]}))
+    assert os.path.exists(machine.tree / SPEC[1:])
+    assert kubelet.condition() == ("False", "PluginSpecOutdated")
+    assert len(restarts(machine)) == 1
+    assert "restart 1 since" in kubelet.message()

@@ -1,0 +1,282 @@
+"""Which links are made, replaced, left alone and removed."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.machine.libraries.plan import FOREIGN, places, plan_links, wanted_links
+from agent.machine.run import run
+from agent.model.handoff import GrantedFile
+from agent.model.paths import MACHINE_STATE
+from agent.system.process import Completed
+from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, hang, ldconfig
+
+MULTIARCH = f"/{LIBRARIES}"
+CUDA = f"{MULTIARCH}/libcuda.so.1"
+TEXT = f"../../..{ROOT}/{LIBRARIES}/libcuda.so.1"
+OLD = TEXT.replace("host-nvidia/0", "host-nvidia/7")
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def test_library_directory_is_the_machines_own() -> None:
+    """Debian's layout, else /usr/lib64; 32-bit libraries only where there is a place for them."""
+    files = (
+        GrantedFile(f"{LIBRARIES}/libcuda.so.1"),
+        GrantedFile(f"{LIBRARIES}/vdpau/libvdpau_nvidia.so.1"),
+        GrantedFile(f"{LIBRARIES}/deeper/still/x.so"),
+        GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.1"),
+        GrantedFile("usr/bin/nvidia-smi"),
+        GrantedFile("lib/firmware/nvidia/550/gsp.bin"),
+    )
+    request = replace(REQUEST, files=files)
+    debian = wanted_links(request, places("x86_64", {MULTIARCH, "/usr/lib/i386-linux-gnu"}))
+    assert sorted(debian) == [
+        "/usr/bin/nvidia-smi",
+        "/usr/lib/i386-linux-gnu/libcuda.so.1",
+        CUDA,
+        f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1",
+    ]
+    assert debian[f"{MULTIARCH}/vdpau/libvdpau_nvidia.so.1"].startswith(f"../../../..{ROOT}/")
+    fedora = wanted_links(request, places("x86_64", {"/usr/lib64"}))
+    assert fedora["/usr/lib64/libcuda.so.1"] == f"../..{ROOT}/{LIBRARIES}/libcuda.so.1"
+    assert "/usr/lib/i386-linux-gnu/libcuda.so.1" not in fedora
+    assert "/usr/lib/aarch64-linux-gnu" in places("aarch64", {"/usr/lib/aarch64-linux-gnu"}).directories()
+
+
+def test_configuration_of_loaders_is_linked_in_its_place_and_goes_with_the_driver(machine: Machine) -> None:
+    """The device plugin makes a spec of its own by what it finds in the machine."""
+    run(machine)
+    icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    assert machine.read_link(icd) == f"../../../..{ROOT}{icd}"
+    machine.hand(replace(REQUEST, files=tuple(file for file in REQUEST.files if "vulkan" not in file.target)))
+    run(machine)
+    assert machine.read_link(icd) is None
+    vendor = "/usr/share/glvnd/egl_vendor.d/10_nvidia.json"
+    assert machine.read_link(vendor) == f"../../../..{ROOT}{vendor}"
+
+
+def test_an_image_s_own_configuration_is_left_alone(machine: Machine) -> None:
+    icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    machine.put(icd, "theirs")
+    run(machine)
+    assert machine.read(icd) == b"theirs"
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+
+
+@pytest.mark.parametrize(
+    ("present", "remove", "make", "conflicts"),
+    [
+        ({}, [], [CUDA], []),
+        ({CUDA: TEXT}, [], [], []),
+        ({CUDA: OLD}, [], [CUDA], []),
+        ({CUDA: FOREIGN}, [], [], [CUDA]),
+        ({CUDA: "stubs/libcuda.so"}, [], [], [CUDA]),
+        ({CUDA: "/etc/alternatives/libcuda"}, [], [], [CUDA]),
+        ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [f"{MULTIARCH}/libold.so"], [], []),
+        ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], [], []),
+        # ldconfig's own link between two of ours; it stays when it is not wanted, else ours takes its place.
+        ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], [], []),
+        ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, [f"{MULTIARCH}/libcuda.so.550"], [CUDA], []),
+        # A link whose text only looks like ours.
+        ({CUDA: "../../../run/host-nvidia-evil/0/x"}, [], [], [CUDA]),
+    ],
+)
+def test_difference(present: dict[str, str], remove: list[str], make: list[str], conflicts: list[str]) -> None:
+    """Never over what is not ours."""
+    plan = plan_links({CUDA: TEXT}, present)
+    assert list(plan.remove) == remove
+    assert plan.make == dict.fromkeys(make, TEXT)
+    assert list(plan.conflicts) == conflicts
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("file", "(a file)"), ("link", "(a link to stubs/libcuda.so)"), ("directory", "(a directory)")],
+)
+def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str, said: str) -> None:
+    """A stub in the image does not keep the others from their links; ldconfig must not make its link another one."""
+    place = machine.tree / CUDA.lstrip("/")
+    if what == "file":
+        machine.put(CUDA, "a stub")
+    elif what == "link":
+        machine.link(CUDA, "stubs/libcuda.so")
+    else:
+        place.mkdir()
+    before = (place.lstat().st_ino, place.lstat().st_mtime_ns)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+    assert f"{CUDA} {said}; remove it, or the package that has it (`dpkg -S {CUDA}`)" in machine.message(
+        "LibrariesLinked"
+    )
+    assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before
+    assert machine.read_link(f"{MULTIARCH}/libnvidia-ml.so.1")
+    assert [call for call in machine.calls if call[0] == "ldconfig" and "-p" not in call] == [("ldconfig", "-X")]
+    if what == "directory":
+        place.rmdir()
+    else:
+        place.unlink()
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+    assert machine.read_link(CUDA) == TEXT
+
+
+def test_conflict_that_is_no_library_spawns_nothing_later(machine: Machine) -> None:
+    """No loader cache ever lists a text in a library's place, and the timer runs each minute."""
+
+    def libraries(argv: tuple[str, ...]) -> Completed:
+        found = ldconfig(machine, argv)
+        lines = found.stdout.splitlines(keepends=True)
+        return Completed(0, b"".join(each for each in lines if b"libcuda.so.1" not in each), b"")
+
+    machine.put(CUDA, "a stub")
+    machine.program("ldconfig", libraries)
+    run(machine)
+    machine.calls.clear()
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
+    assert not [call for call in machine.calls if call[0] == "ldconfig"]
+
+
+def test_new_generation_replaces_all_links(machine: Machine) -> None:
+    """And removes those of files that it has no more."""
+    run(machine)
+    (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
+    files = tuple(file for file in REQUEST.files if "nvidia-api" not in file.target)
+    machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", files=files))
+    run(machine)
+    links = [machine.read_link(f"{MULTIARCH}/{name}") for name in machine.entries(MULTIARCH)]
+    assert all(text and "/host-nvidia/1/" in text for text in links if text)
+    assert not machine.exists(f"{MULTIARCH}/libnvidia-api.so.1")
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+@pytest.mark.parametrize("how", ["missing", "link"])
+def test_driver_root_must_be_a_directory(machine: Machine, how: str) -> None:
+    """nvidia-ctk given a link leaves out all libraries, with exit code 0. Links that are there stay."""
+    run(machine)
+    place = machine.tree / ROOT.lstrip("/")
+    place.rename(place.with_name("away"))
+    if how == "link":
+        place.symlink_to("away")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotStaged")
+    assert machine.read_link(CUDA) == TEXT
+
+
+def test_loader_cache_is_refreshed_when_a_name_is_missing(machine: Machine) -> None:
+    """ldconfig of a package's trigger may have run while the driver root was not there."""
+    run(machine)
+    machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
+    machine.calls.clear()
+    run(machine)
+    assert ("ldconfig",) in machine.calls
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def test_names_under_lib_count(machine: Machine) -> None:
+    """Debian's loader cache lists /lib/<triplet>, the same directory."""
+
+    def merged(argv: tuple[str, ...]) -> Completed:
+        found = ldconfig(machine, argv)
+        return Completed(0, found.stdout.replace(b"=> /usr/lib/", b"=> /lib/"), b"")
+
+    machine.program("ldconfig", merged)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def test_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
+    """The condition names the file to edit."""
+    machine.put("/etc/ld.so.cache")
+    machine.program("ldconfig", "")
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("False", "NotInLoaderCache")
+    assert "/etc/ld.so.conf.d" in machine.message("LibrariesLinked")
+    assert f"libnvidia-glcore.so.{VERSION}" not in machine.message("LibrariesLinked")
+
+
+class KilledError(BaseException):
+    """What nothing in a run handles."""
+
+
+def die(argv: tuple[str, ...]) -> Completed:
+    raise KilledError
+
+
+@pytest.mark.parametrize("boot", [False, True], ids=["next run", "next boot"])
+@pytest.mark.parametrize("end", [hang, die], ids=["time limit", "killed"])
+def test_ldconfig_that_did_not_end_is_run_again(
+    machine: Machine, end: Callable[[tuple[str, ...]], Completed], boot: bool
+) -> None:
+    """The cache lists every name already: of the set of files before, or in another version."""
+    run(machine)
+    (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
+    machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1"))
+    working = machine.programs["ldconfig"]
+    machine.program("ldconfig", end)
+    with contextlib.suppress(KilledError):
+        run(machine)
+        assert machine.conditions()["LibrariesLinked"] == ("False", "Failed")
+    machine.program("ldconfig", working)
+    if boot:
+        machine.remove_tree(MACHINE_STATE)
+    for times in (1, 0):
+        machine.calls.clear()
+        run(machine)
+        assert machine.calls.count(("ldconfig",)) == times
+        assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+def before_ours(entry: str) -> Callable[[Machine], None]:
+    """The loader cache has this entry in front of all others of its name."""
+
+    def prepare(machine: Machine) -> None:
+        def listed(argv: tuple[str, ...]) -> Completed:
+            found = ldconfig(machine, argv)
+            return Completed(0, f"1 libs found in cache\n{entry}\n".encode() + found.stdout, b"")
+
+        machine.program("ldconfig", listed)
+
+    return prepare
+
+
+STUB = "/usr/local/cuda/lib64/stubs/libcuda.so.1"
+
+
+def test_a_stub_that_the_loader_takes_first_is_no_driver(machine: Machine) -> None:
+    """A directory in /etc/ld.so.conf.d comes before the system's: what is listed too is not what programs load."""
+    machine.put(STUB, "a stub")
+    before_ours(f"\tlibcuda.so.1 (libc6,x86-64) => {STUB}")(machine)
+    for _ in range(2):
+        run(machine)
+        assert machine.conditions()["LibrariesLinked"] == ("False", "Shadowed")
+        assert f"load {STUB} instead of {CUDA}" in machine.message("LibrariesLinked")
+    assert machine.calls.count(("ldconfig",)) == 1
+    machine.program("ldconfig", lambda argv: ldconfig(machine, argv))
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        f"\tlibcuda.so.1 (libc6) => {STUB}",
+        "\tlibcuda.so.1 (libc6,x86-64, OS ABI: Linux 3.2.0) => /lib/x86_64-linux-gnu/libcuda.so.1",
+        "\tlibcuda.so.1 (libc6,x86-64) => /usr/local/lib/libcuda.so.1",
+        "\tlibcuda.so.1 (libc6,x86-64) => /opt/gone/libcuda.so.1",
+    ],
+    ids=["another ABI", "another name of the directory", "a link to ours", "not there any more"],
+)
+def test_what_does_not_shadow(machine: Machine, entry: str) -> None:
+    machine.put(STUB, "a stub")
+    machine.link("/usr/local/lib/libcuda.so.1", CUDA)
+    before_ours(entry)(machine)
+    run(machine)
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")

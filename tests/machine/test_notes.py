@@ -1,0 +1,208 @@
+"""What the machine half remembers: damage is removed and said, and a look that fails is not "nothing there"."""
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.machine.notes import OWNED_COPY, Notes, Owned
+from agent.machine.run import run
+from agent.model.errors import ApplyError
+from agent.model.paths import MACHINE_STATE, OWNED, spec_file
+from tests.fakes.machine import EMPTY, Machine, gpu_machine, systemctl
+
+SPEC, DROP_IN = spec_file("nvidia"), "/etc/containerd/conf.d/99-nvidia.toml"
+GOOD = {"RuntimeConfigured": ("True", "ReadBack"), "CDISpecCurrent": ("True", "Verified")}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """After a first run, with containerd started since."""
+    machine = gpu_machine(tmp_path / "machine")
+    run(machine)
+    machine.program("systemctl", systemctl("active", 10**15))
+    run(machine)
+    return machine
+
+
+def fail(machine: Machine, *paths: str) -> None:
+    def read(path: str) -> None:
+        if path in paths:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    machine.before_read = read
+
+
+def written(machine: Machine) -> dict[str, str]:
+    """All conditions' statuses."""
+    return {kind: status for kind, (status, _) in machine.conditions().items()}
+
+
+# ---- notes
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b'{"digest": "0", "note": {}}', b"[" * 100_000])
+def test_a_damaged_note_is_removed_and_said(
+    machine: Machine, content: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = f"{MACHINE_STATE}/opened-nvidia.json"
+    machine.put(path, content)
+    capsys.readouterr()
+    assert Notes(machine).load("opened-nvidia") == {}
+    assert not machine.exists(path)
+    assert f"{path} is damaged: removed" in capsys.readouterr().err
+
+
+def test_a_directory_in_the_place_of_a_note_gives_way(machine: Machine) -> None:
+    machine.put(f"{MACHINE_STATE}/new.json/inner", "x")
+    Notes(machine).save("new", {"a": 1})
+    assert Notes(machine).load("new") == {"a": 1}
+
+
+def retyped(value: object) -> object:
+    """Every value of another type; keys stay."""
+    if isinstance(value, dict):
+        return {key: retyped(each) for key, each in value.items()}
+    return 7 if isinstance(value, str) else {"x": [None]} if isinstance(value, list) else "x"
+
+
+def test_notes_of_other_types_are_no_failure_for_ever(machine: Machine) -> None:
+    """As another program, or another release within one boot, would leave them."""
+    before = written(machine)
+    for name in machine.entries(MACHINE_STATE):
+        if name.endswith(".json"):
+            path = f"{MACHINE_STATE}/{name}"
+            machine.put(path, json.dumps(retyped(json.loads(machine.read(path)))))
+    run(machine)
+    assert written(machine) == before
+
+
+def test_a_failed_look_at_any_note_costs_no_report_and_nothing_that_is_there(machine: Machine) -> None:
+    good = {path: machine.read(path) for path in (SPEC, DROP_IN)}
+    names = [name for name in machine.entries(MACHINE_STATE) if name.endswith(".json")]
+    assert len(names) > 5
+    for name in names:
+        fail(machine, f"{MACHINE_STATE}/{name}")
+        machine.remove("/run/unbounded-agent/report/report.json")
+        run(machine)
+        assert machine.exists("/run/unbounded-agent/report/report.json"), name
+        machine.before_read = lambda path: None
+        assert {path: machine.read(path) for path in good} == good, name
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
+
+
+# ---- the record of ownership
+
+
+def foreign(machine: Machine) -> None:
+    """Ask for both files of ours to be written again."""
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    machine.remove_tree(MACHINE_STATE)
+    machine.put(SPEC, "{}")
+    machine.put(DROP_IN, "")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40, b"[]", b'{"paths": 7}', b'{"paths": [7]}', None])
+@pytest.mark.parametrize("path", [OWNED, OWNED_COPY])
+def test_one_copy_of_the_record_is_enough(machine: Machine, path: str, content: bytes | None) -> None:
+    """None: a directory in its place."""
+    good = machine.read(path)
+    machine.remove(path)
+    machine.make_directory(path) if content is None else machine.put(path, content)
+    foreign(machine)
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
+    assert machine.read(path) == good
+
+
+@pytest.mark.parametrize("paths", [(OWNED,), (OWNED_COPY,)])
+def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths: tuple[str, ...]) -> None:
+    fail(machine, *paths)
+    foreign(machine)
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
+
+
+def test_a_record_of_which_nothing_can_be_read_is_not_overwritten(machine: Machine) -> None:
+    """Else our own files would be somebody else's from then on."""
+    good = machine.read(OWNED)
+    fail(machine, OWNED, OWNED_COPY)
+    foreign(machine)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Failed")
+    assert "owned.json: Input/output error" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    machine.before_read = lambda path: None
+    assert (machine.read(OWNED), machine.read(OWNED_COPY)) == (good, good)
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
+
+
+def test_a_record_of_which_both_copies_are_damaged_says_what_to_do(machine: Machine) -> None:
+    for path in (OWNED, OWNED_COPY):
+        machine.put(path, "")
+    with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
+        Owned(machine).has(SPEC)
+    assert "remove both" in str(raised.value)
+
+
+def test_a_record_of_an_older_release_gets_its_copy(machine: Machine) -> None:
+    machine.remove(OWNED_COPY)
+    assert Owned(machine).has(SPEC)
+    assert machine.read(OWNED_COPY) == machine.read(OWNED)
+
+
+def put_directory(machine: Machine, path: str) -> None:
+    machine.put(f"{path}/inner", "somebody's")
+
+
+def put_fifo(machine: Machine, path: str) -> None:
+    os.mkfifo(machine.tree / path[1:])
+
+
+@pytest.mark.parametrize("kind", [put_directory, put_fifo])
+@pytest.mark.parametrize("path", [SPEC, DROP_IN])
+def test_what_is_no_file_in_the_place_of_ours_gives_way(
+    machine: Machine, path: str, kind: Callable[[Machine, str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = machine.read(path)
+    machine.drop(path)
+    kind(machine, path)
+    run(machine)
+    machine.program("systemctl", systemctl("active", 10**16))
+    run(machine)
+    assert GOOD.items() <= machine.conditions().items()
+    assert machine.read(path) == good
+    assert f"{path} is damaged: " in capsys.readouterr().err
+    directory, _, name = path.rpartition("/")
+    aside = [each for each in machine.entries(directory) if each.startswith(f"{name}.damaged-")]
+    assert [machine.read(f"{directory}/{each}/inner") for each in aside] == [b"somebody's"] * (kind is put_directory)
+
+
+def test_a_directory_of_somebody_else_stays(machine: Machine) -> None:
+    put_directory(machine, "/etc/cdi/other.yaml")
+    assert not Owned(machine).make_way("/etc/cdi/other.yaml")
+    assert machine.read("/etc/cdi/other.yaml/inner") == b"somebody's"
+
+
+def test_a_directory_in_the_place_of_a_spec_that_goes(machine: Machine) -> None:
+    machine.drop(SPEC)
+    put_directory(machine, SPEC)
+    machine.hand(EMPTY)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
+    assert not machine.exists(SPEC)
+    assert not Owned(machine).has(SPEC)
+
+
+def test_what_a_killed_writer_left_goes(machine: Machine) -> None:
+    """Of notes that nobody writes again; another service's may be in the making."""
+    for name in ("containerd-changed", "node-condition"):
+        machine.put(f"{MACHINE_STATE}/.{name}.json.unbounded-agent-new", "half of i")
+    run(machine)
+    left = [name for name in machine.entries(MACHINE_STATE) if name.startswith(".")]
+    assert left == [".node-condition.json.unbounded-agent-new"]

@@ -1,0 +1,145 @@
+"""The head start of the generators: taken when a spec is due, never needed, and loaded with next to nothing."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from agent.machine.prefetch import start_generators
+from agent.machine.run import run
+from agent.model.paths import HANDOFF_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, spec_directory
+from agent.system.spawn_runner import MachineRunner
+from agent.vendors.nvidia.cdi.command import generate_command
+from tests.fakes.machine import gpu_machine
+
+
+class Recorder(MachineRunner):
+    """Starts nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started: list[tuple[str, ...]] = []
+
+    def start(self, argv: tuple[str, ...]) -> None:
+        self.started.append(argv)
+
+
+REQUEST = {"vendor": "nvidia", "gpus": ["0000:01:00.0"], "driver_root": "/run/host-nvidia/0"}
+COMMANDS = [generate_command("/run/host-nvidia/0", spec_directory("nvidia"))]
+
+
+def started(root: Path, handoff: object) -> list[tuple[str, ...]]:
+    file = root / f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}".lstrip("/")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(handoff if isinstance(handoff, str) else json.dumps(handoff))
+    recorder = Recorder()
+    start_generators(recorder, str(root))
+    return recorder.started
+
+
+def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
+    return {"version": version, "generation": generation, "requests": [REQUEST]}
+
+
+def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
+    """What became of it is the run's: a file of somebody else in the spec's place would waste one each minute."""
+    assert started(tmp_path, handoff("a")) == COMMANDS
+    assert (tmp_path / spec_directory("nvidia").lstrip("/")).is_dir()
+    assert started(tmp_path, handoff("a")) == []
+    assert started(tmp_path, handoff("b")) == COMMANDS
+    assert started(tmp_path, handoff("a")) == COMMANDS
+
+
+def test_hooks_are_asked_for(tmp_path: Path) -> None:
+    """Else the run would not come to the same command, and the head start be lost."""
+    hooks = ["enable-cuda-compat"]
+    document = handoff() | {"requests": [REQUEST | {"cdi_hooks": hooks}]}
+    assert started(tmp_path, document) == [generate_command("/run/host-nvidia/0", spec_directory("nvidia"), hooks)]
+
+
+def test_what_cannot_be_noted_is_not_started(tmp_path: Path) -> None:
+    """A full /run must not mean a generator each minute."""
+    (tmp_path / MACHINE_STATE[1:]).parent.mkdir(parents=True)
+    (tmp_path / MACHINE_STATE[1:]).touch()
+    assert started(tmp_path, handoff()) == []
+
+
+@pytest.mark.parametrize("version", [0, 3, 1.0, "1", None, [1]])
+def test_a_version_that_the_run_refuses(tmp_path: Path, version: object) -> None:
+    assert started(tmp_path, handoff(version=version)) == []
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        "",
+        "not JSON",
+        "[" * 100000,
+        [],
+        {},
+        {"version": 1, "requests": [REQUEST]},
+        {"version": 1, "generation": "a"},
+        {"version": 1, "generation": "\ud800", "requests": [REQUEST]},
+        *(
+            {"version": 1, "generation": "a", "requests": requests}
+            for requests in (
+                1,
+                [1, {}, REQUEST | {"vendor": "other"}, REQUEST | {"gpus": []}, REQUEST | {"driver_root": ""}],
+                [REQUEST | {"driver_root": 1}],
+            )
+        ),
+    ],
+)
+def test_what_is_no_request_starts_nothing(tmp_path: Path, document: object) -> None:
+    assert started(tmp_path, document) == []
+
+
+def test_no_handoff(tmp_path: Path) -> None:
+    start_generators(Recorder(), str(tmp_path))
+
+
+def test_what_was_started_is_what_a_run_takes() -> None:
+    """By the very same arguments, and once: the next call starts the program anew."""
+    runner = MachineRunner()
+    argv = ("/bin/sh", "-c", "echo $$")
+    runner.start(argv)
+    first, second = runner(argv, 10).stdout, runner(argv, 10).stdout
+    assert first != second
+    with pytest.raises(FileNotFoundError):
+        runner.start(("/nonexistent",))
+
+
+def test_what_nobody_asked_for_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+    """Not only the program itself: its whole session, as at a time limit."""
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    runner = MachineRunner()
+    runner.start(("/bin/sh", "-c", f"(echo; exec sleep 600) > {fifo} & wait"))
+    with fifo.open() as child:
+        child.readline()
+        runner.close()
+        ready, _, _ = select.select([child], [], [], 10)
+        assert ready, "the child still holds the FIFO open"
+        assert child.read() == ""
+    runner.close()
+
+
+def test_the_run_asks_for_the_command_that_was_started(tmp_path: Path) -> None:
+    """Else every set-up would generate twice."""
+    machine = gpu_machine(tmp_path / "machine")
+    run(machine)
+    assert all(command in machine.calls for command in COMMANDS)
+
+
+def test_it_loads_next_to_nothing() -> None:
+    """What it loads is the time that the generator starts later."""
+    code = "import sys, agent.machine.prefetch; print(*sys.modules)"
+    # -I -S: what .pth files of the environment load at every start is not ours.
+    repository = str(Path(__file__).parents[2])
+    argv = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({repository!r}); {code}"]
+    loaded = set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
+    assert not loaded & {"dataclasses", "inspect", "tomllib", "shutil", "tempfile", "typing", "agent.model.handoff"}

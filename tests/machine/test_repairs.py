@@ -1,0 +1,97 @@
+"""What somebody changed in the machine: put right, counted and told; what is no repair counts for nothing."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.machine.containerd.tables import MAIN
+from agent.machine.run import HANDOFF, run
+from tests.fakes.machine import LIBRARIES, REQUEST, VERSION, Machine, gpu_machine, systemctl
+
+DROP_IN = "/etc/containerd/conf.d/99-nvidia.toml"
+SPEC = "/etc/cdi/nvidia.yaml"
+RUNTIME = "/etc/nvidia-container-runtime/config.toml"
+LINK = f"/{LIBRARIES}/libcuda.so.1"
+NONE = {"links": 0, "spec": 0, "containerd": 0, "runtime": 0}
+
+
+@pytest.fixture
+def settled(tmp_path: Path) -> Machine:
+    """After two runs, between which containerd restarted."""
+    machine = gpu_machine(tmp_path)
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    return machine
+
+
+def edit(path: str, old: str, new: str) -> Callable[[Machine], None]:
+    def change(machine: Machine) -> None:
+        text = machine.read_text(path)
+        assert old in text
+        machine.put(path, text.replace(old, new))
+
+    return change
+
+
+def replace_main(machine: Machine) -> None:
+    """What a configuration tool does that knows nothing of imports."""
+    machine.put(MAIN, "version = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "said"),
+    [
+        (lambda machine: machine.drop(LINK), "links", f"somebody changed {LINK}"),
+        (edit(SPEC, "/dev/nvidia1", "/dev/nvidia0"), "spec", f"somebody changed {SPEC}"),
+        (lambda machine: machine.drop(SPEC), "spec", f"somebody changed {SPEC}"),
+        (edit(DROP_IN, "enable_cdi = true", "enable_cdi = false"), "containerd", f"somebody changed {DROP_IN}"),
+        (lambda machine: machine.drop(DROP_IN), "containerd", f"somebody removed {DROP_IN}"),
+        (replace_main, "containerd", f"somebody took the import of {DROP_IN} out of {MAIN}"),
+        (edit(RUNTIME, '"cdi"', '"auto"'), "runtime", f"somebody changed {RUNTIME}"),
+    ],
+)
+def test_repair_is_counted_and_told(
+    settled: Machine, capsys: pytest.CaptureFixture[str], change: Callable[[Machine], None], what: str, said: str
+) -> None:
+    assert settled.report()["repairs"] == NONE
+    capsys.readouterr()
+    change(settled)
+    run(settled)
+    assert settled.report()["repairs"] == NONE | {what: 1}
+    assert f"<4>repaired: {said}" in capsys.readouterr().err
+    run(settled)
+    assert settled.report()["repairs"] == NONE | {what: 1}
+    assert {status for status, _ in settled.conditions().values()} <= {"True", "Unknown"}
+
+
+def test_another_grant_is_no_repair(settled: Machine) -> None:
+    """Nor is what follows an edit of containerd's main file that leaves our import."""
+    devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
+    files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
+    settled.hand(replace(REQUEST, devices=devices, gpus=REQUEST.gpus[:1], files=files))
+    edit(MAIN, "version = 2", "version = 2 # theirs")(settled)
+    run(settled)
+    assert settled.report()["repairs"] == NONE
+
+
+def test_a_boot_counts_anew(settled: Machine) -> None:
+    settled.drop(LINK)
+    run(settled)
+    settled.remove_tree("/run/unbounded-agent/state")
+    settled.drop(LINK)
+    run(settled)
+    assert settled.report()["repairs"] == NONE
+
+
+def test_a_host_of_the_release_before_is_told_none(settled: Machine) -> None:
+    """It would refuse the whole report for the key."""
+    document = json.loads(settled.read(HANDOFF))
+    del document["restart_device_plugin"]
+    settled.put(HANDOFF, json.dumps(document))
+    run(settled)
+    assert "repairs" not in settled.report()

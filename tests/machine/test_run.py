@@ -1,0 +1,582 @@
+"""The machine half from handoff to report, on a simulated machine."""
+
+import ast
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.machine.run import HANDOFF, REPORT, run
+from agent.model.errors import CommandError, DocumentError
+from agent.system.process import Completed
+from agent.vendors.nvidia.cdi.complete import with_additions
+from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
+from tests.fakes.machine import (
+    DEVICES,
+    EMPTY,
+    GPUS,
+    LIBRARIES,
+    REQUEST,
+    Machine,
+    gpu_machine,
+    hang,
+    nvidia_ctk,
+    recorded_spec,
+    systemctl,
+)
+
+SPEC = "/etc/cdi/nvidia.yaml"
+FORBIDDEN = {"pydantic", "pyudev", "sh", "prometheus_client", "tomlkit", "pyroute2", "logging", "agent.config"}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return gpu_machine(tmp_path / "machine")
+
+
+def started(machine: Machine) -> None:
+    """Two runs, between which containerd restarted: the machine is settled."""
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    machine.calls.clear()
+
+
+def test_import_closure_is_the_standard_library() -> None:
+    """Start-up time is spent before containerd at every boot."""
+    vendors = "from agent.machine.vendors import VENDOR_NAMES, machine_vendor; list(map(machine_vendor, VENDOR_NAMES))"
+    code = f"import sys, agent.machine.__main__, agent.machine.run; {vendors}; print(*sys.modules)"
+    environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    modules = set(loaded.stdout.split())
+    assert not modules & FORBIDDEN
+    foreign = {each.partition(".")[0] for each in modules} - set(sys.stdlib_module_names) - {"agent", "__main__"}
+    # Packages that a .pth file of the environment loads at every start are not ours.
+    clean = subprocess.run([sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True)
+    assert not foreign - {each.partition(".")[0] for each in clean.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "machine.containerd.tables",
+        "machine.libraries.plan",
+        "vendors.nvidia.cdi.verify",
+        "vendors.nvidia.cdi.verify_devices",
+        "vendors.cdi.document",
+        "vendors.cdi.version",
+        "vendors.nvidia.cdi.verify_edits",
+        "vendors.nvidia.device_plugin",
+        "vendors.nvidia.mig",
+    ],
+)
+def test_what_decides_touches_nothing(module: str) -> None:
+    """Plan, verify and render are pure."""
+    source = Path(__file__).parents[2] / "agent" / f"{module.replace('.', '/')}.py"
+    names = {
+        name.partition(".")[0]
+        for node in ast.walk(ast.parse(source.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [each.name for each in node.names])
+    }
+    assert not names & {"os", "subprocess", "time", "logging", "socket", "pathlib", "shutil", "sys"}
+
+
+def completed(spec: object) -> object:
+    """What is published of what nvidia-ctk wrote."""
+    return with_no_gpu(with_additions(spec, REQUEST)[0])
+
+
+def test_first_run_settles_everything(machine: Machine) -> None:
+    """Links, spec and configuration are made; containerd is asked to restart, and proven when it did."""
+    assert run(machine) == 0
+    assert machine.conditions() == {
+        "DevicesAllowed": ("True", "Opened"),
+        "LibrariesLinked": ("True", "Linked"),
+        "CDISpecCurrent": ("True", "Verified"),
+        "RuntimeConfigured": ("True", "ReadBack"),
+        "RuntimeActive": ("Unknown", "RestartPending"),
+        "GPUsAdvertised": ("Unknown", "NoKubelet"),
+    }
+    assert ("systemctl", "--no-block", "try-restart", "containerd.service") in machine.calls
+    assert os.readlink(machine.tree / LIBRARIES / "libcuda.so.1") == (
+        "../../../run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+    )
+    assert os.readlink(machine.tree / "usr/bin/nvidia-smi") == "../../run/host-nvidia/0/usr/bin/nvidia-smi"
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
+    assert machine.report()["cdi_devices"] == [*(each["name"] for each in recorded_spec()["devices"]), "none"]
+    added = f"added what /usr/bin/nvidia-ctk leaves out: {LIBRARIES}/libnvidia-api.so.1"
+    assert added in machine.message("CDISpecCurrent")
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    # From the notes now, as nvidia-ctk is not asked again.
+    assert added in machine.message("CDISpecCurrent")
+
+
+def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
+    """Only systemctl is asked; the report is written all the same, since it is the heartbeat."""
+    started(machine)
+    before = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
+    os.utime(machine.tree / REPORT.lstrip("/"), (0, 0))
+    run(machine)
+    assert [call[:2] for call in machine.calls] == [("systemctl", "show")]
+    after = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
+    assert {path.name for path in after if after[path] != before.get(path)} == {"report.json"}
+    assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
+
+
+def test_journal_gets_changes_only(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The timer runs each minute."""
+    run(machine)
+    assert "<4>RuntimeActive Unknown RestartPending" in capsys.readouterr().err
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    assert [line.split()[:2] for line in capsys.readouterr().err.splitlines()] == [["<6>RuntimeActive", "True"]]
+    run(machine)
+    assert capsys.readouterr().err == ""
+
+
+def test_no_handoff_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A machine of an image with the agent that nobody configured."""
+    machine = Machine(tmp_path / "machine")
+    assert run(machine) == 0
+    assert "not configured on its host" in capsys.readouterr().err
+    assert not machine.exists(REPORT)
+
+
+def test_bad_handoff_changes_nothing(machine: Machine) -> None:
+    """A report could not say which handoff it answers."""
+    started(machine)
+    report = machine.read(REPORT)
+    machine.put(HANDOFF, b'{"version": 99}')
+    with pytest.raises(DocumentError, match="version 99"):
+        run(machine)
+    assert machine.read(REPORT) == report
+    assert not machine.calls
+
+
+def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
+    """systemd's path units lose a change that comes while the service runs."""
+    newer = replace(REQUEST, devices=DEVICES[:-1])
+
+    def change(argv: tuple[str, ...]) -> Completed:
+        machine.hand(newer, default_runtime=True)
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", change)
+    run(machine)
+    published = json.loads(machine.read(HANDOFF))["generation"]
+    assert machine.report()["generation"] == published
+
+
+def test_what_is_older_than_the_handoff_is_not_reported(machine: Machine) -> None:
+    """The host publishes the same once more when it has bound what was missing, and waits for the answer to that."""
+    handoff, written = machine.read(HANDOFF), list[str]()
+    missing = machine.nodes.pop(DEVICES[0].path)
+
+    def settled(path: str) -> None:
+        written.append(path)
+        if path.endswith("/logged.json") and HANDOFF not in written:
+            machine.nodes[DEVICES[0].path] = missing
+            machine.write(HANDOFF, handoff)
+
+    machine.program("systemctl", systemctl("active", 10))
+    machine.before_write = settled
+    run(machine)
+    assert written.count(REPORT) == 1
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None:
+    """It stops at once and starts when this run has ended: a further round would be time without a CRI."""
+    seen: list[str] = []
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        if argv[1] == "show":
+            machine.hand(replace(REQUEST, devices=DEVICES[:-1]))
+        else:
+            seen.append(machine.report()["generation"])
+        return systemctl("active", 10)(argv)
+
+    machine.program("systemctl", answer)
+    run(machine)
+    assert seen == [json.loads(machine.read(HANDOFF))["generation"]]
+    assert machine.calls[-1] == ("systemctl", "--no-block", "try-restart", "containerd.service")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+    machine.program("systemctl", systemctl("activating", time.monotonic_ns() // 1000, "start-post"))
+    run(machine)
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_restart_that_fails_is_said_and_tried_again(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is out by then: the journal and the unit's result say it."""
+    refused = Completed(1, b"", b"Failed to restart containerd.service: Access denied")
+    machine.program("systemctl", lambda argv: systemctl("active", 10)(argv) if argv[1] == "show" else refused)
+    for _ in range(2):
+        machine.calls.clear()
+        with pytest.raises(CommandError, match="Access denied"):
+            run(machine)
+        assert machine.calls[-1][2:] == ("try-restart", "containerd.service")
+    assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
+
+
+def test_missing_report_directory_says_so(machine: Machine) -> None:
+    """It is the host's to bind."""
+    (machine.tree / "run/unbounded-agent/report").rmdir()
+    with pytest.raises(Exception, match="is missing, so that nothing can be reported"):
+        run(machine)
+
+
+def test_no_gpu_is_not_applicable(machine: Machine) -> None:
+    """GPUs that went: links and spec of ours go, conditions do not stand in the way."""
+    started(machine)
+    machine.hand(EMPTY)
+    run(machine)
+    assert not machine.exists(SPEC)
+    assert not [name for name in machine.entries(f"/{LIBRARIES}") if name.startswith("lib")]
+    statuses = {kind: status for kind, (status, _) in machine.conditions().items()}
+    assert set(statuses.values()) == {"True"}
+
+
+def test_unknown_vendor(machine: Machine) -> None:
+    """A host that is newer than the image."""
+    machine.hand(replace(REQUEST, vendor="other"))
+    run(machine)
+    assert machine.conditions() == {"CDISpecCurrent": ("False", "UnknownVendor")}
+
+
+# ---- devices
+
+
+def test_wrong_number_names_node_found_and_expected(machine: Machine) -> None:
+    """A module that was reloaded has another major; the spec is refused as well."""
+    machine.node("/dev/nvidia-uvm", 511, 0)
+    machine.drop("/dev/nvidia1")
+    del machine.nodes["/dev/nvidia1"]
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert "/dev/nvidia-uvm must be character device 234:0, found 511:0" in machine.message("DevicesAllowed")
+    assert "/dev/nvidia1 must be character device 195:1, found nothing" in machine.message("DevicesAllowed")
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert not machine.exists(SPEC)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "retried"),
+    [
+        (errno.EPERM, "NotPermitted", True),
+        (errno.ENXIO, "NoDriver", True),
+        (errno.ENODEV, "NoDriver", True),
+        (errno.EIO, "GPUFailed", False),
+        (errno.ETIMEDOUT, "OpenTimedOut", False),
+        (errno.EMFILE, "OpenFailed", True),
+    ],
+)
+def test_node_that_does_not_open(machine: Machine, code: int, reason: str, retried: bool) -> None:
+    """Each error has its sentence; what could mend is tried again, a GPU that failed is left alone."""
+
+    def answer(argv: tuple[str, ...]) -> Completed:
+        lines = (f"{code if path == '/dev/nvidia1' else 0} {path}\n" for path in argv[5:])
+        return Completed(0, "".join(lines).encode(), b"")
+
+    machine.program("open_nodes", answer)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", reason)
+    assert machine.message("DevicesAllowed").startswith(f"/dev/nvidia1 does not open ({errno.errorcode[code]})")
+    machine.calls.clear()
+    run(machine)
+    opened = [call for call in machine.calls if any("open_nodes" in each for each in call)]
+    assert [call[5:] for call in opened] == ([("/dev/nvidia1",)] if retried else [])
+
+
+def test_nodes_are_opened_again_only_when_they_changed(machine: Machine) -> None:
+    """A changed number or a new grant; opening initialises a GPU."""
+    started(machine)
+    changed = tuple(replace(each, major=235) if each.kind.startswith("uvm") else each for each in DEVICES)
+    for device in changed:
+        machine.node(device.path, device.major, device.minor)
+    machine.hand(replace(REQUEST, devices=changed))
+    run(machine)
+    opened = next(call for call in machine.calls if any("open_nodes" in each for each in call))
+    assert opened[5:] == ("/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
+
+
+def test_open_nodes_program(tmp_path: Path) -> None:
+    """The real program: what opens, what is not there, and what hangs, in bounded time."""
+    from agent.machine.devices import open_nodes
+
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    paths = ["/dev/null", str(tmp_path / "gone"), str(fifo)]
+    program = [sys.executable, "-I", "-S", open_nodes.__file__, "5", *paths]
+    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert set(output.splitlines()) == {f"0 {paths[0]}", f"{errno.ENOENT} {paths[1]}", f"0 {paths[2]}"}
+
+
+def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
+    """A driver that does not answer is simulated by a child that sleeps in place of open(2)."""
+    from agent.machine.devices import open_nodes
+
+    code = (
+        "import runpy, os, sys, time; real = os.open\n"
+        "os.open = lambda path, *rest: time.sleep(60) if path == '/dev/zero' else real(path, *rest)\n"
+        "sys.argv = ['x', '0.5', '/dev/zero', '/dev/null']\n"
+        f"runpy.run_path({open_nodes.__file__!r}, run_name='__main__')"
+    )
+    begin = time.monotonic()
+    program = [sys.executable, "-c", code]
+    output = subprocess.run(program, capture_output=True, text=True, check=True, timeout=20).stdout
+    assert set(output.splitlines()) == {f"{errno.ETIMEDOUT} /dev/zero", "0 /dev/null"}
+    assert time.monotonic() - begin < 5
+
+
+# ---- CDI spec
+
+
+def test_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
+    """nvidia-ctk leaves libraries out with exit code 0; the old spec serves on, and the condition says both."""
+    started(machine)
+    good = machine.read(SPEC)
+    worse = recorded_spec()
+    worse["containerEdits"]["mounts"] = []
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, worse))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+    assert "libcuda.so is not in it" in machine.message("CDISpecCurrent")
+    assert "The last good spec stays in use" in machine.message("CDISpecCurrent")
+    assert machine.report()["cdi_devices"]
+
+
+def test_worse_spec_never_replaces_one_that_cannot_be_read(machine: Machine) -> None:
+    """It may be a good one: with a GPU fewer, the new one would be published where there is none."""
+    started(machine)
+    good = machine.read(SPEC)
+    worse = recorded_spec()
+    uuid = next(each["name"] for each in worse["devices"] if each["name"].startswith("GPU-"))
+    worse["devices"] = [each for each in worse["devices"] if each["name"] in ("0", uuid)]
+    worse["devices"] += [{**worse["devices"][0], "name": "all"}]
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, worse))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+
+    def fail(path: str) -> None:
+        if path == SPEC:
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    machine.before_read = fail
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Failed")
+    assert "Input/output error" in machine.message("CDISpecCurrent")
+    machine.before_read = lambda path: None
+    assert machine.read(SPEC) == good
+    machine.drop(SPEC)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+    assert machine.read(SPEC) != good
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda argv: Completed(1, b"", b"failed to initialize NVML: Driver Not Loaded"), "Driver Not Loaded"),
+        (hang, "time limit"),
+    ],
+)
+def test_failed_generation_keeps_the_spec(machine: Machine, answer: object, said: str) -> None:
+    """The tool's words reach the report."""
+    started(machine)
+    good = machine.read(SPEC)
+    assert callable(answer)
+    version = Completed(0, b"NVIDIA Container Toolkit CLI version 1.19.1\n", b"")
+    machine.program("nvidia-ctk", lambda argv: version if argv[1:] == ("--version",) else answer(argv))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert said in machine.message("CDISpecCurrent")
+
+
+GIBIBYTE = 1 << 30
+
+
+@pytest.mark.parametrize(
+    "written", [b"", b"\0" * 4096, b'{"cdiVersion": "0.5.0", "kind": "nvid', b"\xff\xfe{}", b"null"]
+)
+@pytest.mark.parametrize("size", [0, GIBIBYTE])
+def test_a_generator_that_succeeds_and_writes_nonsense_keeps_the_spec(
+    machine: Machine, written: bytes, size: int
+) -> None:
+    """Also of a gibibyte, which is not read, and also where it says that it succeeded."""
+    started(machine)
+    good = machine.read(SPEC)
+
+    def nonsense(argv: tuple[str, ...]) -> Completed:
+        answer = nvidia_ctk(machine, argv, written)
+        for each in argv:
+            if each.startswith("--output=") and size:
+                os.truncate(f"{machine.root}{each.removeprefix('--output=')}", size)
+        return answer
+
+    machine.program("nvidia-ctk", nonsense)
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    before = time.monotonic()
+    run(machine)
+    assert time.monotonic() - before < 20
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+@pytest.mark.parametrize("depth", [100_000, 300])
+def test_nesting_without_end_is_no_crash(machine: Machine, depth: int) -> None:
+    """json raises RecursionError, which is no ValueError: the report must come all the same."""
+    started(machine)
+    good = machine.read(SPEC)
+    deep = b"[" * depth + b"]" * depth
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, deep))
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    for name in ("opened-nvidia", "spec-nvidia", "containerd-nvidia", "logged"):
+        machine.put(f"/run/unbounded-agent/state/{name}.json", deep)
+    run(machine)
+    assert machine.read(SPEC) == good
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    machine.put(SPEC, deep)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+
+
+@pytest.mark.parametrize("error", [TypeError("unhashable type: 'list'"), ValueError("too many digits\n\0")])
+def test_a_defect_costs_its_step_alone(machine: Machine, error: Exception) -> None:
+    """Also one of a step beside the others: the report comes, and has its type."""
+
+    def fail(_: object) -> Completed:
+        raise error
+
+    machine.program("open_nodes", fail)
+    machine.program("nvidia-ctk", fail)
+    run(machine)
+    for kind in ("DevicesAllowed", "CDISpecCurrent"):
+        assert machine.conditions()[kind] == ("False", "Failed")
+        assert machine.message(kind).startswith(f"{type(error).__name__}: {str(error).split(chr(10))[0]}")
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+
+
+def test_bottomless_handoff_is_said(machine: Machine) -> None:
+    """It has no generation to report on."""
+    machine.put(HANDOFF, b"[" * 100_000)
+    with pytest.raises(DocumentError, match="not JSON"):
+        run(machine)
+
+
+@pytest.mark.parametrize(
+    ("version", "status"), [("1.17.8", "False"), ("1.18.1", "False"), ("1.18.2", "True"), ("1.20.0", "True")]
+)
+def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
+    """Older than 1.18.2 is refused, and says why; older than 1.19.1 works and is remarked upon."""
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec(), version))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == status
+    message = machine.message("CDISpecCurrent")
+    needed = f"nvidia-ctk is {version}; 1.18.2 is needed for pods with NVIDIA_VISIBLE_DEVICES=none"
+    assert (needed in message) == (status == "False")
+    assert ("1.19.1 fixes a race" in message) == (version == "1.18.2")
+
+
+def test_hooks_that_are_asked_for(machine: Machine) -> None:
+    """By the command, and in the specification; one that the toolkit does not make is named."""
+    machine.hand(replace(REQUEST, cdi_hooks=("enable-cuda-compat", "update-application-profile")))
+    spec = recorded_spec()
+    arguments = ["nvidia-cdi-hook", "enable-cuda-compat", f"--host-driver-version={REQUEST.driver_version}"]
+    hook = {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": arguments}
+    spec["containerEdits"]["hooks"].insert(0, hook)
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    remark = "nvidia-ctk 1.19.1 does not make the hook update-application-profile: upgrade it"
+    assert remark in machine.message("CDISpecCurrent")
+    (command,) = (call for call in machine.calls if call[1:3] == ("cdi", "generate"))
+    asked = [each.removeprefix("--enable-hook=") for each in command if each.startswith("--enable-hook=")]
+    assert asked == ["create-symlinks", "update-ldcache", "enable-cuda-compat", "update-application-profile"]
+    assert hook in json.loads(machine.read(SPEC))["containerEdits"]["hooks"]
+
+
+def test_gpus_without_driver_files(machine: Machine) -> None:
+    """nvidia-ctk would take an empty driver root for the machine's own root."""
+    machine.hand(replace(REQUEST, driver_root="", driver_version="", files=()))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "NoDriverRoot")
+    assert not [call for call in machine.calls if call[0].endswith("nvidia-ctk")]
+
+
+def test_damaged_spec_is_mended(machine: Machine) -> None:
+    """The timer's run compares digests."""
+    started(machine)
+    good = machine.read(SPEC)
+    for damage in (good + b"x", good.replace(b"nvidia0", b"nvidia9"), b""):
+        machine.put(SPEC, damage)
+        run(machine)
+        assert machine.read(SPEC) == good
+    machine.drop(SPEC)
+    run(machine)
+    assert machine.read(SPEC) == good
+
+
+def test_foreign_spec_is_not_overwritten(machine: Machine) -> None:
+    """Nor removed when there are no GPUs."""
+    machine.put(SPEC, "theirs")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "ForeignFile")
+    machine.hand(EMPTY)
+    run(machine)
+    assert machine.read(SPEC) == b"theirs"
+
+
+def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
+    """At the first run the others are published; later a spec with fewer GPUs does not replace one with more."""
+    fewer = recorded_spec()
+    fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
+    fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+    assert GPUS[1] in machine.message("CDISpecCurrent")
+    assert json.loads(machine.read(SPEC)) == completed(fewer)
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
+    run(machine)
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
+    machine.put("/usr/bin/nvidia-ctk", "another build")
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, fewer))
+    run(machine)
+    assert json.loads(machine.read(SPEC)) == completed(recorded_spec())
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
+
+
+def test_published_text_is_what_was_verified(machine: Machine) -> None:
+    """A key that stands twice: parsers differ in which one counts."""
+    text = json.dumps(recorded_spec()).replace('"kind"', '"kind": "evil.com/gpu", "kind"').encode()
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, text))
+    run(machine)
+    assert b"evil" not in machine.read(SPEC)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+def test_the_toolkits_version_is_asked_for_once(machine: Machine) -> None:
+    """A new driver's spec waits for no such question; a new toolkit is asked."""
+    asked = ("/usr/bin/nvidia-ctk", "--version")
+    run(machine)
+    assert machine.calls.count(asked) == 1
+    machine.hand(replace(REQUEST, driver_version="550.163.02"))
+    run(machine)
+    assert machine.calls.count(asked) == 1
+    machine.put("/usr/bin/nvidia-ctk", "another one")
+    run(machine)
+    assert machine.calls.count(asked) == 2

@@ -1,0 +1,20 @@
+"""Conditions as JSON."""
+
+import json
+
+from agent.model.conditions import ConditionType, false, with_transitions
+from agent.model.reasons import Reason
+
+STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
+
+
+def test_the_form_of_kubernetes() -> None:
+    (dated,) = with_transitions((STOPPED,), (), 1_700_000_000.0)
+    assert json.dumps(dated.to_kubernetes()) == (
+        '{"type": "MachineRunning", "status": "False", "reason": "Stopped", "message": "it was stopped", '
+        '"lastTransitionTime": "2023-11-14T22:13:20Z"}'
+    )
+
+
+def test_a_time_that_is_not_known_is_null() -> None:
+    assert STOPPED.to_kubernetes()["lastTransitionTime"] is None

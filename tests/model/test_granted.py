@@ -1,0 +1,25 @@
+"""What a machine was granted, as it is noted for the next pass."""
+
+import pytest
+
+from agent.model.errors import DocumentError
+from agent.model.granted import Granted, parse_granted, render_granted
+
+
+def test_what_is_noted_is_read_again() -> None:
+    granted = Granted("0123456789abcdef", ("0000:01:00.0",), {"nvidia": 3})
+    assert parse_granted(render_granted(granted)) == granted
+
+
+@pytest.mark.parametrize(
+    ("roots", "named"),
+    [
+        (b"[]", "key driver_roots must be dict"),
+        (b'{"nvidia": "3"}', r"key driver_roots\['nvidia'\] must be int, not str"),
+        (b'{"nvidia": true}', r"key driver_roots\['nvidia'\] must be int, not bool"),
+        (b'{"a\\u001b[2J": null}', r"key driver_roots\['a\\x1b\[2J'\] must be int"),
+    ],
+)
+def test_what_is_wrong_is_named(roots: bytes, named: str) -> None:
+    with pytest.raises(DocumentError, match=named):
+        parse_granted(b'{"version": 1, "generation": "", "gpus": [], "driver_roots": ' + roots + b"}")

@@ -1,0 +1,111 @@
+"""The contract between the halves survives its own round trip and refuses anything else by key."""
+
+import hashlib
+import json
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+from agent.model.errors import DocumentError
+from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, parse_handoff, render_handoff
+
+HANDOFF = Handoff(
+    machine="gpu-node",
+    architecture="x86_64",
+    requests=(
+        Request(
+            vendor="nvidia",
+            gpus=("0000:01:00.0",),
+            devices=(GrantedDevice("/dev/nvidia0", "gpu", 195, 0, "0000:01:00.0"),),
+            driver_version="550.163.01",
+            driver_root="/run/host-nvidia/0",
+            files=(GrantedFile("usr/lib/x86_64-linux-gnu/libcuda.so.1", "libcuda.so.550.163.01"),),
+        ),
+    ),
+)
+
+
+def changed(**keys: Any) -> bytes:  # noqa: ANN401
+    document = json.loads(render_handoff(HANDOFF))
+    for key, value in keys.items():
+        if value is None:
+            del document[key]
+        else:
+            document[key] = value
+    return json.dumps(document).encode()
+
+
+def test_round_trip() -> None:
+    for handoff in (HANDOFF, replace(HANDOFF, default_runtime=True, restart_device_plugin=True)):
+        assert parse_handoff(render_handoff(handoff)) == handoff
+
+
+def version_1() -> dict[str, Any]:
+    """The content that the release before knows."""
+    content = asdict(HANDOFF)
+    del content["restart_device_plugin"]
+    del content["containerd_drop_in"]
+    (request,) = content["requests"]
+    del request["sockets"], request["environment"], request["cdi_modes"], request["cdi_hooks"]
+    for device in request["devices"]:
+        del device["capability"]
+    return content
+
+
+def digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def test_halves_that_do_not_know_of_the_restart() -> None:
+    """An older host half leaves the key out; an older machine half makes its digest without it."""
+    assert parse_handoff(changed(restart_device_plugin=None)) == replace(HANDOFF, restart_device_plugin=None)
+    assert replace(HANDOFF, restart_device_plugin=True).generation == HANDOFF.generation
+    assert json.loads(render_handoff(HANDOFF))["generation"] == digest(version_1())
+
+
+@pytest.mark.parametrize(
+    ("data", "named"),
+    [
+        (b"", "not JSON"),
+        (b"[]", "an object is needed"),
+        (changed(version=3), "version 3 is not understood"),
+        (changed(version=True), "key version must be int"),
+        (changed(machine=None), "key machine is missing"),
+        (changed(requests={}), "key requests must be list"),
+        (changed(requests=[3]), r"requests\[0\]: an object is needed"),
+        (changed(requests=[{"vendor": "nvidia"}]), r"requests\[0\]: key gpus is missing"),
+        (changed(machine="other"), "key generation does not fit"),
+        (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
+    ],
+)
+def test_what_is_wrong_is_named(data: bytes, named: str) -> None:
+    with pytest.raises(DocumentError, match=named):
+        parse_handoff(data)
+
+
+CAPABILITY = GrantedDevice(
+    "/dev/nvidia-caps/nvidia-cap12", "capability", 510, 12, "0000:01:00.0", "gpu0/mig/gi1/access"
+)
+
+
+def test_a_document_has_the_oldest_version_that_says_it() -> None:
+    """An image of the release before goes on with its GPUs until something is granted that it does not know."""
+    document = json.loads(render_handoff(HANDOFF))
+    assert document["version"] == 1
+    assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
+    request = replace(HANDOFF.requests[0], devices=(*HANDOFF.requests[0].devices, CAPABILITY))
+    assert "containerd_drop_in" not in document
+    for newer in (
+        replace(HANDOFF, requests=(request,)),
+        replace(HANDOFF, containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
+    ):
+        assert json.loads(render_handoff(newer))["version"] == 2
+        assert parse_handoff(render_handoff(newer)) == newer
+        assert newer.generation != HANDOFF.generation
+
+
+def test_what_version_1_had_written_is_understood() -> None:
+    """By its own generation too: a host of the release before made it."""
+    written = json.dumps({"version": 1, "generation": digest(version_1()), **version_1()}).encode()
+    assert parse_handoff(written) == replace(HANDOFF, restart_device_plugin=None)

@@ -1,0 +1,47 @@
+"""What messages show of names that anybody may have chosen."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.host.observe.machine_report import parse_report
+from agent.model.conditions import ConditionType, true
+from agent.model.handoff import render_report
+from agent.model.reasons import Reason
+from agent.model.text import one_line, printable
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, Ünïcode, 漢字, 🖥", "plain, Ünïcode, 漢字, 🖥"),
+        ("two\nlines\tand\u2028three\u00a0parts", "two lines and three parts"),
+        ("\x1b[2J\x07", "\\x1b[2J\\x07"),
+        ("invoice\u202egpj.exe", "invoice\\u202egpj.exe"),
+        ("gpu\u200b-node\u2066\ufeff", "gpu\\u200b-node\\u2066\\ufeff"),
+        ("a\u3164b\u034f\u2800", "a\\u3164b\\u034f\\u2800"),
+        ("a\ufe0fb\U000e0100", "a\\ufe0fb\\U000e0100"),
+        (b"caf\xe9".decode(errors="surrogateescape"), "caf\\udce9"),
+    ],
+)
+def test_what_cannot_be_seen_is_shown_as_an_escape(text: str, shown: str) -> None:
+    assert printable(text) == shown
+    assert one_line(text) == shown
+    assert true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, text).message == shown
+
+
+@given(st.text())
+def test_any_text_is_one_visible_line(text: str) -> None:
+    assert printable(text).isprintable()
+    assert printable(printable(text)) == printable(text)
+
+
+def test_a_machine_cannot_report_what_nobody_sees() -> None:
+    """Its half escapes it by itself; one that somebody has exchanged does not."""
+    condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "x")
+    document = json.loads(render_report("a" * 64, (condition,), (), "", "1", None))
+    document["conditions"][0]["message"] = "gpu\u3164node"
+    (found,) = parse_report(json.dumps(document).encode()).conditions
+    assert found.message == "gpu\\u3164node"

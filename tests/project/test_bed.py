@@ -1,0 +1,66 @@
+"""What builders of images and users of the bed see: options of buildah, and errors without a traceback."""
+
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.processes
+
+
+def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True)
+
+
+def build(directory: Path, ends_with: str = "true") -> subprocess.CompletedProcess[str]:
+    """containerfiles/build with limits of 512, and a buildah that notes its arguments."""
+    buildah = directory / "buildah"
+    buildah.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
+    buildah.chmod(0o755)
+    script = "ulimit -n 512 && ulimit -u 512 && exec containerfiles/build agent-ubuntu2404 example.org/base"
+    return run("bash", "-c", script, PATH=f"{directory}:{os.environ['PATH']}")
+
+
+def test_a_base_is_pulled_if_it_is_missing(tmp_path: Path) -> None:
+    """`--pull=false` means never since buildah 1.35."""
+    assert build(tmp_path).returncode == 0
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[0] == "build"
+    assert [each for each in arguments if each.startswith("--pull")] == ["--pull=missing"]
+    assert "BASE=example.org/base" in arguments
+
+
+def test_limits_are_not_raised_above_the_hard_ones(tmp_path: Path) -> None:
+    build(tmp_path)
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    limits = [value for option, value in pairwise(arguments) if option == "--ulimit"]
+    assert limits == ["nofile=512", "nproc=512"]
+
+
+def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
+    finished = build(tmp_path, "exit 125")
+    assert finished.returncode == 1
+    last = finished.stderr.splitlines()[-1]
+    assert last.startswith("error: ")
+    assert last.endswith("containerfiles/build could not build agent-ubuntu2404; the lines above tell why")
+
+
+def test_a_demo_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
+    """Here the first thing that it needs, wheels, cannot be had."""
+    offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    finished = run(sys.executable, "-m", "integration.bed.demo", **offline)
+    assert finished.returncode == 1
+    assert "Traceback" not in finished.stderr
+    assert finished.stderr.splitlines()[-1] == "error: the demo failed: pip download failed; the lines above tell why"
+
+
+@pytest.mark.parametrize("arguments", [(), ("sid",)])
+def test_fresh_without_a_suite_prints_its_usage(arguments: tuple[str, ...]) -> None:
+    finished = run("integration/fresh", *arguments)
+    assert finished.returncode == 2
+    assert "  integration/fresh SUITE [COMMAND" in finished.stderr

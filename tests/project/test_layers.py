@@ -1,0 +1,276 @@
+"""Imports point one way, pure modules touch nothing, and a vendor's name stays with the vendor.
+
+The layer rule: model <- system <- config <- vendors <- host | machine <- cli.
+"""
+
+import ast
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "agent"
+
+Order: TypeAlias = tuple[str | tuple[str, ...], ...]
+"""Lowest first: a module imports from its own room and from lower ones. Rooms in one tuple never import each other."""
+ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine"), "cli")
+ROOMS: Mapping[str, Order] = {
+    "host": (("state", "vendors"), ("observe", "plan"), "apply", "verify", "outcome", "reconcile", "daemon"),
+    "machine": (
+        ("journal", "steps", "vendors"),
+        "notes",
+        "repairs",
+        ("devices", "libraries", "containerd"),
+        "cdi",
+        "kubelet",
+        ("run", "prefetch"),
+        "__main__",
+    ),
+}
+"""The order within a half."""
+NEVER = {("machine", "config")}
+"""Below, but not for everyone: settings are the host's, a machine gets a handoff."""
+
+PURE = ("model/", "host/plan/", "host/verify/", "host/state/driver_roots.py", "host/state/owned_files.py")
+"""Pure by their place; other modules are where their docstring says so."""
+IMPURE = {
+    *("os", "sys", "io", "pathlib", "shutil", "tempfile", "glob", "fcntl", "ctypes"),
+    *("subprocess", "signal", "socket", "select", "threading", "time", "random", "secrets"),
+    *("sh", "pyudev", "inotify_simple", "jeepney", "pyroute2", "prometheus_client"),
+}
+IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
+"""Names of what is called. logging's levels are plain numbers."""
+
+VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
+VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?:amd|drm|intel|nvidia|other_devices)\.")
+VENDOR_LISTS = {"host/vendors.py", "machine/vendors.py", "machine/prefetch.py"}
+"""The lists of vendors; nothing else imports one."""
+ALLOWED_NAMES = {
+    # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
+    ("model/paths.py", "/host-nvidia"),
+    ("model/paths.py", "/run/host-nvidia"),
+    # A switch of the configuration, and what no path in it may name.
+    ("config/devices.py", "nvidia-fs"),
+    ("config/devices.py", "/dev/nvidia*"),
+    ("config/mounts.py", "/etc/nvidia-container-runtime"),
+    ("model/device.py", "nvidia-fs"),
+    # A key of the configuration, and names of variables that it may not set.
+    ("config/pod_environment.py", "nvidia"),
+    ("config/pod_environment.py", "(NVIDIA|NVCT)_.*"),
+}
+
+OPENING = re.compile(r"(io\.|os\.)?open|os\.(fdopen|popen|mkfifo|mknod|walk|fwalk)|shutil\..*")
+"""Calls that open a file, by whatever name is at a path."""
+OPENING_METHODS = {"read_bytes", "write_bytes", "write_text"}
+"""pathlib's; its read_text is called as ours is, so that pathlib itself is refused."""
+OPENING_MODULES = {"codecs", "fileinput", "glob", "linecache", "mmap", "pathlib", "shelve", "shutil", "tempfile"}
+DOORS = {"system/opening.py", "machine/devices/open_nodes.py"}
+"""What opens files; and the program that proves device nodes by opening them, in a child that may hang."""
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return found
+
+
+def ranks(order: Order) -> dict[str, tuple[int, str]]:
+    """Of each room: its place, and what may share that with it."""
+    groups = [(each,) if isinstance(each, str) else each for each in order]
+    return {name: (place, name) for place, group in enumerate(groups) for name in group}
+
+
+def fits(order: Order, importer: str, imported: str) -> bool:
+    """Whether a room of this order may import from another one. Raises KeyError for one that has no place in it."""
+    (mine, _), (other, _) = ranks(order)[importer], ranks(order)[imported]
+    return importer == imported or other < mine
+
+
+def is_allowed(importer: str, module: str) -> bool:
+    """Whether `agent/<importer>` may import `module`. Raises KeyError for a room that has no place in an order."""
+    parts, target = importer.removesuffix(".py").split("/"), module.split(".")[1:]
+    if len(parts) < 2 or len(target) < 2 or parts[-1] == "__init__":
+        return True
+    if parts[0] == target[0] and parts[0] in ROOMS:
+        return fits(ROOMS[parts[0]], parts[1], target[1])
+    return fits(ORDER, parts[0], target[0]) and (parts[0], target[0]) not in NEVER
+
+
+def relative_name(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def is_pure(path: Path) -> bool:
+    """By its place, or by a docstring that calls the module pure."""
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+    return relative_name(path).startswith(PURE) or bool(re.search(r"\bpure\b", docstring, re.IGNORECASE))
+
+
+def strings(source: str) -> list[tuple[int, str]]:
+    """Line and text of every string that is not a docstring, with the fixed parts of f-strings."""
+    tree = ast.parse(source)
+    docstrings = {
+        node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    return [
+        (node.lineno, node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings
+    ]
+
+
+def vendor_strings(source: str) -> list[tuple[int, str]]:
+    return [(line, text) for line, text in strings(source) if VENDOR_NAME.search(text)]
+
+
+def vendor_imports(path: Path) -> set[str]:
+    return {module for module in imports(path) if VENDOR_IMPORT.match(f"{module}.")}
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative_name)
+def test_imports_point_one_way(path: Path) -> None:
+    assert [
+        module
+        for module in sorted(imports(path))
+        if module.startswith("agent.") and not is_allowed(relative_name(path), module)
+    ] == []
+
+
+@pytest.mark.parametrize(
+    ("importer", "module", "allowed"),
+    [
+        ("host/plan/goal.py", "agent.model.facts.Facts", True),
+        ("model/facts.py", "agent.host.plan.goal.Plan", False),
+        ("host/plan/goal.py", "agent.machine.vendors.VENDOR_NAMES", False),
+        ("machine/run.py", "agent.host.vendors.HOST_VENDORS", False),
+        ("machine/run.py", "agent.config.settings.Config", False),
+        ("host/plan/goal.py", "agent.host.observe.host.observe", False),
+        ("host/reconcile.py", "agent.host.daemon.loop.run", False),
+        ("host/daemon/loop.py", "agent.host.outcome.Outcome", True),
+        ("machine/devices/nodes.py", "agent.machine.cdi.spec.settle", False),
+        ("cli/main.py", "agent.__version__", True),
+    ],
+)
+def test_the_search_for_wrong_imports_finds_them(importer: str, module: str, allowed: bool) -> None:
+    assert is_allowed(importer, module) == allowed
+
+
+@pytest.mark.parametrize("path", [path for path in modules() if is_pure(path)], ids=relative_name)
+def test_pure_modules_touch_nothing(path: Path) -> None:
+    """The words, the plan and what calls itself pure import and call nothing that reaches outside."""
+    assert not {module.split(".")[0] for module in imports(path)} & IMPURE
+    tree = ast.parse(path.read_text())
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not {name for name in called if IMPURE_CALLS.fullmatch(name)}
+
+
+def test_integration_takes_fakes_alone_from_the_tests() -> None:
+    """So that a test module can change without a run on a virtual machine."""
+    files = sorted((PACKAGE.parent / "integration").rglob("*.py"))
+    taken = {module for path in files for module in imports(path) if module.startswith("tests.")}
+    assert taken
+    assert {module for module in taken if not module.startswith("tests.fakes")} == set()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*/__init__.py")), ids=relative_name)
+def test_packages_are_empty(path: Path) -> None:
+    """Each import of a module runs them, and the machine half has a dozen to go through at every boot."""
+    assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), "more than a docstring"
+
+
+@pytest.mark.parametrize("path", modules(), ids=relative_name)
+def test_modules_stay_small(path: Path) -> None:
+    """A module that needs scrolling for long has two subjects."""
+    assert len(path.read_text().splitlines()) <= 300
+
+
+def test_only_the_lists_of_vendors_import_a_vendor() -> None:
+    """Everything else asks the list for the vendor of a name; a vendor's own modules import each other."""
+    importers = {
+        relative_name(path)
+        for path in modules()
+        if not VENDOR_IMPORT.match(f"agent.{relative_name(path).replace('/', '.')}") and vendor_imports(path)
+    }
+    assert importers == VENDOR_LISTS
+
+
+def test_vendor_names_stay_with_the_vendors() -> None:
+    """No string outside of vendors/ names one, but for what is allowed; prose in docstrings and comments may."""
+    found = {
+        (relative_name(path), text): line
+        for path in modules()
+        if not relative_name(path).startswith("vendors/") and relative_name(path) not in VENDOR_LISTS
+        for line, text in vendor_strings(path.read_text())
+    }
+    assert {key: line for key, line in found.items() if key not in ALLOWED_NAMES} == {}
+    assert set(found) >= ALLOWED_NAMES, "no longer there: take it from ALLOWED_NAMES"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("def f(x):\n    'An NVIDIA GPU.'\n    return x == 'nvidia'\n", [3]),
+        ("PATH = f'/dev/nVidia{0}'\n", [1]),
+        ("x = {'Intel': 1}\n", [1]),
+        ("x = 'amd64'\n", []),
+    ],
+)
+def test_the_search_for_vendor_names_finds_them(source: str, lines: list[int]) -> None:
+    assert [line for line, _ in vendor_strings(source)] == lines
+
+
+def opened(source: str) -> list[int]:
+    """Lines in which a file is opened, or what does so is imported."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Call(ast.Attribute(_, method)) if method in OPENING_METHODS:
+                found.append(node.lineno)
+            case ast.Call(
+                _, [ast.Attribute(ast.Name("os"), "devnull") | ast.Call(ast.Attribute(_, "memfd_create")), *_]
+            ):
+                # Nobody else's to change.
+                pass
+            case ast.Call(function) if OPENING.fullmatch(ast.unparse(function)):
+                found.append(node.lineno)
+            case ast.Import(names) if {name.name for name in names} & OPENING_MODULES:
+                found.append(node.lineno)
+            case ast.ImportFrom(module, names) if module in OPENING_MODULES or (
+                module in ("os", "io") and "open" in {name.name for name in names}
+            ):
+                found.append(node.lineno)
+            case _:
+                pass
+    return found
+
+
+def test_nothing_but_the_door_opens_files() -> None:
+    """Who opens a file by another way waits for whoever put a FIFO or a lease there, or acts on a device."""
+    found = {relative_name(path): lines for path in modules() if (lines := opened(path.read_text()))}
+    assert set(found) - DOORS == {"system/files.py"}
+    assert len(found["system/files.py"]) == 2, "shutil's import and call, for driver roots in the making"
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("open(path)\nwith io.open(path) as file:\n    pass\n", [1, 2]),
+        ("os.open(path, os.O_RDONLY)\nos.open(os.devnull, os.O_WRONLY)\nopen(os.memfd_create(name))\n", [1]),
+        ("open(os.open(path, os.O_RDONLY))\n", [1, 1]),
+        ("from pathlib import Path\nPath(place).read_bytes()\n", [1, 2]),
+        ("import shutil\nfrom os import open\n", [1, 2]),
+        ("system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
+    ],
+)
+def test_the_search_for_what_opens_files_finds_it(source: str, lines: list[int]) -> None:
+    assert sorted(opened(source)) == lines

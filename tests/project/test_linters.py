@@ -1,0 +1,39 @@
+"""The linters are tests, so that one command is the whole gate."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def check(*argv: str) -> None:
+    finished = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.processes
+def test_ruff() -> None:
+    check(sys.executable, "-m", "ruff", "check", ".")
+
+
+@pytest.mark.processes
+def test_ruff_format() -> None:
+    check(sys.executable, "-m", "ruff", "format", "--check", ".")
+
+
+@pytest.mark.processes
+def test_mypy() -> None:
+    check(sys.executable, "-m", "mypy")
+
+
+@pytest.mark.processes
+def test_shellcheck() -> None:
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed (apt install shellcheck)")
+    listed = subprocess.run(["git", "grep", "-lE", "^#!.*(bash|/sh)"], cwd=REPOSITORY, capture_output=True, text=True)
+    scripts = [name for name in listed.stdout.split() if not name.endswith((".py", ".md"))]
+    check("shellcheck", "-x", *scripts)

@@ -1,0 +1,19 @@
+"""What a soak calls growth."""
+
+from integration.bed.measure.soak import growth
+
+
+def test_what_came_is_named_and_what_went_is_no_growth() -> None:
+    before = {"descriptors": 12, "mounts": ["/a", "/b"], "units": ["one", "two"], "files": ["x"]}
+    after = {"descriptors": 14, "mounts": ["/a", "/b", "/c"], "units": ["one"], "files": ["y"]}
+    assert growth(before, after) == {"descriptors": 2, "mounts": ["/c"]}
+
+
+def test_the_same_name_twice_is_growth_too() -> None:
+    """As a mount upon a mount."""
+    assert growth({"mounts": ["/a"]}, {"mounts": ["/a", "/a", "/a"]}) == {"mounts": 2}
+
+
+def test_memory_may_grow_by_a_tenth() -> None:
+    assert growth({"resident_kib": 50_000}, {"resident_kib": 55_000}) == {}
+    assert growth({"resident_kib": 50_000}, {"resident_kib": 55_001}) == {"resident_kib": 5_001}

@@ -1,0 +1,67 @@
+"""docs/tested-with.md says what a whole run showed, and nothing of a run that failed."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from integration.bed.measure.tested_with import table
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def results(tmp_path: Path, *cases: str) -> Path:
+    path = tmp_path / "results.xml"
+    path.write_text(f'<testsuites><testsuite name="pytest">{"".join(cases)}</testsuite></testsuites>')
+    return path
+
+
+def case(module: str, name: str, *versions: tuple[str, str], outcome: str = "") -> str:
+    properties = "".join(f'<property name="{part}" value="{version}"/>' for part, version in versions)
+    return (
+        f'<testcase classname="integration.{module}" name="{name}"><properties>{properties}</properties>'
+        f"{outcome}</testcase>"
+    )
+
+
+def test_rows_are_parts_with_their_versions(tmp_path: Path) -> None:
+    path = results(
+        tmp_path,
+        case("test_pods", "a", ("runc", "1.1"), ("containerd", "1.7")),
+        case("test_pods", "b", ("containerd", "1.7"), ("measured: restarted", "nothing")),
+        case("test_runtimes", "c", ("containerd", "2.1")),
+    )
+    rows = table(path).splitlines()[-3:]
+    assert rows == [
+        "| containerd | 1.7 | test_pods (2) |",
+        "| containerd | 2.1 | test_runtimes (1) |",
+        "| runc | 1.1 | test_pods (1) |",
+    ]
+
+
+def test_a_run_may_have_several_files(tmp_path: Path) -> None:
+    files = []
+    for shard in ("node", "drivers"):
+        (tmp_path / shard).mkdir()
+        files.append(results(tmp_path / shard, case(f"test_{shard}", "a", ("runc", "1.1"))))
+    assert table(*files).splitlines()[-1] == "| runc | 1.1 | test_drivers (1), test_node (1) |"
+
+
+@pytest.mark.parametrize(("outcome", "said"), [("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")])
+def test_a_run_that_was_not_whole_makes_no_table(tmp_path: Path, outcome: str, said: str) -> None:
+    bad = case("test_pods", "b", outcome=f'<{outcome} message="x"/>')
+    path = results(tmp_path, case("test_pods", "a", ("runc", "1.1")), bad)
+    with pytest.raises(ValueError, match=rf"integration\.test_pods\.b {said}"):
+        table(path)
+
+
+def test_a_run_that_says_nothing_makes_no_table(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no test says"):
+        table(results(tmp_path, case("test_pods", "a")))
+
+
+def test_the_table_names_tests_that_exist() -> None:
+    """A module that was renamed since is one whose result nobody has seen."""
+    named = set(re.findall(r"\b(test_\w+) \(\d+\)", (REPOSITORY / "docs" / "tested-with.md").read_text()))
+    assert named
+    assert named <= {path.stem for path in (REPOSITORY / "integration").rglob("test_*.py")}

@@ -1,0 +1,249 @@
+"""The unit files, by systemd's own tools: valid, hardened, and in agreement with the code's paths."""
+
+import configparser
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent.cli.prepare import LOCK_WAIT
+from agent.config.settings import MachineSettings
+from agent.host.daemon.loop import START_STEP, Timing
+from agent.machine.kubelet import node_condition
+from agent.model import paths
+from agent.system.process import FILE_LIMIT
+from agent.vendors.nvidia.devices.gpus import DISPLAY_CLASSES, VENDOR_ID
+from agent.vendors.nvidia.devices.kernel_modules import MODPROBE_LIMIT
+from agent.vendors.nvidia.devices.make_nodes import SETTLE
+from agent.vendors.nvidia.user_space.places import PLACES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+UNITS = REPOSITORY / "systemd"
+SERVICE = UNITS / "unbounded-agent.service"
+PREPARE = UNITS / "unbounded-agent-prepare@.service"
+MODULES = UNITS / "unbounded-agent-modules.service"
+NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
+TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
+EXPOSURE_LIMIT = 30
+"""Tenths: the exposure level stays below 3.0."""
+
+
+def settings(path: Path, section: str) -> dict[str, str]:
+    """The last assignment of each key, enough for keys that are there once."""
+    parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=["="], comment_prefixes=["#"])
+    parser.optionxform = str  # type: ignore[assignment,method-assign]
+    parser.read_string(path.read_text())
+    return dict(parser[section])
+
+
+@pytest.fixture
+def analyze() -> str:
+    found = shutil.which("systemd-analyze")
+    if found is None:
+        pytest.skip("systemd-analyze is not installed (apt install systemd)")
+    return found
+
+
+@pytest.mark.parametrize("unit", [SERVICE, PREPARE, MODULES], ids=lambda path: path.stem)
+def test_no_unit_of_the_host_takes_all_of_it(unit: Path) -> None:
+    """Pods run beside them. A pass has one thread, which a quota below one processor would hold up."""
+    found = settings(unit, "Service")
+    assert {"MemoryMax", "TasksMax"} < set(found)
+    assert found["CPUQuota"] == "100%"
+
+
+@pytest.mark.processes
+def test_exposure_is_below_the_limit(analyze: str) -> None:
+    finished = subprocess.run(
+        [analyze, "security", "--offline=yes", "--no-pager", f"--threshold={EXPOSURE_LIMIT}", str(SERVICE)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert re.search(r"Overall exposure level for unbounded-agent\.service: [0-2]\.\d", finished.stdout)
+
+
+@pytest.mark.processes
+def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
+    """Where the agent is not installed: with a program in its place that is there."""
+    for unit in (SERVICE, PREPARE, MODULES):
+        text = unit.read_text()
+        assert "/usr/bin/unbounded-agent" in text
+        (tmp_path / unit.name).write_text(text.replace("/usr/bin/unbounded-agent", "/bin/true"))
+    finished = subprocess.run(
+        [
+            analyze,
+            "verify",
+            "--man=no",
+            str(tmp_path / SERVICE.name),
+            str(tmp_path / PREPARE.name.replace("@", "@gpu-node")),
+            str(tmp_path / MODULES.name),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, about_ours) == (0, [])
+
+
+@pytest.mark.processes
+def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
+    tool = shutil.which("systemd-tmpfiles")
+    if tool is None:
+        pytest.skip("systemd-tmpfiles is not installed (apt install systemd)")
+    # It resolves the owner's name in the tree.
+    (tmp_path / "etc").mkdir()
+    (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
+    (tmp_path / "etc/group").write_text("root:x:0:\n")
+    argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    if "Operation not permitted" in finished.stderr:
+        pytest.skip("giving directories to root needs root")
+    assert finished.returncode == 0, finished.stderr
+    for path in settings(SERVICE, "Service")["ReadWritePaths"].split():
+        assert (tmp_path / path[1:]).is_dir(), f"ReadWritePaths={path}: the service would not start"
+    for path in (paths.HOST_NVIDIA, paths.MANIFESTS, paths.MACHINES_STATE, paths.RUNTIME, paths.MACHINES_RUNTIME):
+        assert (tmp_path / path[1:]).stat().st_mode & 0o7777 == 0o755
+    assert (tmp_path / paths.STAGING[1:]).stat().st_mode & 0o7777 == 0o700
+
+
+def test_everything_that_the_agent_writes_is_writable() -> None:
+    writable = settings(SERVICE, "Service")["ReadWritePaths"].split()
+    for path in (paths.STATE, paths.RUNTIME, paths.NSPAWN, paths.UNITS):
+        assert path in writable
+
+
+def test_every_place_of_a_driver_is_seen_also_one_that_comes_later() -> None:
+    """A bind of one directory that is not there at the start stays empty; a whole directory shows what comes."""
+    service = settings(SERVICE, "Service")
+    assert service["ProtectHome"] == "read-only"
+    assert "BindReadOnlyPaths" not in service
+    hidden = [path.lstrip("-") for path in service["InaccessiblePaths"].split()]
+    places = [f"{place.root.rstrip('/')}{each}/" for place in PLACES for each in place.libraries or ("",)]
+    assert not [place for place in places for path in hidden if place.startswith(f"{path}/")]
+
+
+def test_the_service_is_supervised_and_ends_soon() -> None:
+    service = settings(SERVICE, "Service")
+    assert (service["Type"], service["KillMode"], service["Restart"]) == ("notify", "mixed", "always")
+    assert int(service["TimeoutStopSec"]) <= 10
+    assert int(service["WatchdogSec"]) == START_STEP >= 2 * Timing().interval
+    assert service["RestartPreventExitStatus"] == "2", "bad input, by the command's exit codes"
+
+
+def test_the_service_waits_for_the_file_systems_of_its_state_and_the_machines() -> None:
+    needed = settings(SERVICE, "Unit")["RequiresMountsFor"].split()
+    assert needed == [paths.STATE, paths.MACHINE_ROOTS]
+
+
+def test_prepare_never_stops_a_machine_from_booting() -> None:
+    """It is pulled in by Wants= (the drop-in's), is bounded in time, and holds nothing up once it has run."""
+    unit, service = settings(PREPARE, "Unit"), settings(PREPARE, "Service")
+    assert "RequiredBy" not in PREPARE.read_text()
+    assert "systemd-nspawn@%i.service" in unit["Before"].split()
+    assert service["Type"] == "oneshot"
+    assert "RemainAfterExit" not in service
+    (longest,) = [each.le for each in MachineSettings.model_fields["driver_wait"].metadata if hasattr(each, "le")]
+    assert int(service["TimeoutStartSec"]) >= longest + LOCK_WAIT + 60
+
+
+def test_modules_are_loaded_before_whatever_looks_for_gpus() -> None:
+    """Wanted, never required: a driver that cannot be loaded costs its GPUs, and neither service nor machine."""
+    for unit in (SERVICE, PREPARE):
+        text = unit.read_text()
+        for key in ("Wants", "After"):
+            assert re.search(rf"^{key}={MODULES.name} {paths.DRIVER_ROOTS_TARGET}$", text, re.MULTILINE)
+        assert "\nRequires=" not in text
+    service = settings(MODULES, "Service")
+    assert service["Type"] == "oneshot"
+    assert "RemainAfterExit" not in service, "the next machine's start looks again"
+    assert int(service["TimeoutStartSec"]) > MODPROBE_LIMIT + SETTLE
+    assert "[Install]" not in MODULES.read_text()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [("[driver]\nload_modules = true\n", 0), ("driver.load_modules = true\n", 0), ("[machines.a]\n", 1), (None, 1)],
+)
+def test_modules_are_looked_at_only_where_they_are_configured(tmp_path: Path, text: str | None, status: int) -> None:
+    """Before Python is started, which each start of a machine would have to wait for; 1 to 254 skip the unit."""
+    if text is not None:
+        (tmp_path / "config.d").mkdir()
+        (tmp_path / "config.d/10-driver.toml").write_text(text)
+    argv = settings(MODULES, "Service")["ExecCondition"].split()
+    assert argv[-1] == str(Path(paths.CONFIG_FILE).parent)
+    directory = tmp_path if text is not None else tmp_path / "missing"
+    found = subprocess.run([*argv[:-1], directory], capture_output=True, timeout=60)
+    assert 0 < found.returncode < 255 if status else found.returncode == 0
+
+
+def test_the_rule_names_the_unit_and_the_classes_of_gpus() -> None:
+    text = (UNITS / "70-unbounded-agent.rules").read_text()
+    assert f'ENV{{SYSTEMD_WANTS}}+="{MODULES.name}"' in text
+    assert {int(each, 16) for each in re.findall(r"0x(03[0-9a-f]{2})\*", text)} == DISPLAY_CLASSES
+    assert f'ATTR{{vendor}}=="{VENDOR_ID:#06x}"' in text
+
+
+def test_prepare_has_no_right_to_mount() -> None:
+    """The machine's own unit does that, which has to work without the agent."""
+    found = settings(PREPARE, "Service")
+    assert "CAP_SYS_ADMIN" not in found["CapabilityBoundingSet"]
+    assert "@mount" not in found["SystemCallFilter"]
+
+
+@pytest.mark.processes
+def test_units_of_the_machine_are_valid(analyze: str) -> None:
+    """All but those of the node's packages, which are not installed here."""
+    units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
+    assert len(units) == 6
+    finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=60)
+    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, about_ours) == (0, [])
+
+
+def test_node_condition_runs_only_where_it_is_wanted_or_to_be_taken_back() -> None:
+    """Either path triggers it ("|"); most machines have neither, and start no process each minute."""
+    text = NODE_CONDITION.read_text()
+    found = re.findall(r"^ConditionPathExists=(.*)$", text, re.MULTILINE)
+    document = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.CONDITIONS_NAME}"
+    assert found == [f"|{document}", f"|{paths.NODE_CONDITION_MARK}"]
+    assert f"PathChanged={document}\n" in NODE_CONDITION.with_suffix(".path").read_text()
+    service = settings(NODE_CONDITION, "Service")
+    assert f"/var/lib/{service['StateDirectory']}" == paths.STATE
+    assert f"/run/{service['RuntimeDirectory']}" == paths.MACHINE_STATE
+    assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
+
+
+def test_node_condition_is_taken_back_from_a_machine_without_a_handoff() -> None:
+    """A machine that was taken out of the configuration boots without the bind; the mark on its disk stays."""
+    conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)
+    assert conditions == [
+        f"ConditionPathIsDirectory=|{paths.MACHINE_HANDOFF_DIRECTORY}",
+        f"ConditionPathExists=|{paths.NODE_CONDITION_MARK}",
+    ]
+
+
+def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> None:
+    unit = (UNITS / "machine/unbounded-agent-gpu.service").read_text()
+    assert f"\nLimitFSIZE={FILE_LIMIT >> 20}M\n" in unit
+
+
+def test_gpu_setup_never_waits_for_the_node_condition() -> None:
+    """An API server that does not answer must not hold up containerd."""
+    longest = node_condition.KUBECTL_LIMIT * 2 * node_condition.ATTEMPTS
+    assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest, "ended, it could not say why"
+    for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
+        assert "node-condition" not in (UNITS / "machine" / unit).read_text()
+    assert "Before" not in settings(NODE_CONDITION, "Unit")
+
+
+def test_no_setting_is_newer_than_debian_12() -> None:
+    """systemd 252 warns about what it does not know."""
+    newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
+    for unit in (SERVICE, PREPARE, MODULES, NODE_CONDITION):
+        assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}

@@ -1,0 +1,53 @@
+"""Copies from one file system to another, with two real ones where this host has them."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from agent.system import copy
+from agent.system.files import System
+from agent.system.sh_runner import host_runner
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Iterator[Path]:
+    """A directory on another file system than `tmp_path`."""
+    if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip(f"{SHARED_MEMORY} is no file system of its own here")
+    with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
+        yield Path(directory)
+
+
+def test_from_one_file_system_to_another(tmp_path: Path, elsewhere: Path) -> None:
+    """/var may be one of its own: the kernel refuses copy_file_range(2) then."""
+    content = os.urandom(copy.CHUNK) * 3 + b"end"
+    for source, target in ((tmp_path, elsewhere), (elsewhere, tmp_path)):
+        (source / "library").write_bytes(content)
+        with (source / "library").open("rb") as reading:
+            System(host_runner).copy(reading, str(target / "copy"), 0o644)
+        assert (target / "copy").read_bytes() == content
+
+
+def test_a_file_that_grows_is_not_followed(tmp_path: Path, elsewhere: Path) -> None:
+    size = copy.STEP + 1
+    with (tmp_path / "log").open("w+b") as growing, (elsewhere / "copy").open("wb") as writing:
+        growing.truncate(size)
+        copy.copy_content(growing.fileno(), writing.fileno(), lambda: os.truncate(growing.fileno(), 2 * size))
+    assert (elsewhere / "copy").stat().st_size == size
+
+
+def test_a_full_file_system_is_an_error(tmp_path: Path) -> None:
+    """Not a reason to try it by other means."""
+    (tmp_path / "library").write_bytes(b"library")
+    with (
+        (tmp_path / "library").open("rb") as reading,
+        Path("/dev/full").open("wb") as full,
+        pytest.raises(OSError, match=os.strerror(errno.ENOSPC)),
+    ):
+        copy.copy_content(reading.fileno(), full.fileno(), lambda: None)

@@ -1,0 +1,313 @@
+"""Calls on the system bus, over a real socket to a simulated bus that speaks D-Bus by jeepney."""
+
+import contextlib
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from jeepney import DBusAddress, HeaderFields, Message, Parser, new_error, new_method_return, new_signal
+
+from agent.model.errors import BusAnswerError, BusError
+from agent.system.dbus import DRIVER, NO_OWNER, REPLY_LIMIT, SystemBus
+
+SERVICE, PATH, METHOD = "org.example.Service", "/org/example", "org.example.Interface.Method"
+OWNER, STRANGER = ":1.0", ":1.4711"
+Answer = Callable[[Message, int], bytes | None]
+"""To a call, by the number of the connection; None hangs up."""
+
+Connect = Callable[..., SystemBus]
+
+
+class SimulatedBus:
+    """Answers Hello by itself, and what a test says to everything else."""
+
+    def __init__(self, path: Path, answer: Answer) -> None:
+        self.path, self.answer = str(path), answer
+        self.owner, self.activated = OWNER, ""
+        """Of SERVICE: its unique name now, and that which it has once the bus has started it."""
+        self.connections, self.calls = 0, list[Message]()
+        self._open: list[socket.socket] = []
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(self.path)
+        self._listening.listen()
+        self._thread = threading.Thread(target=self._accept, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """As a bus that ends: nothing listens, and every connection is closed."""
+        for each in (self._listening, *self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._thread.join(5)
+        Path(self.path).unlink(missing_ok=True)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = self._listening.accept()[0]
+                self._open.append(client)
+                self.connections += 1
+                threading.Thread(target=self._serve, args=(client, self.connections), daemon=True).start()
+
+    def _serve(self, client: socket.socket, number: int) -> None:
+        parser = Parser()
+        with contextlib.suppress(OSError):
+            line = b""
+            while not line.endswith(b"\r\n"):
+                line += client.recv(100)
+            client.sendall(b"OK 0123456789abcdef0123456789abcdef\r\n")
+            assert client.recv(len(b"BEGIN\r\n")) == b"BEGIN\r\n"
+            while data := client.recv(4096):
+                for call in parser.feed(data):
+                    answer = self._answer(call, number)
+                    if answer is None:
+                        client.shutdown(socket.SHUT_RDWR)
+                        return
+                    client.sendall(answer)
+
+    def _answer(self, call: Message, number: int) -> bytes | None:
+        match call.header.fields[HeaderFields.member]:
+            case "Hello":
+                return returned(call, "s", (f":1.{number}",), sender=DRIVER)
+            case "GetNameOwner" if self.owner:
+                return returned(call, "s", (self.owner,), sender=DRIVER)
+            case "GetNameOwner":
+                return refused(call, NO_OWNER[0], "no such name", sender=DRIVER)
+            case "StartServiceByName":
+                self.owner = self.activated
+                reply = refused(call, NO_OWNER[1], "nothing starts it", sender=DRIVER)
+                return returned(call, "u", (1,), sender=DRIVER) if self.activated else reply
+            case _:
+                pass
+        if call.header.fields[HeaderFields.destination] != self.owner:
+            return refused(call, NO_OWNER[1], "it went", sender=DRIVER)
+        self.calls.append(call)
+        return self.answer(call, number)
+
+
+def sent(message: Message, sender: str, serial: int = 1) -> bytes:
+    """As the bus hands it on: it writes who the sender is."""
+    message.header.fields[HeaderFields.sender] = sender
+    data: bytes = message.serialise(serial=serial)
+    return data
+
+
+def returned(call: Message, signature: str, body: tuple[object, ...], sender: str = OWNER) -> bytes:
+    return sent(new_method_return(call, signature, body), sender)
+
+
+def refused(call: Message, name: str, text: str, sender: str = OWNER) -> bytes:
+    return sent(new_error(call, name, "s", (text,)), sender)
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Short: the path of a socket ends after 107 bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory) / "bus"
+
+
+@contextlib.contextmanager
+def simulated(place: Path, answer: Answer) -> Iterator[SimulatedBus]:
+    bus = SimulatedBus(place, answer)
+    try:
+        yield bus
+    finally:
+        bus.close()
+
+
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Closed at the end."""
+    made: list[SystemBus] = []
+
+    def new(place: Path) -> SystemBus:
+        made.append(SystemBus(str(place)))
+        return made[-1]
+
+    yield new
+    for each in made:
+        each.close()
+
+
+def call(bus: SystemBus, *arguments: str, deadline: float = 5.0) -> tuple[object, ...]:
+    return bus(SERVICE, PATH, METHOD, "s" * len(arguments), arguments, deadline)
+
+
+def test_a_call_and_its_answer(place: Path, connect: Connect) -> None:
+    with simulated(place, lambda message, _: returned(message, "v", (("a(ss)", [("a", "b")]),))) as simulation:
+        bus = connect(place)
+        assert call(bus, "one", "two") == (("a(ss)", [("a", "b")]),)
+        assert call(bus)
+        assert simulation.connections == 1
+        first = simulation.calls[0].header.fields
+        assert (first[HeaderFields.path], first[HeaderFields.destination]) == (PATH, OWNER)
+        assert f"{first[HeaderFields.interface]}.{first[HeaderFields.member]}" == METHOD
+        assert simulation.calls[0].body == ("one", "two")
+
+
+def test_an_error_names_what_was_asked(place: Path, connect: Connect) -> None:
+    with simulated(place, lambda message, _: refused(message, "org.example.NoSuchThing", "not here")) as simulation:
+        bus = connect(place)
+        with pytest.raises(BusAnswerError, match=r"Method of org\.example\.Service .*one.*NoSuchThing: not here"):
+            call(bus, "one")
+        with pytest.raises(BusAnswerError):
+            call(bus)
+        assert simulation.connections == 1, "an error is an answer"
+
+
+def test_what_was_not_asked_for_is_passed_over(place: Path, connect: Connect) -> None:
+    """A signal, or the late answer to another call."""
+
+    def late(message: Message, _: int) -> bytes:
+        other = new_method_return(message, "s", ("other",))
+        other.header.fields[HeaderFields.reply_serial] = 4711
+        return sent(other, OWNER) + returned(message, "s", ("own",))
+
+    with simulated(place, late):
+        assert call(connect(place)) == ("own",)
+
+
+def forged(call: Message) -> list[bytes]:
+    """What dbus-broker hands on from any user of the host: a refusal, an answer, and a signal that looks like one."""
+    signal = new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "s", ("forged",))
+    signal.header.fields[HeaderFields.reply_serial] = call.header.serial
+    return [
+        refused(call, "org.freedesktop.DBus.Error.AccessDenied", "forged", STRANGER),
+        returned(call, "s", ("forged",), STRANGER),
+        sent(signal, STRANGER),
+    ]
+
+
+@pytest.mark.parametrize("number", range(3), ids=("error", "return", "signal"))
+def test_attack_an_answer_that_another_user_forges_is_passed_over(place: Path, connect: Connect, number: int) -> None:
+    """Where dbus-broker runs, every user may send anything to anybody, with any serial."""
+    with simulated(place, lambda call, _: forged(call)[number] + returned(call, "s", ("own",))):
+        assert call(connect(place)) == ("own",)
+
+
+def test_a_signal_of_the_services_own_is_no_answer(place: Path, connect: Connect) -> None:
+    """It may carry what somebody else wanted in it."""
+
+    def answer(call: Message, _: int) -> bytes:
+        signal = new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "s", ("signal",))
+        signal.header.fields[HeaderFields.reply_serial] = call.header.serial
+        return sent(signal, OWNER) + returned(call, "s", ("own",))
+
+    with simulated(place, answer):
+        assert call(connect(place)) == ("own",)
+
+
+def test_a_service_that_does_not_run_is_started_by_the_bus(place: Path, connect: Connect) -> None:
+    """systemd-machined ends when it is idle."""
+    with simulated(place, lambda message, _: returned(message, "s", ("started",), ":1.9")) as bus:
+        bus.owner, bus.activated = "", ":1.9"
+        assert call(connect(place)) == ("started",)
+        bus.owner, bus.activated = "", ""
+        with pytest.raises(BusAnswerError, match="ServiceUnknown: nothing starts it"):
+            call(connect(place))
+
+
+def test_a_service_that_was_restarted_is_asked_by_its_new_name(place: Path, connect: Connect) -> None:
+    with simulated(place, lambda message, _: returned(message, "s", ("answer",), simulation.owner)) as simulation:
+        client = connect(place)
+        assert call(client) == ("answer",)
+        simulation.owner = ":1.7"
+        assert call(client) == ("answer",)
+        assert simulation.connections == 1
+
+
+def test_a_bus_that_was_started_anew_is_connected_to_in_the_same_call(place: Path, connect: Connect) -> None:
+    with simulated(place, lambda message, _: returned(message, "s", ("before",))):
+        bus = connect(place)
+        assert call(bus) == ("before",)
+    with simulated(place, lambda message, _: returned(message, "s", ("after",))):
+        assert call(bus) == ("after",)
+
+
+def test_a_bus_that_is_away_is_an_error_until_it_is_back(place: Path, connect: Connect) -> None:
+    bus = connect(place)
+    for _ in range(2):
+        with pytest.raises(BusError, match=r"No such file or directory.*dbus\.socket"):
+            call(bus)
+    with simulated(place, lambda message, _: returned(message, "s", ("back",))):
+        assert call(bus) == ("back",)
+
+
+def test_a_bus_that_ends_in_the_middle_of_a_read(place: Path, connect: Connect) -> None:
+    """The call fails if its second try does; the next one is right again."""
+    with simulated(place, lambda message, number: None if number < 3 else returned(message, "s", ("third",))):
+        client = connect(place)
+        with pytest.raises(BusError, match="Connection reset"):
+            call(client)
+        with pytest.raises(BusError, match="Connection reset"):
+            call(client)
+        assert call(client) == ("third",)
+
+
+def test_no_answer_ends_at_the_deadline_and_is_not_taken_for_the_next(place: Path, connect: Connect) -> None:
+    with simulated(
+        place, lambda message, number: b"" if number == 1 else returned(message, "s", ("new",))
+    ) as simulation:
+        bus = connect(place)
+        started = time.monotonic()
+        with pytest.raises(BusError, match="timed out") as raised:
+            call(bus, deadline=0.3)
+        assert isinstance(raised.value.__cause__, TimeoutError), "by which callers know that nothing answers"
+        assert time.monotonic() - started >= 0.3
+        assert call(bus) == ("new",)
+        assert simulation.connections == 2
+
+
+@pytest.mark.parametrize(
+    "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n" * 4, b"l\x02\x00\x01" + b"\xff" * 60], ids=["text", "huge"]
+)
+def test_what_is_no_message_is_an_error(place: Path, connect: Connect, answer: bytes) -> None:
+    with simulated(place, lambda _, number: answer), pytest.raises(BusError):
+        call(connect(place), deadline=0.5)
+
+
+def test_the_size_of_an_answer_is_bounded(place: Path, connect: Connect) -> None:
+    whole = "x" * (2 * REPLY_LIMIT)
+    too_large = pytest.raises(BusError, match=f"a message of more than {REPLY_LIMIT} bytes")
+    with simulated(place, lambda message, _: returned(message, "s", (whole,))), too_large:
+        call(connect(place))
+
+
+def signal(text: str) -> bytes:
+    """Of somebody: on the system bus every user may send one to anybody."""
+    emitter = DBusAddress("/", interface="org.example.Noise")
+    return sent(new_signal(emitter, "Made", "s", (text,)), STRANGER, serial=7)
+
+
+def test_a_connection_that_somebody_has_filled_is_made_anew(place: Path, connect: Connect) -> None:
+    flood = signal("x" * (2 * REPLY_LIMIT))
+
+    def answer(message: Message, number: int) -> bytes:
+        filled = number == 1 and len(simulation.calls) > 1
+        return (flood if filled else b"") + returned(message, "s", (f"by connection {number}",))
+
+    with simulated(place, answer) as simulation:
+        bus = connect(place)
+        assert call(bus) == ("by connection 1",)
+        assert call(bus) == ("by connection 2",)
+
+
+def test_messages_of_others_do_not_add_up(place: Path, connect: Connect) -> None:
+    noise = signal("x" * (REPLY_LIMIT // 2)) * 5
+    with simulated(place, lambda message, _: noise + returned(message, "s", ("mine",))):
+        assert call(connect(place)) == ("mine",)
+
+
+def test_a_socket_that_nobody_serves_ends_at_the_deadline(place: Path, connect: Connect) -> None:
+    """dbus.socket listens before dbus.service runs."""
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(place))
+        listening.listen()
+        with pytest.raises(BusError, match="authenticate"):
+            call(connect(place), deadline=0.3)

@@ -1,0 +1,182 @@
+"""Calls that hang are left behind and not repeated. What hangs is simulated: a thread that waits for an event."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from agent.model.conditions import Status
+from agent.model.errors import CommandError
+from agent.system.copy import STEP
+from agent.system.deadlines import ask_device, bounded, stuck
+from agent.system.files import System
+from agent.system.process import Completed, run_checked
+from agent.system.sh_runner import host_runner
+from tests.fakes.gpu_host import reconciler
+from tests.fakes.host import Host
+
+
+class Hanging:
+    """Something that does not answer until it is released."""
+
+    def __init__(self) -> None:
+        self.released = threading.Event()
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        self.released.wait(60)
+        return "late"
+
+
+@pytest.fixture
+def hanging() -> Iterator[Hanging]:
+    made = Hanging()
+    yield made
+    made.released.set()
+
+
+@pytest.fixture
+def name() -> str:
+    """Of a call that no other test makes."""
+    return f"test {uuid4()}"
+
+
+def wait_for(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_results_and_errors_come_through(name: str) -> None:
+    assert bounded(name, lambda: 5, 60) == 5
+    with pytest.raises(FileNotFoundError):
+        bounded(name, lambda: os.stat("/there/is/no/such/file"), 60)
+    assert name not in stuck()
+
+
+def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: Hanging) -> None:
+    bounded(name, int, 60)
+    before = threading.active_count()
+    with pytest.raises(TimeoutError, match="no answer within 0 s"):
+        bounded(name, hanging, 0.05)
+    assert name in stuck()
+    for _ in range(10):
+        with pytest.raises(TimeoutError, match="an earlier attempt still hangs"):
+            bounded(name, hanging, 60)
+    assert (hanging.calls, threading.active_count()) == (1, before), "in the thread of the call before it"
+    assert bounded(f"{name} other", lambda: "others go on", 60) == "others go on"
+    assert bounded(f"{name} other", lambda: "and on", 60) == "and on"
+    assert threading.active_count() <= before + 1
+    hanging.released.set()
+    wait_for(lambda: name not in stuck())
+    assert bounded(name, hanging, 60) == "late", "it is tried again"
+
+
+def test_many_that_hang_take_no_longer_than_two(name: str, hanging: Hanging) -> None:
+    """A hundred files of one broken driver: the pass ends long before the watchdog."""
+    started = time.monotonic()
+    for number in range(100):
+        with pytest.raises(TimeoutError):
+            ask_device(f"{name} {number}", hanging, 4)
+    # Less than three of them alone; a hundred times the least wait is 2 of these seconds.
+    assert time.monotonic() - started < 12
+    assert ask_device(name, lambda: "others go on", 4) == "others go on"
+
+
+class HangingHost(Host):
+    """A simulated host of which one file does not answer."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__(tree)
+        self.hanging = Hanging()
+        self.hangs = ""
+
+    def read_text(self, path: str) -> str:
+        return self.hanging() if path == self.hangs else super().read_text(path)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    """For the fixture gpu_host."""
+    tree = tmp_path / "host"
+    tree.mkdir()
+    made = HangingHost(tree)
+    yield made
+    made.hanging.released.set()
+
+
+def test_a_driver_that_does_not_answer_takes_nothing_away(gpu_host: Host) -> None:
+    path = "/proc/driver/nvidia/gpus/0000:01:00.0/information"
+    assert isinstance(gpu_host, HangingHost)
+    passes = reconciler(gpu_host)
+    before = passes.run_pass().machines[0]
+    gpu_host.hangs = path
+    outcome = passes.run_pass()
+    (machine,) = outcome.machines
+    ready = machine.conditions[-1]
+    assert ready.status is not Status.TRUE
+    assert any(path in each.message and each.status is Status.UNKNOWN for each in machine.conditions)
+    assert outcome.actions == ()
+    started = time.monotonic()
+    passes.run_pass()
+    assert time.monotonic() - started < 4, "the deadline is not waited for again"
+    assert gpu_host.hanging.calls == 1
+    assert any(each.endswith(path) for each in stuck())
+    gpu_host.hangs = ""
+    gpu_host.hanging.released.set()
+    wait_for(lambda: not any(each.endswith(path) for each in stuck()))
+    found = {each.type: each.status for each in passes.run_pass().machines[0].conditions}
+    assert found == {each.type: each.status for each in before.conditions}
+
+
+# ---- commands
+
+
+@pytest.mark.processes
+def test_a_program_ends_at_its_time_limit() -> None:
+    with pytest.raises(CommandError, match="stopped after its time limit of 0 s"):
+        run_checked(host_runner, ("sleep", "1000"), 0.2)
+    assert not any("sleep" in each for each in stuck())
+
+
+def test_a_program_that_cannot_be_killed_is_said_to_hang(name: str, hanging: Hanging) -> None:
+    """Simulated: no program of a test can be in D state."""
+
+    def runner(argv: tuple[str, ...], timeout: float) -> Completed:
+        return bounded(name, lambda: Completed(0, hanging().encode(), b""), timeout)
+
+    with pytest.raises(CommandError, match=r"no answer within 0 s \(it cannot even be killed"):
+        run_checked(runner, ("ldconfig", "-p"), 0.05)
+    with pytest.raises(CommandError, match="an earlier attempt still hangs"):
+        run_checked(runner, ("ldconfig", "-p"), 0.05)
+
+
+# ---- progress
+
+
+def test_each_staged_file_is_progress(gpu_host: Host) -> None:
+    told: list[str] = []
+    passes = reconciler(gpu_host)
+    passes.progress = told.append
+    passes.run_pass()
+    begin = next(index for index, text in enumerate(told) if text.startswith("stage "))
+    files = told[begin + 1 :].index(next(text for text in told[begin + 1 :] if text))
+    assert files > 20, "one for each file of the driver, none of them with a text"
+
+
+def test_parts_of_a_large_file_are_progress(tmp_path: Path) -> None:
+    system = System(host_runner, str(tmp_path))
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(2 * STEP + 5)
+    told: list[str] = []
+    with (tmp_path / "large").open("rb") as reading:
+        system.copy(reading, "/copy", 0o644, lambda: told.append("part"))
+    assert (tmp_path / "copy").stat().st_size == 2 * STEP + 5
+    # None where the file system shares extents: that is one short step.
+    assert len(told) in (0, 2)

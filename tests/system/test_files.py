@@ -1,0 +1,181 @@
+"""The door to files: atomic, within its root, and never blocking."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from agent.model.errors import BusError
+from agent.system.files import System
+from agent.system.process import Completed
+from agent.system.sh_runner import host_runner
+
+
+def no_process(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise AssertionError(f"unexpected process {argv}")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(no_process, str(tmp_path))
+
+
+def test_absolute_links_stay_below_the_root(system: System, tmp_path: Path) -> None:
+    """Debian's alternatives are absolute links: a recorded tree must not be left through them."""
+    system.write("/usr/lib/nvidia/current/libcuda.so.550", b"library")
+    system.link("/etc/alternatives/libcuda", "/usr/lib/nvidia/current/libcuda.so.550")
+    system.link("/usr/lib/libcuda.so.1", "/etc/alternatives/libcuda")
+    assert system.real_path("/usr/lib/libcuda.so.1") == "/usr/lib/nvidia/current/libcuda.so.550"
+    assert system.read("/usr/lib/libcuda.so.1") == b"library"
+    system.link("/escape", "../../../../etc/passwd")
+    with pytest.raises(FileNotFoundError):
+        system.real_path("/escape")
+
+
+def test_link_loops_end(system: System) -> None:
+    system.link("/a", "b")
+    system.link("/b", "a")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.real_path("/a")
+
+
+def test_a_program_is_looked_for_as_it_is_started(system: System) -> None:
+    """Not where a link leads nowhere, nor where a file is not executable."""
+    system.link("/usr/local/sbin/tool", "/opt/tool/removed")
+    system.write("/usr/local/bin/tool", b"", 0o644)
+    assert system.find_program("tool") is None
+    system.write("/opt/tool/tool", b"", 0o755)
+    system.link("/usr/sbin/tool", "/opt/tool/tool")
+    assert system.find_program("tool") == "/usr/sbin/tool"
+
+
+def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        system.write("/etc/new/file", b"one")
+        system.write("/etc/new/file", b"two", 0o600)
+    finally:
+        os.umask(old)
+    assert system.read("/etc/new/file") == b"two"
+    assert (tmp_path / "etc/new/file").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "etc/new").stat().st_mode & 0o777 == 0o755
+    assert system.entries("/etc/new") == ("file",)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rest(system: System, tmp_path: Path) -> None:
+    (tmp_path / "etc/there").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        system.write("/etc/there", b"a file cannot replace a directory")
+    assert system.entries("/etc") == ("there",)
+
+
+def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        system.read("/fifo")
+
+
+def test_what_is_no_regular_file_is_not_opened_and_leaks_no_descriptor(system: System, tmp_path: Path) -> None:
+    """A machine may put anything where its report or handoff is: to open a device is to act on it."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("/dev/ptmx")
+    before = len(os.listdir("/proc/self/fd"))
+    for name in ("fifo", "directory", "link"):
+        for _ in range(5):
+            with pytest.raises(OSError, match=r"not a regular file|a symbolic link"):
+                system.read_untrusted(f"/{name}", 100)
+    for name in ("fifo", "directory"):
+        with pytest.raises(OSError, match="not a regular file"):
+            system.read(f"/{name}")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_file_or_link_that_cannot_take_its_place_leaves_nothing(system: System, tmp_path: Path) -> None:
+    (tmp_path / "place").mkdir()
+    with pytest.raises(IsADirectoryError):
+        system.write("/place", b"content")
+    assert os.listdir(tmp_path) == ["place"]
+    with pytest.raises(IsADirectoryError):
+        system.link("/place", "target")
+    assert os.listdir(tmp_path) == ["place"]
+
+
+def test_reading_has_a_limit(system: System) -> None:
+    system.write("/large", b"x" * 100)
+    with pytest.raises(OSError, match="larger than 99 bytes"):
+        system.read("/large", limit=99)
+
+
+def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
+    """A hard link in a bound directory could be written through from a machine."""
+    system.write("/source", b"driver" * 1000)
+    with (tmp_path / "source").open("rb") as reading:
+        system.copy(reading, "/copy", 0o644)
+    (tmp_path / "copy").write_bytes(b"spoiled")
+    assert system.read("/source") == b"driver" * 1000
+
+
+def test_a_directory_that_several_make_at_once(system: System) -> None:
+    """The machine half writes its notes from threads, before their directory is there."""
+    with ThreadPoolExecutor(8) as pool:
+        for number in range(50):
+            list(pool.map(system.make_directory, [f"/{number}/a/b/c"] * 8))
+
+
+def test_a_system_without_a_bus_says_so(system: System) -> None:
+    """The machine half's."""
+    with pytest.raises(BusError, match=r"org\.example\.I\.M of org\.example: .*no connection"):
+        system.call("org.example", "/", "org.example.I.M")
+
+
+def test_a_device_behind_a_link_is_told_as_by_stat(tmp_path: Path) -> None:
+    """By statx(2) with a structure of our own; of /proc/PID/fd too, where a removed file is still behind the link."""
+    system = System(host_runner)
+    for path in ("/dev/null", "/dev/full", "/dev/tty"):
+        status = os.stat(path)
+        (tmp_path / "link").symlink_to(path)
+        assert system.device_behind(str(tmp_path / "link")) == (os.major(status.st_rdev), os.minor(status.st_rdev))
+        (tmp_path / "link").unlink()
+    with open(tmp_path / "file", "wb") as file, open("/dev/null", "rb") as null:
+        (tmp_path / "file").unlink()
+        assert system.device_behind(f"/proc/self/fd/{file.fileno()}") is None
+        assert system.device_behind(f"/proc/self/fd/{null.fileno()}") == (1, 3)
+    (tmp_path / "link").symlink_to("nothing")
+    with pytest.raises(FileNotFoundError, match="link"):
+        system.device_behind(str(tmp_path / "link"))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        system.device_behind(str(tmp_path / "loop"))
+
+
+def test_the_head_of_a_file(tmp_path: Path) -> None:
+    """However long it is; nothing but a regular file is opened."""
+    system = System(no_process, str(tmp_path))
+    (tmp_path / "long").write_bytes(b"head" + bytes(1 << 21))
+    assert system.head("/long", 4) == b"head"
+    assert system.head("/long", 1 << 10) == b"head" + bytes(1020)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="not a regular file"):
+        system.head("/fifo", 4)
+
+
+def test_a_system_below_another(tmp_path: Path) -> None:
+    """Its links hold below it, and so do those that lead to it."""
+    (tmp_path / "inner/etc").mkdir(parents=True)
+    (tmp_path / "inner/etc/name").write_text("inner")
+    (tmp_path / "name").write_text("outer")
+    (tmp_path / "link").symlink_to("/inner")
+    (tmp_path / "inner/absolute").symlink_to("/etc/name")
+    (tmp_path / "inner/out").symlink_to("../../../name")
+    system = System(no_process, str(tmp_path))
+    inner = system.below("/link")
+    assert inner.read("/absolute") == b"inner"
+    assert inner.place("/etc") == str(tmp_path / "inner/etc")
+    assert not inner.is_file("/out")
+    assert system.read("/name") == b"outer"
+    assert system.below("/").root == system.root
+    with pytest.raises(FileNotFoundError):
+        system.below("/none")
+    assert System(no_process).below(str(tmp_path)).read("/inner/etc/name") == b"inner"

@@ -1,0 +1,224 @@
+"""Who has a device open: by number, on a synthetic /proc."""
+
+import errno
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.system.deadlines import stuck
+from agent.system.files import System
+from agent.system.open_files import find_holders
+from agent.system.sh_runner import host_runner
+from tests.fakes.host import Host
+from tests.fakes.processes import CONTAINER, MACHINE_GROUP, POD_GROUP, POD_UID, process, thread
+
+WANTED = {(195, 0): "/dev/nvidia0", (226, 128): "/dev/dri/renderD128"}
+
+
+@pytest.fixture
+def tree(host: Host) -> Path:
+    """With nodes of one GPU, of another one, and of the first again at another path."""
+    host.node("/dev/nvidia0", 195, 0)
+    host.node("/dev/nvidia1", 195, 1)
+    host.node("/dev/dri/renderD128", 226, 128)
+    host.node("/run/containers/x/dev/accelerator", 195, 0)
+    host.file("/usr/bin/python3")
+    return Path(host.root)
+
+
+def test_holders_are_found_by_number_wherever_the_node_is(host: Host, tree: Path) -> None:
+    process(tree, 10, opened=("/dev/nvidia1", "/usr/bin/python3"))
+    process(tree, 11, opened=("/run/containers/x/dev/accelerator", "/dev/dri/renderD128"))
+    process(tree, 2, opened=("/dev/nvidia0",), command=b"nvidia-persiste")
+    held = find_holders(host, WANTED)
+    assert [(each.pid, each.paths) for each in held.holders] == [
+        (2, ("/dev/nvidia0",)),
+        (11, ("/dev/dri/renderD128", "/dev/nvidia0")),
+    ]
+    assert held.holders[0].describe() == "PID 2 (nvidia-persiste): /dev/nvidia0"
+    assert held.unseen == ()
+
+
+def test_a_mapping_counts_without_a_descriptor(host: Host, tree: Path) -> None:
+    process(tree, 10, mapped="/dev/nvidia0")
+    process(tree, 11, mapped="/dev/nvidia1")
+    assert [each.pid for each in find_holders(host, WANTED).holders] == [10]
+
+
+def test_a_pods_process_is_told_with_machine_pod_and_container(host: Host, tree: Path) -> None:
+    process(tree, 4242, opened=("/dev/nvidia0",), group=POD_GROUP, inner=(77, 1), command=b"train")
+    (holder,) = find_holders(host, WANTED).holders
+    assert (holder.machine, holder.inner_pids, holder.pod_uid, holder.container) == (
+        "gpu-node",
+        (77, 1),
+        POD_UID,
+        CONTAINER,
+    )
+    assert holder.describe() == (
+        f"PID 4242 (train), machine gpu-node (there PID 77), pod {POD_UID}, container {CONTAINER}: /dev/nvidia0"
+    )
+    assert holder.describe(pod="work/cuda").endswith("(there PID 77), pod work/cuda: /dev/nvidia0")
+
+
+@pytest.mark.parametrize(
+    ("group", "uid", "container"),
+    [
+        (f"{MACHINE_GROUP}/kubepods/burstable/pod{POD_UID}/{CONTAINER}", POD_UID, CONTAINER),
+        (f"{MACHINE_GROUP}/kubepods.slice/kubepods-pod{'0a' * 16}.slice/crio-{CONTAINER}.scope", "0a" * 16, CONTAINER),
+        (f"{MACHINE_GROUP}/test.slice/cri-containerd-{CONTAINER}.scope", "", CONTAINER),
+        (f"{MACHINE_GROUP}/system.slice/podman.service", "", ""),
+        (f"{MACHINE_GROUP}/kubepods.slice/kubepods-podx.slice/cri-containerd-y.scope", "", ""),
+    ],
+)
+def test_control_groups_of_every_driver_are_understood(
+    host: Host, tree: Path, group: str, uid: str, container: str
+) -> None:
+    process(tree, 10, opened=("/dev/nvidia0",), group=group)
+    (holder,) = find_holders(host, WANTED).holders
+    assert (holder.machine, holder.pod_uid, holder.container) == ("gpu-node", uid, container)
+
+
+def test_a_hostile_name_reaches_no_terminal(host: Host, tree: Path) -> None:
+    process(tree, 10, opened=("/dev/nvidia0",), command=b"\x1b[2J\xff\n\xe2\x80\xae")
+    (holder,) = find_holders(host, WANTED).holders
+    assert holder.describe().isprintable()
+
+
+def test_a_process_that_ends_meanwhile_holds_nothing(host: Host, tree: Path) -> None:
+    """It, its descriptors and its mappings go at any moment."""
+    for pid in (10, 11, 12):
+        process(tree, pid, opened=("/dev/nvidia0",), mapped="/dev/nvidia0")
+    shutil.rmtree(tree / "proc/10")
+    (tree / "proc/10").mkdir()
+    shutil.rmtree(tree / "proc/11/task/11/fd")
+    host.failing["/proc/11/task/11/maps"] = ProcessLookupError(errno.ESRCH, "No such process")
+    host.failing["/proc/12/task/12/fd/1"] = FileNotFoundError(errno.ENOENT, "closed")
+    (tree / "proc/12/map_files/1000-3000").unlink()
+    held = find_holders(host, WANTED)
+    assert (held.holders, held.unseen) == ((), ())
+
+
+def test_a_process_that_cannot_be_looked_at_may_hold_it(host: Host, tree: Path) -> None:
+    process(tree, 10, opened=("/dev/nvidia0",))
+    process(tree, 11, opened=("/dev/nvidia0",))
+    host.failing["/proc/10/task/10/fd"] = PermissionError(errno.EACCES, "Permission denied")
+    held = find_holders(host, WANTED)
+    assert held
+    assert held.unseen == ("PID 10 cannot be looked at: Permission denied",)
+    assert [each.pid for each in held.holders] == [11]
+
+
+@pytest.fixture
+def end() -> Iterator[threading.Event]:
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class HangingHost(Host):
+    """One process hangs in a driver, and the kernel cannot list its mappings."""
+
+    end: threading.Event
+
+    def lines(self, path: str) -> Iterator[bytes]:
+        if path in ("/proc/10/task/10/maps", "/proc/11/task/11/maps"):
+            self.end.wait()
+        return super().lines(path)
+
+
+def test_a_process_that_hangs_in_the_driver_holds_up_nobody(tmp_path: Path, end: threading.Event) -> None:
+    """What it has open is known all the same; one that may have only mapped it is told."""
+    host = HangingHost(tmp_path)
+    host.end = end
+    host.node("/dev/nvidia0", 195, 0)
+    process(tmp_path, 10, opened=("/dev/nvidia0",))
+    process(tmp_path, 11)
+    process(tmp_path, 12, mapped="/dev/nvidia0")
+    held = find_holders(host, WANTED)
+    assert [each.pid for each in held.holders] == [10, 12]
+    assert held.unseen == ("PID 11 cannot be looked at: no answer within 1 s",)
+    end.set()
+    while stuck():
+        pass
+
+
+@pytest.mark.parametrize(
+    "separator", [b"\x0b", b"\x0c", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\r"]
+)
+def test_the_name_of_a_mapped_file_forges_no_line(host: Host, tree: Path, separator: bytes) -> None:
+    """The kernel escapes the newline in it, and no other character at which text is split into lines."""
+    forged = b"/x" + separator + b"zz-zz rw-s 00000000 00:05 900 /dev/nvidia0"
+    process(tree, 10, mapped="/usr/bin/python3", path=forged)
+    process(tree, 11, mapped="/dev/nvidia0")
+    held = find_holders(host, WANTED)
+    assert ([each.pid for each in held.holders], held.unseen) == ([11], ())
+
+
+def test_mappings_of_another_form_are_told(host: Host, tree: Path) -> None:
+    process(tree, 10)
+    (tree / "proc/10/task/10/maps").write_bytes(b"zz-zz rw-s 00000000 00:05 900 /dev/nvidia0\n")
+    held = find_holders(host, WANTED)
+    assert not held
+    assert held.unseen == (
+        "PID 10 cannot be looked at: a line of its mappings has another form: "
+        "b'zz-zz rw-s 00000000 00:05 900 /dev/nvidia0'",
+    )
+
+
+def test_a_control_groups_name_forges_no_line(host: Host, tree: Path) -> None:
+    process(tree, 10, opened=("/dev/nvidia0",), group=f"{MACHINE_GROUP}/x\u20280::/user.slice")
+    assert find_holders(host, WANTED).holders[0].machine == "gpu-node"
+
+
+def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:
+    """Else any pod could have a process that nobody can look at."""
+    process(tree, 10, mapped="/dev/nvidia0")
+    maps = tree / "proc/10/task/10/maps"
+    line = b"7f0000000000-7f0000001000 rw-p 00000000 08:02 173521 /" + b"x" * 4000 + b"\n"
+    maps.write_bytes(line * 17_000 + maps.read_bytes())
+    host.file("/x")
+    held = find_holders(host, WANTED)
+    assert ([each.pid for each in held.holders], held.unseen) == ([10], ())
+
+
+def test_another_threads_descriptors_and_memory_count(host: Host, tree: Path) -> None:
+    """Of unshare(CLONE_FILES), and where the first thread has ended: then it has no descriptors and no memory."""
+    process(tree, 10, opened=("/dev/nvidia1",))
+    thread(tree, 10, 1010, opened=("/dev/nvidia0",))
+    maps = process(tree, 11, mapped="/dev/nvidia0") / "task/11/maps"
+    thread(tree, 11, 1011, maps=maps.read_bytes())
+    maps.write_bytes(b"")
+    (tree / "proc/1011").mkdir()
+    (tree / "proc/11/map_files").rename(tree / "proc/1011/map_files")
+    held = find_holders(host, WANTED)
+    assert ([each.pid for each in held.holders], held.unseen) == ([10, 11], ())
+
+
+ENDED_FIRST = """
+import ctypes, os, threading, time
+libc = ctypes.CDLL(None)
+def work():
+    libc.unshare(0x400)  # CLONE_FILES
+    os.open("/dev/full", os.O_RDONLY)
+    print("open", flush=True)
+    time.sleep(60)
+threading.Thread(target=work).start()
+libc.pthread_exit(None)
+"""
+
+
+def test_a_real_process_whose_first_thread_has_ended(tmp_path: Path) -> None:
+    """By this kernel's /proc, with a device that everybody may open."""
+    with subprocess.Popen([sys.executable, "-c", ENDED_FIRST], stdout=subprocess.PIPE, text=True) as child:
+        try:
+            assert child.stdout
+            assert child.stdout.readline() == "open\n"
+            held = find_holders(System(host_runner), {(1, 7): "/dev/full"})
+        finally:
+            child.kill()
+    assert (child.pid, ("/dev/full",)) in [(each.pid, each.paths) for each in held.holders]

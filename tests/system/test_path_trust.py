@@ -1,0 +1,148 @@
+"""Whose the way to a file is, and whether the file is for everybody's eyes. Owners are simulated."""
+
+import errno
+import os
+import stat
+import struct
+from pathlib import Path
+
+import pytest
+
+from agent.system.files import System
+from agent.system.path_trust import Ways, files_fault, others_way
+from agent.system.sh_runner import host_runner
+from tests.fakes.host import Host
+
+USER = 1000
+
+
+@pytest.fixture
+def tree(host: Host) -> Host:
+    host.file("/srv/driver/lib/libcuda.so")
+    return host
+
+
+def test_a_way_of_root_s(tree: Host) -> None:
+    tree.symlink("/srv/driver/lib/libcuda.so.1", "../lib/libcuda.so")
+    assert others_way(tree, "/srv/driver/lib/libcuda.so.1") == ""
+    assert others_way(tree, "/srv/none/lib") == "", "what is not there is nobody's"
+
+
+@pytest.mark.parametrize("directory", ["/", "/srv", "/srv/driver", "/srv/driver/lib"])
+def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
+    tree.owners[directory] = (0o755, USER)
+    assert others_way(tree, "/srv/driver/lib/libcuda.so") == f"{directory} belongs to user {USER}, not to root"
+    for mode in (0o775, 0o757):
+        tree.owners[directory] = (mode, 0)
+        why = others_way(tree, "/srv/driver/lib/libcuda.so")
+        assert why == f"users other than root can write in {directory} (mode {mode:04o})"
+
+
+def test_the_way_ends_before_the_file(tree: Host) -> None:
+    """One bad file does not make its directory bad."""
+    tree.owners["/srv/driver/lib/libcuda.so"] = (0o666, USER)
+    assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
+
+
+def test_ways_keep_what_they_refuse(tree: Host) -> None:
+    tree.make_directory("/home/user")
+    tree.owners["/home/user"] = (0o755, USER)
+    tree.symlink("/srv/driver/lib/libcuda.so.1", "/home/user/libcuda.so.1")
+    ways = Ways(tree)
+    assert ways.permits("/srv/driver/lib")
+    assert not ways.permits("/home/user/lib")
+    assert not ways.permits("/srv/driver/lib", "/srv/driver/lib/libcuda.so.1")
+    why = f"/home/user belongs to user {USER}, not to root"
+    assert {key: tuple(each) for key, each in ways.refused.items()} == {
+        why: ("/home/user/lib", "links in /srv/driver/lib")
+    }
+    assert Ways(tree, judged=False).permits("/home/user")
+
+
+@pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])
+def test_what_root_s_group_may_write_is_root_s(tree: Host, path: str) -> None:
+    """But where an access control list names others, whom the mode shows as the group."""
+    tree.owners[path] = (0o775, 0, 0)
+    file = "/srv/driver/lib/libcuda.so"
+    assert (others_way(tree, file), files_fault(tree, file, of_root=True)) == ("", "")
+    tree.acls.add(path)
+    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0775)") > 0
+    tree.acls.clear()
+    tree.owners[path] = (0o777, 0, 0)
+    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0777)") > 0
+
+
+def test_links_lead_the_way(tree: Host) -> None:
+    tree.make_directory("/home/user")
+    tree.symlink("/home/user/lib", "/srv/driver/lib")
+    tree.symlink("/opt/lib", "../home/user/lib")
+    assert others_way(tree, "/opt/lib/libcuda.so") == ""
+    tree.owners["/home/user"] = (0o755, USER)
+    assert others_way(tree, "/opt/lib/libcuda.so").startswith("/home/user belongs")
+    tree.symlink("/opt/circle", "circle")
+    with pytest.raises(OSError, match="symbolic links"):
+        others_way(tree, "/opt/circle")
+
+
+def test_a_sticky_directory_keeps_root_s_directories(tree: Host) -> None:
+    """As /nix/store, whose group is nixbld; what somebody puts there himself is his."""
+    tree.owners["/srv"] = (0o1775, 0)
+    assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
+    tree.owners["/srv/driver"] = (0o755, USER)
+    assert others_way(tree, "/srv/driver/lib").startswith("/srv/driver belongs")
+    tree.symlink("/srv/link", "/etc")
+    assert others_way(tree, "/srv/link").startswith("users other than root can write in /srv ")
+    assert others_way(tree, "/srv").startswith("users other than root can write in /srv ")
+
+
+def test_a_look_that_fails_is_no_answer(tree: Host) -> None:
+    tree.failing["/srv/driver"] = PermissionError(errno.EACCES, "Permission denied", "/srv/driver")
+    with pytest.raises(PermissionError):
+        others_way(tree, "/srv/driver/lib")
+
+
+@pytest.mark.parametrize(
+    ("mode", "uid", "of_root", "fault"),
+    [
+        (0o644, 0, True, ""),
+        (0o640, 0, True, "not everybody may read it (mode 0640)"),
+        (0o640, 0, False, "not everybody may read it (mode 0640)"),
+        (0o644, USER, True, "it belongs to user 1000, not to root"),
+        (0o666, 0, True, "users other than root can write it (mode 0666)"),
+        (0o666, USER, False, ""),
+    ],
+)
+def test_files(tree: Host, mode: int, uid: int, of_root: bool, fault: str) -> None:
+    tree.owners["/srv/driver/lib/libcuda.so"] = (mode, uid)
+    assert files_fault(tree, "/srv/driver/lib/libcuda.so", of_root=of_root) == fault
+
+
+def test_only_regular_files_with_plain_names(tree: Host) -> None:
+    assert files_fault(tree, "/srv/driver", of_root=False) == "it is no regular file"
+    tree.file("/srv/a\nb")
+    assert "characters" in files_fault(tree, "/srv/a\nb", of_root=False)
+
+
+def test_modes_and_owners_are_the_file_system_s(tmp_path: Path) -> None:
+    """Not simulated: a link's are its own, and an absolute one on the way holds below the root."""
+    (tmp_path / "file").touch()
+    (tmp_path / "file").chmod(0o640)
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "inner").symlink_to("/")
+    system = System(host_runner, str(tmp_path))
+    assert system.owner("/inner/file") == (stat.S_IFREG | 0o640, os.getuid(), (tmp_path / "file").stat().st_gid)
+    assert stat.S_ISLNK(system.owner("/link")[0])
+    assert files_fault(system, "/file", of_root=False) == "not everybody may read it (mode 0640)"
+
+
+def test_an_access_control_list_is_seen(tmp_path: Path) -> None:
+    """Not simulated: the mode has the list's mask for the group, acl(5)."""
+    (tmp_path / "file").touch(0o640)
+    system = System(host_runner, str(tmp_path))
+    assert not system.has_acl("/file")
+    nobody = 0xFFFFFFFF
+    entries = ((0x01, 6, nobody), (0x02, 6, USER), (0x04, 4, nobody), (0x10, 6, nobody), (0x20, 0, nobody))
+    acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    os.setxattr(tmp_path / "file", "system.posix_acl_access", acl)
+    assert system.has_acl("/file")
+    assert stat.S_IMODE(system.owner("/file")[0]) == 0o660

@@ -1,0 +1,152 @@
+"""Both halves' ways to run programs: what they get, what is kept of them, and their end."""
+
+import contextlib
+import os
+import pty
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.model.errors import CommandError
+from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, run_checked
+from agent.system.sh_runner import host_runner
+from agent.system.spawn_runner import MachineRunner
+
+Shell = Callable[..., tuple[int, bytes, bytes]]
+
+
+@pytest.fixture(params=["host", "machine"])
+def runner(request: pytest.FixtureRequest) -> Runner:
+    return host_runner if request.param == "host" else MachineRunner()
+
+
+@pytest.fixture
+def shell(runner: Runner) -> Shell:
+    def run(script: str, timeout: float = 20) -> tuple[int, bytes, bytes]:
+        completed = runner(("sh", "-c", script), timeout)
+        return completed.status, completed.stdout, completed.stderr
+
+    return run
+
+
+def test_output_and_status(shell: Shell) -> None:
+    assert shell("echo out; echo err >&2; exit 3") == (3, b"out\n", b"err\n")
+    assert shell("kill -TERM $$")[0] == -signal.SIGTERM
+
+
+def test_output_that_no_pipe_holds(shell: Shell) -> None:
+    status, stdout, stderr = shell("head -c 3000000 /dev/zero; head -c 200000 /dev/zero >&2")
+    assert (status, len(stdout), len(stderr)) == (0, 3_000_000, 200_000)
+
+
+def test_of_what_is_printed_without_end_no_more_is_kept_than_shows_that(runner: Runner) -> None:
+    completed = runner(("head", "-c", str(OUTPUT_LIMIT * 2), "/dev/zero"), 60)
+    assert len(completed.stdout) == OUTPUT_LIMIT + 1
+    with pytest.raises(CommandError, match=f"more than {OUTPUT_LIMIT}"):
+        run_checked(lambda *_: completed, ("sh",), 60)
+
+
+def test_a_command_of_the_host_that_prints_a_gibibyte_is_ended_before() -> None:
+    """It is printed into memory, of which the service may use half of that."""
+    with pytest.raises(
+        CommandError, match="head -c 1073741824 /dev/zero: ended, as it printed more than 67108864 bytes"
+    ):
+        run_checked(host_runner, ("head", "-c", str(1 << 30), "/dev/zero"), 60)
+
+
+def test_what_a_program_gets(runner: Runner, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A null input, our environment and no caller's, the default of SIGPIPE, and none of our descriptors."""
+    monkeypatch.setenv("LD_PRELOAD", "/nonexistent")
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert runner(("env",), 20).stdout.decode().splitlines() == [f"{k}={v}" for k, v in ENVIRONMENT.items()]
+    assert shell("cat") == (0, b"", b"")
+    with open("/dev/null") as ours:
+        assert str(ours.fileno()).encode() not in shell("ls /proc/$$/fd")[1].split()
+    ignored = int(shell("grep SigIgn /proc/self/status")[1].split()[1], 16)
+    assert ignored & (1 << signal.SIGPIPE - 1) == 0
+
+
+@pytest.mark.parametrize("program", ["nonexistent-program", "/nonexistent/program"])
+def test_a_program_that_is_not_there(runner: Runner, program: str) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        runner((program,), 1)
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_file_that_is_no_program(runner: Runner, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises((PermissionError, FileNotFoundError)):
+        runner((str(tmp_path / "file"),), 1)
+
+
+def test_the_time_limit_ends_all_that_was_started(shell: Shell, tmp_path: Path) -> None:
+    """Its whole session; the descriptors go as well."""
+    fifo, before = tmp_path / "fifo", os.listdir("/proc/self/fd")
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(TimeLimitError):
+        shell(f"exec 9>{fifo}; echo >&9; sleep 600 & wait", timeout=0.5)
+    assert os.read(reader, 10) == b"\n"
+    assert select.select([reader], [], [], 10)[0], "somebody still holds the FIFO open"
+    assert os.read(reader, 10) == b""
+    os.close(reader)
+    assert os.listdir("/proc/self/fd") == before
+
+
+AT_A_TERMINAL = """
+import sys
+from agent.system.sh_runner import host_runner
+from agent.system.spawn_runner import MachineRunner
+runner = {"host": host_runner, "machine": MachineRunner()}[sys.argv[1]]
+open("/dev/tty").close()
+print("opened it:", runner(("sh", "-c", ": > /dev/tty"), 20).status == 0)
+"""
+
+
+@pytest.mark.parametrize("half", ["host", "machine"])
+def test_a_program_has_no_terminal_of_ours(half: str) -> None:
+    """On one that root's shell has too, it could type commands into that shell (TIOCSTI)."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL, half))
+    said = b""
+    # EIO: the child has closed its end.
+    with contextlib.suppress(OSError):
+        while said.count(b"\n") < 1:
+            said += os.read(terminal, 1000)
+    os.waitpid(child, 0)
+    os.close(terminal)
+    assert said.decode().strip() == "opened it: False"
+
+
+def test_no_thread_is_left_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where TasksMax= of the unit is reached: the host half's commands need threads, and have started it by then."""
+    host_runner(("true",), 20)
+    start = threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if "for pid" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    before = children()
+    with pytest.raises(CommandError, match="sleep 600: cannot be started: can't start new thread"):
+        run_checked(host_runner, ("sleep", "600"), 20)
+    assert children() <= before, "the program runs on"
+
+
+def children() -> set[str]:
+    """Process ids."""
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        # A thread of an earlier test may just end.
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found |= set((task / "children").read_text().split())
+    return found

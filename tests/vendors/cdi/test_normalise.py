@@ -1,0 +1,88 @@
+"""Specs are published without anything empty and in the lowest version.
+
+integration/tests/drivers/test_cdi_documents.py compares that with the Container Device Interface's own library.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.machine.run import run
+from agent.vendors.cdi.normalise import settled, without_groups
+from agent.vendors.cdi.version import lowest_version
+from tests.fakes.cdi_specs import NODE, VERSIONS, Spec, drm_spec, spec
+from tests.fakes.machine import gpu_machine, nvidia_ctk, recorded_spec
+from tests.vendors.nvidia.cdi.test_verify import JSON
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_the_lowest_version_that_has_all(name: str) -> None:
+    document, version = VERSIONS[name]
+    found = settled(document)
+    assert isinstance(found, dict)
+    assert found["cdiVersion"] == version
+    assert lowest_version(found) == version
+
+
+def test_nothing_empty_is_left() -> None:
+    empty: Spec = {"env": [], "deviceNodes": [NODE | {"hostPath": "", "fileMode": None, "minor": 0}], "mounts": None}
+    document = spec(empty, {"hooks": [], "mounts": []}, annotations={})
+    assert settled(document) == {
+        "cdiVersion": "0.3.0",
+        "kind": "vendor.com/class",
+        "devices": [{"name": "x0", "containerEdits": {"deviceNodes": [NODE | {"minor": 0}]}}],
+    }
+
+
+def test_a_device_without_edits_is_not_hidden() -> None:
+    """It makes the whole spec invalid for runtimes, so that the verdict must see it."""
+    document = recorded_spec()
+    document["devices"][0]["containerEdits"] = {"deviceNodes": [], "mounts": []}
+    found = settled(document)
+    assert isinstance(found, dict)
+    assert found["devices"][0] == {"name": "0", "containerEdits": {}}
+
+
+def test_what_is_in_order_is_not_changed() -> None:
+    assert settled(recorded_spec()) == recorded_spec()
+    assert settled(settled(drm_spec())) == settled(drm_spec())
+
+
+@given(JSON, st.data())
+def test_no_json_breaks_it(value: object, data: st.DataObject) -> None:
+    document: Any = drm_spec()
+    place: Any = {"": document}
+    container, key = place, ""
+    while isinstance(container[key], dict | list) and container[key] and data.draw(st.booleans()):
+        container = container[key]
+        keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
+        key = data.draw(st.sampled_from(keys))
+    container[key] = value
+    without_groups(settled(place[""]))
+
+
+def test_groups_are_left_out_of_devices_and_of_what_all_have() -> None:
+    document = settled(spec({"deviceNodes": [NODE], "additionalGids": [44]}, {"additionalGids": [44]}))
+    assert isinstance(document, dict)
+    assert document["cdiVersion"] == "0.7.0"
+    assert without_groups(document) == settled(spec())
+    recorded = settled(recorded_spec())
+    assert without_groups(recorded) == recorded
+
+
+def test_what_is_published_has_this_form(tmp_path: Path) -> None:
+    """Whatever the generator wrote."""
+    machine = gpu_machine(tmp_path / "machine")
+    wordy = recorded_spec() | {"cdiVersion": "1.0.0", "annotations": {}}
+    wordy["containerEdits"]["additionalGids"] = []
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, wordy))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    published = json.loads(machine.read("/etc/cdi/nvidia.yaml"))
+    assert published["cdiVersion"] == "0.5.0"
+    assert "annotations" not in published
+    assert "additionalGids" not in published["containerEdits"]

@@ -1,0 +1,357 @@
+"""Intel's and AMD's GPUs on synthetic hosts: whose a DRM node is, who gets it, and what is said of what lacks."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.cli.holders import gpu_nodes, why_unknown
+from agent.config.settings import Config
+from agent.host.observe.machine_report import Report
+from agent.host.plan.goal import plan
+from agent.host.plan.selection import select
+from agent.host.vendors import HOST_VENDORS, host_vendor
+from agent.host.verify.readiness import evaluate
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.device import DeviceKind
+from agent.model.facts import Absent, DrmDevice, Facts, FileState, MachineFacts, PciDevice, Unseen, VendorFacts
+from agent.model.goal import Grant, Share
+from agent.model.granted import Granted
+from agent.model.paths import machine_files
+from agent.vendors.host_vendor import Sources
+from tests.fakes.host import PROC_DEVICES, Host
+
+pytestmark = pytest.mark.scenario("004")
+
+INTEL, AMD, NVIDIA, ASPEED, VIRTIO, QEMU = 0x8086, 0x1002, 0x10DE, 0x1A03, 0x1AF4, 0x1234
+VGA, THREE_D, OTHER, ACCELERATOR, ETHERNET = 0x030000, 0x030200, 0x038000, 0x120000, 0x020000
+IGPU, FLEX, INSTINCT, BMC = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0", "0000:03:00.0"
+DISPLAY = "0000:2b:00.0"
+
+
+class Cards(Host):
+    """A host whose DRM devices a test lists, with numbers in the order in which the kernel found them."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__(tree)
+        self.pci = self.drm = ()
+        self.file("/proc/devices", PROC_DEVICES.replace("226 drm\n", "226 drm\n234 kfd\n"))
+
+    def card(self, address: str, vendor: int, driver: str, kind: int = VGA, number: int | None = None) -> None:
+        """A PCI device; with a number, its DRM nodes."""
+        assert isinstance(self.pci, tuple)
+        assert isinstance(self.drm, tuple)
+        self.pci = (*self.pci, PciDevice(address, vendor, 0xFFFE, kind, driver))
+        if number is None:
+            return
+        nodes = {f"/dev/dri/card{number}": number}
+        if driver != "ast":
+            nodes[f"/dev/dri/renderD{128 + number}"] = 128 + number
+        for path, minor in nodes.items():
+            self.node(path, 226, minor, 0o660)
+            self.drm = (*self.drm, DrmDevice(path, address, driver))
+
+    def virtual_gpu(self, number: int) -> None:
+        """vgem's: of no PCI device."""
+        assert isinstance(self.drm, tuple)
+        for path, minor in ((f"/dev/dri/card{number}", number), (f"/dev/dri/renderD{128 + number}", 128 + number)):
+            self.node(path, 226, minor)
+            self.drm = (*self.drm, DrmDevice(path, "", ""))
+
+    def look(self) -> tuple[VendorFacts, ...]:
+        sources = Sources(self, "x86_64", self.pci, self.drm, lambda root: Absent("no cache"), {})
+        return tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
+
+
+@pytest.fixture
+def cards(tmp_path: Path) -> Cards:
+    return Cards(tmp_path / "host")
+
+
+def facts_of(vendors: tuple[VendorFacts, ...], *machines: str) -> Facts:
+    names = machines or ("node",)
+    return Facts(
+        "x86_64",
+        257,
+        (),
+        vendors,
+        tuple(MachineFacts(name, f"/var/lib/machines/{name}", "inactive") for name in names),
+        files={path: FileState(Absent("not there"), False) for name in names for path in machine_files(name)},
+    )
+
+
+def grants(vendors: tuple[VendorFacts, ...], gpus: object = "all") -> dict[str, Grant]:
+    """By vendor, of the one machine."""
+    config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
+    return {grant.vendor: grant for grant in plan(config, facts_of(vendors)).goal.machines[0].grants}
+
+
+def paths(grant: Grant) -> list[str]:
+    return [node.path for node in grant.nodes]
+
+
+def conditions(vendors: tuple[VendorFacts, ...], name: str, gpus: object = "all") -> dict[ConditionType, Condition]:
+    facts = next(each for each in vendors if each.vendor == name)
+    return {each.type: each for each in host_vendor(name).conditions(facts, grants(vendors, gpus)[name])}
+
+
+def test_each_node_goes_to_its_own_vendor(cards: Cards) -> None:
+    """A mixed host, in an order of its own; the management controller's display and virtual GPUs are nobody's."""
+    cards.card(BMC, ASPEED, "ast", number=0)
+    cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 1)
+    cards.card(IGPU, INTEL, "i915", number=2)
+    cards.card(FLEX, INTEL, "xe", OTHER, 3)
+    cards.card("0000:00:03.0", VIRTIO, "virtio_gpu", number=4)
+    cards.card("0000:00:04.0", QEMU, "bochs-drm", number=5)
+    cards.card("0000:00:1f.6", INTEL, "e1000e", ETHERNET)
+    cards.virtual_gpu(6)
+    cards.node("/dev/kfd", 234, 0, 0o660)
+    given = grants(cards.look())
+    assert given["intel"].gpus == (IGPU, FLEX)
+    assert paths(given["intel"]) == [
+        "/dev/dri/card2", "/dev/dri/card3", "/dev/dri/renderD130", "/dev/dri/renderD131",
+    ]  # fmt: skip
+    assert paths(given["amd"]) == ["/dev/dri/card1", "/dev/dri/renderD129", "/dev/kfd"]
+    assert given["nvidia"].nodes == ()
+    assert not given["intel"].driver_files
+
+
+def test_nodes_follow_the_address_when_numbers_change(tmp_path: Path) -> None:
+    """After a boot card0 is card1: what a machine gets by its address are the nodes of that GPU."""
+    for boot, number in enumerate((0, 1)):
+        cards = Cards(tmp_path / str(boot))
+        cards.card(IGPU, INTEL, "i915", number=number)
+        cards.card(FLEX, INTEL, "xe", number=1 - number)
+        found = paths(grants(cards.look(), [IGPU])["intel"])
+        assert found == [f"/dev/dri/card{number}", f"/dev/dri/renderD{128 + number}"]
+
+
+def test_kfd_comes_with_a_gpu_of_its_vendor_alone(cards: Cards) -> None:
+    cards.node("/dev/kfd", 234, 0)
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(INSTINCT, AMD, "amdgpu", number=1)
+    assert [each.kind for each in grants(cards.look())["amd"].nodes] == [
+        DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.KFD,
+    ]  # fmt: skip
+    given = grants(cards.look(), [IGPU])
+    assert given["amd"].nodes == ()
+    assert paths(given["intel"]) == ["/dev/dri/card0", "/dev/dri/renderD128"]
+
+
+def test_a_gpu_of_another_driver_is_left_alone(cards: Cards) -> None:
+    """vfio-pci and its like: it was given to a virtual machine. Named in a machine's settings, it is missed."""
+    cards.card(IGPU, INTEL, "vfio-pci")
+    cards.card(FLEX, INTEL, "xe-vfio-pci")
+    cards.card(INSTINCT, AMD, "radeon", number=0)
+    assert plan(Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())).goal.machines[0].grants
+    assert all(not grant.gpus and not grant.problems for grant in grants(cards.look()).values())
+    given = grants(cards.look(), [IGPU, "0000:99:00.0"])
+    assert [each for grant in given.values() for each in grant.problems] == [
+        f"GPU {IGPU} has kernel driver vfio-pci, not i915 or xe",
+        "GPU 0000:99:00.0 is not on this host",
+    ]
+
+
+def reasons(vendors: tuple[VendorFacts, ...], gpus: object) -> dict[ConditionType, str]:
+    """Of the machine's conditions on the host, with all vendors'."""
+    config, facts = Config.model_validate({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
+    goal = plan(config, facts).goal.machines[0]
+    return {each.type: each.reason for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
+
+
+def test_a_gpu_that_nouveau_has_is_a_fault_where_it_was_asked_for(cards: Cards) -> None:
+    """A display's on the host stands in no way of a machine that has another vendor's."""
+    cards.card(DISPLAY, NVIDIA, "nouveau", number=1)
+    alone = cards.look()
+    for gpus in ("all", "count=1", [DISPLAY]):
+        assert reasons(alone, gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
+        assert reasons(alone, gpus)[ConditionType.DEVICES_PRESENT] == "GPUNotFound"
+    cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 0)
+    for gpus in ("all", "count=1", [INSTINCT]):
+        assert not any(grant.problems for grant in grants(cards.look(), gpus).values())
+        assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "Loaded"
+        assert reasons(cards.look(), gpus)[ConditionType.DEVICES_PRESENT] == "Present"
+    for gpus in ("count=2", [DISPLAY, INSTINCT]):
+        given = grants(cards.look(), gpus)
+        assert given["nvidia"].problems == (f"GPU {DISPLAY} has kernel driver nouveau, not nvidia",)
+        assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
+
+
+def test_machines_hear_of_a_vendor_only_where_it_has_a_gpu(cards: Cards) -> None:
+    """A machine half of an older release knows one vendor; its handoff must stay what it was."""
+    cards.driver("550.163.01", gpus=1)
+    assert set(grants(cards.look())) == {"nvidia"}
+    cards.card(IGPU, INTEL, "i915", number=0)
+    assert set(grants(cards.look())) == {"intel", "nvidia"}
+
+
+def test_a_number_of_gpus_takes_the_processors_own_last(cards: Cards) -> None:
+    cards.driver("550.163.01", gpus=1)
+    cards.file("/proc/devices", PROC_DEVICES)
+    cards.card(IGPU, INTEL, "i915", number=5)
+    cards.card(INSTINCT, AMD, "amdgpu", number=6)
+    vendors = cards.look()
+    taken = [{gpu.pci_address for gpu in select(vendors, f"count={count}", Share()).gpus} for count in (1, 2, 3)]
+    assert taken == [{"0000:01:00.0"}, {"0000:01:00.0", INSTINCT}, {"0000:01:00.0", INSTINCT, IGPU}]
+    # What it has it keeps.
+    assert select(vendors, "count=1", Share(has=frozenset({IGPU}))).gpus[0].pci_address == IGPU
+    assert select(vendors, "count=4", Share()).problems == ("4 GPUs are wanted and the host has 3",)
+
+
+def test_two_machines_share_the_gpus_of_all_vendors(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(INSTINCT, AMD, "amdgpu", number=1)
+    config = Config.model_validate({"machines": {"a": {"gpus": "count=1"}, "b": {"gpus": "count=1"}}})
+    machines = plan(config, facts_of(cards.look(), "a", "b")).goal.machines
+    given = {machine.name: [gpu for grant in machine.grants for gpu in grant.gpus] for machine in machines}
+    assert given == {"a": [INSTINCT], "b": [IGPU]}
+
+
+def test_what_cannot_be_listed_changes_nothing(cards: Cards) -> None:
+    """Fail static: the machine is held as it is."""
+    cards.card(IGPU, INTEL, "i915", number=0)
+    for name in ("pci", "drm"):
+        broken = Cards(Path(cards.root))
+        broken.pci, broken.drm = cards.pci, cards.drm
+        setattr(broken, name, Unseen(f"udev: {name} devices cannot be listed"))
+        config = Config.model_validate({"machines": {"node": {}}})
+        assert plan(config, facts_of(broken.look())).held.keys() == {"node"}
+    facts = cards.look()[2]
+    found = replace(facts, devices=Unseen("/proc/devices: Input/output error"))
+    kinds = {each.type: each.reason for each in host_vendor("intel").conditions(found, Grant("intel", (IGPU,)))}
+    assert kinds[ConditionType.DRIVER_LOADED] == kinds[ConditionType.DEVICES_PRESENT] == "ObservationFailed"
+
+
+def test_a_node_that_its_driver_does_not_have_is_refused(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.node("/dev/dri/renderD128", 195, 128)
+    cards.file("/dev/dri/card0", "no node")
+    cards._nodes.pop("/dev/dri/card0")
+    vendors = cards.look()
+    assert vendors[2].devices == ()
+    assert len(vendors[2].problems) == 2
+    found = conditions(vendors, "intel")[ConditionType.DEVICES_PRESENT]
+    assert found.reason == "NodesMissing"
+    assert "195:128" in found.message
+
+
+def test_the_conditions_of_a_host_with_intel_only(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "i915", number=0)
+    found = conditions(cards.look(), "intel")
+    assert {each.reason for each in found.values()} == {"Loaded", "Present", "NotApplicable"}
+    assert found[ConditionType.DRIVER_LOADED].message == "kernel driver i915 for 1 GPUs"
+
+
+def test_a_gpu_without_a_driver_comes_with_the_next_step(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/i915/refcnt", "0\n")
+    found = conditions(cards.look(), "intel")
+    assert found[ConditionType.DRIVER_LOADED].reason == "ModuleNotLoaded"
+    assert "`modprobe i915`" in found[ConditionType.DRIVER_LOADED].message
+    cards.card(FLEX, INTEL, "xe", number=0)
+    found = conditions(cards.look(), "intel")
+    assert found[ConditionType.DRIVER_LOADED].reason == "Loaded"
+    assert found[ConditionType.DEVICES_PRESENT].reason == "GPUWithoutDriver"
+    assert IGPU in found[ConditionType.DEVICES_PRESENT].message
+    assert FLEX not in found[ConditionType.DEVICES_PRESENT].message
+
+
+def test_a_gpu_that_is_to_have_no_driver_is_waited_for_by_who_names_or_has_it(cards: Cards) -> None:
+    """A processor's own, where the host has no module for it."""
+    cards.card(IGPU, AMD, "")
+    cards.card(FLEX, INTEL, "xe", number=0)
+    vendors = cards.look()
+    assert grants(vendors)["amd"].gpus == ()
+    assert reasons(vendors, "all")[ConditionType.DEVICES_PRESENT] == "Present"
+    assert grants(vendors, "count=1")["intel"].gpus == (FLEX,)
+    assert select(vendors, "count=2", Share()).problems == ("2 GPUs are wanted and the host has 1",)
+    assert grants(vendors, [IGPU])["amd"].gpus == (IGPU,)
+    facts = facts_of(vendors)
+    machine = facts.machines[0]
+    for gpus in ("all", "count=1"):
+        config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
+        had = replace(facts, machines=(replace(machine, granted=Granted("", (IGPU,), {})),))
+        assert IGPU in plan(config, had).goal.machines[0].granted.gpus
+        unseen = Unseen("granted.json: Input/output error")
+        assert plan(config, replace(facts, machines=(replace(machine, granted=unseen),))).held == {"node": unseen.why}
+
+
+def test_a_gpu_whose_module_is_loaded_is_waited_for_but_another_that_works_is_preferred(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/xe/refcnt", "0\n")
+    cards.card(FLEX, INTEL, "xe", number=0)
+    assert grants(cards.look())["intel"].gpus == (IGPU, FLEX)
+    assert grants(cards.look(), "count=1")["intel"].gpus == (FLEX,)
+
+
+def test_a_late_driver_of_nvidias_does_not_leave_the_machine_with_the_processors_gpu(cards: Cards) -> None:
+    """It would keep that: what a machine was given first it has for good."""
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(FLEX, 0x10DE, "")
+    assert grants(cards.look(), "count=1")["nvidia"].gpus == (FLEX,)
+    assert grants(cards.look(), "count=1")["intel"].gpus == ()
+
+
+def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "")
+    config, facts = Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())
+    goal = plan(config, facts).goal.machines[0]
+    ready = evaluate(config.machines["node"], goal, facts, Absent("none"), "")[-1]
+    assert (ready.reason, "or none (none)" in ready.message) == ("NoGPUGranted", True)
+
+
+def test_a_missing_kfd_is_said_and_stops_nothing(cards: Cards) -> None:
+    """Without it a GPU still draws and decodes."""
+    cards.card(INSTINCT, AMD, "amdgpu", number=0)
+    found = conditions(cards.look(), "amd")[ConditionType.DEVICES_PRESENT]
+    assert (found.reason, "no usable /dev/kfd" in found.message) == ("Present", True)
+
+
+def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(FLEX, INTEL, "i915", number=1)
+    sources = Sources(cards, "x86_64", cards.pci, cards.drm, lambda root: Absent(""), {}, detached=frozenset({IGPU}))
+    vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
+    grant = grants(vendors)["intel"]
+    assert (grant.gpus, grant.detached) == ((FLEX,), (IGPU,))
+    assert paths(grant) == ["/dev/dri/card1", "/dev/dri/renderD129"]
+    assert conditions(vendors, "intel")[ConditionType.DEVICES_PRESENT].reason == "GPUDetached"
+
+
+def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
+    """No driver root, no libraries, no other vendor's driver: what is not needed stands in nobody's way."""
+    cards.card(IGPU, INTEL, "i915", number=0)
+    config = Config.model_validate({"machines": {"node": {"require_gpus": True}}})
+    facts = facts_of(cards.look())
+    goal = plan(config, facts).goal.machines[0]
+    running = replace(facts, machines=(replace(facts.machines[0], unit_state="active", live=goal.live),))
+    inside = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+    report = Report(
+        goal.generation, "", "1", tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in inside), ()
+    )
+    found = {each.type: each for each in evaluate(config.machines["node"], goal, running, report, "")}
+    assert found[ConditionType.READY].reason == "AllConditionsTrue"
+    assert found[ConditionType.DRIVER_ROOT_STAGED].reason == "NotApplicable"
+    assert found[ConditionType.LIBRARIES_PRESENT].reason == "NotApplicable"
+    assert plan(config, facts).goal.driver_roots == ()
+
+
+def test_one_vendors_missing_driver_is_told_beside_anothers_that_is_there(cards: Cards) -> None:
+    cards.driver("550.163.01", gpus=1)
+    cards.card(IGPU, INTEL, "")
+    cards.file("/sys/module/i915/refcnt", "0\n")
+    config = Config.model_validate({"machines": {"node": {}}})
+    facts = facts_of(cards.look())
+    goal = plan(config, facts).goal.machines[0]
+    found = {each.type: each for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
+    assert found[ConditionType.DRIVER_LOADED].reason == "ModuleNotLoaded"
+    assert found[ConditionType.DEVICES_PRESENT].reason == "GPUWithoutDriver"
+
+
+def test_who_uses_a_gpu_is_told_by_its_nodes(cards: Cards) -> None:
+    cards.card(IGPU, INTEL, "i915", number=0)
+    cards.card(FLEX, INTEL, "xe")
+    facts = facts_of(cards.look())
+    gpus = {gpu.pci_address: gpu for gpu in facts.vendors[2].gpus}
+    assert why_unknown(gpus[IGPU], gpu_nodes(facts, IGPU)) == ""
+    assert "nobody can tell" in why_unknown(gpus[FLEX], gpu_nodes(facts, FLEX))

@@ -1,0 +1,749 @@
+"""Intel's and AMD's GPUs in the machine: the CDI spec and its verdict, groups, links, containerd, the kubelet."""
+
+import errno
+import json
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.machine.devices.nodes import GRANTED, withdraw_nodes
+from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
+from agent.machine.notes import Notes
+from agent.machine.run import run
+from agent.model.device import DeviceNumber
+from agent.model.errors import DocumentError
+from agent.model.handoff import GrantedDevice, Request
+from agent.system.process import Completed
+from agent.vendors.amd.machine import AmdMachine
+from agent.vendors.cdi.names import device_names
+from agent.vendors.drm import cdi
+from agent.vendors.drm.machine import parse_groups
+from agent.vendors.intel.machine import IntelMachine
+from tests.fakes import machine as machine_root
+from tests.fakes.kubelet import Kubelet
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, recorded_spec, systemctl
+
+pytestmark = pytest.mark.scenario("004")
+
+FIRST, SECOND, THIRD = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0"
+LETTER = "abcd:00:02.0"
+HOST_VIDEO, HOST_RENDER = 44, 993
+VIDEO, RENDER = 44, 107
+"""Of the machine: render has another number there than on the host."""
+GROUP = f"root:x:0:\nvideo:x:{VIDEO}:\nmalformed\nrender:x:4294967295:\nrender:x:{RENDER}:me,you\n"
+BY_PATH = "/dev/dri/by-path"
+
+
+def card(number: int, address: str) -> tuple[GrantedDevice, ...]:
+    return (
+        GrantedDevice(f"/dev/dri/card{number}", "dri-card", 226, number, address),
+        GrantedDevice(f"/dev/dri/renderD{128 + number}", "dri-render", 226, 128 + number, address),
+    )
+
+
+KFD = GrantedDevice("/dev/kfd", "kfd", 234, 0)
+INTEL = Request("intel", (FIRST, SECOND), tuple(sorted((*card(0, FIRST), *card(1, SECOND)))))
+AMD = Request("amd", (THIRD,), (*card(2, THIRD), KFD))
+
+
+def add_nodes(machine: Machine, *requests: Request) -> None:
+    for device in (device for request in requests for device in request.devices):
+        machine.put(device.path)
+        gid = HOST_VIDEO if device.kind == "dri-card" else HOST_RENDER
+        machine.nodes[device.path] = DeviceNumber(device.major, device.minor, 0o660, 0, gid)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Of a host with Intel's GPUs alone; its containerd is 1.7, whose default is without CDI."""
+    machine = gpu_machine(tmp_path / "machine")
+    machine.put("/etc/group", GROUP)
+    add_nodes(machine, INTEL)
+    machine.hand(INTEL, EMPTY)
+    return machine
+
+
+def spec(machine: Machine, vendor: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(machine.read(f"/etc/cdi/{vendor}.yaml"))
+    return loaded
+
+
+def devices(found: dict[str, Any]) -> dict[str, Any]:
+    return {each["name"]: each["containerEdits"] for each in found["devices"]}
+
+
+def nodes(edits: dict[str, Any]) -> list[str]:
+    return [each["path"] for each in edits["deviceNodes"]]
+
+
+def settled(machine: Machine) -> None:
+    run(machine)
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
+    run(machine)
+    machine.calls.clear()
+
+
+def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
+    settled(machine)
+    assert machine.conditions() == {
+        "DevicesAllowed": ("True", "Opened"),
+        "LibrariesLinked": ("True", "NotApplicable"),
+        "CDISpecCurrent": ("True", "Verified"),
+        "RuntimeConfigured": ("True", "ReadBack"),
+        "RuntimeActive": ("True", "Running"),
+        "GPUsAdvertised": ("Unknown", "NoKubelet"),
+    }
+    names = ("card0", FIRST, "card1", SECOND, "all")
+    assert machine.report()["cdi_devices"] == [f"intel.com/gpu={name}" for name in names]
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+
+
+def test_the_spec_has_the_form_of_intels_tool(machine: Machine) -> None:
+    """Each GPU with its two nodes and their links by PCI address, which the machine has as the host does."""
+    run(machine)
+    found = spec(machine, "intel")
+    assert (found["cdiVersion"], found["kind"]) == ("0.7.0", "intel.com/gpu")
+    edits = devices(found)
+    assert edits["card1"] == edits[SECOND]
+    assert nodes(edits["card1"]) == ["/dev/dri/card1", "/dev/dri/renderD129"]
+    assert sorted(nodes(edits["all"])) == [each.path for each in INTEL.devices]
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
+    assert [each["hostPath"] for each in edits["card1"]["mounts"]] == [
+        f"{BY_PATH}/pci-{SECOND}-card",
+        f"{BY_PATH}/pci-{SECOND}-render",
+    ]
+    assert not {"hooks", "env", "containerEdits"} & {*found, *edits["all"]}
+
+
+def test_addresses_that_begin_with_a_letter_need_no_newer_version(machine: Machine) -> None:
+    """PCI domains of Hyper-V's and VMD's may: then no name begins with a digit, and mounts have a type (0.4.0)."""
+    domain = replace(INTEL, gpus=(LETTER,), devices=card(0, LETTER))
+    for path, number in machine.nodes.items():
+        machine.nodes[path] = replace(number, mode=0o666)
+    machine.hand(domain, EMPTY)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec(machine, "intel")["cdiVersion"] == "0.4.0"
+    assert list(devices(spec(machine, "intel"))) == ["card0", LETTER, "all"]
+
+
+def test_groups_are_compared_as_numbers(machine: Machine) -> None:
+    """Nodes that a runtime makes get the machine's groups; bound ones keep the host's number: both open."""
+    run(machine)
+    edits = devices(spec(machine, "intel"))["card0"]
+    assert [(each["gid"], each["fileMode"]) for each in edits["deviceNodes"]] == [(VIDEO, 0o660), (RENDER, 0o660)]
+    assert edits["additionalGids"] == sorted({HOST_VIDEO, HOST_RENDER, RENDER})
+
+
+@pytest.mark.parametrize("version", ["v1.7.0", "v1.7.15"])
+def test_a_containerd_that_knows_no_groups_gets_none(machine: Machine, version: str) -> None:
+    """It would skip the whole spec; its successor gets them, in the first run that sees it."""
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, version))
+    settled(machine)
+    found = spec(machine, "intel")
+    assert found["cdiVersion"] == "0.5.0"
+    assert not any("additionalGids" in each for each in devices(found).values())
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert f"containerd {version[1:]} does not know additionalGids (1.7.16 does)" in machine.message("CDISpecCurrent")
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+    machine.put("/usr/bin/containerd", "another build")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.16"))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
+
+
+def test_the_containerd_that_is_started_is_asked(machine: Machine) -> None:
+    """Not one that an earlier directory of PATH has only a dangling link to."""
+    machine.make_directory("/usr/local/sbin")
+    machine.link("/usr/local/sbin/containerd", "/opt/containerd")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.12"))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+
+
+def spawns_nothing(machine: Machine) -> None:
+    machine.calls.clear()
+    run(machine)
+    assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
+
+
+def replace_containerd(machine: Machine, before: str, after: str) -> None:
+    """In the file system, not in process 77, whose program has then no name any more."""
+    (machine.tree / "usr/bin/containerd").rename(machine.tree / "usr/bin/containerd (deleted)")
+    machine.put("/usr/bin/containerd", "another build")
+    machine.link("/proc/77/exe", "/usr/bin/containerd (deleted)")
+    machine.program("exe", lambda argv: machine_root.containerd(machine, argv, before))
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, after))
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=77))
+
+
+def test_a_containerd_that_runs_on_without_its_program_counts(machine: Machine) -> None:
+    """An upgrade of its package does not end it: it would skip the whole spec that its successor takes."""
+    settled(machine)
+    replace_containerd(machine, "v1.7.12", "v1.7.24")
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    why = "containerd 1.7.12 (it still runs: restart containerd.service) does not know additionalGids (1.7.16 does)"
+    assert why in machine.message("CDISpecCurrent")
+    spawns_nothing(machine)
+    machine.drop("/proc/77/exe")
+    machine.link("/proc/78/exe", "/usr/bin/containerd")
+    machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=78))
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
+    spawns_nothing(machine)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
+)
+def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
+    """Also where the one that comes takes less, and where that is somebody's own build."""
+    settled(machine)
+    replace_containerd(machine, before, after)
+    run(machine)
+    assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
+
+
+@pytest.mark.parametrize("what", ["new", "own build", "a shell", "the same", "ended"])
+def test_what_runs_and_may_know_groups_keeps_none_from_others(machine: Machine, what: str) -> None:
+    settled(machine)
+    replace_containerd(machine, {"new": "v1.7.16", "own build": "devel"}.get(what, "v1.7.12"), "v1.7.24")
+    if what == "a shell":
+        machine.put("/usr/bin/dash")
+        machine.link("/proc/77/exe", "/usr/bin/dash")
+    if what == "the same":
+        machine.link("/proc/77/exe", "/usr/bin/containerd")
+    if what == "ended":
+        machine.drop("/proc/77/exe")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+    asked = [call for call in machine.calls if call[0].startswith("/proc/")]
+    assert asked == ([("/proc/77/exe", "--version")] if what in ("new", "own build") else [])
+
+
+def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
+    """Neither by the next steps, nor by runs that make another spec."""
+    settled(machine)
+    asked = ("containerd", "--version")
+    machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
+    run(machine)
+    assert "no group render" in machine.message("CDISpecCurrent")
+    assert asked not in machine.calls
+    machine.put("/usr/bin/containerd", "another build")
+    run(machine)
+    assert machine.calls.count(asked) == 1
+
+
+@pytest.mark.parametrize("what", ["own build", "none", "dangling link"])
+def test_a_containerd_of_unknown_version_is_taken_for_a_new_one(machine: Machine, what: str) -> None:
+    """Also where there is none, as with another runtime."""
+    if what == "own build":
+        machine.program("containerd", "containerd somewhere (devel)\n")
+    else:
+        machine.drop("/usr/bin/containerd")
+    if what == "dangling link":
+        machine.link("/usr/bin/containerd", "/opt/containerd")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
+
+
+def test_nodes_that_everybody_opens_need_no_groups(machine: Machine) -> None:
+    for path, number in machine.nodes.items():
+        machine.nodes[path] = replace(number, mode=0o666)
+    run(machine)
+    found = spec(machine, "intel")
+    assert found["cdiVersion"] == "0.5.0", "the lowest one that has its names"
+    assert not any("additionalGids" in each for each in devices(found).values())
+
+
+def test_a_machine_without_the_group_says_so(machine: Machine) -> None:
+    machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
+    run(machine)
+    assert "this machine has no group render" in machine.message("CDISpecCurrent")
+    edits = devices(spec(machine, "intel"))["card0"]
+    assert [each["gid"] for each in edits["deviceNodes"]] == [VIDEO, HOST_RENDER]
+    machine.put("/etc/group", GROUP)
+    run(machine)
+    assert devices(spec(machine, "intel"))["card0"]["deviceNodes"][1]["gid"] == RENDER
+    assert "no group" not in machine.message("CDISpecCurrent")
+
+
+def test_amd_shares_one_node_among_its_gpus(machine: Machine) -> None:
+    two = replace(AMD, gpus=(SECOND, THIRD), devices=(*card(1, SECOND), *card(2, THIRD), KFD))
+    add_nodes(machine, two)
+    machine.hand(two, EMPTY)
+    run(machine)
+    found = spec(machine, "amd")
+    edits = devices(found)
+    assert list(edits) == ["0", SECOND, "1", THIRD, "all"]
+    assert nodes(edits["1"]) == ["/dev/dri/card2", "/dev/dri/renderD130", "/dev/kfd"]
+    assert nodes(edits["all"]).count("/dev/kfd") == 1
+    assert not any("mounts" in each for each in edits.values()), "amd-ctk writes none"
+    assert edits["1"]["deviceNodes"][2] == {
+        "path": "/dev/kfd", "type": "c", "major": 234, "minor": 0, "fileMode": 0o660, "permissions": "rw", "uid": 0,
+        "gid": RENDER,
+    }  # fmt: skip
+
+
+def test_a_mixed_machine(machine: Machine) -> None:
+    """Each vendor's own spec; containerd is configured once, for the vendor that has a runtime."""
+    add_nodes(machine, AMD)
+    machine.hand(AMD, INTEL, REQUEST)
+    settled(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
+    assert machine.entries("/etc/cdi") == ("amd.yaml", "intel.yaml", "nvidia.yaml")
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
+    assert all(each in machine.message("CDISpecCurrent") for each in machine.entries("/etc/cdi"))
+    reported = machine.report()["cdi_devices"]
+    assert {"amd.com/gpu=all", "intel.com/gpu=all", "nvidia.com/gpu=all"} <= set(reported)
+    assert len(set(reported)) == len(reported)
+    links = machine.entries(f"/{machine_root.LIBRARIES}")
+    assert "libcuda.so.1" in links, "what one vendor does not need is not taken from another"
+
+
+def test_one_vendors_fault_is_told_and_holds_up_no_other(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.drop("/dev/dri/renderD130")
+    machine.nodes.pop("/dev/dri/renderD130")
+    machine.hand(AMD, INTEL, EMPTY)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"][0] == "False"
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert devices(spec(machine, "intel"))
+
+
+def test_what_the_handoff_does_not_name_any_more_is_taken_back(machine: Machine) -> None:
+    """The host's last GPU of a vendor has gone: spec, nodes and links go too, in the first run that knows."""
+    machine.mounts = [device.path for device in INTEL.devices]
+    settled(machine)
+    machine.hand(EMPTY)
+    run(machine)
+    assert not machine.exists("/etc/cdi/intel.yaml")
+    assert not machine.mounts
+    assert machine.entries(BY_PATH) == ()
+    assert not machine.exists("/dev/dri/card0")
+
+
+def test_a_gpu_that_goes_leaves_the_others_as_they_are(machine: Machine) -> None:
+    settled(machine)
+    one = replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST))
+    machine.hand(one, EMPTY)
+    run(machine)
+    assert list(devices(spec(machine, "intel"))) == ["card0", FIRST, "all"]
+    assert machine.entries(BY_PATH) == (f"pci-{FIRST}-card", f"pci-{FIRST}-render")
+
+
+def test_a_link_of_somebody_else_is_left_alone(machine: Machine) -> None:
+    machine.make_directory(BY_PATH)
+    machine.link(f"{BY_PATH}/pci-0000:99:00.0-card", "../card9")
+    run(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-0000:99:00.0-card") == "../card9"
+
+
+def test_a_changed_spec_is_mended(machine: Machine) -> None:
+    settled(machine)
+    before = machine.read("/etc/cdi/intel.yaml")
+    machine.put("/etc/cdi/intel.yaml", before.replace(b'"minor": 128', b'"minor": 0'))
+    run(machine)
+    assert machine.read("/etc/cdi/intel.yaml") == before
+    assert machine.report()["repairs"]["spec"] == 1
+
+
+# ---- containerd
+
+
+def test_cdi_alone_needs_a_drop_in_where_it_is_off(machine: Machine) -> None:
+    run(machine)
+    drop_in = tomlkit.parse(machine.read_text("/etc/containerd/conf.d/99-cdi.toml")).unwrap()
+    table = drop_in["plugins"]["io.containerd.grpc.v1.cri"]
+    assert table == {"enable_cdi": True, "cdi_spec_dirs": ["/etc/cdi", "/var/run/cdi"]}
+
+
+def test_cdi_that_is_on_already_needs_none(machine: Machine) -> None:
+    """As in containerd 2, and where another vendor's GPUs were before: nothing is written, nothing restarted."""
+    main = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\ncdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
+    machine.put("/etc/containerd/config.toml", f"version = 3\n{main}")
+    machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v2.1.9"))
+    run(machine)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+    assert not machine.exists("/etc/containerd/conf.d")
+
+
+def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
+    """Its drop-in takes the place of the one that was there for CDI alone, and goes on to serve: it enables CDI too."""
+    add_nodes(machine, INTEL)
+    machine.hand(INTEL, EMPTY)
+    settled(machine)
+    machine.hand(INTEL, REQUEST)
+    settled(machine)
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
+    machine.hand(INTEL, EMPTY)
+    settled(machine)
+    assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    # Not that there is no drop-in of ours.
+    assert machine.message("RuntimeConfigured").endswith("has CDI enabled, and these GPUs need no more")
+    assert machine.conditions()["RuntimeActive"] == ("True", "Running")
+
+
+def test_a_runtime_at_a_configured_place_stays_while_its_gpus_are_away(machine: Machine) -> None:
+    """The one of CDI alone would have the same name there: containerd would lose the handler, and restart twice."""
+    place = "/etc/cri/conf.d/20-gpu.part"
+    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
+    settled(machine)
+    before = machine.read(place)
+    assert b"nvidia-container-runtime" in before
+    machine.hand(INTEL, EMPTY, containerd_drop_in=place)
+    settled(machine)
+    assert machine.read(place) == before
+    assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
+    machine.hand(INTEL, REQUEST, containerd_drop_in=place)
+    settled(machine)
+    assert machine.read(place) == before
+    assert machine.report()["repairs"]["containerd"] == 0
+
+
+# ---- two vendors in one machine
+
+
+@pytest.fixture
+def both(machine: Machine) -> Machine:
+    add_nodes(machine, AMD)
+    machine.hand(INTEL, AMD, EMPTY)
+    settled(machine)
+    return machine
+
+
+def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
+    for request in (INTEL, AMD):
+        noted = Notes(both).load(f"{GRANTED}{request.vendor}")
+        assert sorted(noted) == sorted(device.path for device in request.devices)
+
+
+def test_a_handoff_that_cannot_be_read_again_takes_nothing_away(both: Machine) -> None:
+    before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
+    without_one = replace(AMD, gpus=(), devices=())
+    assert withdraw_nodes(both, Notes(both), without_one, None) == ((), None)
+    assert {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")} == before
+    assert both.exists("/dev/kfd")
+
+
+def test_a_path_that_another_vendor_has_by_now_is_left_alone(both: Machine) -> None:
+    """Numbers of cards are given anew when drivers are loaded in another order."""
+    taken = replace(INTEL, devices=(*INTEL.devices, *(replace(each, pci_address=FIRST) for each in card(2, FIRST))))
+    both.hand(taken, EMPTY)
+    settled(both)
+    assert both.exists("/dev/dri/card2")
+    assert not both.exists("/dev/kfd")
+    assert Notes(both).load(f"{GRANTED}amd") == {}
+
+
+def test_a_node_to_be_bound_anew_is_told_whatever_else_is_wrong(both: Machine) -> None:
+    """The host goes by the reason, and one vendor's lasting fault must not hide it."""
+    (wrong,) = (each for each in AMD.devices if each.path == "/dev/dri/card2")
+    both.nodes[wrong.path] = DeviceNumber(226, 200, 0o660, 0, HOST_VIDEO)
+    first = INTEL.devices[0].path
+
+    def opened(argv: tuple[str, ...]) -> Completed:
+        lines = "".join(f"{errno.EIO * (path == first)} {path}\n" for path in argv[5:])
+        return Completed(0, lines.encode(), b"")
+
+    both.program("open_nodes", opened)
+    Notes(both).save("opened-intel", {})
+    run(both)
+    assert both.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert first in both.message("DevicesAllowed"), "the other fault is told as well"
+
+
+def test_links_of_the_hosts_udev_stay_when_a_gpu_goes(machine: Machine) -> None:
+    """Where the whole of the host's /dev/dri is bound into the machine."""
+    machine.make_directory(BY_PATH)
+    machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
+    settled(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") == "../renderD129"
+    machine.hand(replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST)), EMPTY)
+    run(machine)
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-card") == "../card1"
+    assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") is None
+
+
+# ---- the verdict
+
+
+def judged(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    return cdi.verify("intel.com/gpu", document, request, live, ()).problems
+
+
+def document() -> dict[str, Any]:
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    ground = cdi.Ground(live, {"render": RENDER}, ())
+    rendered = cdi.render("intel.com/gpu", {FIRST: "card0", SECOND: "card1"}, INTEL, ground)
+    copied: dict[str, Any] = json.loads(json.dumps(rendered))
+    return copied
+
+
+FAULTS: list[tuple[str, Any, str]] = [
+    ("path", "/dev/mem", "not granted"),
+    ("minor", 1, "is written as"),
+    ("permissions", "rwm", "is written as"),
+    ("hostPath", "/dev/sda", "is written as"),
+    ("gid", "render", "is written as"),
+    ("gid", True, "is written as"),
+    ("gid", [HOST_RENDER], "is written as"),
+    ("path", ["/dev/dri/card0"], "not granted"),
+    ("fileMode", 0o666, "is written as"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "problem"), FAULTS)
+def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object, problem: str) -> None:
+    faulty = document()
+    faulty["devices"][0]["containerEdits"]["deviceNodes"][0][key] = value
+    assert any(problem in each for each in judged(faulty)), judged(faulty)
+
+
+def test_a_spec_of_another_form_is_refused() -> None:
+    base = document()
+    first = base["devices"][0]
+    edits = first["containerEdits"]
+    other = base["devices"][2]["containerEdits"]["deviceNodes"]
+    for faulty in (
+        None,
+        base | {"kind": "nvidia.com/gpu"},
+        base | {"cdiVersion": "1.1.0"},
+        base | {"cdiVersion": ["0.7.0"]},
+        {key: value for key, value in base.items() if key != "devices"},
+        base | {"containerEdits": {"env": ["A=b"]}},
+        base | {"devices": []},
+        base | {"devices": base["devices"][:-1]},
+        base | {"devices": [{"name": "card0", "containerEdits": {}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"env": ["A=b"]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"additionalGids": [0]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"additionalGids": 5}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": edits | {"mounts": [{}]}}, *base["devices"][1:]]},
+        base | {"devices": [{**first, "containerEdits": {"deviceNodes": other + edits["deviceNodes"]}},
+                            *base["devices"][1:]]},
+    ):  # fmt: skip
+        assert judged(faulty), faulty
+
+
+def test_a_spec_without_a_granted_gpu_lacks_that() -> None:
+    one = replace(INTEL, gpus=(FIRST,))
+    live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
+    rendered = cdi.render("intel.com/gpu", {}, one, cdi.Ground(live, {}, ()))
+    verdict = cdi.verify("intel.com/gpu", rendered, INTEL, live, ())
+    assert (verdict.problems, verdict.missing_gpus) == ((), (SECOND,))
+
+
+def test_a_node_with_another_number_is_refused() -> None:
+    renumbered = replace(INTEL, devices=tuple(replace(each, minor=each.minor + 1) for each in INTEL.devices))
+    assert any("granted is 226:" in each for each in judged(document(), renumbered))
+
+
+# ---- names and groups
+
+
+def test_groups_by_name() -> None:
+    assert parse_groups(GROUP) == {"root": 0, "video": VIDEO, "render": RENDER}
+
+
+def test_a_group_whose_number_int_refuses_is_left_out() -> None:
+    assert parse_groups(f"many:x:{'9' * 5000}:\nsuper:x:²:\nvideo:x:{VIDEO}:\n") == {"video": VIDEO}
+
+
+GENERATED = """\
+---
+cdiVersion: 0.5.0
+kind: intel.com/gpu
+containerEdits: {}
+devices:
+- containerEdits:
+    deviceNodes:
+    - path: /dev/dri/card0
+      type: c
+    hooks:
+    - name: hook
+  name: card0
+- name: "0000:03:00.0"
+  containerEdits: {}
+"""
+
+
+def test_names_of_other_specs() -> None:
+    """By Go's generators in YAML, and in JSON."""
+    expected = ("intel.com/gpu=card0", "intel.com/gpu=0000:03:00.0")
+    assert device_names(GENERATED) == expected
+    nvidia_like = 'kind: nvidia.com/gpu\ndevices:\n    - name: "0"\n      containerEdits:\n        deviceNodes:\n'
+    assert device_names(nvidia_like) == ("nvidia.com/gpu=0",)
+    assert device_names(json.dumps(document()))[0] == "intel.com/gpu=card0"
+    for other in (
+        "",
+        "[]",
+        "{}",
+        "name: x\n",
+        "kind: a.b/c\ndevices:\n",
+        '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}',
+    ):
+        assert device_names(other) == ()
+
+
+@pytest.mark.parametrize("style", [None, "'", '"'])
+@pytest.mark.parametrize("indent", [2, 4])
+def test_names_are_those_that_a_parser_finds(style: str | None, indent: int) -> None:
+    """In what PyYAML writes, quoted or not, keys too."""
+    for each in (recorded_spec(), document()):
+        text = yaml.safe_dump(each, default_style=style, indent=indent, sort_keys=False)
+        assert device_names(text) == tuple(f"{each['kind']}={device['name']}" for device in each["devices"])
+
+
+BY_HAND = """\
+# mine
+kind: 'intel.com/gpu'   # quoted
+cdiVersion: "0.5.0"
+devices: # mine
+  # the first
+  -   containerEdits:
+          deviceNodes:
+              - path: /dev/dri/card0
+                name: x
+      "name": card0 # here
+  - name: 'all'
+    containerEdits: {deviceNodes: [{path: /dev/dri/card0}]}
+"""
+
+
+def test_names_in_what_somebody_wrote_by_hand() -> None:
+    parsed = yaml.safe_load(BY_HAND)
+    assert [each["name"] for each in parsed["devices"]] == ["card0", "all"]
+    assert device_names(BY_HAND) == ("intel.com/gpu=card0", "intel.com/gpu=all")
+    assert device_names(BY_HAND.replace("\n", "\r\n")) == ("intel.com/gpu=card0", "intel.com/gpu=all")
+
+
+NOT_UNDERSTOOD = [
+    "{kind: intel.com/gpu, devices: [{name: all}]}",
+    "kind: intel.com/gpu\ndevices: [{name: all}]\n",
+    "kind: intel.com/gpu\ndevices:\n- {name: all}\n",
+    "kind: intel.com/gpu\ndevices:\n- &first\n  name: all\n",
+    "kind: intel.com/gpu\ndevices:\n-\n  name: all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: >-\n    all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: &x all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: card0\n- <<: *x\n",
+    "kind: intel.com/gpu\ndevices:\n- containerEdits: {}\n",
+    "kind: intel.com/gpu\ndevices:\n  name: all\n",
+    "kind:\n  intel.com/gpu\ndevices:\n- name: all\n",
+    'kind: "intel.com\\/gpu"\ndevices:\n- name: all\n',
+    "kind: intel.com/gpu\n? devices\n: - name: all\n",
+    "kind: intel.com/gpu\ndevices:\n- name: all\n---\nkind: a.b/c\n",
+    "cdiVersion: 0.5.0\nkind: intel.com/gpu\ndevices:\n\t- name: all\n",
+    "{",
+]
+
+
+@pytest.mark.parametrize("text", NOT_UNDERSTOOD)
+def test_what_is_not_understood_is_no_spec_without_devices(text: str) -> None:
+    with pytest.raises(DocumentError, match=r"neither JSON nor YAML in block style, see line \d+ \(write"):
+        device_names(text)
+
+
+def test_attack_an_error_does_not_repeat_what_is_in_the_file() -> None:
+    """A pod can have a link in /etc/cdi lead to another file of the machine's."""
+    with pytest.raises(DocumentError, match="see line 3") as raised:
+        device_names("# a comment\nkind: a.b/c\nroot:$6$secret:19000:0:99999:7:::\n")
+    assert "root" not in str(raised.value)
+
+
+@given(st.text(alphabet="kind: devices\n-nm'\"#{}[]&ax/\t", max_size=60))
+def test_no_text_breaks_it(text: str) -> None:
+    with suppress(DocumentError):
+        device_names(f"kind: a/b\n{text}")
+
+
+def test_a_spec_that_cannot_be_looked_into_is_said(machine: Machine) -> None:
+    machine.put("/var/run/cdi/site.yaml", NOT_UNDERSTOOD[1])
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert "/var/run/cdi/site.yaml cannot be looked into: neither JSON" in machine.message("CDISpecCurrent")
+    machine.put("/var/run/cdi/site.yaml", BY_HAND)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+
+
+def test_a_spec_that_outranks_ours_is_named(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.hand(AMD, EMPTY)
+    machine.put("/var/run/cdi/amd.json", json.dumps({"kind": "amd.com/gpu", "devices": [{"name": "0"}]}))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+    assert "remove /var/run/cdi/amd.json" in machine.message("CDISpecCurrent")
+    assert "systemctl" not in machine.message("CDISpecCurrent")
+
+
+# ---- the kubelet's checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu"),
+    [("card0-0", FIRST), ("card1-7", SECOND), ("card1", SECOND), (FIRST, FIRST), ("card9-0", "card9"), ("all", "")],
+)
+def test_ids_of_intels_plugin(name: str, gpu: str) -> None:
+    assert IntelMachine().gpu_of(name, INTEL) == gpu
+
+
+@pytest.mark.parametrize(("name", "gpu"), [(THIRD, THIRD), ("amdgpu_xcp_30", ""), ("0", ""), ("all", "")])
+def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
+    assert AmdMachine().gpu_of(name, AMD) == gpu
+
+
+@pytest.mark.parametrize(
+    ("ids", "condition", "message"),
+    [
+        (["card0-0", "card0-1", "card1-0", "card1-1"], ("True", "Advertised"), "gpu.intel.com/i915: 4"),
+        (["card0-0"], ("False", "GPUsMissing"), f"{SECOND} is granted, but not advertised"),
+        (["card0-0", "card1-0", "card2-0"], ("False", "StaleGPUs"), "card2 is advertised, but not granted"),
+    ],
+)
+def test_what_intels_plugin_advertises(
+    machine: Machine, ids: list[str], condition: tuple[str, str], message: str
+) -> None:
+    """By card, in shares; it looks for GPUs every five seconds, so that no restart of it is asked for."""
+    with ExitStack() as stack:
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        kubelet.listen(f"{PLUGINS}/gpu.intel.com-i915.sock")
+        registered = {"gpu.intel.com/i915": ids, "gpu.intel.com/i915_monitoring": ["all"]}
+        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": registered}}))
+        assert kubelet.condition() == condition
+        assert message in kubelet.message()
+
+
+def test_a_plugin_that_is_not_used_says_nothing_against_another(machine: Machine) -> None:
+    add_nodes(machine, AMD)
+    machine.hand(AMD, INTEL, EMPTY)
+    with ExitStack() as stack:
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
+        assert "amd.com/*" in kubelet.message()
+        assert "gpu.intel.com/*" in kubelet.message()
+        kubelet.listen(f"{PLUGINS}/amd.com_gpu")
+        kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"amd.com/gpu": [THIRD]}}}))
+        assert kubelet.condition() == ("True", "Advertised")

@@ -1,0 +1,142 @@
+"""What nvidia-ctk leaves out of a driver root is added to its spec in the same form, and judged like the rest."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent.model.device import DeviceNumber
+from agent.model.handoff import GrantedFile
+from agent.vendors.nvidia.cdi.command import HOOK
+from agent.vendors.nvidia.cdi.complete import in_words, with_additions
+from agent.vendors.nvidia.cdi.verify import verify
+from tests.fakes.machine import LIBRARIES, REQUEST, ROOT, VERSION, recorded_spec
+
+X86_32 = "usr/lib/i386-linux-gnu"
+COMPLETE = replace(
+    REQUEST,
+    files=tuple(
+        sorted(
+            (
+                *REQUEST.files,
+                GrantedFile(f"{LIBRARIES}/gbm/nvidia-drm_gbm.so", f"../libnvidia-allocator.so.{VERSION}"),
+                *(GrantedFile(f"{X86_32}/{name}.so.{VERSION}") for name in ("libcuda", "libGLX_nvidia")),
+                GrantedFile(f"{X86_32}/libcuda.so.1", f"libcuda.so.{VERSION}"),
+                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.{VERSION}"),
+                GrantedFile(f"{X86_32}/vdpau/libvdpau_nvidia.so.1", f"libvdpau_nvidia.so.{VERSION}"),
+                GrantedFile("etc/OpenCL/vendors/nvidia.icd"),
+                GrantedFile(f"usr/share/nvidia/nvidia-application-profiles-{VERSION}-rc"),
+                GrantedFile("usr/lib/x86_64-linux-gnu/nvidia/wine/nvngx.dll"),
+            )
+        )
+    ),
+)
+LIVE = {device.path: DeviceNumber(device.major, device.minor) for device in REQUEST.devices}
+PRESENT = {f"{ROOT}/{file.target}" for file in COMPLETE.files}
+
+Spec = dict[str, Any]
+
+
+def completed(spec: object) -> Spec:
+    added, _ = with_additions(spec, COMPLETE)
+    assert isinstance(added, dict)
+    return added
+
+
+def mounts(spec: Spec) -> dict[str, Spec]:
+    """By host path."""
+    return {mount["hostPath"]: mount for mount in spec["containerEdits"]["mounts"]}
+
+
+def arguments(spec: Spec, kind: str) -> list[str]:
+    (found,) = (hook["args"] for hook in spec["containerEdits"]["hooks"] if hook["args"][1] == kind)
+    assert isinstance(found, list)
+    return found
+
+
+def test_every_file_is_mounted_in_the_form_of_nvidia_ctk_s_own() -> None:
+    spec = completed(recorded_spec())
+    assert set(mounts(spec)) == {f"{ROOT}/{file.target}" for file in COMPLETE.files if not file.link}
+    assert len(spec["containerEdits"]["mounts"]) == len(mounts(spec))
+    library = mounts(spec)[f"{ROOT}/{X86_32}/libcuda.so.{VERSION}"]
+    options = mounts(spec)[f"{ROOT}/{LIBRARIES}/libcuda.so.{VERSION}"]["options"]
+    assert library == {
+        "hostPath": f"{ROOT}/{X86_32}/libcuda.so.{VERSION}",
+        "containerPath": f"/{X86_32}/libcuda.so.{VERSION}",
+        "options": options,
+    }
+    assert mounts(spec)[f"{ROOT}/etc/OpenCL/vendors/nvidia.icd"]["containerPath"] == "/etc/OpenCL/vendors/nvidia.icd"
+
+
+def test_links_and_the_loader_s_directories_are_added_to_the_hooks_that_there_are() -> None:
+    """A further hook would be a further process in each container's start."""
+    before, spec = recorded_spec(), completed(recorded_spec())
+    assert len(spec["containerEdits"]["hooks"]) == len(before["containerEdits"]["hooks"])
+    links = [each for each in arguments(spec, "create-symlinks")[2:] if each != "--link"]
+    assert links[:-4] == [each for each in arguments(before, "create-symlinks")[2:] if each != "--link"]
+    assert links[-4:] == [
+        f"libGLX_nvidia.so.{VERSION}::/{X86_32}/libGLX_indirect.so.0",
+        f"libcuda.so.{VERSION}::/{X86_32}/libcuda.so.1",
+        f"libvdpau_nvidia.so.{VERSION}::/{X86_32}/vdpau/libvdpau_nvidia.so.1",
+        f"../libnvidia-allocator.so.{VERSION}::/{LIBRARIES}/gbm/nvidia-drm_gbm.so",
+    ]
+    folders = arguments(spec, "update-ldcache")
+    assert folders[-2:] == ["--folder", f"/{X86_32}"]
+    # VDPAU's drivers are loaded by their path.
+    assert f"/{X86_32}/vdpau" not in folders
+
+
+def test_hooks_that_are_missing_are_made_and_links_come_before_ldconfig() -> None:
+    spec = recorded_spec()
+    spec["containerEdits"]["hooks"] = []
+    hooks = completed(spec)["containerEdits"]["hooks"]
+    assert [hook["args"][1] for hook in hooks] == ["create-symlinks", "update-ldcache"]
+    assert {(hook["hookName"], hook["path"]) for hook in hooks} == {("createContainer", HOOK)}
+
+
+def test_the_verdict_judges_what_was_added() -> None:
+    assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).problems == ()
+    assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).not_in_spec == ()
+    gone = f"{ROOT}/{X86_32}/libcuda.so.{VERSION}"
+    problems = verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT - {gone}).problems
+    assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
+    foreign = verify(completed(recorded_spec()), REQUEST, LIVE, PRESENT).problems
+    assert any(f"{gone}', which is no file of the driver root" in each for each in foreign), foreign
+
+
+def test_the_same_spec_gives_the_same_text_and_a_complete_one_is_left_alone() -> None:
+    texts = {json.dumps(completed(recorded_spec()), sort_keys=True) for _ in range(3)}
+    assert len(texts) == 1
+    once = completed(recorded_spec())
+    again, added = with_additions(once, COMPLETE)
+    assert (again, added) == (once, ())
+
+
+@pytest.mark.parametrize("library", ["libcuda", "libnvidia-ml"])
+def test_a_generator_that_has_not_found_the_driver_is_not_helped(library: str) -> None:
+    """With a symbolic link for a driver root it leaves out all libraries and ends with 0: that must be refused."""
+    spec = recorded_spec()
+    edits = spec["containerEdits"]
+    edits["mounts"] = [each for each in edits["mounts"] if f"/{library}.so." not in each["hostPath"]]
+    same, added = with_additions(spec, COMPLETE)
+    assert (same, added) == (spec, ())
+    assert f"{library}.so is not in it" in verify(same, COMPLETE, LIVE, PRESENT).problems
+
+
+@pytest.mark.parametrize("spec", [None, [], {"containerEdits": 1}, {"containerEdits": {"mounts": [1]}}])
+def test_a_spec_without_its_form_is_left_to_the_verdict(spec: object) -> None:
+    assert with_additions(spec, COMPLETE) == (spec, ())
+
+
+@pytest.mark.parametrize("argument", [["--folder"], {"a": 1}, 1, None])
+def test_a_hook_argument_that_is_no_string_is_left_to_the_verdict(argument: object) -> None:
+    spec = recorded_spec()
+    for hook in spec["containerEdits"]["hooks"]:
+        hook["args"].append(argument)
+    assert any("foreign hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
+
+
+def test_what_was_added_in_words() -> None:
+    added = (*(f"a/b/{number}" for number in range(4)), "a/c", "a/d/e")
+    assert in_words(added) == "a/c, a/b/ (4 files), a/d/e"

@@ -1,0 +1,530 @@
+"""CDI specs of nvidia-ctk's other modes.
+
+`specs/nvidia-ctk-1.19.1-mode-*.json` is what the real nvidia-ctk 1.19.1 wrote for the commands of `mode_command`, with
+nodes made by mknod(1) in a /dev of its own and a driver root of empty files: no driver and no device is behind them.
+"""
+
+import errno
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from agent.config.settings import MachineSettings
+from agent.machine.cdi.modes import publish_modes
+from agent.machine.notes import Notes, Owned
+from agent.machine.run import run
+from agent.model.errors import AgentError
+from agent.model.facts import VendorFacts
+from agent.model.goal import DriverRoots
+from agent.model.handoff import GrantedDevice, GrantedFile, Request, Variable, parse_handoff, render_handoff
+from agent.model.paths import OWNED
+from agent.model.text import MESSAGE_LIMIT
+from agent.system.files import System
+from agent.system.process import Completed, TimeLimitError
+from agent.vendors.nvidia.cdi.modes import MODES, NvidiaModes, mode_command
+from agent.vendors.nvidia.cdi.nvidia_ctk import GENERATE_LIMIT
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.machine import NvidiaMachine
+from tests.fakes.machine import (
+    DEVICES,
+    EMPTY,
+    GPUS,
+    LIBRARIES,
+    REQUEST,
+    ROOT,
+    SPEC,
+    Machine,
+    containerd,
+    gpu_machine,
+    nvidia_ctk,
+    recorded_spec,
+)
+
+FS = (GrantedDevice("/dev/nvidia-fs0", "nvidia-fs", 237, 0), GrantedDevice("/dev/nvidia-fs1", "nvidia-fs", 237, 1))
+INFINIBAND = (
+    GrantedDevice("/dev/infiniband/rdma_cm", "infiniband", 10, 122),
+    GrantedDevice("/dev/infiniband/uverbs0", "infiniband", 231, 192),
+)
+GDRDRV = GrantedDevice("/dev/gdrdrv", "gdrcopy", 236, 0)
+OTHERS = Request("other-devices", (), (GDRDRV, *INFINIBAND, *FS))
+CHANNELS = tuple(
+    GrantedDevice(f"/dev/nvidia-caps-imex-channels/channel{number}", "imex-channel", 509, number) for number in (0, 1)
+)
+SWITCHES = (
+    GrantedDevice("/dev/nvidia-nvswitch0", "nvswitch", 510, 0),
+    GrantedDevice("/dev/nvidia-nvswitchctl", "nvswitch", 510, 255),
+)
+WANTED = replace(REQUEST, devices=(*DEVICES, *CHANNELS, *SWITCHES), cdi_modes=tuple(MODES))
+UVERBS = {"path": "/dev/infiniband/uverbs0"}
+ETC = {"hostPath": "/etc", "containerPath": "/etc"}
+EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
+    ("gds", lambda spec: spec.update(kind="nvidia.com/gpu"), "kind is 'nvidia.com/gpu', not nvidia.com/gds"),
+    ("gds", lambda spec: edits(spec)["mounts"].append(ETC), "mount of '/etc'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0].update(containerPath="/etc"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0]["options"].remove("ro"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["mounts"][0]["options"].append("suid"), "mount of '/run/udev'"),
+    ("gds", lambda spec: edits(spec)["deviceNodes"].pop(), "device all has no node /dev/nvidia-fs1"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(major=1), "is written as 1:122, it is 10:122"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(hostPath="/dev/sda"), "made from something else"),
+    ("mofed", lambda spec: edits(spec).update(hooks=[{"hookName": "prestart", "path": "/bin/sh"}]), "foreign hook"),
+    ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "foreign environment variable"),
+    ("mofed", lambda spec: spec["containerEdits"].update(deviceNodes=[UVERBS]), "this mode"),
+    ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
+    ("nvswitch", lambda spec: spec.update(other="x"), "unknown key other"),
+    ("management", lambda spec: spec["containerEdits"].pop("mounts"), "libcuda.so is not in it"),
+    ("gdrcopy", lambda spec: spec.update(devices=[3]), "devices[0] is not an object"),
+]  # fmt: skip
+
+
+NO_NODES: list[object] = [[], {}, [3], [{}], [{"path": [FS[0].path]}], [{"path": FS[0].path, "hostPath": "/dev/x"}]]
+
+
+def edits(spec: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = spec["devices"][0]["containerEdits"]
+    return found
+
+
+def recorded(mode: str) -> dict[str, Any]:
+    """A fresh copy."""
+    loaded: dict[str, Any] = json.loads((SPEC.parent / f"nvidia-ctk-1.19.1-mode-{mode}.json").read_text())
+    return loaded
+
+
+def published(mode: str) -> str:
+    return f"/etc/cdi/nvidia-{mode}.yaml"
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path)
+    for device in (*CHANNELS, *SWITCHES, *OTHERS.devices):
+        machine.node(device.path, device.major, device.minor)
+        machine.mounts.append(device.path)
+    machine.make_directory("/run/udev")
+    answer(machine, {})
+    machine.hand(WANTED, OTHERS)
+    return machine
+
+
+def answer(machine: Machine, instead: dict[str, object], version: str = "1.19.1") -> None:
+    """A scripted nvidia-ctk that writes what was recorded, or what a test gives `instead`, by mode."""
+
+    def program(argv: tuple[str, ...]) -> Completed:
+        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "")
+        found = instead.get(mode, recorded(mode) if mode in MODES else recorded_spec())
+        return found if isinstance(found, Completed) else nvidia_ctk(machine, argv, found, version)
+
+    machine.program("nvidia-ctk", program)
+
+
+def generations(machine: Machine) -> list[str]:
+    """Modes of the calls since it was asked last."""
+    found = [each.removeprefix("--mode=") for call in machine.calls for each in call if each.startswith("--mode=")]
+    machine.calls.clear()
+    return found
+
+
+def spec_of(machine: Machine, mode: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(machine.read(published(mode)))
+    return loaded
+
+
+def test_each_mode_is_published_beside_that_of_gpus(machine: Machine) -> None:
+    run(machine)
+    for mode in MODES:
+        # But for empty entries and the lowest version that all this needs, which what was recorded has already.
+        assert spec_of(machine, mode) == recorded(mode)
+        assert f"{published(mode)} has {MODES[mode].kind}" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.exists("/etc/cdi/nvidia.yaml")
+    # GPUs are told apart from it by the report, which names no device of these kinds.
+    kinds = {name.partition("=")[0] for name in machine.report()["cdi_devices"]}
+    assert kinds == {"nvidia.com/gpu"}
+    assert sorted(generations(machine)) == sorted(["nvml", *MODES])
+
+
+def test_nothing_is_made_again_until_something_changes(machine: Machine) -> None:
+    run(machine)
+    generations(machine)
+    run(machine)
+    assert generations(machine) == []
+    machine.put("/etc/cufile.json", "{}")
+    run(machine)
+    assert generations(machine) == ["gds"]
+    machine.put(published("mofed"), "{}")
+    run(machine)
+    assert generations(machine) == ["mofed"]
+    assert spec_of(machine, "mofed") == recorded("mofed")
+
+
+@pytest.mark.parametrize(("mode", "edit", "said"), EDITS, ids=[f"{mode}-{said}" for mode, _, said in EDITS])
+def test_a_spec_with_anything_else_is_refused(
+    machine: Machine, mode: str, edit: Callable[[dict[str, Any]], None], said: str
+) -> None:
+    spec = recorded(mode)
+    edit(spec)
+    answer(machine, {mode: spec})
+    run(machine)
+    assert not machine.exists(published(mode))
+    assert f"; ModeNotServed: {mode}: the new spec is refused: " in machine.message("CDISpecCurrent")
+    assert said in machine.message("CDISpecCurrent")
+    assert all(machine.exists(published(each)) for each in MODES if each != mode)
+
+
+def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
+    run(machine)
+    answer(machine, {"gds": Completed(1, b"", b"level=error")})
+    machine.put("/etc/cufile.json", "{}")
+    run(machine)
+    assert spec_of(machine, "gds") == recorded("gds")
+    assert "; ModeNotServed: gds: " in machine.message("CDISpecCurrent")
+    assert "level=error; the published one is out of date; " in machine.message("CDISpecCurrent")
+    answer(machine, {})
+    run(machine)
+    assert "ModeNotServed" not in machine.message("CDISpecCurrent")
+
+
+def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
+    """Pods get GPUs by another file."""
+    printed = b"time=1 level=info msg=Selecting\n" * 100 + b'time=2 level=error msg="empty device edits"\n'
+    answer(machine, dict.fromkeys(MODES, Completed(1, b"", printed)))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    message = machine.message("CDISpecCurrent")
+    assert message.startswith("/etc/cdi/nvidia.yaml has "), "what GPUs have is not cut off"
+    assert "NotInSpec (the generator leaves them out): /dev/nvidia-caps-imex-channels/channel0, " in message
+    why = '/usr/bin/nvidia-ctk: exit code 1: time=2 level=error msg="empty device edits"'
+    assert all(f" {mode}: {why}" in message for mode in MODES)
+    assert len(message) < MESSAGE_LIMIT
+
+
+def test_a_failure_of_gpus_costs_no_mode(machine: Machine) -> None:
+    answer(machine, {"nvml": Completed(1, b"", b"level=error")})
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert all(f"; {published(mode)} has " in machine.message("CDISpecCurrent") for mode in MODES)
+
+
+def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
+    answer(machine, {}, "1.18.2")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert (
+        "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2; 1.19.0 is needed for mode nvswitch "
+        "(install nvidia-container-toolkit 1.19.1 or newer in the image)"
+    ) in machine.message("CDISpecCurrent")
+    assert sorted(generations(machine)) == sorted({"nvml", *MODES} - {"nvswitch"})
+
+
+def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) -> None:
+    """One before 1.7.16 skips the whole of a spec with additionalGids."""
+    spec = recorded("gdrcopy")
+    edits(spec)["additionalGids"] = [44]
+    answer(machine, {"gdrcopy": spec})
+    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], gid=44)
+    machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.15"))
+    for _ in range(2):
+        run(machine)
+        assert edits(spec_of(machine, "gdrcopy")) == edits(recorded("gdrcopy"))
+        assert spec_of(machine, "gdrcopy")["cdiVersion"] == "0.3.0"
+        assert machine.message("CDISpecCurrent").count("containerd 1.7.15 does not know additionalGids") == 1
+    generations(machine)
+    machine.put("/usr/bin/containerd", "a newer one")
+    machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.24"))
+    run(machine)
+    assert set(generations(machine)) == {"nvml", *MODES}
+    assert edits(spec_of(machine, "gdrcopy"))["additionalGids"] == [44]
+    assert "additionalGids" not in machine.message("CDISpecCurrent")
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made anew", "the tool fails"])
+def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
+    """The tool lists what is in /dev, where the node still is."""
+    run(machine)
+    answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
+    machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
+    at_withdrawal = []
+
+    def umount(argv: tuple[str, ...]) -> Completed:
+        at_withdrawal.append([node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]])
+        machine.mounts.remove(argv[-1])
+        return Completed(0, b"", b"")
+
+    machine.program("umount", umount)
+    run(machine)
+    assert at_withdrawal == [["/dev/nvidia-fs0"]]
+    assert edits(spec_of(machine, "gds"))["mounts"] == edits(recorded("gds"))["mounts"]
+    assert ("out of date" in machine.message("CDISpecCurrent")) is not made
+
+
+def fail(machine: Machine, mode: str, *devices: GrantedDevice) -> None:
+    """What is published is of other devices than these, and is not made anew."""
+    run(machine)
+    answer(machine, {mode: Completed(1, b"", b"level=error")})
+    machine.hand(WANTED, replace(OTHERS, devices=devices))
+
+
+def test_a_node_of_another_number_leaves_the_spec(machine: Machine) -> None:
+    """Containers are given the number that is written."""
+    fail(machine, "gds", replace(FS[0], major=240), FS[1])
+    run(machine)
+    assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
+
+
+def test_every_edit_is_narrowed() -> None:
+    """Also those that all devices of a spec share; a node without a number is the one that is there."""
+    nodes = [{"path": each.path} for each in FS]
+    shared = {"deviceNodes": nodes, "env": ["A=B"]}
+    spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}
+    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS[1:])) == {
+        "devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes[1:]}}],
+        "containerEdits": {"deviceNodes": nodes[1:], "env": ["A=B"]},
+    }
+
+
+def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
+    fail(machine, "gdrcopy", replace(GDRDRV, minor=1))
+    run(machine)
+    assert not machine.exists(published("gdrcopy"))
+    assert published("gdrcopy") not in json.loads(machine.read(OWNED))["paths"]
+    assert "level=error; /etc/cdi/nvidia-gdrcopy.yaml is removed" in machine.message("CDISpecCurrent")
+
+
+@pytest.mark.parametrize("disk", ["full", "somebody wrote"])
+def test_what_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None:
+    fail(machine, "gds", FS[1])
+    if disk == "full":
+
+        def full(path: str) -> None:
+            if path == published("gds"):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        machine.before_write = full
+    else:
+        machine.put(published("gds"), "kind: nvidia.com/gds\ndevices: []\n")
+    run(machine)
+    assert not machine.exists(published("gds"))
+    machine.before_write = lambda path: None
+    answer(machine, {})
+    run(machine)
+    assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(None, [], {}, {"devices": 3}, {"devices": [], "containerEdits": []}),
+        *({"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}]} for nodes in NO_NODES),
+    ],
+)
+def test_of_what_has_not_its_form_nothing_is_left(spec: object) -> None:
+    assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS)) is None
+
+
+def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
+    run(machine)
+    machine.hand(WANTED, replace(OTHERS, devices=INFINIBAND))
+    run(machine)
+    assert not machine.exists(published("gds"))
+    assert machine.exists(published("mofed"))
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.message("CDISpecCurrent").endswith("; no device for mode gds, gdrcopy")
+
+
+@pytest.mark.parametrize("requests", [(replace(WANTED, cdi_modes=()), OTHERS), (EMPTY,), ()])
+def test_what_is_not_asked_for_any_more_goes(machine: Machine, requests: tuple[Request, ...]) -> None:
+    run(machine)
+    machine.hand(*requests)
+    run(machine)
+    assert not any(machine.exists(published(mode)) for mode in MODES)
+    assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
+
+
+def test_a_file_of_somebodys_own_stays(machine: Machine) -> None:
+    machine.put(published("gds"), "{}")
+    run(machine)
+    assert machine.read(published("gds")) == b"{}"
+    assert "is not ours and is not overwritten" in machine.message("CDISpecCurrent")
+
+
+def foreign(kind: str) -> str:
+    return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": [{"name": "all"}]})
+
+
+def test_devices_of_somebody_elses_are_not_taken_away(machine: Machine) -> None:
+    """With ours in the same directory no runtime would give them to any pod."""
+    machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
+    collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both have nvidia.com/gds=all"
+    run(machine)
+    for _ in range(2):
+        assert not machine.exists(published("gds"))
+        assert f"; ModeNotServed: gds: {collides}" in machine.message("CDISpecCurrent")
+        generations(machine)
+        run(machine)
+        assert generations(machine) == [], "what collides is not made again each minute"
+    machine.drop("/etc/cdi/site.yaml")
+    run(machine)
+    assert spec_of(machine, "gds") == recorded("gds")
+    machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
+    run(machine)
+    assert machine.exists(published("gds")), "ours was there first"
+    assert f"; ModeNotServed: gds: {collides}" in machine.message("CDISpecCurrent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+
+
+@pytest.mark.parametrize("gpus", [True, False])
+def test_what_outranks_a_mode_is_said(machine: Machine, gpus: bool) -> None:
+    other = "/var/run/cdi/management.nvidia.com-gpu.yaml"
+    machine.put(other, foreign("management.nvidia.com/gpu"))
+    mode = "management" if gpus else "mofed"
+    if not gpus:
+        machine.hand(replace(EMPTY, cdi_modes=(mode,)), OTHERS)
+        machine.put(other, foreign("nvidia.com/mofed"))
+    run(machine)
+    assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
+    said = f"; ModeNotServed: {mode}: {other} outranks {published(mode)} for {MODES[mode].kind}=all: "
+    assert said in machine.message("CDISpecCurrent")
+    machine.drop(other)
+    run(machine)
+    assert "ModeNotServed" not in machine.message("CDISpecCurrent")
+
+
+def test_no_file_of_ours_is_looked_into_as_somebody_elses(machine: Machine) -> None:
+    run(machine)
+    run(machine)
+    assert not [call for call in machine.calls if call[1:3] == ("cdi", "list")]
+
+
+def test_a_machine_without_gpus(machine: Machine) -> None:
+    machine.hand(replace(EMPTY, cdi_modes=("mofed", "management")), OTHERS)
+    run(machine)
+    assert spec_of(machine, "mofed") == recorded("mofed")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
+    assert machine.message("CDISpecCurrent").endswith("; no device for mode management")
+
+
+def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
+    machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
+    machine.put(published("quantum"), "{}")
+    machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
+    run(machine)
+    assert "; ModeNotServed: quantum: this image's agent does not know it" in machine.message("CDISpecCurrent")
+    assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
+
+
+@pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])
+def test_what_has_not_its_form_is_a_problem(spec: object) -> None:
+    assert NvidiaModes().verify("gds", spec, Request("nvidia", (), FS), {}, ())
+
+
+def test_no_mode_starts_nvml(machine: Machine) -> None:
+    """What it would load is a file that cannot be loaded: `--library-search-path` comes before every other place."""
+    seen = {}
+
+    def program(argv: tuple[str, ...]) -> Completed:
+        mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "")
+        if mode in MODES:
+            first = next(each for each in argv if each.startswith("--library-search-path=")).partition("=")[2]
+            names = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
+            seen[mode] = {machine.read(f"{first}/{name}") for name in names}
+        return nvidia_ctk(machine, argv, recorded(mode) if mode in MODES else recorded_spec())
+
+    machine.program("nvidia-ctk", program)
+    run(machine)
+    assert seen == {mode: {b""} for mode in MODES}
+    for mode in MODES:
+        assert machine.entries(f"/run/unbounded-agent/state/cdi-nvidia-{mode}") == ()
+
+
+def test_the_driver_is_looked_for_where_files_of_it_are_mounted() -> None:
+    """Its version is then told by the name of libcuda.so, as NVML does not tell it; 32-bit programs' has it too."""
+    library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
+    command = mode_command("management", replace(REQUEST, files=(library_32, *REQUEST.files)), "/run/x")
+    assert f"--driver-root={ROOT}" in command
+    places = [each.partition("=")[2] for each in command if each.startswith("--library-search-path=")]
+    assert places == ["/run/x", f"{ROOT}/{LIBRARIES}"]
+    for mode in set(MODES) - {"management"}:
+        command = mode_command(mode, NvidiaModes().basis(mode, WANTED, ()), "/run/x")
+        # 1.18 looks for the nodes of mofed below the driver root.
+        assert "--driver-root=/" in command
+        assert [each for each in command if each.startswith("--library-search-path=")] == [
+            "--library-search-path=/run/x"
+        ]
+    with pytest.raises(AgentError, match="needs the driver's files"):
+        mode_command("management", replace(REQUEST, driver_root=""), "/run/x")
+
+
+def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tool hangs in every mode, and twice for GPUs: TimeoutStartSec= would end the run before anything is said."""
+    now, limits = [0.0], []
+
+    def runner(argv: tuple[str, ...], timeout: float) -> Completed:
+        if not argv[0].endswith("nvidia-ctk") or argv[1:3] != ("cdi", "generate"):
+            return machine.programs[argv[0].rpartition("/")[2]](argv)
+        limits.append(timeout)
+        now[0] += timeout
+        raise TimeLimitError
+
+    hanging, handoff = System(runner, str(machine.tree)), machine.hand(WANTED, OTHERS)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    modes = publish_modes(hanging, Notes(hanging), Owned(hanging), NvidiaMachine(), WANTED, handoff)
+    assert limits == [8, 2]
+    assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
+    assert modes.count("not made yet, the modes before it took all of 10 s (the next run tries it)") == 4
+    unit = Path("systemd/machine/unbounded-agent-gpu.service").read_text()
+    allowed = float(unit.partition("\nTimeoutStartSec=")[2].partition("\n")[0])
+    assert 2 * GENERATE_LIMIT + sum(limits) <= 0.8 * allowed
+
+
+def test_a_mode_is_made_again_for_what_it_is_made_of(machine: Machine) -> None:
+    """Not for each GPU that comes or goes: it may come while NVML hangs."""
+    run(machine)
+    generations(machine)
+    machine.hand(replace(WANTED, environment=(Variable("A", "B"),)), OTHERS)
+    run(machine)
+    assert generations(machine) == ["nvml"]
+    without = replace(WANTED, gpus=GPUS[:1], devices=tuple(each for each in WANTED.devices if each != DEVICES[1]))
+    machine.hand(without, OTHERS)
+    run(machine)
+    assert set(generations(machine)) == {"nvml", "management"}
+    nodes = [each["path"] for each in edits(spec_of(machine, "management"))["deviceNodes"]]
+    assert "/dev/nvidia0" in nodes
+    assert "/dev/nvidia1" not in nodes
+    machine.nodes[GDRDRV.path] = replace(machine.nodes[GDRDRV.path], mode=0o600)
+    run(machine)
+    assert "gdrcopy" in generations(machine)
+
+
+@pytest.mark.parametrize(
+    ("settings", "accepted"),
+    [
+        ({"cdi_modes": ["gds"]}, False),
+        ({"cdi_modes": ["gds"], "devices": ["nvidia-fs"]}, True),
+        ({"cdi_modes": ["mofed"], "devices": ["nvidia-fs"]}, False),
+        ({"cdi_modes": ["gdrcopy"], "devices": ["gdrcopy"]}, True),
+        ({"cdi_modes": ["imex"]}, False),
+        ({"cdi_modes": ["imex"], "imex_channels": True}, True),
+        ({"cdi_modes": ["nvswitch", "management"]}, True),
+        ({"cdi_modes": ["nvswitch", "nvswitch"]}, False),
+        ({"cdi_modes": ["csv"]}, False),
+    ],
+)
+def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -> None:
+    if accepted:
+        granted = grant_nvidia(VendorFacts("nvidia"), MachineSettings.model_validate(settings), DriverRoots(()), ())
+        assert granted.cdi_modes == tuple(settings["cdi_modes"])  # type: ignore[arg-type]
+        return
+    with pytest.raises(ValidationError):
+        MachineSettings.model_validate(settings)
+
+
+def test_the_handoff_says_it_only_where_it_is_asked_for(machine: Machine) -> None:
+    asked = machine.hand(replace(REQUEST, cdi_modes=("management",)))
+    assert json.loads(render_handoff(asked))["version"] == 2
+    assert parse_handoff(render_handoff(asked)) == asked
+    assert b"cdi_modes" not in render_handoff(machine.hand(REQUEST))

@@ -1,0 +1,385 @@
+"""CDI specs are judged by what they hold; every mutation of a good one is refused."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.model.device import DeviceNumber
+from agent.model.handoff import GrantedDevice, GrantedFile, Request
+from agent.vendors.machine_vendor import Verdict
+from agent.vendors.nvidia.cdi.command import HOOK
+from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
+from agent.vendors.nvidia.cdi.verify import host_paths, verify
+from tests.fakes.cdi_specs import DRM, LIVE, LIVE_DRM, WITH_DRM, Spec, drm_spec
+from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, SPEC, recorded_spec
+
+MIG = GrantedDevice("/dev/nvidia-caps/nvidia-cap1", "capability", 510, 1)
+
+PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
+
+
+def judge(spec: object, request: Request = REQUEST) -> Verdict:
+    return verify(spec, request, LIVE, PRESENT)
+
+
+def edits(spec: Spec) -> Spec:
+    common: Spec = spec["containerEdits"]
+    return common
+
+
+def mount(path: str) -> Spec:
+    return {"hostPath": path, "containerPath": "/usr/lib/x", "options": ["ro", "nosuid", "nodev", "rbind"]}
+
+
+def add_link(spec: Spec, link: str) -> None:
+    edits(spec)["hooks"][0]["args"] += ["--link", link]
+
+
+def without_mount(spec: Spec, part: str) -> None:
+    edits(spec)["mounts"] = [each for each in edits(spec)["mounts"] if part not in each["hostPath"]]
+
+
+def without_node(spec: Spec, path: str) -> None:
+    edits(spec)["deviceNodes"] = [each for each in edits(spec)["deviceNodes"] if each["path"] != path]
+
+
+def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
+    """The recorded spec passes, serves all GPUs, and what nvidia-ctk 1.19.1 leaves out is named."""
+    verdict = judge(recorded_spec())
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
+    uuids = tuple(f"GPU-11111111-2222-3333-4444-55555555555{index}" for index in (0, 1))
+    assert verdict.devices == ("0", "1", *uuids, "all")
+
+
+MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
+    "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
+    "path with dots": (
+        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")),
+        "no file of the driver",
+    ),
+    "another driver root": (
+        lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")),
+        "no file of the driver",
+    ),
+    "file beside those granted": (
+        lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/x")),
+        "no file of the driver",
+    ),
+    "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "no file of the driver"),
+    "overlay": (
+        lambda s: edits(s)["mounts"][0].update(type="overlay", options=["ro", "lowerdir=/:/etc"]),
+        "unknown key type",
+    ),
+    "overlay's options": (
+        lambda s: edits(s)["mounts"][0].update(options=["ro", "lowerdir=/:/etc"]),
+        "has options ['lowerdir=/:/etc']",
+    ),
+    "writable at second sight": (lambda s: edits(s)["mounts"][0]["options"].append("rw"), "has options ['rw']"),
+    "preload": (lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"), "at '/etc/ld.so.preload'"),
+    "other library's place": (lambda s: edits(s)["mounts"][3].update(containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
+    "Vulkan elsewhere": (lambda s: edits(s)["mounts"][2].update(containerPath="/etc/passwd"), "at '/etc/passwd'"),
+    "writable mount": (lambda s: edits(s)["mounts"][0].update(options=["rbind"]), "not read-only"),
+    "relative mount point": (lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"), "debugdump at 'usr/x'"),
+    "device's own mount": (
+        lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
+        "device 0: mount of '/root'",
+    ),
+    "foreign hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "foreign hook"),
+    "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "foreign hook"),
+    "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "foreign hook"),
+    "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "foreign hook"),
+    "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "foreign hook"),
+    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "foreign hook"),
+    "other ldconfig": (
+        lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
+        "update-ldcache --ldconfig-path=@/tmp/evil",
+    ),
+    "other ldconfig in two words": (
+        lambda s: edits(s)["hooks"][1]["args"].extend(["--ldconfig-path", "@/tmp/evil"]),
+        "update-ldcache --ldconfig-path @/tmp/evil",
+    ),
+    "foreign folder": (lambda s: edits(s)["hooks"][1]["args"].extend(["--folder", "/tmp"]), "--folder /tmp"),
+    "container state": (
+        lambda s: edits(s)["hooks"][0]["args"].extend(["--container-spec", "/tmp/x"]),
+        "create-symlinks --container-spec /tmp/x",
+    ),
+    "flag without value": (lambda s: edits(s)["hooks"][0]["args"].append("--link"), "create-symlinks --link"),
+    "link elsewhere": (lambda s: add_link(s, "libcuda.so.1::/etc/ld.so.preload"), "::/etc/ld.so.preload"),
+    "link to elsewhere": (lambda s: add_link(s, f"../../../etc/shadow::/{LIBRARIES}/libcuda.so"), "etc/shadow"),
+    "absolute link": (lambda s: add_link(s, f"/etc/shadow::/{LIBRARIES}/libcuda.so"), "/etc/shadow"),
+    "link over a library": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/libc.so.6"), "libc.so.6"),
+    "link over a program": (lambda s: add_link(s, "nvidia-smi::/usr/bin/sh"), "/usr/bin/sh"),
+    "link with dots": (lambda s: add_link(s, f"libcuda.so.1::/{LIBRARIES}/x/../libcuda.so"), "x/../libcuda.so"),
+    "link without target": (lambda s: add_link(s, f"/{LIBRARIES}/libcuda.so"), "create-symlinks --link"),
+    "link to no DRM node": (
+        lambda s: add_link(s, f"../card0::/dev/dri/by-path/pci-{GPUS[0]}-card"),
+        "by-path",
+    ),
+    "root's group": (lambda s: edits(s).update(additionalGids=[0]), "additional group 0"),
+    "disk's group": (lambda s: edits(s).update(additionalGids=[6]), "additional group 6"),
+    "no group": (lambda s: edits(s).update(additionalGids=[True, "6"]), "additional group True"),
+    "all permissions": (lambda s: edits(s)["deviceNodes"][0].update(permissions="rwmx"), "permissions 'rwmx'"),
+    "set-user-ID": (lambda s: edits(s)["deviceNodes"][0].update(fileMode=0o4777), "fileMode 2559, it has 438"),
+    "node's owner": (lambda s: edits(s)["deviceNodes"][0].update(uid=1000), "uid 1000, it has 0"),
+    "node's group": (lambda s: edits(s)["deviceNodes"][0].update(gid=6), "gid 6, it has 0"),
+    "wrong minor": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7), "it is 195:1"),
+    "minor left out": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"), "195:0, it is"),
+    "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "written as 511:0"),
+    "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "something else"),
+    "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "something else"),
+    "missing libcuda": (lambda s: without_mount(s, "libcuda.so"), "libcuda.so is not in it"),
+    "missing libnvidia-ml": (lambda s: without_mount(s, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
+    "missing native library": (lambda s: without_mount(s, "glcore"), "libnvidia-glcore.so.550.163.01 is not in it"),
+    "missing vdpau plug-in": (lambda s: without_mount(s, "vdpau"), "libvdpau_nvidia.so.550.163.01 is not in it"),
+    "missing control node": (lambda s: without_node(s, "/dev/nvidiactl"), "no control node"),
+    "missing UVM node": (lambda s: without_node(s, "/dev/nvidia-uvm"), "no uvm node"),
+    "ungranted node": (lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia7"}), "not granted"),
+    "ungranted GPU": (
+        lambda s: s["devices"].append({"name": "2", "containerEdits": {"deviceNodes": [{"path": "/dev/nvidia2"}]}}),
+        "'/dev/nvidia2' is not granted",
+    ),
+    "GPU for everybody": (
+        lambda s: edits(s)["deviceNodes"].append({"path": "/dev/nvidia1", "major": 195, "minor": 1}),
+        "every container would get the gpu node /dev/nvidia1",
+    ),
+    "GPU of another": (
+        lambda s: s["devices"][0]["containerEdits"]["deviceNodes"].append(
+            {"path": "/dev/nvidia1", "major": 195, "minor": 1}
+        ),
+        "device 0 has 2 GPU nodes",
+    ),
+    "foreign name": (lambda s: s["devices"][0].update(name="mine"), "neither an index nor a UUID"),
+    "one name missing": (lambda s: s["devices"].pop(0), "differ"),
+    "name twice": (lambda s: s["devices"].append(s["devices"][0]), "one name"),
+    "extra environment": (lambda s: edits(s)["env"].append("LD_PRELOAD=/tmp/x.so"), "LD_PRELOAD"),
+    "visible devices": (lambda s: edits(s).update(env=["NVIDIA_VISIBLE_DEVICES=all"]), "VISIBLE_DEVICES=all"),
+    "library directory": (lambda s: edits(s).update(env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
+    "other kind": (lambda s: s.update(kind="nvidia.com/other"), "kind is"),
+    "unknown edit": (lambda s: edits(s).update(intelRdt={}), "unknown key intelRdt"),
+    "unknown key": (lambda s: s.update(annotations={}), "unknown key annotations"),
+    "no edits": (lambda s: s["devices"][0].pop("containerEdits"), "not an object"),
+    "mounts are an object": (lambda s: edits(s).update(mounts={}), "not a list"),
+    "no devices": (lambda s: s.update(devices=[]), "no device of the spec is a granted GPU"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_refused(name: str) -> None:
+    """The problem says what is wrong."""
+    mutate, said = MUTATIONS[name]
+    spec = recorded_spec()
+    mutate(spec)
+    assert said in "; ".join(judge(spec).problems)
+
+
+def test_a_container_may_ask_for_no_gpu() -> None:
+    """NVIDIA_VISIBLE_DEVICES=none, by which nvidia-container-runtime looks for the device `none`."""
+    spec: Any = with_no_gpu(recorded_spec())
+    verdict = judge(spec)
+    assert verdict.problems == ()
+    assert verdict.devices[-1] == "none"
+    spec["devices"][-1]["containerEdits"] = {"deviceNodes": [{"path": "/dev/nvidia0", "major": 195, "minor": 0}]}
+    assert "device none is neither an index nor a UUID" in judge(spec).problems
+
+
+def test_no_gpu_alone_is_no_spec() -> None:
+    """Where nvidia-ctk finds no GPU, the device `none` does not hide it."""
+    spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
+    assert "no device of the spec is a granted GPU" in judge(spec).problems
+
+
+def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
+    """nvidia-ctk before 1.19 writes neither major nor minor."""
+    spec = recorded_spec()
+    for node in edits(spec)["deviceNodes"]:
+        node.pop("major")
+        node.pop("minor", None)
+    assert judge(spec).problems == ()
+
+
+def test_node_with_another_granted_gpu_s_number_is_refused() -> None:
+    """Whoever asks for the first GPU would get the second, and the spec says what the node is."""
+    live = LIVE | {"/dev/nvidia0": LIVE["/dev/nvidia1"]}
+    spec = recorded_spec()
+    for device in spec["devices"]:
+        for node in device["containerEdits"]["deviceNodes"]:
+            if node["path"] == "/dev/nvidia0":
+                node |= {"major": 195, "minor": 1}
+    problems = verify(spec, REQUEST, live, PRESENT).problems
+    assert set(problems) == {
+        f"device {name}: device node /dev/nvidia0 is 195:1 in this machine, granted is 195:0"
+        for name in ("0", spec["devices"][2]["name"], "all")
+    }
+
+
+def test_node_that_went_is_refused() -> None:
+    """A spec with a node that the machine lacks would fail at every container's start."""
+    live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
+    verdict = verify(recorded_spec(), REQUEST, live, PRESENT)
+    assert verdict.problems == ("containerEdits: device node /dev/nvidia-modeset is not in this machine",)
+
+
+def test_gpu_that_nvml_does_not_list_is_missing() -> None:
+    """One GPU that failed costs that GPU: the others can still be served."""
+    spec = recorded_spec()
+    spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
+    spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
+    verdict = judge(spec)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == (GPUS[1],)
+
+
+def judge_drm(spec: Spec, request: Request = WITH_DRM) -> str:
+    return "; ".join(verify(spec, request, LIVE_DRM | {MIG.path: DeviceNumber(510, 1, 0o400)}, PRESENT).problems)
+
+
+def test_drm_nodes_with_groups_and_links_are_good() -> None:
+    """As nvidia-ctk writes them where udev has made links by PCI address."""
+    assert judge_drm(drm_spec()) == ""
+
+
+def test_real_spec_with_drm_nodes_is_good() -> None:
+    """By the real nvidia-ctk 1.19.1 from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
+    recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
+    files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
+    devices = tuple(replace(each, major=1, minor=3) for each in WITH_DRM.devices)
+    live = {path: replace(number, major=1, minor=3) for path, number in LIVE_DRM.items()}
+    request = replace(REQUEST, devices=devices, files=files)
+    verdict = verify(recorded["spec"], request, live, set(host_paths(recorded["spec"])))
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        (f"../card1::/dev/dri/by-path/pci-{GPUS[0]}-card", "card1"),
+        (f"../renderD128::/dev/dri/by-path/pci-{GPUS[0]}-card", "renderD128"),
+        (f"../card0::/dev/dri/by-path/pci-{GPUS[1]}-card", "pci-0000:02"),
+        ("../../sda::/dev/dri/by-path/pci-0000:01:00.0-card", "sda"),
+    ],
+)
+def test_link_by_path_to_another_node_is_refused(link: str, said: str) -> None:
+    spec = drm_spec()
+    spec["devices"][0]["containerEdits"]["hooks"][0]["args"] += ["--link", link]
+    assert said in judge_drm(spec)
+
+
+@pytest.mark.parametrize("device", [DRM[1], MIG])
+def test_granted_node_that_is_not_for_everybody(device: GrantedDevice) -> None:
+    """The machine may configure MIG; a container may not. A GPU's DRM nodes are that GPU's."""
+    request = replace(WITH_DRM, devices=(*WITH_DRM.devices, MIG))
+    node = {"path": device.path, "major": device.major, "minor": device.minor}
+    spec = drm_spec()
+    edits(spec)["deviceNodes"].append(node)
+    assert f"every container would get the {device.kind} node {device.path}" in judge_drm(spec, request)
+    for name in (0, 4):
+        spec = drm_spec()
+        spec["devices"][name]["containerEdits"]["deviceNodes"].append(node)
+        assert bool(judge_drm(spec, request)) == (device is MIG or name == 0)
+
+
+def test_missing_file_is_refused() -> None:
+    """A granted file that is not there: a container's start would fail."""
+    gone = f"{ROOT}/usr/bin/nvidia-smi"
+    problems = verify(recorded_spec(), REQUEST, LIVE, PRESENT - {gone}).problems
+    assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
+
+
+def test_drm_nodes_stay_with_their_gpu() -> None:
+    """A render node in the device of another GPU is refused; one that is in no device is named."""
+    render = GrantedDevice("/dev/dri/renderD128", "dri-render", 226, 128, GPUS[0])
+    request = replace(REQUEST, devices=(*REQUEST.devices, render))
+    live = LIVE | {render.path: DeviceNumber(226, 128)}
+    assert render.path in verify(recorded_spec(), request, live, PRESENT).not_in_spec
+    spec = recorded_spec()
+    node = {"path": render.path, "major": 226, "minor": 128}
+    for name in (0, 2, 4):
+        spec["devices"][name]["containerEdits"]["deviceNodes"].append(node)
+    assert verify(spec, request, live, PRESENT).problems == ()
+    spec["devices"][1]["containerEdits"]["deviceNodes"].append(node)
+    assert "belongs to GPU 0000:01:00.0" in "; ".join(verify(spec, request, live, PRESENT).problems)
+
+
+def test_32_bit_libraries_are_not_missed() -> None:
+    """nvidia-ctk never mounts them: named, but no fault."""
+    library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
+    verdict = verify(recorded_spec(), replace(REQUEST, files=(*REQUEST.files, library)), LIVE, PRESENT)
+    assert verdict.problems == ()
+    assert library.target in verdict.not_in_spec
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(JSON, st.data())
+def test_no_json_breaks_the_verdict(value: object, data: st.DataObject) -> None:
+    """Whatever stands in whichever place: a verdict, never an exception."""
+    spec: Any = recorded_spec()
+    place, key = {"": spec}, ""
+    container: Any = place
+    while isinstance(container[key], dict | list) and container[key] and data.draw(st.booleans()):
+        container = container[key]
+        keys = sorted(container) if isinstance(container, dict) else list(range(len(container)))
+        key = data.draw(st.sampled_from(keys))
+    container[key] = value
+    spec = place[""]
+    judge(spec)
+    host_paths(spec)
+
+
+# ---- hooks that the configuration asks for
+
+OTHER_HOOKS = {
+    "enable-cuda-compat": ("createContainer", ["--host-driver-version=550.163.01"]),
+    "disable-device-node-modification": ("createContainer", []),
+    "update-application-profile": ("createContainer", []),
+    "apply-cuda-memory-limits": (
+        "createRuntime",
+        ["--driver-root", "/run/host-nvidia/0", "--gpu-id", "GPU-11111111-2222-3333-4444-555555555551"],
+    ),
+}
+"""As nvidia-ctk 1.20.1 writes them."""
+
+
+def with_hook(name: str, stage: str, arguments: list[str]) -> dict[str, Any]:
+    spec = recorded_spec()
+    edits(spec)["hooks"].append({"hookName": stage, "path": HOOK, "args": ["nvidia-cdi-hook", name, *arguments]})
+    return spec
+
+
+@pytest.mark.parametrize("name", OTHER_HOOKS)
+def test_a_hook_is_taken_where_it_is_asked_for(name: str) -> None:
+    spec = with_hook(name, *OTHER_HOOKS[name])
+    asked = replace(REQUEST, cdi_hooks=(name,))
+    assert not [each for each in judge(spec, asked).problems if "hook" in each]
+    assert [each for each in judge(spec, REQUEST).problems if f"foreign hook {OTHER_HOOKS[name][0]}" in each]
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "arguments"),
+    [
+        ("enable-cuda-compat", "createContainer", ["--host-driver-version=999.1"]),
+        ("enable-cuda-compat", "createContainer", ["--cuda-compat-container-root=/"]),
+        ("enable-cuda-compat", "createRuntime", []),
+        ("update-application-profile", "createContainer", ["--container-spec", "/tmp/x"]),
+        ("apply-cuda-memory-limits", "createRuntime", ["--driver-root", "/", "--gpu-id", "GPU-" + "1" * 36]),
+        ("apply-cuda-memory-limits", "createContainer", OTHER_HOOKS["apply-cuda-memory-limits"][1]),
+        ("chmod", "createContainer", ["--mode", "755", "--path", "/dev/dri"]),
+    ],
+)
+def test_a_hook_with_other_arguments_is_refused(name: str, stage: str, arguments: list[str]) -> None:
+    problems = judge(with_hook(name, stage, arguments), replace(REQUEST, cdi_hooks=(*OTHER_HOOKS,))).problems
+    assert [each for each in problems if "foreign hook" in each]

@@ -1,0 +1,317 @@
+"""CDI specs with MIG devices: judged, rid of half-made ones, and published.
+
+The recorded spec is what the real nvidia-ctk 1.19.1 wrote for two simulated GPUs, the first with three MIG devices,
+from a driver root of REQUEST's files; its nodes were all 1:3.
+"""
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.machine.cdi.spec import UNPARTITIONED_FOR
+from agent.machine.kubelet.device_plugin import KUBELET_SOCKET
+from agent.machine.notes import Notes
+from agent.machine.run import run
+from agent.model.device import DeviceNumber
+from agent.system.process import Completed
+from agent.vendors.machine_vendor import Verdict
+from agent.vendors.nvidia.cdi.verify import verify
+from agent.vendors.nvidia.cdi.verify_devices import without_half_made
+from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
+from tests.fakes.machine import GPUS, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk
+from tests.fakes.mig import CAPS, DEVICES, MIG_REQUEST, UUIDS, Spec, live_mode, mig_spec
+
+PATH = "/etc/cdi/nvidia.yaml"
+ALL_NAMES = ("0:0", "0:1", "0:2", "1", "GPU-51000000-0000-4000-8000-000000000200", *UUIDS, "all")
+
+
+LIVE = {each.path: DeviceNumber(1, 3, live_mode(each.path)) for each in DEVICES}
+PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
+
+
+def without(*minors: int) -> Any:  # noqa: ANN401
+    """The request where these capabilities are not granted."""
+    gone = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors}
+    return replace(MIG_REQUEST, devices=tuple(each for each in DEVICES if each.path not in gone))
+
+
+def judge(spec: object) -> Verdict:
+    return verify(spec, MIG_REQUEST, LIVE, PRESENT)
+
+
+def edits(spec: Spec, name: str) -> Spec:
+    found: Spec = next(each["containerEdits"] for each in spec["devices"] if each["name"] == name)
+    return found
+
+
+def drop_node(spec: Spec, minor: int, *names: str) -> None:
+    for name in names:
+        nodes = edits(spec, name)["deviceNodes"]
+        edits(spec, name)["deviceNodes"] = [each for each in nodes if not each["path"].endswith(f"cap{minor}")]
+
+
+def add_node(spec: Spec, name: str, path: str) -> None:
+    edits(spec, name)["deviceNodes"].append({"path": path, "major": 1, "minor": 3})
+
+
+def change_node(spec: Spec, name: str, old: int, new: int) -> None:
+    drop_node(spec, old, name)
+    add_node(spec, name, f"/dev/nvidia-caps/nvidia-cap{new}")
+
+
+def drop_devices(spec: Spec, *names: str) -> None:
+    spec["devices"] = [each for each in spec["devices"] if each["name"] not in names]
+
+
+def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
+    """No whole-GPU entry for the GPU in MIG mode, which is served all the same."""
+    verdict = judge(mig_spec())
+    assert verdict.problems == ()
+    assert verdict.missing == frozenset()
+    assert verdict.devices == ALL_NAMES
+    assert not [path for path in verdict.not_in_spec if "nvidia-cap" in path]
+
+
+def test_each_mig_device_has_its_gpu_and_its_own_two_capabilities() -> None:
+    nodes = {each["name"]: [node["path"] for node in each["containerEdits"]["deviceNodes"]] for each in
+             mig_spec()["devices"]}  # fmt: skip
+    for name, minors in (("0:0", (12, 13)), ("0:1", (48, 49)), ("0:2", (48, 50))):
+        assert nodes[name] == ["/dev/nvidia0", *(f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors)]
+
+
+MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
+    "capability of another instance": (
+        lambda s: add_node(s, "0:0", "/dev/nvidia-caps/nvidia-cap49"),
+        "device 0:0 needs the capabilities of one GPU instance and one compute instance",
+    ),
+    "another instance's compute instance": (
+        lambda s: change_node(s, "0:0", 13, 49),
+        "it has gi1, gi5/ci0",
+    ),
+    "no compute instance": (lambda s: drop_node(s, 13, "0:0", UUIDS[0]), "it has gi1"),
+    "no GPU instance": (lambda s: drop_node(s, 12, "0:0", UUIDS[0]), "it has gi1/ci0"),
+    "two compute instances": (
+        lambda s: change_node(s, "0:1", 48, 50),
+        "it has gi5/ci0, gi5/ci1",
+    ),
+    "another GPU's node": (
+        lambda s: add_node(s, "0:0", "/dev/nvidia1"),
+        "device 0:0 has 2 GPU nodes",
+    ),
+    "whole GPU with a capability": (
+        lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
+        "device 1 is a whole GPU with the MIG capability gi1",
+    ),
+    "capability of another GPU": (
+        lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
+        f"device 1 has /dev/nvidia-caps/nvidia-cap12, which belongs to GPU {GPUS[0]}",
+    ),
+    "capability for everybody": (
+        lambda s: s["containerEdits"]["deviceNodes"].append(
+            {"path": "/dev/nvidia-caps/nvidia-cap12", "major": 1, "minor": 3}
+        ),
+        "every container would get the capability node /dev/nvidia-caps/nvidia-cap12",
+    ),
+    "ungranted capability": (lambda s: add_node(s, "0:0", "/dev/nvidia-caps/nvidia-cap21"), "is not granted"),
+    "one name missing": (lambda s: drop_devices(s, "0:1"), "differ"),
+    "not in all": (lambda s: drop_node(s, 50, "all"), "differ"),
+    "more in all": (lambda s: drop_devices(s, "0:2", UUIDS[2]), "differ"),
+    "MIG name without MIG device": (lambda s: edits(s, "1") and s["devices"][3].update(name="1:0"), "it has none"),
+    "foreign name": (lambda s: s["devices"][0].update(name="mig0:0"), "neither an index nor a UUID"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_mutation_is_refused(name: str) -> None:
+    mutate, said = MUTATIONS[name]
+    spec = mig_spec()
+    mutate(spec)
+    assert said in "; ".join(judge(spec).problems)
+
+
+def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
+    """Its capabilities are not granted any more."""
+    problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
+    assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
+
+
+def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
+    spec, _ = without_half_made(mig_spec(), without(50))
+    verdict = judge(spec)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+    assert verdict.missing_partitions == (f"gi5/ci1 of {GPUS[0]}",)
+
+
+@pytest.mark.parametrize(
+    ("gone", "left_out"),
+    [((13,), {"0:0", UUIDS[0]}), ((12, 13), {"0:0", UUIDS[0]}), ((48,), {"0:1", "0:2", *UUIDS[1:]})],
+)
+def test_what_is_not_granted_whole_is_left_out(gone: tuple[int, ...], left_out: set[str]) -> None:
+    """`all` too is made of the others; every other device stays as it was."""
+    request = without(*gone)
+    spec, names = without_half_made(mig_spec(), request)
+    assert set(names) == left_out
+    assert isinstance(spec, dict)
+    kept = {each["name"]: each["containerEdits"] for each in spec["devices"]}
+    assert kept.keys() == set(ALL_NAMES) - left_out
+    assert all(kept[name] == edits(mig_spec(), name) for name in kept if name != "all")
+    verdict = verify(spec, request, LIVE, PRESENT)
+    assert verdict.problems == ()
+    assert verdict.missing_gpus == ()
+
+
+def test_a_device_that_the_generator_made_of_fewer_nodes_is_left_out() -> None:
+    """nvidia-ctk warns of a node that it does not find, and goes on without. By hand: no recorded spec has it."""
+    spec = mig_spec()
+    drop_node(spec, 50, "0:2", UUIDS[2], "all")
+    kept, names = without_half_made(spec, MIG_REQUEST)
+    assert names == ("0:2", UUIDS[2])
+    verdict = judge(kept)
+    assert (verdict.problems, verdict.missing_partitions) == ((), (f"gi5/ci1 of {GPUS[0]}",))
+
+
+@pytest.mark.parametrize("spec", [None, [], {"devices": {}}, {"devices": [{"name": "0:0"}]}])
+def test_a_malformed_spec_is_left_to_the_verdict(spec: object) -> None:
+    assert without_half_made(spec, MIG_REQUEST) == (spec, ())
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """With two GPUs, the first in MIG mode with three devices, before its first run."""
+    machine = gpu_machine(tmp_path / "machine")
+    for device in DEVICES:
+        machine.node(device.path, 1, 3)
+        machine.nodes[device.path] = LIVE[device.path]
+    machine.hand(MIG_REQUEST)
+    write(machine, mig_spec())
+    return machine
+
+
+def write(machine: Machine, spec: Spec) -> None:
+    machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec))
+
+
+def published(machine: Machine) -> set[str]:
+    return {each["name"] for each in json.loads(machine.read(PATH))["devices"]}
+
+
+def test_mig_devices_are_published(machine: Machine) -> None:
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert published(machine) == {*ALL_NAMES, "none"}
+    calls = len(machine.calls)
+    run(machine)
+    assert not [call for call in machine.calls[calls:] if "nvidia-ctk" in call[0]], "nothing has changed"
+
+
+def test_a_half_made_one_is_left_out_until_it_is_whole(machine: Machine) -> None:
+    machine.hand(without(13))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert f"not complete yet are left out: 0:0, {UUIDS[0]}" in machine.message("CDISpecCurrent")
+    assert published(machine) == {*ALL_NAMES, "none"} - {"0:0", UUIDS[0]}
+    machine.hand(MIG_REQUEST)
+    run(machine)
+    assert published(machine) == {*ALL_NAMES, "none"}
+
+
+def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
+    """The others are served; it comes as soon as it is listed, without another handoff."""
+    spec, _ = without_half_made(mig_spec(), without(13))
+    assert isinstance(spec, dict)
+    write(machine, spec)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "PartitionMissing")
+    assert f"gi1/ci0 of {GPUS[0]}" in machine.message("CDISpecCurrent")
+    assert published(machine) == {*ALL_NAMES, "none"} - {"0:0", UUIDS[0]}
+    write(machine, mig_spec())
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert published(machine) == {*ALL_NAMES, "none"}
+
+
+def no_instance() -> tuple[Any, Spec]:
+    """The request and the spec where the GPU in MIG mode has none."""
+    spec, _ = without_half_made(mig_spec(), without(*CAPS))
+    assert isinstance(spec, dict)
+    return without(*CAPS), spec
+
+
+def with_whole_gpu(spec: Spec) -> Spec:
+    """The same with a device for the first GPU, made of the second one's."""
+    (second,) = (each for each in spec["devices"] if each["name"] == "1")
+    text = json.dumps(second)
+    for old, new in (("nvidia1", "nvidia0"), ("card1", "card0"), ("renderD129", "renderD128"), GPUS[::-1]):
+        text = text.replace(old, new)
+    first = json.loads(text)["containerEdits"]
+    (every,) = (each["containerEdits"] for each in spec["devices"] if each["name"] == "all")
+    every = {**every, "deviceNodes": [*every["deviceNodes"], *first["deviceNodes"]]}
+    others = [each for each in spec["devices"] if each["name"] != "all"]
+    names = {"0": first, "GPU-51000000-0000-4000-8000-000000000100": first, "all": every}
+    return {**spec, "devices": [*others, *({"name": name, "containerEdits": each} for name, each in names.items())]}
+
+
+def test_a_gpu_in_mig_mode_without_instances_is_no_fault(machine: Machine) -> None:
+    """Nobody can use it, which is said; a spec that had an instance of it, or the whole GPU, gives way."""
+    run(machine)
+    request, spec = no_instance()
+    write(machine, spec)
+    machine.hand(request)
+    machine.program("nvidia-smi", f"0000{GPUS[0]}, Enabled\n0000{GPUS[1]}, Disabled\n")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert f"no pod can use GPU {GPUS[0]}: MIG mode is on" in machine.message("CDISpecCurrent")
+    assert published(machine) == {"1", "GPU-51000000-0000-4000-8000-000000000200", "all", "none"}
+    message, calls = machine.message("CDISpecCurrent"), len(machine.calls)
+    run(machine)
+    assert not [call for call in machine.calls[calls:] if "nvidia-" in call[0]], "nothing has changed"
+    assert machine.message("CDISpecCurrent") == message
+    notes = Notes(machine)
+    noted = notes.load("spec-nvidia")
+    notes.save("spec-nvidia", {**noted, "until": noted["until"] - UNPARTITIONED_FOR})
+    write(machine, with_whole_gpu(spec))
+    run(machine)
+    assert "0" in published(machine), "MIG mode was switched off, which changes nothing else"
+
+
+@pytest.mark.parametrize("answer", [f"0000{GPUS[0]}, Disabled\n", "", "No devices were found\n"])
+def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, answer: str) -> None:
+    request, spec = no_instance()
+    write(machine, spec)
+    machine.hand(request)
+    machine.program("nvidia-smi", answer)
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
+
+
+def test_no_gpu_but_those_in_mig_mode_without_instances(machine: Machine) -> None:
+    """nvidia-ctk then fails over an `all` of nothing, in words that tell nothing."""
+    machine.hand(without(*CAPS))
+    failed = Completed(1, b"", b'invalid CDI Spec: failed add device "all": invalid device, empty device edits')
+    machine.program("nvidia-ctk", lambda argv: failed if "generate" in argv else nvidia_ctk(machine, argv, mig_spec()))
+    machine.program("nvidia-smi", "".join(f"0000{gpu}, Enabled\n" for gpu in GPUS))
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
+    assert "MIG mode is on and there is no complete instance" in machine.message("CDISpecCurrent")
+
+
+def test_mig_devices_are_compared_with_what_is_advertised(machine: Machine) -> None:
+    """NVIDIA's plug-in advertises them by UUID: by profile (MIG_STRATEGY=mixed), or not at all (none)."""
+    gpu = "GPU-51000000-0000-4000-8000-000000000200"
+    with ExitStack() as stack:
+        run(machine)
+        kubelet = Kubelet(machine, stack)
+        kubelet.listen(KUBELET_SOCKET)
+        kubelet.listen(PLUGIN_SOCKET)
+        kubelet.advertise(**{"gpu": [gpu], "mig-1g.10gb": [UUIDS[0]], "mig-1c.3g.40gb": [UUIDS[1]],
+                             "mig-2c.3g.40gb": [UUIDS[2]]})  # fmt: skip
+        assert kubelet.condition() == ("True", "Advertised")
+        kubelet.advertise(gpu=[gpu])
+        assert kubelet.condition() == ("False", "GPUsMissing")
+        assert all(uuid in kubelet.message() for uuid in UUIDS)

@@ -1,0 +1,268 @@
+"""NVIDIA's nodes against the kernel's majors, on synthetic hosts."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.facts import Absent, DeviceNode, DrmDevice, PciDevice, Unseen, VendorFacts
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.devices.gpus import Information, parse_information
+from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.proc_devices import parse_majors
+from tests.fakes.host import PROC_DEVICES, Host
+
+
+def observe(host: Host) -> VendorFacts:
+    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
+
+
+def nodes(facts: VendorFacts) -> tuple[DeviceNode, ...]:
+    assert isinstance(facts.devices, tuple), facts.devices
+    return facts.devices
+
+
+def paths(facts: VendorFacts, kind: DeviceKind | None = None) -> list[str]:
+    return [node.path for node in nodes(facts) if kind in (None, node.kind)]
+
+
+@pytest.mark.scenario("002")
+def test_eight_gpus(host: Host) -> None:
+    host.driver("550.163.01", gpus=8)
+    facts = observe(host)
+    assert facts.problems == ()
+    assert paths(facts, DeviceKind.GPU) == [f"/dev/nvidia{minor}" for minor in range(8)]
+    assert [node.pci_address for node in nodes(facts)[:8]] == [gpu.pci_address for gpu in facts.gpus]
+    assert [gpu.minor for gpu in facts.gpus] == list(range(8))
+    assert (facts.gpus[3].model, facts.gpus[3].uuid) == (
+        "NVIDIA H100 80GB HBM3",
+        "GPU-00000000-0000-4000-8000-000000000003",
+    )
+    by_kind = {kind: paths(facts, kind) for kind in DeviceKind}
+    assert by_kind[DeviceKind.CONTROL] == ["/dev/nvidiactl"]
+    assert by_kind[DeviceKind.MODESET] == ["/dev/nvidia-modeset"]
+    assert (by_kind[DeviceKind.UVM], by_kind[DeviceKind.UVM_TOOLS]) == (["/dev/nvidia-uvm"], ["/dev/nvidia-uvm-tools"])
+    assert len(by_kind[DeviceKind.DRI_CARD]) == len(by_kind[DeviceKind.DRI_RENDER]) == 8
+
+
+def test_minors_are_not_in_the_order_of_addresses(host: Host) -> None:
+    host.driver("550.163.01")
+    host.gpu("0000:01:00.0", 1)
+    host.gpu("0000:02:00.0", 0)
+    owners = {node.path: node.pci_address for node in nodes(observe(host)) if node.pci_address}
+    assert owners["/dev/nvidia1"] == owners["/dev/dri/renderD129"] == "0000:01:00.0"
+    assert owners["/dev/nvidia0"] == owners["/dev/dri/renderD128"] == "0000:02:00.0"
+
+
+def test_driver_535_registers_one_name_for_gpus_control_and_modeset(host: Host) -> None:
+    host.driver("535.261.03", gpus=1)
+    old = PROC_DEVICES.replace("195 nvidia\n195 nvidia-modeset\n195 nvidiactl\n", "195 nvidia-frontend\n")
+    host.file("/proc/devices", old)
+    facts = observe(host)
+    assert facts.problems == ()
+    assert {"/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-modeset"} < set(paths(facts))
+
+
+@pytest.mark.scenario("002")
+def test_optional_nodes(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.node("/dev/nvidia-caps-imex-channels/channel0", 509, 0)
+    host.node("/dev/nvidia-nvswitchctl", 510, 255)
+    host.node("/dev/nvidia-nvswitch1", 510, 1)
+    host.node("/dev/nvidia-nvlink", 512, 0)
+    host.node("/dev/nvidia-fs0", 505, 0)
+    facts = observe(host)
+    assert facts.problems == ()
+    assert paths(facts, DeviceKind.IMEX_CHANNEL) == ["/dev/nvidia-caps-imex-channels/channel0"]
+    assert paths(facts, DeviceKind.NVSWITCH) == ["/dev/nvidia-nvswitch1", "/dev/nvidia-nvswitchctl"]
+    assert paths(facts, DeviceKind.NVLINK) == ["/dev/nvidia-nvlink"]
+    assert "/dev/nvidia-fs0" not in paths(facts)
+
+
+@pytest.mark.parametrize(
+    ("path", "major", "minor", "said"),
+    [
+        ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, the driver has 511:0; make it anew"),
+        ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, the driver has 195:0; make it anew"),
+        ("/dev/nvidiactl", 195, 254, "/dev/nvidiactl: is 195:254, the driver has 195:255; make it anew"),
+        ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; the node was left behind"),
+        ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, the driver has major 226; make it anew"),
+    ],
+)
+def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, said: str) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.node(path, major, minor)
+    facts = observe(host)
+    assert facts.problems == (said,)
+    assert path not in paths(facts)
+
+
+def test_nodes_of_an_unloaded_driver(host: Host) -> None:
+    host.driver("550.163.01")
+    host.node("/dev/nvidia0", 195, 0)
+    host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n195 nvidia\n511 nvidia-uvm\n")
+    host.remove_file("/sys/module/nvidia/version")
+    facts = observe(host)
+    assert paths(facts) == []
+    assert "/dev/nvidia0: its driver is not loaded (nvidia is not in /proc/devices)" in facts.problems
+    assert facts.driver
+    assert isinstance(facts.driver.module_version, Absent)
+
+
+def test_something_else_in_a_node_s_place(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.file("/dev/nvidia-nvlink")
+    assert observe(host).problems == ("/dev/nvidia-nvlink: not a character device",)
+
+
+def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.node("/dev/nvidia0\nBind=", 195, 0)
+    facts = observe(host)
+    assert facts.problems == (r"/dev/: the name 'nvidia0\nBind=' has characters that no device's name has",)
+    assert paths(facts, DeviceKind.GPU) == ["/dev/nvidia0"]
+
+
+def mig_host(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.capability("mig/config", 1, 0o400)
+    host.capability("mig/monitor", 2)
+    host.capability("gpu0/mig/gi1/access", 12)
+    host.capability("gpu0/mig/gi1/ci0/access", 13)
+    host.node("/dev/nvidia-caps/nvidia-cap21", 508, 21)
+
+
+def capabilities(facts: VendorFacts) -> dict[int, str]:
+    return {node.number.minor: node.capability for node in nodes(facts) if node.kind is DeviceKind.CAPABILITY}
+
+
+@pytest.mark.scenario("002")
+def test_mig_capabilities_are_named_and_destroyed_instances_left_out(host: Host) -> None:
+    mig_host(host)
+    facts = observe(host)
+    assert facts.problems == ()
+    assert capabilities(facts) == {
+        1: "mig/config",
+        2: "mig/monitor",
+        12: "gpu0/mig/gi1/access",
+        13: "gpu0/mig/gi1/ci0/access",
+    }
+
+
+def test_capabilities_that_only_root_may_read_are_known_by_the_tables(host: Host) -> None:
+    mig_host(host)
+    host.file("/proc/driver/nvidia-caps/mig-minors", "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi1/access 12\n")
+    for name in ("mig/config", "gpu0/mig/gi1/access"):
+        path = f"/proc/driver/nvidia/capabilities/{name}"
+        host.failing[path] = PermissionError(13, "Permission denied", path)
+    assert capabilities(observe(host))[1] == "mig/config"
+    assert capabilities(observe(host))[12] == "gpu0/mig/gi1/access"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/dev",
+        "/proc/devices",
+        "/dev/nvidia-caps",
+        "/proc/driver/nvidia/capabilities/gpu0",
+        "/proc/driver/nvidia/gpus",
+        "/proc/driver/nvidia/gpus/0000:01:00.0/information",
+    ],
+)
+def test_a_failed_look_makes_all_devices_unseen(host: Host, path: str) -> None:
+    mig_host(host)
+    host.failing[path] = PermissionError(13, "Permission denied", path)
+    facts = observe(host)
+    assert isinstance(facts.devices, Unseen)
+    assert path in facts.devices.why
+    assert [gpu.pci_address for gpu in facts.gpus] == ["0000:01:00.0"]
+
+
+def test_an_unlisted_pci_bus_does_not_make_gpus_disappear(host: Host) -> None:
+    host.driver("550.163.01", gpus=2)
+    before = observe(host)
+    host.pci = Unseen("udev: no")
+    facts = observe(host)
+    assert facts.gpus == before.gpus
+    assert facts.devices == Unseen("udev: no")
+
+
+def test_unlisted_drm_devices_do_not_take_nodes_away(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    host.drm = Unseen("udev: no")
+    assert observe(host).devices == Unseen("udev: no")
+
+
+def test_a_gpu_that_goes_while_it_is_looked_at(host: Host) -> None:
+    host.driver("550.163.01", gpus=2)
+    gone = "/proc/driver/nvidia/gpus/0000:02:00.0/information"
+    host.failing[gone] = FileNotFoundError(2, "No such file or directory", gone)
+    facts = observe(host)
+    assert paths(facts, DeviceKind.GPU) == ["/dev/nvidia0"]
+    assert facts.gpus[1].minor is None
+
+
+def test_other_drivers_and_other_vendors(host: Host) -> None:
+    host.driver("550.163.01", gpus=2)
+    host.rebind("0000:02:00.0", "vfio-pci")
+    host.remove_file("/proc/driver/nvidia/gpus/0000:02:00.0/information")
+    host.remove_file("/dev/nvidia1")
+    assert isinstance(host.pci, tuple)
+    assert isinstance(host.drm, tuple)
+    host.pci += (
+        PciDevice("0000:00:02.0", 0x8086, 0x56A0, 0x030000, "i915"),
+        PciDevice("0000:01:00.1", 0x10DE, 0x10FA, 0x040300, "snd_hda_intel"),
+    )
+    host.node("/dev/dri/card0", 226, 0)
+    host.drm += (DrmDevice("/dev/dri/card0", "0000:00:02.0", "i915"), DrmDevice("/dev/dri/card9", "", "vgem"))
+    facts = observe(host)
+    assert facts.problems == ()
+    assert [(gpu.pci_address, gpu.driver) for gpu in facts.gpus] == [
+        ("0000:01:00.0", "nvidia"),
+        ("0000:02:00.0", "vfio-pci"),
+    ]
+    assert paths(facts, DeviceKind.DRI_CARD) == ["/dev/dri/card1"]
+
+
+def test_no_gpu(host: Host) -> None:
+    host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
+    host.file("/dev/null")
+    facts = observe(host)
+    assert (facts.gpus, facts.devices, facts.problems) == ((), (), ())
+
+
+def test_numbers_carry_mode_and_owner(host: Host) -> None:
+    host.driver("550.163.01", gpus=1)
+    numbers = {node.path: node.number for node in nodes(observe(host))}
+    assert numbers["/dev/dri/card1"] == replace(DeviceNumber(226, 1), mode=0o660)
+
+
+def test_majors_come_from_the_character_section_only_and_by_whole_names() -> None:
+    majors = parse_majors(PROC_DEVICES)
+    assert majors["nvidia"] == majors["nvidiactl"] == 195
+    assert (majors["nvidia-caps"], majors["nvidia-caps-imex-channels"]) == (508, 509)
+    assert "sd" not in majors
+
+
+@given(st.text())
+def test_no_text_of_proc_is_an_exception(text: str) -> None:
+    parse_majors(text)
+    parse_majors(f"Character devices:\n{text}")
+    parse_information(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("GPU UUID: \t GPU-????????-????-????-????-????????????\n", Information()),
+        ("Model: \t NVIDIA \x1b[31m\n", Information()),
+        ("Device Minor: \t -1\n", Information()),
+        ("Device Minor:\t247\r\n", Information(minor=247)),
+        ("Model: \t NVIDIA A: B\n", Information(model="NVIDIA A: B")),
+    ],
+)
+def test_information(text: str, expected: Information) -> None:
+    assert parse_information(text) == expected

@@ -1,0 +1,164 @@
+"""MIG instances and IMEX channels on the host: which nodes are granted, and what is said of half-made instances."""
+
+import pytest
+
+from agent.config.settings import Config
+from agent.host.plan.selection import select
+from agent.model.device import DeviceKind
+from agent.model.facts import Absent, VendorFacts
+from agent.model.goal import DriverRoots, Grant, Share
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.conditions import nvidia_conditions
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.mig import Instance, complete, parse_instance
+from agent.vendors.nvidia.observe import observe_nvidia
+from tests.fakes.host import INFORMATION, Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+GI, CI = "gpu0/mig/gi1/access", "gpu0/mig/gi1/ci0/access"
+CAPABILITIES = "/proc/driver/nvidia/capabilities"
+
+
+def observe(host: Host) -> VendorFacts:
+    return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
+
+
+def granted(facts: VendorFacts, **settings: object) -> Grant:
+    machine = Config.model_validate({"machines": {"gpu-node": settings}}).machines["gpu-node"]
+    return grant_nvidia(facts, machine, DriverRoots(()), select((facts,), machine.gpus, Share()).gpus)
+
+
+def capabilities(grant: Grant) -> dict[str, str]:
+    """The GPU's PCI address by capability."""
+    return {node.capability: node.pci_address for node in grant.nodes if node.kind is DeviceKind.CAPABILITY}
+
+
+def devices_present(facts: VendorFacts) -> tuple[str, str]:
+    found = nvidia_conditions(facts, granted(facts))[1]
+    return f"{found.status}", found.message
+
+
+@pytest.fixture
+def mig(host: Host) -> Host:
+    """Two GPUs; the first has one whole MIG device."""
+    host.driver("550.163.01", gpus=2)
+    host.node("/dev/nvidiactl", 195, 255)
+    host.capability(GI, 12)
+    host.capability(CI, 13)
+    return host
+
+
+def test_a_mig_device_comes_with_its_gpu_and_no_other(mig: Host) -> None:
+    assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
+    assert capabilities(granted(observe(mig), gpus=[SECOND])) == {}
+    assert observe(mig).half_made == ()
+
+
+def test_instances_of_a_gpu_under_another_minor_are_that_gpu_s(mig: Host) -> None:
+    """Device minors swapped: `gpu0` is now the other GPU, which another machine may have."""
+    for minor, address in ((1, FIRST), (0, SECOND)):
+        text = INFORMATION.format(minor=minor, address=address)
+        mig.file(f"/proc/driver/nvidia/gpus/{address}/information", text)
+    assert capabilities(granted(observe(mig), gpus=[FIRST])) == {}
+    assert capabilities(granted(observe(mig), gpus=[SECOND])) == {GI: SECOND, CI: SECOND}
+
+
+def test_instances_of_a_gpu_that_is_not_listed_are_nobody_s(mig: Host) -> None:
+    mig.capability("gpu7/mig/gi1/access", 957)
+    mig.capability("gpu7/mig/gi1/ci0/access", 958)
+    assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
+
+
+def drop_node(host: Host, minor: int) -> None:
+    host.remove_file(f"/dev/nvidia-caps/nvidia-cap{minor}")
+
+
+@pytest.mark.parametrize("step", ["no compute instance", "no node of it", "no node of its GPU instance", "no node"])
+def test_a_half_made_instance_is_named_and_holds_up_nothing(mig: Host, step: str) -> None:
+    """As NVML makes it, one step after the other; another whole instance of the same GPU goes on."""
+    mig.capability("gpu0/mig/gi2/access", 21)
+    if step == "no compute instance":
+        said = f"MIG instance gi2 of {FIRST} has no compute instance yet"
+    else:
+        mig.capability("gpu0/mig/gi2/ci0/access", 22)
+        said = f"MIG instance gi2/ci0 of {FIRST} lacks /dev/nvidia-caps/nvidia-cap"
+    if step in ("no node of it", "no node"):
+        drop_node(mig, 22)
+    if step in ("no node of its GPU instance", "no node"):
+        drop_node(mig, 21)
+    facts = observe(mig)
+    assert capabilities(granted(facts)) == {GI: FIRST, CI: FIRST}
+    assert [each.pci_address for each in facts.half_made] == [FIRST]
+    status, message = devices_present(facts)
+    assert status == "True"
+    assert said in message
+    assert ("nvidia-modprobe -f" in message) == (step != "no compute instance")
+
+
+def test_a_half_made_instance_of_a_gpu_elsewhere_is_not_mentioned(mig: Host) -> None:
+    mig.capability("gpu1/mig/gi2/access", 156)
+    facts = observe(mig)
+    found = nvidia_conditions(facts, granted(facts, gpus=[FIRST]))[1]
+    assert "gi2" not in found.message
+
+
+def test_an_instance_that_became_whole_is_granted(mig: Host) -> None:
+    mig.capability("gpu0/mig/gi2/access", 21)
+    assert "gpu0/mig/gi2/access" not in capabilities(granted(observe(mig)))
+    mig.capability("gpu0/mig/gi2/ci1/access", 23)
+    assert capabilities(granted(observe(mig))).keys() == {GI, CI, "gpu0/mig/gi2/access", "gpu0/mig/gi2/ci1/access"}
+    assert observe(mig).half_made == ()
+
+
+def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
+    """Its entry goes, both nodes stay in /dev: neither is anybody's right any more."""
+    mig.remove_file(f"{CAPABILITIES}/{CI}")
+    assert capabilities(granted(observe(mig))) == {}
+    assert mig.exists("/dev/nvidia-caps/nvidia-cap13")
+
+
+def test_a_node_with_another_number_is_no_node(mig: Host) -> None:
+    mig.node("/dev/nvidia-caps/nvidia-cap13", 508, 14, 0o444)
+    facts = observe(mig)
+    assert capabilities(granted(facts)) == {}
+    assert "/dev/nvidia-caps/nvidia-cap13: is 508:14, the driver has 508:13; make it anew" in facts.problems
+    assert "lacks /dev/nvidia-caps/nvidia-cap13" in facts.half_made[0].why
+
+
+def test_imex_channels_are_followed(mig: Host) -> None:
+    """Only where the machine is to have them, and each as long as its node is there."""
+    channels = "/dev/nvidia-caps-imex-channels"
+
+    def seen(**settings: object) -> list[str]:
+        nodes = granted(observe(mig), **settings).nodes
+        return [node.path for node in nodes if node.kind is DeviceKind.IMEX_CHANNEL]
+
+    assert seen(imex_channels=True) == []
+    mig.node(f"{channels}/channel0", 509, 0)
+    mig.node(f"{channels}/channel3", 509, 3)
+    assert seen() == []
+    assert seen(imex_channels=True) == [f"{channels}/channel0", f"{channels}/channel3"]
+    mig.remove_file(f"{channels}/channel0")
+    assert seen(imex_channels=True) == [f"{channels}/channel3"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "instance"),
+    [
+        ("gpu0/mig/gi1/access", Instance(0, 1)),
+        ("gpu12/mig/gi14/ci7/access", Instance(12, 14, 7)),
+        ("mig/config", None),
+        ("gpu0/mig/gi1", None),
+        ("gpu0/mig/gi1/ci0/accessory", None),
+        ("", None),
+    ],
+)
+def test_capabilities_by_name(capability: str, instance: Instance | None) -> None:
+    assert parse_instance(capability) == instance
+
+
+def test_whole_instances() -> None:
+    first = Instance(0, 1, 0)
+    assert complete([first]) == frozenset()
+    assert complete([first.gpu_instance]) == frozenset()
+    assert complete([first, first.gpu_instance, Instance(0, 2, 0)]) == {first, first.gpu_instance}

@@ -1,0 +1,136 @@
+"""Sockets of the driver's daemons: by configuration alone, from the host's /run to the machine and into the spec."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from agent.config.settings import MachineSettings
+from agent.host.apply.live_devices import change_devices
+from agent.host.plan.nspawn import render_nspawn
+from agent.model.actions import ChangeDevices
+from agent.model.facts import ServiceDirectory
+from agent.model.goal import DriverRoots
+from agent.model.handoff import Handoff, parse_handoff, render_handoff
+from agent.model.live import LiveSettings
+from agent.vendors.nvidia.cdi.complete import with_additions
+from agent.vendors.nvidia.cdi.verify import verify
+from agent.vendors.nvidia.grant import grant_nvidia
+from agent.vendors.nvidia.observe import observe_nvidia
+from tests.fakes.host import Host
+from tests.fakes.machine import REQUEST, Machine, gpu_machine, recorded_spec
+from tests.vendors.nvidia.cdi.test_complete import LIVE, PRESENT
+from tests.vendors.nvidia.user_space.test_libraries import sources
+
+PERSISTENCED = "/run/nvidia-persistenced"
+ALL = ("persistenced", "fabricmanager", "mps")
+WITH_SOCKETS = replace(REQUEST, sockets=ALL)
+THERE = frozenset({f"{PERSISTENCED}/socket", "/run/nvidia-fabricmanager/socket", "/run/nvidia-mps"})
+
+
+@pytest.fixture
+def daemons(host: Host) -> Host:
+    host.load("debian-13-driver-550")
+    host.driver("550.163.01", gpus=1)
+    host.file(f"{PERSISTENCED}/socket")
+    host.file("/run/nvidia-mps/control")
+    return host
+
+
+def granted(host: Host, *names: Any) -> tuple[tuple[str, ...], tuple[ServiceDirectory, ...]]:  # noqa: ANN401
+    settings = MachineSettings.model_validate({"sockets": list(names)})
+    facts = observe_nvidia(sources(host))
+    grant = grant_nvidia(facts, settings, DriverRoots(()), facts.gpus)
+    return grant.services, grant.directories
+
+
+def test_nothing_is_given_unless_it_is_asked_for(daemons: Host) -> None:
+    assert granted(daemons) == ((), ())
+
+
+def test_a_daemon_that_does_not_run_is_granted_and_not_bound(daemons: Host) -> None:
+    """A bind of what is not there would keep the machine from starting."""
+    inode = daemons.identity(PERSISTENCED).inode
+    services, directories = granted(daemons, "persistenced", "fabricmanager")
+    assert services == ("persistenced", "fabricmanager")
+    assert directories == (ServiceDirectory("persistenced", PERSISTENCED, inode),)
+
+
+def test_a_link_is_no_directory_of_a_daemon(daemons: Host) -> None:
+    daemons.file("/srv/secret/socket")
+    daemons.symlink("/run/nvidia-fabricmanager", "/srv/secret")
+    assert granted(daemons, "fabricmanager")[1] == ()
+
+
+def test_binds_of_a_machine_s_start() -> None:
+    directories = (ServiceDirectory("mps", "/run/nvidia-mps", 8, writable=True), ServiceDirectory("p", PERSISTENCED, 7))
+    text = render_nspawn("m", MachineSettings().nspawn, (), directories).decode()
+    assert f"\nBindReadOnly={PERSISTENCED}\n" in text
+    assert "\nBind=/run/nvidia-mps\n" in text
+
+
+def test_a_directory_that_was_made_anew_is_bound_in_the_running_machine(host: Host) -> None:
+    before = LiveSettings("", (), {PERSISTENCED: "ro:7", "/run/nvidia-mps": "rw:8"})
+    after = replace(before, nodes={PERSISTENCED: "ro:9", "/run/nvidia-mps": "rw:10"})
+    change_devices(ChangeDevices("m", before, after, ()), host)
+    assert host.bus.changes == [
+        ("BindMountMachine", "m", PERSISTENCED, PERSISTENCED, True, True),
+        ("BindMountMachine", "m", "/run/nvidia-mps", "/run/nvidia-mps", False, True),
+    ]
+
+
+def test_the_handoff_says_it_only_where_something_is_granted() -> None:
+    plain, asked = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (WITH_SOCKETS,))
+    assert b"sockets" not in render_handoff(plain)
+    assert parse_handoff(render_handoff(asked)) == asked
+    assert asked.generation != plain.generation
+
+
+def mounts(spec: object) -> dict[str, Any]:
+    assert isinstance(spec, dict)
+    found = {each["hostPath"]: each for each in spec["containerEdits"]["mounts"]}
+    return {path: each for path, each in found.items() if not path.startswith("/run/host-nvidia/")}
+
+
+def test_pods_get_the_sockets_that_are_in_the_machine() -> None:
+    spec, _ = with_additions(recorded_spec(), WITH_SOCKETS, THERE)
+    options = ["nosuid", "nodev", "rbind", "rprivate", "noexec"]
+    assert mounts(spec) == {
+        path: {"hostPath": path, "containerPath": target, "options": options}
+        for path, target in (
+            (f"{PERSISTENCED}/socket", f"{PERSISTENCED}/socket"),
+            ("/run/nvidia-fabricmanager/socket", "/run/nvidia-fabricmanager/socket"),
+            ("/run/nvidia-mps", "/tmp/nvidia-mps"),
+        )
+    }
+    assert verify(spec, WITH_SOCKETS, LIVE, PRESENT | THERE).problems == ()
+
+
+def test_the_verdict_refuses_sockets_that_are_not_granted_or_are_mounted_otherwise() -> None:
+    spec, _ = with_additions(recorded_spec(), WITH_SOCKETS, THERE)
+    problems = verify(spec, REQUEST, LIVE, PRESENT | THERE).problems
+    assert any(f"'{PERSISTENCED}/socket', which is no file" in each for each in problems), problems
+    gone = verify(spec, WITH_SOCKETS, LIVE, PRESENT | (THERE - {"/run/nvidia-mps"})).problems
+    assert gone == ("containerEdits: mount of /run/nvidia-mps, which does not exist",)
+    mounts(spec)["/run/nvidia-mps"]["containerPath"] = "/usr/bin"
+    assert len(verify(spec, WITH_SOCKETS, LIVE, PRESENT | THERE).problems) == 1
+
+
+def run_for_message(machine: Machine) -> str:
+    from agent.machine.run import run
+
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    return machine.message("CDISpecCurrent")
+
+
+def test_a_machine_follows_sockets_that_come_and_go(tmp_path: Any) -> None:  # noqa: ANN401
+    machine = gpu_machine(tmp_path / "machine")
+    machine.hand(replace(REQUEST, sockets=("persistenced",)))
+    assert "no socket here yet of persistenced" in run_for_message(machine)
+    machine.put(f"{PERSISTENCED}/socket")
+    assert "no socket" not in run_for_message(machine)
+    assert f"{PERSISTENCED}/socket" in machine.read_text("/etc/cdi/nvidia.yaml")
+    machine.drop(f"{PERSISTENCED}/socket")
+    assert "no socket here yet of persistenced" in run_for_message(machine)
+    assert PERSISTENCED not in machine.read_text("/etc/cdi/nvidia.yaml")

@@ -1,0 +1,345 @@
+"""Which files make a driver root: Debian's and Ubuntu's real packages, and what can be wrong with them."""
+
+import posixpath
+from typing import Any
+
+import pytest
+
+from agent.config.settings import DriverSettings
+from agent.host.observe.loader_cache import CACHE, Listing, LoaderCache
+from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen, UserSpace, VendorFacts
+from agent.vendors.host_vendor import Sources
+from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.user_space.observe import observe_user_space
+from tests.fakes.host import Host
+
+X86 = "usr/lib/x86_64-linux-gnu"
+MAIN = ("libcuda", "libnvidia-ml")
+FLAT = [f"usr/lib64/{name}.so.550.163.01" for name in MAIN]
+MAIN_FILES = [f"{X86}/{name}.so.550.163.01" for name in MAIN]
+
+
+def sources(host: Host, **driver: Any) -> Sources:  # noqa: ANN401
+    def entries(root: str) -> Seen[tuple[CacheEntry, ...]]:
+        listing = LoaderCache().read(host, root)
+        return listing.entries if isinstance(listing, Listing) else listing
+
+    settings = DriverSettings.model_validate(driver)
+    return Sources(host, host.architecture(), host.pci, host.drm, entries, {}, driver=settings)
+
+
+def user_space(host: Host, module: str = "", **driver: Any) -> UserSpace:  # noqa: ANN401
+    return observe_user_space(sources(host, **driver), module)
+
+
+def by_target(found: UserSpace) -> dict[str, Library]:
+    assert isinstance(found.files, tuple), found.files
+    assert len({each.target for each in found.files}) == len(found.files)
+    return {each.target: each for each in found.files}
+
+
+def cache_of(*paths: str, tags: str = "libc6,x86-64") -> str:
+    lines = "".join(f"\t{path.rpartition('/')[2]} ({tags}) => {path}\n" for path in paths)
+    return f"{len(paths)} libs found in cache `/etc/ld.so.cache'\n{lines}"
+
+
+def libraries(host: Host, directory: str, version: str, *names: str) -> None:
+    """Real files of a version, and no links."""
+    for name in names:
+        host.file(f"{directory}/{name}.so.{version}", size=1000)
+
+
+@pytest.mark.scenario("002")
+def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    found = user_space(host, "550.163.01")
+    files = by_target(found)
+    assert found.version == "550.163.01"
+    assert found.problems == ()
+    assert files[f"{X86}/libcuda.so.550.163.01"] == Library(
+        target=f"{X86}/libcuda.so.550.163.01",
+        source="/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.550.163.01",
+        size=28712096,
+        mtime_ns=1_700_000_000 * 10**9,
+    )
+    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source == "/" + f"{X86}/libnvidia-glcore.so.550.163.01"
+    assert files[f"{X86}/libcuda.so.1"].link == files[f"{X86}/libcuda.so"].link == "libcuda.so.550.163.01"
+    assert files[f"{X86}/libnvidia-nvvm.so.550.163.01"].source.endswith("/nvidia/current/libnvidia-nvvm.so.550.163.01")
+    assert files["usr/bin/nvidia-smi"].source == "/usr/lib/nvidia/current/nvidia-smi"
+    assert files["usr/bin/nvidia-smi"].executable
+
+
+def test_every_driver_library_of_debian_is_there_and_nothing_else(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    files = by_target(user_space(host, "550.163.01"))
+    real = {each.target.rpartition("/")[2] for each in files.values() if not each.link and each.target.startswith(X86)}
+    versioned = {each.removesuffix(".so.550.163.01") for each in real if each.endswith(".so.550.163.01")}
+    expected = """
+        libcuda libcudadebugger libnvcuvid libnvoptix libvdpau_nvidia libEGL_nvidia libGLX_nvidia libGLESv2_nvidia
+        libnvidia-allocator libnvidia-cfg libnvidia-eglcore libnvidia-encode libnvidia-fbc libnvidia-glcore
+        libnvidia-glsi libnvidia-glvkspirv libnvidia-gpucomp libnvidia-ml libnvidia-ngx libnvidia-nvvm libnvidia-opencl
+        libnvidia-opticalflow libnvidia-pkcs11-openssl3 libnvidia-ptxjitcompiler libnvidia-rtcore
+        libnvidia-tls"""
+    assert versioned == set(expected.split())
+    assert real - {f"{each}.so.550.163.01" for each in versioned} == {"libnvidia-egl-wayland.so.1.1.18"}
+
+
+def test_debian_32_bit_set(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    files = by_target(user_space(host, "550.163.01"))
+    names = {target.rpartition("/")[2] for target in files if target.startswith("usr/lib/i386-linux-gnu/")}
+    assert {each for each in names if each.endswith("163.01")} == {
+        "libcuda.so.550.163.01",
+        "libnvidia-ml.so.550.163.01",
+        "libnvidia-ptxjitcompiler.so.550.163.01",
+    }
+    assert {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"} < names
+
+
+def test_ubuntu_is_flat_and_has_libraries_with_numbers_of_their_own(host: Host) -> None:
+    host.load("ubuntu-24.04-driver-580")
+    found = user_space(host, "580.178.04")
+    files = by_target(found)
+    assert (found.version, found.problems) == ("580.178.04", ())
+    assert files[f"{X86}/libnvidia-nvvm70.so.4"].source == f"/{X86}/libnvidia-nvvm70.so.4"
+    assert files[f"{X86}/libnvidia-egl-gbm.so.1"].link == "libnvidia-egl-gbm.so.1.1.3"
+    assert files[f"{X86}/vdpau/libvdpau_nvidia.so.580.178.04"].size == 683344
+    assert files[f"{X86}/vdpau/libvdpau_nvidia.so.1"].link == "libvdpau_nvidia.so.580.178.04"
+    assert {"usr/bin/nvidia-cuda-mps-server", "usr/bin/nvidia-persistenced"} < set(files)
+    assert not [target for target in files if "libicudata" in target or "nvidia-xconfig" in target]
+
+
+@pytest.mark.parametrize("name", ["debian-13-driver-550", "ubuntu-24.04-driver-580"])
+def test_every_link_of_a_driver_root_leads_to_a_file_in_it(host: Host, name: str) -> None:
+    host.load(name)
+    files = by_target(user_space(host))
+    for link in (each for each in files.values() if each.link):
+        directory = link.target.rpartition("/")[0]
+        assert not files[posixpath.normpath(f"{directory}/{link.link}")].link, link
+    for file in (each for each in files.values() if not each.link):
+        assert host.real_path(file.source) == file.source
+
+
+def test_two_versions_side_by_side_follow_the_module(host: Host) -> None:
+    for version in ("550.163.01", "580.178.04"):
+        libraries(host, "/usr/lib64", version, "libcuda", "libnvidia-ml", "libnvidia-glcore")
+    host.symlink("/usr/lib64/libcuda.so.1", "libcuda.so.580.178.04")
+    host.loader_cache(cache_of("/usr/lib64/libcuda.so.1"))
+    assert user_space(host).version == "580.178.04"
+    assert user_space(host, "535.1.2").version == "580.178.04"
+    old = user_space(host, "550.163.01")
+    assert old.version == "550.163.01"
+    assert sorted(by_target(old)) == [
+        f"{X86}/libcuda.so.1",
+        f"{X86}/libcuda.so.550.163.01",
+        f"{X86}/libnvidia-glcore.so.550.163.01",
+        f"{X86}/libnvidia-ml.so.550.163.01",
+    ]
+    assert by_target(old)[f"{X86}/libcuda.so.1"].link == "libcuda.so.550.163.01"
+
+
+def test_a_cuda_compatibility_directory_is_not_the_driver(host: Host) -> None:
+    """It has a libcuda of another version and no NVML, and may come first in the loader's cache."""
+    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda", "libnvidia-ptxjitcompiler")
+    host.file("/usr/local/cuda/compat/libnvidia-api.so.1", size=5)
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-ptxjitcompiler")
+    host.file("/usr/lib64/libnvidia-api.so.1", size=7)
+    listed = ("libcuda.so.575.57.08", "libnvidia-api.so.1")
+    host.loader_cache(
+        cache_of(
+            *(f"/usr/local/cuda/compat/{name}" for name in listed),
+            *(f"/usr/lib64/{name}" for name in ("libcuda.so.550.163.01", "libnvidia-api.so.1")),
+        )
+    )
+    for module in ("550.163.01", "575.57.08", ""):
+        found = user_space(host, module)
+        assert found.version == "550.163.01"
+        assert {each.source.rpartition("/")[0] for each in by_target(found).values()} == {"/usr/lib64"}
+
+
+def test_the_driver_wins_over_a_compatibility_directory_of_its_own_version(host: Host) -> None:
+    libraries(host, "/usr/local/cuda/compat", "550.163.01", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
+    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
+    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == "/usr/lib64/libcuda.so.550.163.01"
+
+
+def test_libcuda_without_nvml_is_broken_and_the_reason_says_what_there_is(host: Host) -> None:
+    libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
+    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
+    host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
+    found = user_space(host, "550.163.01")
+    assert isinstance(found.files, Broken)
+    assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
+
+
+def test_a_file_with_a_numbering_of_its_own_comes_from_the_chosen_version_s_directory(host: Host) -> None:
+    for directory, version in (("/usr/local/lib", "580.178.04"), ("/usr/lib64", "550.163.01")):
+        libraries(host, directory, version, *MAIN)
+        host.file(f"{directory}/libnvidia-api.so.1", size=5)
+    names = ("libnvidia-api.so.1", "libcuda.so.580.178.04"), ("libnvidia-api.so.1", "libcuda.so.550.163.01")
+    host.loader_cache(
+        cache_of(*(f"/usr/local/lib/{each}" for each in names[0]), *(f"/usr/lib64/{each}" for each in names[1]))
+    )
+    for module, directory in (("550.163.01", "/usr/lib64"), ("580.178.04", "/usr/local/lib")):
+        files = by_target(user_space(host, module))
+        assert files[f"{X86}/libnvidia-api.so.1"].source == f"{directory}/libnvidia-api.so.1"
+
+
+def test_the_loader_s_first_directory_wins(host: Host) -> None:
+    for directory in ("/opt/first", "/opt/second"):
+        libraries(host, directory, "550.163.01", *MAIN)
+        host.symlink(f"{directory}/libcuda.so.1", "libcuda.so.550.163.01")
+    host.loader_cache(cache_of("/opt/first/libcuda.so.1", "/opt/second/libcuda.so.1"))
+    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source.startswith("/opt/first/")
+
+
+def test_libcuda_s_directory_wins_over_another_that_the_cache_names_first(host: Host) -> None:
+    libraries(host, "/opt/half", "550.163.01", "libnvidia-ml", "libnvidia-glcore")
+    libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-glcore")
+    host.loader_cache(cache_of("/opt/half/libnvidia-ml.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
+    files = by_target(user_space(host))
+    assert files[f"{X86}/libnvidia-glcore.so.550.163.01"].source.startswith("/usr/lib64/")
+    assert files[f"{X86}/libnvidia-ml.so.550.163.01"].source.startswith("/opt/half/")
+
+
+@pytest.mark.scenario("002")
+def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
+    host = Host(tmp_path_factory.mktemp("host"), "aarch64")
+    libraries(host, "/usr/lib/aarch64-linux-gnu", "550.163.01", *MAIN)
+    libraries(host, "/usr/lib/x86_64-linux-gnu", "535.1.2", *MAIN)
+    foreign = cache_of("/usr/lib/x86_64-linux-gnu/libcuda.so.535.1.2")
+    native = cache_of("/usr/lib/aarch64-linux-gnu/libcuda.so.550.163.01", tags="libc6,AArch64")
+    host.loader_cache(foreign.replace("1 libs", "2 libs") + native.partition("\n")[2])
+    expected = [f"usr/lib/aarch64-linux-gnu/{name}.so.550.163.01" for name in MAIN]
+    assert list(by_target(user_space(host))) == expected
+
+
+def test_neither_the_toolkit_s_nor_the_settings_program_s_libraries_are_the_driver_s(host: Host) -> None:
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-gtk3", "libnvidia-container")
+    host.file("/usr/lib64/libnvidia-container.so.1.19.1", size=5)
+    host.file("/usr/lib64/libnvidia-container-go.so.1.19.1", size=5)
+    host.loader_cache(
+        cache_of(
+            "/usr/lib64/libnvidia-container.so.1.19.1",
+            "/usr/lib64/libnvidia-container-go.so.1.19.1",
+            "/usr/lib64/libcuda.so.550.163.01",
+        )
+    )
+    assert list(by_target(user_space(host))) == MAIN_FILES
+
+
+STUBS = "/usr/local/cuda/targets/x86_64-linux/lib/stubs"
+
+
+@pytest.mark.parametrize("name", ["libcuda.so", "libcuda.so.1", "libnvidia-encode.so"])
+@pytest.mark.parametrize("way", ["directory", "link", "copy", "elsewhere"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_toolkit_s_stub_is_not_the_driver_s(host: Host, name: str, way: str, first: bool) -> None:
+    """Its directory is in ld.so.conf.d, a link leads to it, or somebody copied it; and the loader may find it first."""
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
+    listed = f"/usr/lib64/{name}" if way in ("link", "copy") else f"{STUBS}/{name}"
+    real = {"copy": f"/usr/lib64/{name}", "elsewhere": f"/opt/sdk/lib/{name}"}.get(way, f"{STUBS}/{name}")
+    host.file(real, size=100)
+    if listed != real:
+        host.symlink(listed, real)
+    ours = "/usr/lib64/libcuda.so.550.163.01"
+    host.loader_cache(cache_of(*((listed, ours) if first else (ours, listed))))
+    files = by_target(user_space(host, "550.163.01"))
+    assert {each.source for each in files.values() if not each.link} == {f"/{each}" for each in FLAT}
+    assert {each.link for each in files.values() if each.link} <= {"libcuda.so.550.163.01"}
+
+
+def test_a_toolkit_without_a_driver_is_no_driver(host: Host) -> None:
+    for name in ("libcuda.so", "libnvidia-ml.so"):
+        host.file(f"{STUBS}/{name}", size=100)
+    host.loader_cache(cache_of(f"{STUBS}/libcuda.so", f"{STUBS}/libnvidia-ml.so"))
+    assert isinstance(user_space(host).files, Absent)
+
+
+def test_libraries_for_newer_processors_only_are_left_out(host: Host) -> None:
+    libraries(host, "/usr/lib64/glibc-hwcaps/x86-64-v3", "550.163.01", *MAIN)
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
+    fast, plain = "/usr/lib64/glibc-hwcaps/x86-64-v3/libcuda.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"
+    host.loader_cache(cache_of(fast, plain))
+    assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == plain
+
+
+def test_no_library_is_absent(host: Host) -> None:
+    host.loader_cache(cache_of("/lib/x86_64-linux-gnu/libc.so.6", "/lib/x86_64-linux-gnu/libicudata.so.74"))
+    assert isinstance(user_space(host).files, Absent)
+
+
+def test_dangling_links_are_named(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    host.remove_file("/etc/alternatives/nvidia--libnvoptix.so.1-x86_64-linux-gnu")
+    found = user_space(host)
+    assert [problem.partition(":")[0] for problem in found.problems] == ["/lib/x86_64-linux-gnu/libnvoptix.so.1"]
+    assert f"{X86}/libnvoptix.so.550.163.01" in by_target(found)
+
+
+def test_links_that_lead_in_a_circle_are_named(host: Host) -> None:
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN)
+    host.symlink("/usr/lib64/libnvidia-ml.so.1", "libnvidia-ml.so.1")
+    host.symlink("/usr/bin/nvidia-smi", "nvidia-smi")
+    host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01", "/usr/lib64/libnvidia-ml.so.1"))
+    found = user_space(host)
+    # By the name that the loader looks for, whatever the host's link says.
+    assert list(by_target(found)) == [*MAIN_FILES, f"{X86}/libnvidia-ml.so.1"]
+    assert [problem.partition(":")[0] for problem in found.problems] == ["/usr/lib64/libnvidia-ml.so.1"]
+
+
+def test_an_architecture_without_a_driver(tmp_path_factory: pytest.TempPathFactory) -> None:
+    host = Host(tmp_path_factory.mktemp("host"), "riscv64")
+    host.loader_cache(cache_of("/lib/libc.so.6", tags="libc6,double-float"))
+    assert isinstance(user_space(host).files, Absent)
+
+
+def test_libraries_without_libcuda_and_nvml_are_broken(host: Host) -> None:
+    libraries(host, "/usr/lib64", "550.163.01", "libnvidia-glcore")
+    host.loader_cache(cache_of("/usr/lib64/libnvidia-glcore.so.550.163.01"))
+    found = user_space(host)
+    assert isinstance(found.version, Broken)
+    assert isinstance(found.files, Broken)
+
+
+def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
+    libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-a\nBind=/etc")
+    host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01"))
+    found = user_space(host)
+    assert list(by_target(found)) == MAIN_FILES
+    assert r"libnvidia-a\nBind=" in "".join(found.problems)
+
+
+@pytest.mark.parametrize("where", ["/usr/lib/x86_64-linux-gnu/nvidia/current", "/lib/x86_64-linux-gnu/libcuda.so.1"])
+def test_a_failed_look_is_unseen(host: Host, where: str) -> None:
+    host.load("debian-13-driver-550")
+    host.failing[where] = PermissionError(13, "Permission denied", where)
+    found = user_space(host, "550.163.01")
+    assert isinstance(found.files, Unseen)
+    assert where in found.files.why
+
+
+def test_an_unseen_loader_cache_is_not_an_absent_driver(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    host.command("/sbin/ldconfig", "-p", status=-9)
+    assert isinstance(user_space(host).files, Unseen)
+    host.remove_file(CACHE)
+    assert isinstance(user_space(host).files, Absent)
+
+
+def test_facts_do_not_depend_on_the_order_of_directories_and_lines(host: Host) -> None:
+    host.load("debian-13-driver-550")
+    first = by_target(user_space(host))
+    header, *lines = host.runner.answers["/sbin/ldconfig", "-p"].stdout.decode().splitlines()
+    host.loader_cache("\n".join([header, *reversed(lines)]))
+    assert by_target(user_space(host)) == first
+
+
+@pytest.mark.scenario("002")
+def test_half_a_driver(host: Host) -> None:
+    host.load("ubuntu-24.04-driver-580")
+    facts: VendorFacts = observe_nvidia(sources(host))
+    assert facts.driver
+    assert isinstance(facts.driver.module_version, Absent)
+    assert facts.driver.user_space.version == "580.178.04"

@@ -1,0 +1,132 @@
+"""Paths in loaders' files: what RPM packages and NixOS write becomes what is there in a pod. Simulated layouts."""
+
+import json
+
+import pytest
+
+from agent.host.apply.driver_roots import stage
+from agent.host.state.driver_roots import parse_manifest
+from agent.model.errors import ApplyError
+from agent.model.facts import Library, StagedRoot
+from agent.model.paths import MANIFESTS, TREES
+from tests.fakes.host import Host
+from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, user_space
+from tests.vendors.nvidia.user_space.test_places import I386, VERSION, X86_64, put
+from tests.vendors.nvidia.user_space.test_places import I686 as I686_HEADER
+
+ICD = "usr/share/vulkan/icd.d/nvidia_icd.{}.json"
+
+
+def manifest(library: str) -> str:
+    return json.dumps({"file_format_version": "1.0.1", "ICD": {"library_path": library, "api_version": "1.4.312"}})
+
+
+@pytest.fixture
+def fedora(host: Host) -> Host:
+    """negativo17's and NVIDIA's own RPM packages of 595 and newer: libGLX_nvidia's real file is its soname."""
+    put(host, "/usr/lib64", VERSION, *MAIN, "libEGL_nvidia", "libnvidia-vksc-core")
+    host.file("/usr/lib64/libGLX_nvidia.so.0", X86_64, size=1000)
+    host.symlink(f"/usr/lib64/libGLX_nvidia.so.{VERSION}", "libGLX_nvidia.so.0")
+    put(host, "/usr/lib", VERSION, *MAIN, "libGLX_nvidia", header=I686_HEADER)
+    host.symlink("/lib64", "usr/lib64")
+    names = (*(f"{name}.so.1" for name in MAIN), "libGLX_nvidia.so.0")
+    listing = cache_of(*(f"/lib64/{name}" for name in names), *(f"/lib/{name}" for name in names))
+    host.symlink("/lib", "usr/lib")
+    host.loader_cache(listing.replace("(libc6,x86-64) => /lib/", "(libc6) => /lib/"))
+    return host
+
+
+@pytest.mark.scenario("001")
+def test_vulkan_of_rpm_packages(fedora: Host) -> None:
+    """One file for each architecture: with bare names a 64-bit program would find its driver by both."""
+    fedora.file(f"/{ICD.format('x86_64')}", manifest("/usr/lib64/libGLX_nvidia.so.0"))
+    fedora.file(f"/{ICD.format('i686')}", manifest("/usr/lib/libGLX_nvidia.so.0"))
+    vksc = "usr/share/vulkansc/icd.d/nvidia_icd.x86_64.json"
+    fedora.file(f"/{vksc}", manifest("/usr/lib64/libnvidia-vksc-core.so.1"))
+    found = user_space(fedora, VERSION)
+    files = by_target(found)
+    expected = {
+        ICD.format("x86_64"): f"/{X86}/libGLX_nvidia.so.0",
+        ICD.format("i686"): f"/{I386}/libGLX_nvidia.so.0",
+        vksc: f"/{X86}/libnvidia-vksc-core.so.1",
+    }
+    assert {target: json.loads(files[target].text)["ICD"]["library_path"] for target in expected} == expected
+    assert found.problems == ()
+    assert {path.lstrip("/") for path in expected.values()} < set(files)
+    assert not files[f"{X86}/libGLX_nvidia.so.0"].link, "as the package has it"
+
+
+def test_bare_names_and_other_files_stay(fedora: Host) -> None:
+    """As NVIDIA ships them; no byte is changed where nothing has to be."""
+    layers = {"layers": [{"library_path": "libGLX_nvidia.so.0"}, {"library_path": f"libnvidia-present.so.{VERSION}"}]}
+    fedora.file("/usr/share/vulkan/implicit_layer.d/nvidia_layers.json", json.dumps(layers))
+    fedora.file("/usr/share/glvnd/egl_vendor.d/10_nvidia.json", manifest("libEGL_nvidia.so.0"))
+    fedora.file("/usr/share/nvidia/files.d/sandboxutils-filelist.json", '{"library_path": "/usr/lib64/libcuda.so.1"}')
+    fedora.file("/etc/OpenCL/vendors/nvidia.icd", "libnvidia-opencl.so.1\n")
+    fedora.file("/usr/share/egl/egl_external_platform.d/15_nvidia_gbm.json", "no JSON")
+    found = user_space(fedora, VERSION)
+    assert (found.problems, [each.target for each in by_target(found).values() if each.text]) == ((), [])
+
+
+def test_layers_and_opencl_with_paths(fedora: Host) -> None:
+    layers = {"layers": [{"name": "a", "library_path": "/usr/lib64/libGLX_nvidia.so.0"}, {"library_path": "libx.so"}]}
+    target = "usr/share/vulkan/implicit_layer.d/nvidia_layers.json"
+    fedora.file(f"/{target}", json.dumps(layers))
+    fedora.file("/etc/OpenCL/vendors/nvidia.icd", "/usr/lib64/libcuda.so.1\n")
+    fedora.file(f"/{ICD.format('x86_64')}", manifest("../../../lib64/libGLX_nvidia.so.0"))
+    files = by_target(user_space(fedora, VERSION))
+    layers["layers"][0]["library_path"] = f"/{X86}/libGLX_nvidia.so.0"
+    assert json.loads(files[target].text) == layers
+    assert files["etc/OpenCL/vendors/nvidia.icd"].text == f"/{X86}/libcuda.so.1\n"
+    assert f"/{X86}/libGLX_nvidia.so.0" in files[ICD.format("x86_64")].text
+
+
+@pytest.mark.parametrize("path", ["/x\0", "/x\ud800", "/x\ny"])
+def test_a_path_that_no_file_can_have_is_named(fedora: Host, path: str) -> None:
+    fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
+    found = user_space(fedora, VERSION)
+    assert found.problems == (f"/{ICD.format('x86_64')}: names {path!a}, which is no library of this driver",)
+    assert not by_target(found)[ICD.format("x86_64")].text
+
+
+def test_objects_nested_too_deep_stay_as_they_are(fedora: Host) -> None:
+    fedora.file(f"/{ICD.format('x86_64')}", '{"ICD":' * 600 + "1" + "}" * 600)
+    assert not by_target(user_space(fedora, VERSION))[ICD.format("x86_64")].text
+
+
+@pytest.mark.parametrize("path", ["/usr/lib64/libother.so.1", "/usr/lib64/libnothing.so", "/usr/lib64/libcircle.so"])
+def test_what_is_no_library_of_the_driver_is_named(fedora: Host, path: str) -> None:
+    fedora.file("/usr/lib64/libother.so.1", X86_64)
+    fedora.symlink("/usr/lib64/libcircle.so", "libcircle.so")
+    fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
+    found = user_space(fedora, VERSION)
+    assert found.problems == (f"/{ICD.format('x86_64')}: names '{path}', which is no library of this driver",)
+    assert not by_target(found)[ICD.format("x86_64")].text
+
+
+def test_the_text_is_staged_and_recorded(host: Host) -> None:
+    """The copy holds the text, the manifest knows it, and a source that changes meanwhile is noticed as ever."""
+    host.file("/etc/nvidia_icd.json", "long before")
+    host.file("/etc/plain.json", "plain")
+    identity = host.identity("/etc/nvidia_icd.json")
+    changed = Library("a.json", "/etc/nvidia_icd.json", size=identity.size, mtime_ns=identity.mtime_ns, text="text\n")
+    plain = Library("b.json", "/etc/plain.json", size=5, mtime_ns=identity.mtime_ns)
+    root = StagedRoot(0, "nvidia", VERSION, (changed, plain))
+    stage(root, host)
+    assert host.read(f"{TREES}/0/a.json") == b"text\n"
+    assert host.mode(f"{TREES}/0/a.json") == 0o644
+    document = host.read(f"{MANIFESTS}/0.json")
+    assert parse_manifest("0.json", document) == root
+
+
+def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
+    """Between the look and the copy: it could lead out of a driver's own root."""
+    host.file("/run/nvidia/driver/lib/libcuda.so", "right")
+    host.file("/secret/libcuda.so", "wrong")
+    identity = host.identity("/run/nvidia/driver/lib/libcuda.so")
+    file = Library("libcuda.so", "/run/nvidia/driver/lib/libcuda.so", size=5, mtime_ns=identity.mtime_ns)
+    host.remove_tree("/run/nvidia/driver/lib")
+    host.symlink("/run/nvidia/driver/lib", "/secret")
+    with pytest.raises(ApplyError, match="changed while it was staged"):
+        stage(StagedRoot(0, "nvidia", VERSION, (file,)), host)
+    assert not host.exists(f"{TREES}/0")

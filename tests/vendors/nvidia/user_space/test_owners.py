@@ -1,0 +1,248 @@
+"""Whose the places of a driver are: what root takes from there for all machines has to be root's. Owners are simulated.
+
+The layouts are those of test_driver_places.py.
+"""
+
+import errno
+import posixpath
+from pathlib import Path
+
+import pytest
+
+from agent.model.conditions import Status
+from agent.model.facts import Absent, Unseen
+from tests.fakes.host import Host
+from tests.vendors.nvidia.user_space.test_libraries import MAIN, X86, by_target, cache_of, user_space
+from tests.vendors.nvidia.user_space.test_places import (
+    DRIVER_CONTAINER,
+    OLDER,
+    VERSION,
+    bare,
+    condition,
+    other_root,
+    put,
+)
+
+USERS = "/home/kubernetes/bin/nvidia"
+COS = "/home/kubernetes/bin/nvidia/lib64, /home/kubernetes/bin/nvidia/lib, /var/lib/nvidia/lib64, /var/lib/nvidia/lib"
+
+
+@pytest.fixture
+def user_s(host: Host) -> Host:
+    """A user of the host called kubernetes, who would have everybody read root's files."""
+    put(bare(host), f"{USERS}/lib64")
+    host.file("/etc/shadow", "root:secret")
+    host.owners |= {"/home/kubernetes": (0o755, 1000), "/etc/shadow": (0o640, 0)}
+    host.symlink(f"{USERS}/share/vulkan/icd.d/nvidia_x.json", "/etc/shadow")
+    return host
+
+
+def test_a_place_that_a_user_can_write_is_passed_over_and_named(user_s: Host) -> None:
+    found = user_space(user_s, VERSION)
+    assert isinstance(found.version, Absent)
+    assert isinstance(found.files, Absent)
+    why = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS), as /home/kubernetes belongs to user 1000, not to root"
+    assert (found.other_places, found.passed_over) == ((), (why,))
+    assert found.refused_places == ("Container-Optimized OS",)
+    told = condition(user_s)
+    assert (told.reason, told.message.endswith(f"; not looked into: {why}")) == ("NotInstalled", True)
+    put(user_s, "/opt/nvidia/lib64")
+    found = user_space(user_s, VERSION)
+    assert (found.place.endswith("(/opt/nvidia)"), found.problems) == (True, ())
+    assert "not looked into" not in condition(user_s).message, "what is elsewhere does not matter"
+    assert "not looked into" in condition(user_s, "580.1.1").message
+
+
+class Listed(Host):
+    """Keeps which directories were listed, and which files were opened."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__(tree)
+        self.touched: list[str] = []
+
+    def entries(self, path: str) -> tuple[str, ...]:
+        self.touched.append(path)
+        return super().entries(path)
+
+    def head(self, path: str, size: int) -> bytes:
+        self.touched.append(path)
+        return super().head(path, size)
+
+
+def test_a_user_s_directory_is_not_even_listed(tmp_path: Path) -> None:
+    """It may have a million names, or be of a FUSE file system that never answers."""
+    host = Listed(tmp_path)
+    put(bare(host), "/var/lib/nvidia/lib64")
+    put(host, f"{USERS}/lib64", OLDER)
+    host.file(f"{USERS}/share/vulkan/icd.d/nvidia_icd.json", "{}")
+    links = {
+        "/var/lib/nvidia/lib": f"{USERS}/lib64",
+        "/var/lib/nvidia/lib64/libnvidia-x.so.1": f"{USERS}/lib64/libcuda.so.{OLDER}",
+    }
+    for link, target in links.items():
+        host.symlink(link, target)
+    host.owners["/home/kubernetes"] = (0o755, 1000)
+    found = user_space(host, VERSION)
+    assert (found.version, found.place) == (VERSION, f"{COS} (Container-Optimized OS)")
+    assert not [path for path in host.touched if path.startswith("/home") or path in links]
+    assert not [each for each in by_target(found) if OLDER in each or "icd.d" in each]
+    (libraries, beside) = found.problems
+    why = "/home/kubernetes belongs to user 1000, not to root"
+    assert libraries == (
+        f"not looked into: {USERS}/lib64, {USERS}/lib, links in /var/lib/nvidia/lib64, /var/lib/nvidia/lib "
+        f"(Container-Optimized OS), as {why}"
+    )
+    assert beside.startswith(f"not looked into: {USERS}/bin, {USERS}, {USERS}/share")
+
+
+@pytest.mark.parametrize(
+    ("driver", "other", "stale"),
+    [
+        ("/usr/lib64", "/usr/local/lib", OLDER),
+        ("/var/lib/nvidia/lib64", f"{USERS}/lib64", VERSION),
+        ("/opt/nvidia/lib64", "/opt/nvidia/current/lib64", VERSION),
+    ],
+)
+def test_one_bad_directory_does_not_refuse_a_whole_place(host: Host, driver: str, other: str, stale: str) -> None:
+    """Debian's /usr/local/lib is the group staff's on many hosts; a user may be called kubernetes."""
+    put(bare(host), driver)
+    put(host, other, stale, "libnvidia-glcore", "libcuda")
+    host.owners[other] = (0o2775, 0)
+    found = user_space(host, VERSION)
+    assert found.version == VERSION
+    assert {posixpath.dirname(each.source) for each in by_target(found).values() if not each.link} == {driver}
+    assert found.refused_places == ()
+    (told,) = found.problems
+    assert told.startswith(f"not looked into: {other} (")
+    assert told.endswith(f"users other than root can write in {other} (mode 2775)")
+    assert condition(host).status is Status.TRUE
+
+
+def test_one_bad_file_does_not_refuse_a_whole_place(host: Host) -> None:
+    put(bare(host), "/usr/local/nvidia/lib64")
+    bad = f"/usr/local/nvidia/lib64/libnvidia-glcore.so.{VERSION}"
+    host.owners[bad] = (0o664, 0)
+    found = user_space(host, VERSION)
+    assert found.version == VERSION
+    assert found.problems == (f"{bad}: left out, as users other than root can write it (mode 0664)",)
+    assert not [each for each in by_target(found).values() if each.source == bad]
+
+
+def test_a_place_that_is_root_s_in_part_and_lacks_a_library_there(host: Host) -> None:
+    put(bare(host), "/usr/lib64", VERSION, "libcuda")
+    put(host, "/usr/local/lib")
+    host.owners["/usr/local/lib"] = (0o2775, 0)
+    told = condition(host)
+    assert told.reason == "LibrariesBroken"
+    assert told.message.endswith(
+        "not looked into: /usr/local/lib (a runfile's), "
+        "as users other than root can write in /usr/local/lib (mode 2775)"
+    )
+
+
+def test_its_owner_cannot_hide_the_places_behind_it(user_s: Host) -> None:
+    """By a FUSE file system, say, which denies root a look."""
+    put(user_s, "/opt/nvidia/lib64")
+    user_s.failing[f"{USERS}/lib64"] = PermissionError(errno.EACCES, "Permission denied", f"{USERS}/lib64")
+    assert user_space(user_s, VERSION).place.endswith("(/opt/nvidia)")
+
+
+def test_what_is_not_known_to_be_root_s_is_unseen(user_s: Host) -> None:
+    user_s.failing["/home"] = PermissionError(errno.EACCES, "Permission denied", "/home")
+    assert isinstance(user_space(user_s, VERSION).version, Unseen)
+
+
+def test_a_link_out_of_root_s_directories(host: Host) -> None:
+    put(bare(host), "/home/user/lib64")
+    host.owners["/home/user"] = (0o755, 1000)
+    host.symlink("/usr/local/nvidia/lib64", "/home/user/lib64")
+    assert isinstance(user_space(host, VERSION).version, Absent)
+
+
+def test_a_driver_container_s_files_are_its_root_s(host: Host) -> None:
+    other_root(bare(host))
+    assert user_space(host, VERSION).version == VERSION
+    host.owners[f"{DRIVER_CONTAINER}/usr/lib"] = (0o775, 0)
+    found = user_space(host, VERSION)
+    assert isinstance(found.version, Absent)
+    assert found.passed_over == (
+        f"{DRIVER_CONTAINER}: /usr/lib/x86_64-linux-gnu (GPU Operator's driver container), as {DRIVER_CONTAINER}: "
+        "users other than root can write in /usr/lib (mode 0775)",
+    )
+    host.owners = {"/run/nvidia": (0o755, 1000)}
+    assert user_space(host, VERSION).passed_over == (
+        f"{DRIVER_CONTAINER} (GPU Operator's driver container), as /run/nvidia belongs to user 1000, not to root",
+    )
+
+
+def test_an_entry_of_a_driver_container_s_loader_cache(host: Host) -> None:
+    """One that leads to where others may write is left out by itself."""
+    other_root(bare(host))
+    put(host, f"{DRIVER_CONTAINER}/usr/local/lib", OLDER, "libnvidia-glcore")
+    listing = cache_of(
+        *(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN), "/usr/local/lib/libnvidia-glcore.so.1"
+    )
+    cache = host.below(DRIVER_CONTAINER).place("/etc/ld.so.cache")
+    for program in ("ldconfig", "/sbin/ldconfig"):
+        host.command(program, "-p", "-C", cache, stdout=listing)
+    host.owners[f"{DRIVER_CONTAINER}/usr/local/lib"] = (0o2775, 0)
+    found = user_space(host, VERSION)
+    assert found.version == VERSION
+    assert [each.partition(" (")[0] for each in found.problems] == [
+        f"not looked into: {DRIVER_CONTAINER}: /usr/local/lib"
+    ]
+
+
+def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
+    """Also where the administrator named the place, who answers for its owners."""
+    user_s.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
+    user_s.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
+    settings = {"library_directories": [f"{USERS}/lib64"], "data_directories": [f"{USERS}/share"]}
+    found = user_space(user_s, VERSION, **settings)
+    files = by_target(found)
+    assert {"usr/share/glvnd/egl_vendor.d/10_nvidia.json", f"{X86}/libcuda.so.{VERSION}"} < set(files)
+    assert not [each for each in files.values() if each.source.startswith("/etc") or "GLX" in each.source]
+    assert found.problems == (
+        f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}: left out, as not everybody may read it (mode 0600)",
+        f"{USERS}/share/vulkan/icd.d/nvidia_x.json: left out, as not everybody may read it (mode 0640)",
+    )
+
+
+def test_companions_and_libraries_beside_the_loader_cache_s(host: Host) -> None:
+    put(host, "/usr/lib/x86_64-linux-gnu")
+    host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
+    host.file("/usr/local/share/vulkan/icd.d/nvidia_icd.json", "{}")
+    host.file("/usr/share/vulkan/icd.d/nvidia_icd.json", "{}")
+    host.file("/usr/local/bin/nvidia-smi", executable=True)
+    host.file("/usr/bin/nvidia-smi", executable=True)
+    glcore = f"/usr/lib/x86_64-linux-gnu/libnvidia-glcore.so.{VERSION}"
+    host.owners |= {"/usr/local/share": (0o775, 0), "/usr/local/bin/nvidia-smi": (0o755, 1000), glcore: (0o666, 0)}
+    found = user_space(host, VERSION)
+    files = by_target(found)
+    assert files["usr/share/vulkan/icd.d/nvidia_icd.json"].source == "/usr/share/vulkan/icd.d/nvidia_icd.json"
+    assert files["usr/bin/nvidia-smi"].source == "/usr/bin/nvidia-smi"
+    assert f"{X86}/libnvidia-glcore.so.{VERSION}" not in files
+    assert [each.partition(":")[0] for each in found.problems] == [
+        glcore,
+        "/usr/local/share/vulkan/icd.d/nvidia_icd.json",
+        "/usr/local/bin/nvidia-smi",
+    ]
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_vdpau_s_directory_beside_the_loader_cache_s(host: Host, link: bool) -> None:
+    """No entry leads there: it is not listed where it is another's, but for a place that was configured."""
+    put(host, "/usr/lib64")
+    host.loader_cache(cache_of(*(f"/usr/lib64/{name}.so.1" for name in MAIN)))
+    there = "/home/user/vdpau" if link else "/usr/lib64/vdpau"
+    put(host, there, VERSION, "libvdpau_nvidia")
+    if link:
+        host.symlink("/usr/lib64/vdpau", there)
+    target = f"{X86}/vdpau/libvdpau_nvidia.so.{VERSION}"
+    assert target in by_target(user_space(host, VERSION))
+    other_s = "/home/user" if link else there
+    host.owners[other_s] = (0o755, 1000)
+    found = user_space(host, VERSION)
+    assert target not in by_target(found)
+    assert found.problems == (f"/usr/lib64/vdpau: left out, as {other_s} belongs to user 1000, not to root",)
+    assert target in by_target(user_space(host, VERSION, library_directories=["/usr/lib64"]))

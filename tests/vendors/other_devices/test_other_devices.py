@@ -1,0 +1,319 @@
+"""Devices that are no GPUs, from the settings to the machine's report; the nodes are listed, none of them is real."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from agent.config.settings import Config, MachineSettings
+from agent.host.plan.diff import Said, diff
+from agent.host.plan.goal import plan
+from agent.host.verify.readiness import evaluate
+from agent.machine.run import run
+from agent.model.actions import ChangeDevices
+from agent.model.conditions import ConditionType
+from agent.model.device import DeviceKind
+from agent.model.device_allow import DeviceAllow
+from agent.model.facts import Absent, DeviceNode, Facts, Unseen, VendorFacts
+from agent.model.goal import MachineGoal
+from agent.model.handoff import GrantedDevice, Request
+from agent.vendors.host_vendor import Sources
+from agent.vendors.other_devices.host import OTHER
+from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, SWITCHES
+from agent.vendors.proc_devices import names_by_major, parse_misc
+from tests.fakes.facts import facts, nvidia
+from tests.fakes.host import PROC_DEVICES, Host
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine
+
+MISC = "232 kvm\n122 rdma_cm\n200 tun\n  1 psaux\n"
+DRIVERS = "231 infiniband_verbs\n235 infiniband_verbs\n236 gdrdrv\n237 nvidia-fs\n261 accel\n"
+EVERY = ["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+NODES = {
+    "/dev/kvm": (10, 232),
+    "/dev/net/tun": (10, 200),
+    "/dev/vhost-net": (10, 238),
+    "/dev/vhost-vsock": (10, 241),
+    "/dev/infiniband/uverbs0": (231, 192),
+    "/dev/infiniband/uverbs32": (235, 0),
+    "/dev/infiniband/rdma_cm": (10, 122),
+    "/dev/gdrdrv": (236, 0),
+    "/dev/nvidia-fs0": (237, 0),
+    "/dev/nvidia-fs15": (237, 15),
+    "/dev/accel/accel0": (261, 0),
+}
+"""One of each pattern, and the second major that the kernel gives InfiniBand adapters beyond the 32nd."""
+KVM = GrantedDevice("/dev/kvm", "kvm", 10, 232)
+WATCHDOG = GrantedDevice("/dev/watchdog", "extra", 10, 130)
+OTHERS = Request("other-devices", (), (KVM, WATCHDOG))
+
+
+@pytest.fixture
+def devices(host: Host) -> Host:
+    """A host with all of them, and beside them what belongs to none."""
+    host.file("/proc/devices", PROC_DEVICES.replace("\nBlock", f"{DRIVERS}\nBlock"))
+    host.file("/proc/misc", MISC)
+    for path, (major, minor) in NODES.items():
+        host.node(path, major, minor)
+    host.node("/dev/infiniband/umad0", 231, 0)
+    host.node("/dev/fuse", 10, 229)
+    return host
+
+
+def look(host: Host, **settings: object) -> VendorFacts:
+    machines = {"node": MachineSettings.model_validate(settings)}
+    return OTHER.observe(Sources(host, "x86_64", (), (), lambda root: Absent(""), {}, machines=machines))
+
+
+def paths(found: VendorFacts) -> list[str]:
+    assert isinstance(found.devices, tuple)
+    return [node.path for node in found.devices]
+
+
+def config(**settings: object) -> Config:
+    return Config.model_validate({"machines": {"gpu-node": settings}})
+
+
+def with_others(seen: Facts, host: Host, **settings: object) -> Facts:
+    return replace(seen, vendors=(*seen.vendors, look(host, **settings)))
+
+
+def goal(settings: dict[str, object], seen: Facts) -> MachineGoal:
+    (machine,) = plan(config(**settings), seen).goal.machines
+    return machine
+
+
+def test_each_switch_is_its_own_nodes_and_no_others(devices: Host) -> None:
+    assert paths(look(devices, devices=EVERY)) == sorted(NODES)
+    assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
+    assert [str(each.kind) for each in SWITCHES] == EVERY
+
+
+def test_all_that_switches_stand_for_is_watched() -> None:
+    """Of a node in a directory that is that directory's name."""
+    directories = {rule.directory for each in SWITCHES for rule in each.rules} - {"/dev"}
+    assert set(NODE_DIRECTORIES) == directories
+    names = {path.split("/")[2] for path in NODES}
+    assert {name.replace("15", "*").replace("0", "*") for name in names} == set(NODE_NAMES)
+
+
+def test_nothing_is_looked_at_while_nobody_asks(host: Host) -> None:
+    """There is no /proc/devices here."""
+    assert look(host) == VendorFacts("other-devices")
+
+
+@pytest.mark.parametrize(
+    ("path", "number", "said"),
+    [
+        ("/dev/kvm", (10, 5), "is 10:5, not 10:232"),
+        ("/dev/kvm", (195, 232), "is 195:232, not 10:232"),
+        ("/dev/gdrdrv", (195, 0), "/proc/devices has no gdrdrv with that major"),
+        ("/dev/infiniband/rdma_cm", (10, 5), "is 10:5, not 10:122"),
+    ],
+)
+def test_a_node_with_another_drivers_number_is_refused(
+    devices: Host, path: str, number: tuple[int, int], said: str
+) -> None:
+    devices.node(path, *number)
+    found = look(devices, devices=EVERY)
+    assert path not in paths(found)
+    assert any(problem.startswith(f"{path}: ") and said in problem for problem in found.problems)
+
+
+def test_a_miscellaneous_device_with_a_number_of_its_own_needs_no_module_yet(devices: Host) -> None:
+    """systemd-tmpfiles makes such nodes at boot; the first open loads the module. rdma_cm has no such number."""
+    devices.file("/proc/misc", "")
+    assert "/dev/net/tun" in paths(look(devices, devices=EVERY))
+    assert "/dev/infiniband/rdma_cm" not in paths(look(devices, devices=EVERY))
+
+
+@pytest.mark.parametrize("number", [(195, 0), (226, 128), (511, 0), (508, 1), (237, 0)])
+def test_no_path_leads_to_a_gpu(devices: Host, number: tuple[int, int]) -> None:
+    """Its own number under another name, also where no machine has that GPU."""
+    devices.node("/dev/harmless", *number)
+    found = look(devices, extra_devices=[{"path": "/dev/harmless"}])
+    assert (paths(found), len(found.problems)) == ([], 1)
+
+
+def test_a_device_by_its_path(devices: Host) -> None:
+    number = devices.device("/dev/fuse")
+    assert number
+    fuse = look(devices, extra_devices=[{"path": "/dev/fuse"}])
+    assert fuse.devices == (DeviceNode("/dev/fuse", DeviceKind.EXTRA, number),)
+    devices.symlink("/dev/link", "fuse")
+    devices.symlink("/dev/loop", "loop")
+    devices.file("/dev/file")
+    found = look(
+        devices,
+        extra_devices=[
+            {"path": "/dev/link"},
+            {"path": "/dev/file"},
+            {"path": "/dev/fuse/below"},
+            {"path": "/dev/loop/below"},
+        ],
+    )
+    assert (paths(found), len(found.problems)) == ([], 3)
+
+
+def test_a_look_that_fails_takes_nothing_away(devices: Host) -> None:
+    devices.failing["/dev"] = PermissionError(13, "no", "/dev")
+    found = look(devices, devices=["kvm"])
+    assert isinstance(found.devices, Unseen)
+    seen = replace(facts(), vendors=(nvidia(), found))
+    assert plan(config(devices=["kvm"]), seen).held.keys() == {"gpu-node"}
+
+
+def test_a_machine_is_given_what_it_asks_for(devices: Host) -> None:
+    asked: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse", "mode": "r"}]}
+    machine = goal(asked, with_others(facts(nvidia(1)), devices, **asked))
+    assert b"\nBind=/dev/kvm\n" in machine.nspawn.content
+    assert b"\nBind=/dev/fuse\n" in machine.nspawn.content
+    assert b"\nDeviceAllow=/dev/char/10:232 rw\n" in machine.drop_in.content
+    assert b"\nDeviceAllow=/dev/char/10:229 r\n" in machine.drop_in.content
+    assert machine.live.nodes["/dev/kvm"] == "10:232"
+    (request,) = (each for each in machine.handoff.requests if each.vendor == "other-devices")
+    assert request == Request("other-devices", (), (GrantedDevice("/dev/fuse", "extra", 10, 229), KVM))
+    # No key of a version that an older machine half refuses.
+    assert b'"version": 2' not in machine.handoff_file.content
+
+
+def test_another_machine_is_given_none_of_it(devices: Host) -> None:
+    """Facts are of all machines."""
+    seen = with_others(facts(), devices, devices=EVERY)
+    assert goal({}, seen) == goal({}, facts())
+
+
+def test_a_node_that_comes_is_given_to_the_running_machine_and_one_that_goes_is_taken_back(devices: Host) -> None:
+    asked: dict[str, object] = {"devices": ["kvm", "accel"]}
+    before = with_others(facts(), devices, **asked)
+    devices.remove_file("/dev/accel/accel0")
+    after = with_others(facts(), devices, **asked)
+    for earlier, later, bound in ((after, before, True), (before, after, False)):
+        live = goal(asked, earlier).live
+        machine = replace(later.machines[0], unit_state="active", live=live)
+        seen = replace(later, machines=(machine,))
+        planned = plan(config(**asked), seen)
+        (change,) = (each for each in diff(planned, seen, Said()).actions if isinstance(each, ChangeDevices))
+        assert ("/dev/accel/accel0" in change.after.nodes) is bound
+        assert (DeviceAllow("/dev/char/261:0", "rw") in change.after.allow) is bound
+        # What remains of the machine is no other than before: nothing asks for its restart.
+        assert change.after.fixed == live.fixed
+
+
+def test_what_lacks_is_said_and_stands_in_nobodys_way(host: Host) -> None:
+    host.file("/proc/devices", PROC_DEVICES)
+    asked: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse"}]}
+    seen = with_others(facts(), host, **asked)
+    machine = goal(asked, seen)
+    assert machine.handoff == goal({}, facts()).handoff
+    settings = MachineSettings.model_validate(asked)
+    found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
+    without = {each.type: each for each in evaluate(settings, goal({}, facts()), facts(), Absent("none"), "")}
+    present = found[ConditionType.DEVICES_PRESENT]
+    assert present.message.endswith(
+        '; asked for and not there: devices "kvm" (load the module kvm_intel or kvm_amd), /dev/fuse'
+    )
+    assert {kind: each.status for kind, each in found.items()} == {kind: each.status for kind, each in without.items()}
+
+
+def test_a_host_without_gpus_gives_them_too(devices: Host) -> None:
+    asked: dict[str, object] = {"devices": ["kvm"]}
+    bare = facts(VendorFacts("nvidia"))
+    seen = with_others(bare, devices, **asked)
+    machine = goal(asked, seen)
+    assert "/dev/kvm" in machine.live.nodes
+    settings = MachineSettings(cdi_modes=["management"])
+    found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
+    assert found[ConditionType.READY].reason == "NoGPU"
+    assert found[ConditionType.DEVICES_ALLOWED].reason == "MachineNotRunning"
+    assert found[ConditionType.CDI_SPEC_CURRENT].reason == "MachineNotRunning"
+    assert plan(config(), bare).skipped == {"gpu-node": "no GPU on this host"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/dev", "/dev/", "dev/kvm", "/etc/shadow", "/dev/../etc/shadow", "/dev/./kvm", "/dev/a\nBind=/", "/dev/a ",
+        "/dev/a\\", "/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap1", "/dev/nvidia-fs0", "/dev/dri/card0", "/dev//dri//x",
+        f"/dev/{'x' * 256}", f"/dev{'/x' * 2050}",
+        "/dev/kfd", "/dev/null", "/dev/pts/0", "/dev/char/195:0", "/dev/kmsg",
+    ],
+)  # fmt: skip
+def test_paths_that_are_refused(path: str) -> None:
+    with pytest.raises(ValidationError):
+        MachineSettings.model_validate({"extra_devices": [{"path": path}]})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"devices": ["kvm", "kvm"]}, {"devices": ["usb"]}, {"devices": "kvm"},
+        {"extra_devices": [{"path": "/dev/fuse"}, {"path": "/dev//fuse/"}]},
+        {"extra_devices": [{"path": "/dev/fuse", "mode": "x"}]}, {"extra_devices": [{"mode": "rw"}]},
+    ],
+)  # fmt: skip
+def test_settings_that_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        MachineSettings.model_validate(wrong)
+
+
+def test_tables_of_the_kernel() -> None:
+    assert names_by_major("Character devices:\n231 a\n235 a\n  5 b\n  5 c\n\nBlock devices:\n  8 sd\n") == {
+        231: {"a"},
+        235: {"a"},
+        5: {"b", "c"},
+    }
+    assert parse_misc(MISC)["kvm"] == 232
+    assert parse_misc("garbage\n\nx y\n") == {}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path)
+    for device in OTHERS.devices:
+        machine.node(device.path, device.major, device.minor)
+        machine.mounts.append(device.path)
+    return machine
+
+
+def test_in_the_machine_they_are_looked_at_and_never_opened(machine: Machine) -> None:
+    """A watchdog that is opened reboots the host."""
+    machine.hand(REQUEST, OTHERS)
+    run(machine)
+    opened = [path for call in machine.calls if any(each.endswith("open_nodes.py") for each in call) for path in call]
+    assert "/dev/nvidia0" in opened
+    assert not {"/dev/kvm", "/dev/watchdog"} & set(opened)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert machine.message("DevicesAllowed").endswith("; nodes of other devices that are here: 2")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert machine.read_link("/dev/char/10:232") == "../kvm"
+
+
+def test_one_that_lacks_there_is_asked_for(machine: Machine) -> None:
+    del machine.nodes["/dev/kvm"]
+    machine.hand(REQUEST, OTHERS)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
+    assert machine.message("DevicesAllowed").startswith("/dev/kvm must be character device 10:232")
+
+
+def test_what_is_taken_back_goes_there_and_the_link_to_it(machine: Machine) -> None:
+    machine.hand(REQUEST, OTHERS)
+    run(machine)
+    machine.hand(REQUEST, replace(OTHERS, devices=(WATCHDOG,)))
+    run(machine)
+    assert not machine.exists("/dev/kvm")
+    assert not machine.exists("/dev/char/10:232")
+    assert machine.exists("/dev/watchdog")
+    # Nothing of them is asked for any more: there is no request for them at all.
+    machine.hand(REQUEST)
+    run(machine)
+    assert not machine.exists("/dev/watchdog")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+
+
+def test_a_machine_without_gpus_reports_of_them_alone(machine: Machine) -> None:
+    machine.hand(EMPTY, OTHERS)
+    run(machine)
+    assert machine.conditions()["DevicesAllowed"] == ("True", "NodesPresent")
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
