@@ -1,10 +1,13 @@
 # The gate is integration/test; these are short-cuts for hacking.
 PYTHON ?= python3
 
-.PHONY: check lock
+.PHONY: check docs lock
 
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
+
+docs:  ## write the reference part of docs/configuration.md from the settings' classes
+	$(PYTHON) -m tests.project.configuration_reference
 
 lock:  ## pin the dependencies again (needs uv)
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \

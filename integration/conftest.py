@@ -1,6 +1,7 @@
 """The bed for the end-to-end tests: one virtual machine, booted once and put back to a snapshot before each test."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -10,22 +11,24 @@ import pytest
 
 from integration.bed import wheels
 from integration.bed.cache import step
-from integration.bed.cluster import Cluster
-from integration.bed.evidence import evidence
-from integration.bed.guest import Completed, Guest
-from integration.bed.host_image import host_image
-from integration.bed.installation import install
-from integration.bed.machine_image import machines_disk
-from integration.bed.node import MACHINE, Node
-from integration.bed.restarts import restarted, starts
-from integration.bed.simulated_host import SimulatedHost
-from integration.bed.tested_with import MEASURED
-from integration.bed.versions import host_versions
+from integration.bed.cluster.cluster import Cluster
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.machine.node import MACHINE, Node
+from integration.bed.measure.evidence import evidence
+from integration.bed.measure.restarts import restarted, starts
+from integration.bed.measure.tested_with import MEASURED
+from integration.bed.measure.versions import host_versions
+from integration.bed.vm.guest import Completed, Guest
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
 
 INSTALLED = "installed"
 """The host half is installed and configured; nothing of it runs, and no machine."""
 READY = "ready"
 """The service runs, and the machine is Ready."""
+HOSTS = frozenset({"simulated_host", "other"})
+"""Fixtures with a virtual machine; `other` is that of test_hosts."""
 
 
 @dataclass
@@ -71,7 +74,9 @@ class Bed:
             if conditions["Ready"]["status"] == "True":
                 return conditions
             if time.monotonic() > deadline:
-                journal = self.run("journalctl", "--no-pager", "-n", "60", check=False).stdout
+                # Of our units alone: the guest agent logs each look at a command.
+                units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
+                journal = self.run("journalctl", "--no-pager", "-n", "60", *units, check=False).stdout
                 pytest.fail(f"not ready after {seconds} s: {self.agent('status').stdout}\n{journal}")
             time.sleep(1)
 
@@ -83,6 +88,22 @@ class Bed:
         while self.run(*fetch, check=False).status != 0:
             assert time.monotonic() < deadline, self.run("journalctl", "-u", "unbounded-agent", "-n", "40").stdout
             time.sleep(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests with a virtual machine as `host`.
+
+    The cluster's come last: tests without a virtual machine have built Kubernetes by then, which takes ten minutes.
+    """
+    items.sort(key=lambda item: "cluster" in fixtures(item))
+    for item in items:
+        if HOSTS.intersection(fixtures(item)):
+            item.add_marker(pytest.mark.host)
+
+
+def fixtures(item: pytest.Item) -> list[str]:
+    """Names, also of those that its fixtures use."""
+    return item.fixturenames if isinstance(item, pytest.Function) else []
 
 
 @pytest.hookimpl(wrapper=True)
@@ -114,6 +135,7 @@ def simulated_host() -> Iterator[SimulatedHost]:
         with step("wait for the pod images"):
             bed.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
         host.snapshot(READY)
+        host.pause()
         yield host
 
 
@@ -137,26 +159,28 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[str, o
 
     def record(name: str, value: object) -> None:
         record_property(MEASURED + name, value)
-        print(f"    {name}: {value}", flush=True)
+        print(f"    {name}: {value}", file=sys.stderr, flush=True)
 
     return record
 
 
 @pytest.fixture
-def installed(simulated_host: SimulatedHost, record_host: None) -> Bed:
+def installed(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
     """A fresh host with its driver, where the agent is installed and has done nothing yet."""
     simulated_host.restore(INSTALLED)
-    return Bed(simulated_host)
+    yield Bed(simulated_host)
+    simulated_host.pause()
 
 
 @pytest.fixture
-def ready(simulated_host: SimulatedHost, record_host: None) -> Bed:
+def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
     """A host whose machine is ready and whose service runs."""
     simulated_host.restore(READY)
     bed = Bed(simulated_host)
     # The clock has jumped to the present, which makes the last report an old one.
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
-    return bed
+    yield bed
+    simulated_host.pause()
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +196,4 @@ def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
         with step("deploy NVIDIA's device plugin"):
             cluster.deploy_plugin(gpus=len(simulated_host.gpus))
         yield cluster
+    simulated_host.pause()

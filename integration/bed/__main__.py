@@ -2,9 +2,9 @@
 
 import sys
 
-from integration.bed.guest import GuestError
-from integration.bed.machine_image import machines_disk
-from integration.bed.simulated_host import SimulatedHost
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.vm.guest import GuestError
+from integration.bed.vm.simulated_host import SimulatedHost
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +26,11 @@ def cache_root() -> Path:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Say what is being done, and how many seconds it took."""
-    print(f"==> {title} ...", flush=True)
+    """Say on standard error what is being done, and how many seconds it took."""
+    print(f"==> {title} ...", file=sys.stderr, flush=True)
     started = time.monotonic()
     yield
-    print(f"    {title}: {time.monotonic() - started:.1f} s", flush=True)
+    print(f"    {title}: {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
 
 
 def digest(inputs: Iterable[Path | str]) -> str:

@@ -2,12 +2,13 @@
 
 from integration.bed import wheels
 from integration.bed.cache import step
-from integration.bed.guest import Guest
-from integration.bed.host_image import host_image
-from integration.bed.installation import install
-from integration.bed.machine_image import machines_disk
-from integration.bed.node import Node, Pod
-from integration.bed.simulated_host import SimulatedHost
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.machine.node import Node, Pod
+from integration.bed.process import BedError
+from integration.bed.vm.guest import Guest
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
 
 
 def show(guest: Guest, *argv: str, timeout: float = 300) -> None:
@@ -20,10 +21,18 @@ def show(guest: Guest, *argv: str, timeout: float = 300) -> None:
 
 
 def main() -> None:
+    try:
+        demonstrate()
+    except (BedError, OSError) as error:
+        raise SystemExit(f"error: the demo failed: {error}") from None
+
+
+def demonstrate() -> None:
     print(
-        "This runs on a SIMULATED GPU host: real Debian, systemd, nspawn, containerd, nvidia-ctk and NVIDIA user-space"
+        "This runs on a SIMULATED GPU host: real Debian, systemd, nspawn, containerd, nvidia-ctk and NVIDIA user-space "
+        "files\nin an emulated machine; a stand-in kernel module and a stand-in NVML take the place of eight GPUs.\n",
+        flush=True,
     )
-    print("files in an emulated machine; a stand-in kernel module and a stand-in NVML take the place of eight GPUs.\n")
     image, machines = host_image(wheels.dependencies()), machines_disk()
     with SimulatedHost(image, machines) as host:
         with step("install the host half"):

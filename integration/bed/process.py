@@ -13,7 +13,11 @@ LIMIT = 1800.0
 """Seconds: no build takes that long, and what hangs must not hang a test run."""
 
 
-class CommandError(Exception):
+class BedError(Exception):
+    """Something in the bed failed; the text is for whoever started it."""
+
+
+class CommandError(BedError):
     """A command of the bed failed; the text holds the command line and the end of its output."""
 
 

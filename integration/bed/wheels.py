@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from integration.bed.cache import REPOSITORY, cached
+from integration.bed.process import CommandError
 
 PYTHON = "3.13"
 """Of Debian 13."""
@@ -16,7 +17,8 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
     """`modules`: a directory that pip and the build backends that it starts import from."""
     environment = os.environ | ({"PYTHONPATH": str(modules)} if modules else {})
     argv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
-    subprocess.run(argv, env=environment, check=True)
+    if subprocess.run(argv, env=environment).returncode:
+        raise CommandError(f"pip {arguments[0]} failed; the lines above tell why")
 
 
 def dependencies(python: str = PYTHON) -> Path:
@@ -54,6 +56,7 @@ def agent() -> Path:
         REPOSITORY / "agent",
         REPOSITORY / "pyproject.toml",
         REPOSITORY / "README.md",
+        REPOSITORY / "LICENSE",
         str(backend),
     ]
     return next(cached("agent-wheel", sources, build).glob("*.whl"))

@@ -1,0 +1,235 @@
+"""A Kubernetes cluster of one node, which is the simulated host's machine: a real kubelet and a real control plane."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from integration.bed.cache import REPOSITORY, step
+from integration.bed.cluster.control_plane import ControlPlane, free_ports, node_user
+from integration.bed.lifetime import Lifetime
+from integration.bed.machine.node import MACHINE, Node
+from integration.bed.machine.pod_images import CUDA_TEST, DEVICE_PLUGIN, device_plugin_image
+from integration.bed.process import Argument, CommandError, run
+from integration.bed.vm.simulated_host import SimulatedHost
+from integration.bed.vm.transfer import HOST_FROM_GUEST, send_files
+
+# What whoever provisions a node adds to the image's root file system: the kubelet's unit, the pod network.
+CLUSTER_FILES = Path(__file__).with_name("cluster_files")
+# What a kubelet sets where it may, and does not start without: in a machine /proc/sys is read-only.
+KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
+SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
+# What users deploy, and what only the tests need.
+MANIFESTS = (REPOSITORY / "deploy" / "kubernetes", Path(__file__).with_name("manifests"))
+PLUGIN = "daemonset/nvidia-device-plugin"
+RESOURCE = "nvidia.com/gpu"
+PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"
+
+
+def manifest(name: str) -> str:
+    """The text of the manifest of that name; raises FileNotFoundError where no directory has it."""
+    for directory in MANIFESTS:
+        if (directory / f"{name}.yaml").exists():
+            return (directory / f"{name}.yaml").read_text()
+    raise FileNotFoundError(f"{name}.yaml is in none of {', '.join(map(str, MANIFESTS))}")
+
+
+class ClusterError(Exception):
+    """Something that was waited for did not come about; the text holds what the cluster says of it."""
+
+
+class Cluster(Lifetime):
+    """The host's machine runs already, and so does containerd in it."""
+
+    def __init__(self, host: SimulatedHost) -> None:
+        self.host = host
+        self.node = Node(host.guest)
+        self.control_plane = ControlPlane([MACHINE])
+        (self._kubelet_port,) = free_ports(1)
+
+    def start(self) -> None:
+        """Until the node is Ready."""
+        self.control_plane.start()
+        self.host.qemu.forward_port(self._kubelet_port)
+        with step("make the machine a node of the cluster"):
+            self._provision()
+            self.wait("node Ready", self._node_is_ready)
+
+    def close(self) -> None:
+        """Ends the control plane. The machine keeps its kubelet: restore a snapshot, or end the virtual machine."""
+        self.control_plane.close()
+        self.host.qemu.stop_forwarding(self._kubelet_port)
+
+    def kubectl(self, *arguments: Argument, stdin: str = "") -> str:
+        """Standard output of a kubectl command, as the cluster's administrator."""
+        return self.control_plane.kubectl(*arguments, stdin=stdin)
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """The object or list that `kubectl get` finds."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
+        return found
+
+    def apply(self, *objects: str | dict[str, Any]) -> None:
+        """Applies objects, and manifests by their names in MANIFESTS."""
+        for each in objects:
+            text = manifest(each) if isinstance(each, str) else json.dumps(each)
+            self.kubectl("apply", "-f", "-", stdin=text)
+
+    def allocatable(self, resource: str = RESOURCE) -> int:
+        """How many of a resource the node offers to pods."""
+        return int(self.get("node", MACHINE)["status"]["allocatable"].get(resource, 0))
+
+    def deploy_plugin(self, gpus: int, **environment: str) -> None:
+        """Deploys NVIDIA's device plugin by the users' manifest, and waits until the node offers that many GPUs.
+
+        `environment` overrides the manifest's. The image is built locally, because the virtual machine has no network.
+        """
+        plugin = yaml.safe_load(manifest("device-plugin"))
+        (container,) = plugin["spec"]["template"]["spec"]["containers"]
+        container |= {"image": DEVICE_PLUGIN, "imagePullPolicy": "Never"}
+        known = {variable["name"]: variable["value"] for variable in container["env"]} | environment
+        container["env"] = [{"name": name, "value": value} for name, value in known.items()]
+        self.apply(plugin)
+        self.wait_plugin(gpus)
+
+    def restart_plugin(self, gpus: int) -> None:
+        """A new pod of the device plugin."""
+        self.kubectl("--namespace=kube-system", "rollout", "restart", PLUGIN)
+        self.wait_plugin(gpus)
+
+    def delete_plugin(self, plugin: str = PLUGIN) -> None:
+        """Removes a device plugin and waits until its pod has ended."""
+        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=120s")
+
+    def plugin_log(self) -> str:
+        """What the device plugin's present pod has logged."""
+        return self.kubectl("--namespace=kube-system", "logs", PLUGIN)
+
+    def wait_plugin(self, gpus: int) -> None:
+        """Until the present version of the plugin has registered, and the node offers that many GPUs."""
+        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=180s")
+        # A number alone could be that of the plugin's predecessor.
+        self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
+        self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
+
+    def run(self, pod: dict[str, Any]) -> str:
+        """Runs a pod to its end and removes it; its log. Raises ClusterError where it fails."""
+        name = pod["metadata"]["name"]
+        self.apply(pod)
+        try:
+            return self.finished(name)
+        finally:
+            self.delete_pods(name)
+
+    def finished(self, name: str, namespace: str = "default", seconds: float = 120) -> str:
+        """The log of a pod that ends by itself."""
+        self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"), seconds)
+        log = self.kubectl(f"--namespace={namespace}", "logs", name)
+        if self.phase(name, namespace) == "Failed":
+            raise ClusterError(
+                f"pod {name} failed: {self.get('pod', name, f'--namespace={namespace}')['status']}\n{log}"
+            )
+        return log
+
+    def log(self, name: str) -> str:
+        """What a pod has written; nothing where its container does not run yet."""
+        try:
+            return self.kubectl("logs", name)
+        except CommandError:
+            return ""
+
+    def versions(self) -> dict[str, str]:
+        """Of the parts, as they run."""
+        kubelet = self.get("node", MACHINE)["status"]["nodeInfo"]["kubeletVersion"]
+        etcd = run([self.control_plane.binaries / "etcd", "--version"]).splitlines()[0]
+        return {
+            "Kubernetes": kubelet.removeprefix("v"),
+            "etcd": etcd.partition(": ")[2],
+            "NVIDIA device plugin": self.kubectl(
+                "--namespace=kube-system", "exec", PLUGIN, "--", "nvidia-device-plugin", "--version"
+            ).split()[-1],
+        }
+
+    def phase(self, name: str, namespace: str = "default") -> str:
+        """Of a pod: Pending, Running, Succeeded, Failed."""
+        phase: str = self.get("pod", name, f"--namespace={namespace}")["status"]["phase"]
+        return phase
+
+    def delete_pods(self, *names: str) -> None:
+        """Removes pods and waits until their containers have ended."""
+        self.kubectl("delete", "pod", *names, "--timeout=120s")
+
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 180) -> None:
+        """Until `reached`. Raises ClusterError with what the cluster and the kubelet say."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            self.control_plane.check()
+            if time.monotonic() > deadline:
+                raise ClusterError(f"not within {seconds:.0f} s: {what}\n{self.evidence()}")
+            time.sleep(0.5)
+
+    def evidence(self) -> str:
+        """The cluster's pods and latest events, and the end of the kubelet's journal."""
+        pods = self.kubectl("get", "pods", "--all-namespaces", "-o", "wide")
+        events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
+        journal = self.node.run("journalctl", "--unit=kubelet", "--no-pager", "--lines=25", check=False).stdout
+        return "\n".join([pods, *events, journal])
+
+    def _provision(self) -> None:
+        binaries = self.control_plane.binaries
+        files: dict[str, Path | bytes] = {
+            str(path.relative_to(CLUSTER_FILES)): path for path in CLUSTER_FILES.rglob("*") if path.is_file()
+        }
+        files |= {f"usr/local/bin/{name}": binaries / name for name in ("kubelet", "kubectl")}
+        files[PLUGIN_ARCHIVE] = device_plugin_image()
+        kubeconfig = self.control_plane.kubeconfig(node_user(MACHINE), HOST_FROM_GUEST)
+        files["etc/kubernetes/kubelet.conf"] = kubeconfig.encode()
+        files["etc/kubernetes/ca.crt"] = self.control_plane.certificate_authority.encode()
+        files["etc/kubernetes/kubelet.json"] = json.dumps(self._kubelet_configuration()).encode()
+        self.host.guest.write(SYSCTL, KERNEL_SETTINGS)
+        self.host.guest.run(["sysctl", "--quiet", "--load", SYSCTL])
+        send_files(self.host.guest, files, f"/var/lib/machines/{MACHINE}")
+        self.node.run("systemctl", "enable", "--now", "kubelet.service")
+        self.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{PLUGIN_ARCHIVE}", timeout=180)
+
+    def _kubelet_configuration(self) -> dict[str, Any]:
+        """As KubeletConfiguration, kubelet.config.k8s.io/v1beta1."""
+        return {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "authentication": {"x509": {"clientCAFile": "/etc/kubernetes/ca.crt"}, "anonymous": {"enabled": False}},
+            "cgroupDriver": "systemd",
+            "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
+            "failSwapOn": False,
+            # Seconds count under emulation; the default is 10 s, after which the API knows of changed resources.
+            "nodeStatusUpdateFrequency": "2s",
+            # The API server reaches it at this port of its own machine, which QEMU forwards.
+            "port": self._kubelet_port,
+        }
+
+    def _node_is_ready(self) -> bool:
+        nodes = self.get("nodes")["items"]
+        return any(
+            condition["type"] == "Ready" and condition["status"] == "True"
+            for node in nodes
+            for condition in node["status"]["conditions"]
+        )
+
+
+def pod(name: str, *command: str, gpus: int = 0, resource: str = RESOURCE, runtime: str = "") -> dict[str, Any]:
+    """A pod of the local image with one container, which runs `command` once."""
+    container: dict[str, Any] = {
+        "name": "main",
+        "image": CUDA_TEST,
+        "imagePullPolicy": "Never",
+        "command": list(command),
+    }
+    if gpus:
+        container["resources"] = {"limits": {resource: str(gpus)}}
+    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+    if runtime:
+        spec["runtimeClassName"] = runtime
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}

@@ -1,0 +1,134 @@
+"""integration/cluster: a cluster that runs in the background for a person to try things on."""
+
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.cluster.cluster import Cluster
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.machine.node import Node
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
+
+STATE = Path("/run/unbounded-agent-bed/cluster")
+LOG = STATE / "log"
+# Held by the background process while it lives; it holds that process's id.
+LOCK = STATE / "lock"
+# Both appear when the cluster is ready.
+KUBECONFIG = STATE / "kubeconfig"
+KUBECTL = STATE / "kubectl"
+GPUS = 8
+USAGE = "usage: integration/cluster up | down | kubectl ARGUMENT..."
+TRY = """
+The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
+    integration/cluster kubectl get nodes
+    integration/cluster kubectl describe node gpu-node
+    integration/cluster kubectl apply -f integration/bed/cluster/manifests/gpu-test.yaml
+    integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded pod/gpu-test
+    integration/cluster kubectl logs gpu-test
+    integration/cluster down
+"""
+
+
+def main() -> None:
+    match sys.argv[1:]:
+        case ["up"]:
+            up()
+        case ["down"]:
+            down()
+        case ["kubectl", *arguments]:
+            if not running() or not KUBECTL.exists():
+                raise SystemExit("error: no cluster runs; start one by `integration/cluster up`")
+            os.execv(KUBECTL, ["kubectl", f"--kubeconfig={KUBECONFIG}", *arguments])
+        case ["serve"]:
+            serve()
+        case _:
+            print(USAGE, file=sys.stderr)
+            raise SystemExit(2)
+
+
+def up() -> None:
+    """Starts the background process, and shows what it says until the cluster is ready."""
+    if running():
+        raise SystemExit("The cluster runs already; `integration/cluster down` ends it.")
+    shutil.rmtree(STATE, ignore_errors=True)
+    STATE.mkdir(parents=True, mode=0o700)
+    with LOG.open("w") as log:
+        argv = [sys.executable, "-m", "integration.bed.cluster.cluster_command", "serve"]
+        # A session of its own, so that it outlives the calling shell.
+        server = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    with LOG.open() as log:
+        while server.poll() is None and not KUBECTL.exists():
+            print(log.read(), end="", flush=True)
+            time.sleep(0.2)
+        print(log.read(), end="", flush=True)
+    if server.returncode is not None:
+        raise SystemExit(f"error: the cluster did not start; the lines above tell why, and so does {LOG}")
+    print(TRY)
+
+
+def down() -> None:
+    process = running()
+    if not process:
+        raise SystemExit("No cluster runs.")
+    os.kill(process, signal.SIGTERM)
+    with LOCK.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    shutil.rmtree(STATE)
+
+
+def running() -> int:
+    """The background process's id; 0 where there is none."""
+    try:
+        with LOCK.open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return 0
+    except FileNotFoundError:
+        return 0
+    except BlockingIOError:
+        return int(LOCK.read_text())
+
+
+def serve() -> None:
+    """Sets the cluster up, says so by KUBECTL, and keeps it until SIGTERM."""
+    # As an exception, so that every context manager ends what it started.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        image, machines = host_image(wheels.dependencies()), machines_disk()
+        with SimulatedHost(image, machines) as host:
+            _make_ready(host)
+            with Cluster(host) as cluster:
+                cluster.apply("runtime-class")
+                with step("deploy NVIDIA's device plugin"):
+                    cluster.deploy_plugin(GPUS)
+                cluster.control_plane.write_kubeconfig("admin", KUBECONFIG)
+                KUBECTL.symlink_to(cluster.control_plane.binaries / "kubectl")
+                while True:
+                    signal.pause()
+
+
+def _make_ready(host: SimulatedHost) -> None:
+    with step("install the host half"):
+        install(host.guest)
+    with step("unbounded-agent apply"):
+        print(host.guest.run(["unbounded-agent", "apply"], timeout=300).stdout, flush=True)
+        host.guest.run(["systemctl", "enable", "--now", "unbounded-agent.service"], timeout=240)
+    with step("import the pod images into containerd"):
+        Node(host.guest).run("systemctl", "start", "simulated-pod-images.service", timeout=300)
+
+
+if __name__ == "__main__":
+    main()

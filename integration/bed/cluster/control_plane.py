@@ -1,0 +1,228 @@
+"""A Kubernetes control plane beside the virtual machine: etcd, API server, controller-manager and scheduler.
+
+All on 127.0.0.1. The simulated host reaches the API server as 10.0.2.2 (QEMU's user-mode network), and the API server
+reaches a node's kubelet under the node's name, at the port that QEMU forwards.
+"""
+
+import base64
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from integration.bed.cache import step
+from integration.bed.cluster.certificates import Certificates
+from integration.bed.cluster.kubernetes import kubernetes
+from integration.bed.lifetime import Lifetime
+from integration.bed.process import Argument, CommandError, run
+from integration.bed.run_directory import run_directory
+from integration.bed.vm.transfer import HOST_FROM_GUEST
+
+SERVICE_NETWORK = "10.96.0.0/16"
+SERVICE_ADDRESS = "10.96.0.1"
+SECONDS = 120.0
+ADMIN = "admin"
+CONTROLLER_MANAGER = "system:kube-controller-manager"
+SCHEDULER = "system:kube-scheduler"
+KUBECTL_LIMIT = 240.0
+"""Seconds; `kubectl wait` and its like are told shorter ones."""
+
+
+class ControlPlaneError(Exception):
+    """A part of the control plane ended or does not answer; the text holds the end of its log."""
+
+
+def node_user(node: str) -> str:
+    """The user name by which the Node authorizer knows a kubelet."""
+    return f"system:node:{node}"
+
+
+class ControlPlane(Lifetime):
+    """`nodes` are the names under which kubelets may register.
+
+    Without controllers (and without a scheduler) a Node changes only by who writes it.
+    """
+
+    def __init__(self, nodes: Iterable[str], *, controllers: bool = True) -> None:
+        self._controllers = controllers
+        self.directory = run_directory("control-plane")
+        self.nodes = tuple(nodes)
+        self.port, self._etcd, self._etcd_peers = free_ports(3)
+        self.binaries = kubernetes()
+        self._groups = {ADMIN: "system:masters", CONTROLLER_MANAGER: "", SCHEDULER: ""}
+        self._groups |= {node_user(node): "system:nodes" for node in self.nodes}
+        self._tokens = {user: secrets.token_hex(16) for user in self._groups}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self) -> None:
+        self._write_files()
+        with step("start the Kubernetes control plane"):
+            self._run("etcd", *self._etcd_arguments())
+            self._run("kube-apiserver", *self._api_server_arguments(), wrapper=self._with_node_names())
+            self._wait_ready()
+            if self._controllers:
+                self._start_controllers()
+
+    def close(self) -> None:
+        """Ends every part and removes all that they wrote."""
+        for process in reversed(self._processes.values()):
+            process.kill()
+            process.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _start_controllers(self) -> None:
+        # Both end when the API server does not know them yet.
+        for name, user, options in (
+            ("kube-controller-manager", CONTROLLER_MANAGER, self._controller_options()),
+            ("kube-scheduler", SCHEDULER, []),
+        ):
+            kubeconfig = self.write_kubeconfig(user, self.directory / f"{name}.kubeconfig")
+            self._run(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
+
+    @property
+    def certificate_authority(self) -> str:
+        """Its certificate, in PEM."""
+        return (self.directory / "ca.crt").read_text()
+
+    def kubeconfig(self, user: str = ADMIN, address: str = "127.0.0.1") -> str:
+        """A kubeconfig of `user`; `address` is where the API server is seen from the file's place."""
+        cluster = {
+            "server": f"https://{address}:{self.port}",
+            "certificate-authority-data": _base64(self.certificate_authority),
+        }
+        content = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "bed", "cluster": cluster}],
+            "users": [{"name": user, "user": {"token": self._tokens[user]}}],
+            "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": user}}],
+            "current-context": "bed",
+        }
+        return json.dumps(content)
+
+    def write_kubeconfig(self, user: str, path: Path) -> Path:
+        """The kubeconfig of `user` for this machine, readable only by its owner."""
+        _write_private(path, self.kubeconfig(user))
+        return path
+
+    def kubectl(self, *arguments: Argument, stdin: str = "", user: str = ADMIN) -> str:
+        """Standard output of one kubectl command. Raises CommandError with what it printed."""
+        path = self.directory / f"{user.replace(':', '-')}.kubeconfig"
+        if not path.exists():
+            self.write_kubeconfig(user, path)
+        options = [f"--kubeconfig={path}", f"--cache-dir={self.directory / 'kubectl'}"]
+        return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=KUBECTL_LIMIT)
+
+    def check(self) -> None:
+        """Raises ControlPlaneError when a part has ended."""
+        for name, process in self._processes.items():
+            if process.poll() is not None:
+                raise ControlPlaneError(f"{name} ended with status {process.returncode}; {self.evidence()}")
+
+    def evidence(self) -> str:
+        """The end of each part's log, for error texts."""
+        ends = []
+        for name in self._processes:
+            lines = (self.directory / f"{name}.log").read_text(errors="replace").splitlines()
+            ends.append(f"end of {name}'s log:\n" + "\n".join(lines[-8:]))
+        return "\n".join(ends)
+
+    def _write_files(self) -> None:
+        certificates = Certificates(self.directory)
+        certificates.serving("apiserver", ["127.0.0.1", HOST_FROM_GUEST, SERVICE_ADDRESS], ["localhost", "kubernetes"])
+        certificates.client("apiserver-kubelet-client", "kube-apiserver", "system:masters")
+        certificates.key("service-account")
+        rows = [f'{token},{user},{user},"{self._groups[user]}"' for user, token in self._tokens.items()]
+        _write_private(self.directory / "tokens.csv", "\n".join(rows) + "\n")
+        names = "".join(f"127.0.0.1 {node}\n" for node in self.nodes)
+        (self.directory / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
+
+    def _with_node_names(self) -> list[Argument]:
+        """A kubelet's address is that of the virtual machine's network, where only the machine itself can reach it."""
+        script = 'mount --bind "$0" /etc/hosts && exec "$@"'
+        return ["unshare", "--mount", "sh", "-c", script, self.directory / "hosts"]
+
+    def _etcd_arguments(self) -> list[Argument]:
+        clients, peers = (f"http://127.0.0.1:{port}" for port in (self._etcd, self._etcd_peers))
+        return [
+            f"--data-dir={self.directory / 'etcd'}",
+            f"--listen-client-urls={clients}",
+            f"--advertise-client-urls={clients}",
+            f"--listen-peer-urls={peers}",
+            f"--initial-advertise-peer-urls={peers}",
+            f"--initial-cluster=default={peers}",
+            # The data lives as long as the process.
+            "--unsafe-no-fsync",
+        ]
+
+    def _api_server_arguments(self) -> list[Argument]:
+        file = {path.name: path for path in self.directory.iterdir()}
+        return [
+            f"--etcd-servers=http://127.0.0.1:{self._etcd}",
+            "--bind-address=127.0.0.1",
+            f"--secure-port={self.port}",
+            f"--advertise-address={HOST_FROM_GUEST}",
+            f"--service-cluster-ip-range={SERVICE_NETWORK}",
+            f"--token-auth-file={file['tokens.csv']}",
+            "--authorization-mode=Node,RBAC",
+            "--enable-admission-plugins=NodeRestriction",
+            # The device plugin's pods are privileged where it makes CDI specifications.
+            "--allow-privileged=true",
+            f"--tls-cert-file={file['apiserver.crt']}",
+            f"--tls-private-key-file={file['apiserver.key']}",
+            f"--client-ca-file={file['ca.crt']}",
+            f"--kubelet-client-certificate={file['apiserver-kubelet-client.crt']}",
+            f"--kubelet-client-key={file['apiserver-kubelet-client.key']}",
+            "--kubelet-preferred-address-types=Hostname",
+            "--service-account-issuer=https://kubernetes.default.svc",
+            f"--service-account-key-file={file['service-account.pub']}",
+            f"--service-account-signing-key-file={file['service-account.key']}",
+        ]
+
+    def _controller_options(self) -> list[Argument]:
+        return [
+            f"--root-ca-file={self.directory / 'ca.crt'}",
+            f"--service-account-private-key-file={self.directory / 'service-account.key'}",
+            "--use-service-account-credentials=true",
+        ]
+
+    def _run(self, name: str, *arguments: Argument, wrapper: Iterable[Argument] = ()) -> None:
+        # setpriv: should this process be killed, the kernel ends the control plane too.
+        argv = ["setpriv", "--pdeathsig", "KILL", *wrapper, self.binaries / name, *arguments]
+        with (self.directory / f"{name}.log").open("wb") as log:
+            self._processes[name] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + SECONDS
+        while True:
+            self.check()
+            try:
+                self.kubectl("get", "--raw=/readyz")
+                return
+            except CommandError as error:
+                if time.monotonic() > deadline:
+                    raise ControlPlaneError(f"not ready after {SECONDS:.0f} s: {error}; {self.evidence()}") from error
+            time.sleep(0.5)
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports of 127.0.0.1 that nobody listens on at this moment."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def _write_private(path: Path, text: str) -> None:
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -1,0 +1,48 @@
+"""The host's driver in another version: Debian's older branch, with the stand-in modules and NVML of that version."""
+
+from pathlib import Path
+
+from integration.bed.drivers.foreign_trees import crowded_root
+from integration.bed.drivers.host_roots import LIBRARIES
+from integration.bed.drivers.nvml import library_name, nvml
+from integration.bed.vm.guest import Guest
+from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules
+from integration.bed.vm.transfer import send_files
+
+MODULES = "/root/modules"
+UPGRADE = "/root/upgrade"
+UNLOAD = "rmmod nvidia_drm nvidia_modeset nvidia_uvm nvidia"
+LOAD = """
+for module in nvidia nvidia-uvm nvidia-modeset nvidia-drm; do insmod {directory}/$module.ko; done
+/usr/lib/simulated-gpu-host/make-nodes
+"""
+# The package manager takes the old files away; ldconfig -n gives the new ones their sonames, as packages have them.
+REPLACE = """
+find /{libraries} -name '*.so.{old}' -delete
+cp --preserve=timestamps {new}/* /{split}/
+ldconfig -n /{split}
+ldconfig
+"""
+
+
+def older_version(root: Path) -> str:
+    """The version of the older branch, which is installed next to the present one."""
+    (directory,) = (root / LIBRARIES / "nvidia").glob("tesla-*")
+    return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
+
+
+def send_upgrade(guest: Guest) -> str:
+    """The other driver's files and modules, into /root of the host; their version."""
+    version = older_version(crowded_root())
+    directory = crowded_root() / LIBRARIES / "nvidia" / f"tesla-{version.split('.')[0]}"
+    files: dict[str, Path | bytes] = {
+        f"upgrade/{path.name}": path for path in directory.iterdir() if not path.is_symlink()
+    }
+    name = library_name(version)
+    files[f"upgrade/{name}"] = nvml(directory / name, version)
+    for module in kernel_modules(version).glob("*.ko"):
+        if module.name != IDENTITY_MODULE:
+            files[f"modules/{module.name}"] = module
+    guest.run(["mkdir", "-p", UPGRADE, MODULES])
+    send_files(guest, files, "/root")
+    return version

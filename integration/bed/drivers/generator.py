@@ -1,0 +1,71 @@
+"""Runs the real nvidia-ctk on a driver root without a virtual machine; the GPU and NVML are simulated.
+
+In a mount namespace of its own: there /proc/driver/nvidia has one GPU, and its nodes are copies of /dev/null.
+"""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from agent.model.device import DeviceKind, DeviceNumber
+from agent.model.handoff import Request
+from agent.system.files import System
+from agent.system.process import Completed
+from agent.system.sh_runner import host_runner
+from agent.vendors.nvidia.cdi.command import NVIDIA_CTK
+from integration.bed.drivers.nvml import library_name, nvml
+
+NULL = DeviceNumber(1, 3, 0o666)
+INFORMATION = "Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {gpu}\nDevice Minor: \t 0\n"
+UUID = "GPU-00000000-0000-4000-8000-000000000000"
+# Arguments: driver root, its place in the machine, the machine's /run/unbounded-agent, /proc/driver; then the command.
+NAMESPACE = """
+set -e
+root=$1 place=$2 state=$3 driver=$4
+shift 4
+mount -t tmpfs tmpfs /mnt && mkdir /mnt/root /mnt/state /mnt/driver
+mount --bind "$root" /mnt/root && mount --bind "$state" /mnt/state && mount --bind "$driver" /mnt/driver
+mount -t tmpfs tmpfs /run && mkdir -p "$place" /run/unbounded-agent
+mount --bind /mnt/root "$place" && mount --bind /mnt/state /run/unbounded-agent && mount --bind /mnt/driver /proc/driver
+mount -t tmpfs tmpfs /dev
+for node in null nvidia0 nvidiactl nvidia-modeset nvidia-uvm nvidia-uvm-tools; do mknod -m 666 /dev/$node c 1 3; done
+exec "$@"
+"""
+
+
+class GeneratorMachine(System):
+    """A machine of which only nvidia-ctk exists, with the driver root of a request."""
+
+    def __init__(self, work: Path, driver_root: Path, request: Request, nvidia_ctk: Path) -> None:
+        """`driver_root` is a staged one; its NVML is replaced by the stand-in."""
+        super().__init__(self._run, str(work))
+        (library,) = driver_root.glob(f"usr/lib/x86_64-linux-gnu/{library_name(request.driver_version)}")
+        stand_in = nvml(library, request.driver_version)
+        library.unlink()
+        shutil.copy2(stand_in, library)
+        self._state, self._driver = work / "run/unbounded-agent", work / "driver"
+        (gpu,) = request.gpus
+        information = self._driver / "nvidia/gpus" / gpu / "information"
+        information.parent.mkdir(parents=True)
+        information.write_text(INFORMATION.format(uuid=UUID, gpu=gpu))
+        version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {request.driver_version}  simulated\n"
+        (self._driver / "nvidia/version").write_text(version)
+        self._state.mkdir(parents=True)
+        self._root, self._place, self._nvidia_ctk = driver_root, request.driver_root, nvidia_ctk
+
+    def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        if argv[0] != NVIDIA_CTK:
+            raise FileNotFoundError(argv[0])
+        places = (str(self._root), self._place, str(self._state), str(self._driver))
+        namespace = ("unshare", "--mount", "sh", "-c", NAMESPACE, "sh", *places)
+        return host_runner((*namespace, str(self._nvidia_ctk), *argv[1:]), timeout)
+
+
+def with_simulated_nodes(request: Request) -> tuple[Request, Mapping[str, DeviceNumber]]:
+    """The request with the nodes that are in that namespace, and their numbers: DRM nodes are not."""
+    dri = (DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER)
+    devices = tuple(
+        replace(each, major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri
+    )
+    return replace(request, devices=devices), {each.path: NULL for each in devices}

@@ -1,0 +1,65 @@
+"""buildah with an image storage of the bed's own below the cache, so that it never touches the user's images."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from integration.bed.cache import REPOSITORY, cache_root
+from integration.bed.process import Argument, CommandError, run
+
+
+def buildah(*arguments: Argument) -> str:
+    """Standard output of one buildah command."""
+    return run(["buildah", *arguments], env=_environment())
+
+
+def build(name: str, base: str) -> str:
+    """The image that containerfiles/build makes of containerfiles/NAME on `base`; unchanged layers are reused."""
+    run([REPOSITORY / "containerfiles" / "build", name, base], env=_environment())
+    # Layers of earlier builds that no image uses any more.
+    buildah("rmi", "--prune")
+    return f"localhost/unbounded-agent/{name}"
+
+
+def import_root(image: str, root: Path, *settings: str) -> None:
+    """Make an image of one layer from a directory or tar archive; `settings` are options of buildah-config(1)."""
+    with working_container("scratch") as container:
+        buildah("add", "--quiet", container, root, "/")
+        if settings:
+            buildah("config", *settings, container)
+        buildah("commit", "--quiet", container, image)
+
+
+def has_image(image: str) -> bool:
+    """Whether the storage holds the image; it may have been emptied while the rest of the cache was kept."""
+    try:
+        buildah("inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
+    except CommandError:
+        return False
+    return True
+
+
+@contextmanager
+def working_container(image: str) -> Iterator[str]:
+    """A container of the image, to be changed or looked into; removed afterwards."""
+    container = buildah("from", "--pull=never", image)
+    try:
+        yield container
+    finally:
+        buildah("rm", container)
+
+
+def _environment() -> dict[str, str]:
+    root = cache_root()
+    settings = root / "storage.conf"
+    text = f"""[storage]
+driver = "overlay"
+graphroot = "{root}/containers"
+runroot = "/run/unbounded-agent-bed/containers"
+"""
+    if not settings.exists() or settings.read_text() != text:
+        partial = settings.with_suffix(f".{os.getpid()}")
+        partial.write_text(text)
+        partial.rename(settings)
+    return {"CONTAINERS_STORAGE_CONF": str(settings), "BUILDAH_ISOLATION": "chroot"}

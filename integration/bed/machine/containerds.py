@@ -1,0 +1,41 @@
+"""containerd of several releases, each in a root file system of its own: real programs of Debian and of upstream."""
+
+import shutil
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import REPOSITORY, cached
+from integration.bed.process import run
+from integration.bed.tools import go
+
+MODULE = REPOSITORY / "integration" / "go" / "containerd"
+UPSTREAM = "github.com/containerd/containerd/v2/cmd/containerd"
+# base-files for the links /lib and /lib64, without which no program finds its loader.
+PACKAGES = ("base-files", "containerd", "runc", "crun")
+
+
+def debian_root(suite: str) -> Path:
+    """A root with containerd, runc and crun as a Debian suite packages them; unpacked, not configured.
+
+    trixie has containerd 1.7, whose files are of version 2; sid has 2.1, whose files are of version 3.
+    """
+
+    def build(target: Path) -> None:
+        debian.debian_tree(target / "root", "extract", PACKAGES, suite=suite)
+        for name in ("var/lib/apt", "var/cache", "usr/share"):
+            shutil.rmtree(target / "root" / name, ignore_errors=True)
+
+    return cached(f"containerd-{suite}", [suite, *PACKAGES, Path(debian.__file__)], build) / "root"
+
+
+def upstream_root() -> Path:
+    """A root with only the containerd that integration/go/containerd/go.mod pins, whose files are of version 4."""
+
+    def build(target: Path) -> None:
+        program = target / "root/usr/bin/containerd"
+        # Static, so that it runs in a root without a C library.
+        argv: list[str | Path] = [go(), "build", "-o", program, "-ldflags", "-s -w", UPSTREAM]
+        flags = "-mod=readonly -trimpath -buildvcs=false"
+        run(argv, cwd=MODULE, env={"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOWORK": "off", "CGO_ENABLED": "0"})
+
+    return cached("containerd-upstream", [MODULE, Path(__file__)], build) / "root"

@@ -1,0 +1,82 @@
+"""The machine of the simulated GPU host: a root file system from containerfiles/, on a disk of its own."""
+
+import shutil
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import REPOSITORY, cached, digest
+from integration.bed.machine import buildah
+from integration.bed.machine.pod_images import pod_images
+from integration.bed.process import run
+from integration.bed.tools import bed_tools, toolkit
+
+CONTAINERFILE = "agent-ubuntu2404-nvidia"
+NAME = "gpu-node"
+LABEL = "machines"
+DISK_SIZE = "4G"
+# What the bed adds to the image as whoever provisions a node would: settings, and the unit that imports the pod images.
+MACHINE_FILES = Path(__file__).with_name("machine_files")
+# They start when a snapshot is restored and the clock jumps, and would take the emulated processor from the tests.
+DISTURBING_TIMERS = ("apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "fstrim.timer")
+POD_IMAGES = "var/lib/unbounded-agent-bed/images"
+
+
+def machines_disk() -> Path:
+    """A sparse raw ext4 disk image labelled `machines`; mounted at /var/lib/machines it holds the machine NAME."""
+    inputs: list[Path | str] = [
+        *(REPOSITORY / directory for directory in ("agent", "containerfiles", "systemd/machine")),
+        *(MACHINE_FILES, Path(__file__), Path(buildah.__file__)),
+        *(str(path) for path in (toolkit(), bed_tools(), pod_images(), debian_base())),
+    ]
+    return cached("machines-disk", inputs, _build_disk) / "machines.img"
+
+
+def debian_base() -> Path:
+    """A minimal Debian root with apt, which stands in for Ubuntu's image."""
+    return cached("machine-base", [Path(debian.__file__)], _build_debian) / "root"
+
+
+def _build_debian(output: Path) -> None:
+    root = output / "root"
+    debian.debian_tree(root, "minbase", ["ca-certificates"])
+    # The build machine's name and resolver are not the machine's, and nspawn makes its device nodes.
+    for name in ("hostname", "resolv.conf"):
+        (root / "etc" / name).unlink()
+    shutil.rmtree(root / "dev")
+    (root / "dev").mkdir()
+
+
+def _build_disk(output: Path) -> None:
+    root = debian_base()
+    base = f"localhost/unbounded-agent-bed/debian:{digest([str(root)])}"
+    if not buildah.has_image(base):
+        buildah.import_root(base, root)
+    image = buildah.build(CONTAINERFILE, base)
+    with buildah.working_container(image) as container:
+        root = Path(buildah.buildah("mount", container))
+        _add_bed_files(root)
+        _make_file_system(root, output / "machines.img")
+
+
+def _add_bed_files(root: Path) -> None:
+    shutil.copytree(MACHINE_FILES, root, dirs_exist_ok=True, symlinks=True)
+    for name in ("crictl", "cdi-validate"):
+        shutil.copy(bed_tools() / name, root / "usr/local/bin" / name)
+    shutil.copytree(pod_images(), root / POD_IMAGES)
+    systemctl = ["systemctl", f"--root={root}"]
+    run([*systemctl, "enable", "simulated-pod-images.service"])
+    run([*systemctl, "mask", *DISTURBING_TIMERS])
+
+
+def _make_file_system(root: Path, image: Path) -> None:
+    tree = image.with_name("tree")
+    (tree / NAME).mkdir(parents=True)
+    image.touch()
+    # mke2fs copies one directory and everything below it, so the root is bound to where it belongs on the disk.
+    script = 'mount --bind "$1" "$2/$3" && mkfs.ext4 -q -L "$4" -d "$2" "$5" "$6"'
+    run(["unshare", "--mount", "sh", "-c", script, "sh", root, tree, NAME, LABEL, image, DISK_SIZE])
+    shutil.rmtree(tree)
+
+
+if __name__ == "__main__":
+    print(machines_disk())

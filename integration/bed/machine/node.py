@@ -1,0 +1,109 @@
+"""The Kubernetes node inside the simulated host's machine, reached from the host; pods through the CRI."""
+
+import json
+import secrets
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from integration.bed.machine.pod_images import CUDA_TEST
+from integration.bed.vm.guest import Completed, Guest
+
+MACHINE = "gpu-node"
+KIND = "nvidia.com/gpu"
+
+# One call into the machine for a whole pod, and few of crictl: under emulation each takes seconds.
+START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
+FOLLOW = """
+crictl logs --follow "$container"
+exit "$(crictl inspect -o go-template --template '{{.status.exitCode}}' "$container")"
+"""
+
+
+@dataclass(frozen=True)
+class Pod:
+    """What a pod with one container asks for."""
+
+    command: tuple[str, ...]
+    cdi: tuple[str, ...] = ()
+    """CDI device names, as a device plugin's answer puts them into the CRI; of KIND such as `1` or a UUID."""
+    runtime: str = ""
+    """runtimeClassName's handler."""
+    environment: dict[str, str] = field(default_factory=dict)
+    user: int = 0
+    """Not root: without its rights, and in no group but its own."""
+    image: str = CUDA_TEST
+
+
+class Node:
+    """Runs commands and pods in a running machine."""
+
+    def __init__(self, guest: Guest, machine: str = MACHINE) -> None:
+        self._guest = guest
+        self.machine = machine
+
+    def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A command in the machine, as root."""
+        inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect")
+        # systemd would put its own idea of ${...} into a script's text before the shell sees it; systemd-run has an
+        # option against that since version 254.
+        literally = [word.replace("$", "$$") for word in argv]
+        return self._guest.run((*inside, *literally), timeout=timeout, check=check)
+
+    def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A script in the machine."""
+        return self.run("/bin/sh", "-c", script, timeout=timeout, check=check)
+
+    def pod(self, pod: Pod, timeout: float = 120, check: bool = True) -> Completed:
+        """Run a pod to its end; status and output are the container's."""
+        return self.shell(_start_script(pod) + FOLLOW, timeout, check)
+
+    def start_pod(self, pod: Pod, timeout: float = 120) -> str:
+        """Start a pod that goes on; its container's ID."""
+        return self.shell(_start_script(pod) + 'echo "$container"', timeout).stdout.strip()
+
+    def in_container(self, container: str, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
+        """A command in a running container."""
+        return self.run("crictl", "exec", "--sync", container, *argv, timeout=timeout, check=check)
+
+    def spec(self) -> dict[str, Any]:
+        """The published CDI specification."""
+        found: dict[str, Any] = json.loads(self.run("cat", "/etc/cdi/nvidia.yaml").stdout)
+        return found
+
+
+def _start_script(pod: Pod) -> str:
+    """Shell lines that start a pod, and set $container."""
+    name = f"test-{secrets.token_hex(4)}"
+    directory = f"/tmp/{name}"
+    files = {"pod": _pod_config(name), "container": _container_config(pod)}
+    write = "\n".join(
+        f"printf %s {shlex.quote(json.dumps(content))} > {directory}/{file}.json" for file, content in files.items()
+    )
+    handler = f"--runtime={pod.runtime}" if pod.runtime else ""
+    return f"set -eu\nmkdir -p {directory}\n{write}\n" + START.format(directory=directory, handler=handler)
+
+
+def _pod_config(name: str) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "uid": name, "namespace": "default", "attempt": 0},
+        "log_directory": f"/tmp/{name}",
+        # The bed has no pod network: 2 is NODE (CRI, NamespaceMode). runc's systemd cgroup driver wants a slice.
+        "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
+    }
+
+
+def _container_config(pod: Pod) -> dict[str, Any]:
+    return {
+        "metadata": {"name": "main", "attempt": 0},
+        "image": {"image": pod.image},
+        "command": list(pod.command),
+        "envs": [{"key": key, "value": value} for key, value in pod.environment.items()],
+        "CDI_devices": [{"name": name if "=" in name else f"{KIND}={name}"} for name in pod.cdi],
+        "log_path": "main.log",
+        "linux": {"security_context": _user(pod.user)} if pod.user else {},
+    }
+
+
+def _user(number: int) -> dict[str, Any]:
+    return {"run_as_user": {"value": number}, "run_as_group": {"value": number}}

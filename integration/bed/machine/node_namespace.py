@@ -1,0 +1,101 @@
+"""A machine without a virtual machine, as far as the condition on its Node goes: namespaces with the machine half.
+
+Real are the API server that it talks to, kubectl and the program under test. Simulated are the kubelet, a process of
+that name which only sleeps, and its cgroup.
+"""
+
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from agent.machine.kubelet.node_condition import JUDGEMENT, NOTE, reported
+from agent.machine.notes import Notes
+from agent.model.conditions import Condition
+from agent.model.host_status import judgement, render_judgement
+from agent.model.paths import RUNTIME, STATE
+from agent.system.files import System
+from agent.system.spawn_runner import MachineRunner
+from integration.bed.cache import REPOSITORY
+
+HOST_NAME = "GPU-Node"
+"""A kubelet registers under it in lower case."""
+SCRIPT = """
+set -eu
+root=$1 kubectl=$2 python=$3 host_name=$4
+shift 4
+echo "$host_name" >/proc/sys/kernel/hostname
+# Directories of the agent: this machine's own stay hidden.
+for directory in {runtime} {state}; do
+    mount -t tmpfs tmpfs "${{directory%/*}}"
+    mkdir "$directory"
+    mount --bind "$root$directory" "$directory"
+done
+mount -t tmpfs tmpfs /usr/local/sbin
+touch /usr/local/sbin/kubectl
+mount --bind "$kubectl" /usr/local/sbin/kubectl
+# A kubelet is a service of systemd, and this process is none.
+exec 3>"$root/started"
+(exec -a kubelet "$python" -I -S -c 'import time; print(flush=True); time.sleep(120)' "$@" >&3) &
+kubelet=$!
+while [ ! -s "$root/started" ]; do sleep 0.05; done
+echo 0::/system.slice/kubelet.service >"$root/cgroup"
+mount --bind "$root/cgroup" /proc/$kubelet/cgroup
+status=0
+cd / && "$python" -P -m agent.machine.kubelet.node_condition || status=$?
+kill $kubelet
+exit $status
+"""
+
+
+class NodeNamespace:
+    """The files of one machine below `root`; each run is of fresh namespaces, as of a fresh service."""
+
+    def __init__(self, root: Path, kubectl: Path) -> None:
+        self._root, self._kubectl = root, kubectl
+        self._system = System(MachineRunner(), str(root))
+        for directory in (RUNTIME, STATE):
+            self._system.make_directory(directory)
+
+    def judge(self, ready: Condition, judged: float | None = None) -> None:
+        """Publish a verdict, as the host half does."""
+        verdict = judgement(ready, time.time() if judged is None else judged)
+        self._system.write(JUDGEMENT, render_judgement(verdict))
+
+    def withdraw(self) -> None:
+        """Publish none any more."""
+        self._system.remove(JUDGEMENT)
+
+    def boot(self) -> None:
+        """What a boot of the machine clears."""
+        self._system.remove_tree(f"{RUNTIME}/state")
+
+    def run(self, *kubelet_arguments: str) -> str:
+        """One run of the service beside a kubelet that was started with those arguments; its lines for the journal."""
+        (self._root / "started").unlink(missing_ok=True)
+        script = SCRIPT.format(runtime=shlex.quote(RUNTIME), state=shlex.quote(STATE))
+        namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        arguments = [str(self._root), str(self._kubectl), sys.executable, HOST_NAME, *kubelet_arguments]
+        finished = subprocess.run(
+            [*namespaces, "bash", "-c", script, "node", *arguments],
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "PYTHONPATH": str(REPOSITORY)},
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert finished.returncode == 0, finished.stderr
+        return finished.stderr
+
+    def reported(self) -> tuple[str, str, str]:
+        """Status, reason and message of NodeConditionSet as the machine's report would have them."""
+        condition = reported(self._system, Notes(self._system), time.time())
+        assert condition is not None
+        return condition.status, condition.reason, condition.message
+
+    def age_notes(self, seconds: float) -> None:
+        """Let that much time have passed since what is noted."""
+        notes = Notes(self._system)
+        noted = notes.load(NOTE)
+        noted["applied"]["heartbeat"] -= seconds
+        notes.save(NOTE, noted)

@@ -1,0 +1,97 @@
+"""Container images of the pods that the bed runs, made here from Debian's packages and two small C programs."""
+
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import cached
+from integration.bed.machine.buildah import buildah, import_root
+from integration.bed.process import run
+from integration.bed.tools import device_plugin
+
+SOURCES = Path(__file__).parent / "pods"
+# What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache; and a shell.
+CUDA_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
+UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
+
+PAUSE = "registry.invalid/pause:local"
+CUDA_TEST = "registry.invalid/cuda-test:local"
+DEVICE_PLUGIN = "registry.invalid/device-plugin:local"
+# As NVIDIA's image has it.
+DEVICE_PLUGIN_ENTRY_POINT = '["nvidia-device-plugin"]'
+
+
+def pod_images() -> Path:
+    """A directory with pause.tar and cuda-test.tar, to be imported by `ctr --namespace k8s.io images import`."""
+    inputs = [SOURCES, Path(__file__), Path(debian.__file__)]
+    return cached("pod-images", inputs, _build)
+
+
+def device_plugin_image() -> Path:
+    """An archive of NVIDIA's device plugin, which only a cluster needs: its program on the base of cuda-test."""
+
+    def build(output: Path) -> None:
+        write_image(output, "device-plugin", DEVICE_PLUGIN, DEVICE_PLUGIN_ENTRY_POINT, _fill_device_plugin)
+
+    inputs: list[Path | str] = [str(device_plugin()), Path(__file__), Path(debian.__file__)]
+    return cached("device-plugin-image", inputs, build) / "device-plugin.tar"
+
+
+def _build(output: Path) -> None:
+    write_image(output, "pause", PAUSE, '["/pause"]', _fill_pause)
+    write_image(output, "cuda-test", CUDA_TEST, "[]", _fill_cuda_test)
+
+
+def write_image(output: Path, name: str, image: str, entry_point: str, fill: Callable[[Path], None]) -> None:
+    """The archive NAME.tar in `output`, of the root file system that `fill` makes."""
+    root = output / name
+    fill(root)
+    import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
+    shutil.rmtree(root)
+    buildah("push", "--quiet", image, f"docker-archive:{output / name}.tar:{image}")
+
+
+def _fill_pause(root: Path) -> None:
+    root.mkdir()
+    compile_program("pause", root / "pause", "-static")
+
+
+def _fill_cuda_test(root: Path) -> None:
+    _fill_base(root)
+    compile_program("gpu-probe", root / "usr" / "bin" / "gpu-probe")
+
+
+def _fill_device_plugin(root: Path) -> None:
+    _fill_base(root)
+    shutil.copy2(device_plugin() / "nvidia-device-plugin", root / "usr/bin")
+
+
+def _fill_base(root: Path) -> None:
+    # Unpacked, not configured: the packages' own scripts would need a whole system.
+    debian.debian_tree(root, "extract", CUDA_PACKAGES)
+    finish_root(root, UNNEEDED)
+
+
+def finish_root(root: Path, unneeded: Iterable[str]) -> None:
+    """Without those directories; with busybox for whatever the packages have no program for, and a loader cache."""
+    for name in ("hostname", "resolv.conf"):
+        (root / "etc" / name).unlink()
+    for directory in unneeded:
+        shutil.rmtree(root / directory)
+    (root / "dev").mkdir()
+    for applet in run([root / "usr/bin/busybox", "--list"]).split():
+        link = root / "usr" / "bin" / applet
+        if not link.exists() and not (root / "usr" / "sbin" / applet).exists():
+            link.symlink_to("busybox")
+    # CDI's update-ldcache hook renews the loader cache only in a container that has one.
+    run(["ldconfig", "-r", root])
+
+
+def compile_program(name: str, program: Path, *options: str) -> None:
+    """One of the C programs beside this file."""
+    run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
+
+
+if __name__ == "__main__":
+    print(pod_images())

@@ -1,0 +1,106 @@
+"""Measures how GPUs are set up in a machine, and how they come to a running one, against bare tools in one run.
+
+Absolute times are those of an emulated processor and say little; the ratios compare what ran side by side.
+"""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.measure.bench_live import measure_hotplug, measure_idle
+from integration.bed.measure.bench_script import Measures, numbers, script, seconds
+from integration.bed.vm.guest import Guest
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
+
+ROUNDS = 15
+"""Of each a pair: the ratio is taken within it, as the speed of an emulated processor changes from minute to minute."""
+LINKS = 60
+"""What a driver of these days has; every link is one call into the machine."""
+PAIRS = 4
+"""GPUs that are plugged in: as many as the virtual machine has empty ports."""
+IDLE = 600.0
+"""Seconds."""
+
+
+def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
+    """On a host with the flat layout, where the agent is installed and has done nothing yet."""
+    measures = _staging(guest)
+    guest.run(["unbounded-agent", "apply"], timeout=300)
+    floor, setup = [], []
+    for _ in range(rounds):
+        floor.append(seconds(script(guest, "floor")))
+        setup.append(seconds(script(guest, "setup")))
+    first = seconds(script(guest, "setup", "first"))
+    measures |= numbers(script(guest, "size"))
+    recipe = numbers(script(guest, "recipe", str(LINKS), timeout=300))
+    measures |= {
+        "floor_seconds": statistics.median(floor),
+        "setup_seconds": statistics.median(setup),
+        "first_setup_seconds": first,
+        "recipe_seconds": recipe["seconds"],
+        "recipe_links": recipe["links"],
+        "setup_vs_floor": statistics.median(ours / bare for ours, bare in zip(setup, floor, strict=True)),
+        "recipe_vs_setup": recipe["seconds"] / statistics.median(setup),
+    }
+    return measures
+
+
+def recipe_on_split_layout(guest: Guest) -> str:
+    """What nvidia-ctk says after the recipe on a host with Debian's layout; raises ValueError when it succeeds."""
+    guest.run(["unbounded-agent", "apply"], timeout=300)
+    ended = script(guest, "recipe", "0", timeout=300, check=False)
+    if ended.status == 0:
+        raise ValueError(f"the plain recipe worked on the split layout: {ended.stdout}")
+    return ended.stderr.strip().splitlines()[-1]
+
+
+def _staging(guest: Guest) -> Measures:
+    found = numbers(script(guest, "staging", timeout=300))
+    return {
+        "staging_cold_seconds": found["staging"],
+        "staging_mib": found["mib"],
+        "staging_vs_cp": found["staging"] / found["cp"],
+    }
+
+
+def _run() -> Iterator[tuple[str, float | int | str]]:
+    dependencies, machines = wheels.dependencies(), machines_disk()
+    with SimulatedHost(host_image(dependencies, layout="flat"), machines) as host:
+        with step("install the host half"):
+            install(host.guest)
+        with step("measure on the flat layout"):
+            yield from measure_setup(host.guest).items()
+    with SimulatedHost(host_image(dependencies), machines) as host:
+        with step("install the host half"):
+            install(host.guest)
+        with step("start the service"):
+            host.guest.run(["systemctl", "start", "unbounded-agent.service"], timeout=240)
+        with step(f"what the service costs in {IDLE:.0f} s"):
+            yield from measure_idle(host.guest, IDLE).items()
+        with step("GPUs that are plugged in"):
+            yield from measure_hotplug(host, PAIRS).items()
+        with step("the plain recipe on the split layout"):
+            yield "recipe_on_split_layout", recipe_on_split_layout(host.guest)
+
+
+def main() -> None:
+    """Prints one line for each measure, or with --json one object."""
+    parser = argparse.ArgumentParser(prog="integration/bench", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
+    measures = dict(_run())
+    if options.json:
+        print(json.dumps(measures, indent=1))
+        return
+    for name, value in measures.items():
+        print(f"{name:24} {value if isinstance(value, str) else f'{value:.2f}'}")
+
+
+if __name__ == "__main__":
+    main()

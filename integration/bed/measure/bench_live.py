@@ -1,0 +1,69 @@
+"""Measures a running machine that follows its host, against bare tools in the same run; and what the service costs."""
+
+import statistics
+
+from integration.bed.measure.bench_script import Measures, numbers, script
+from integration.bed.vm.guest import Guest
+from integration.bed.vm.qemu import PORTS
+from integration.bed.vm.simulated_host import SimulatedHost
+
+QUIET = 4.0
+"""Seconds without a pass: those that udev's events asked for are over, so that the node's appearing starts its own."""
+READY = """
+page=http://127.0.0.1:9788/readyz/machines/gpu-node
+until python3 -c "import urllib.request; urllib.request.urlopen('$page', timeout=10)" 2>/dev/null; do sleep 1; done
+"""
+
+
+def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
+    """On a ready machine: GPUs are plugged into empty ports, one after the other, `pairs` of them at most.
+
+    Each one's node comes to the machine twice, by the agent and then by set-property and bind alone, and nvidia-ctk
+    runs in between: ratios are taken within such a pair, as an emulated processor's speed changes all the time.
+    """
+    opened, bare, ready, ctk = [], [], [], []
+    for port in [port for port in range(PORTS) if port not in host.gpus][:pairs]:
+        minor = str(len(host.gpus))
+        _plug(host, port)
+        ours = numbers(script(host.guest, "hotplug", "agent", minor, timeout=300))
+        opened.append(ours["open"])
+        ready.append(ours["ready"])
+        ctk.append(numbers(script(host.guest, "hotplug", "ctk", minor, timeout=120))["ctk"])
+        bare.append(numbers(script(host.guest, "hotplug", "bare", minor, timeout=300))["open"])
+    return {
+        "hotplug_open_seconds": statistics.median(opened),
+        "hotplug_bare_seconds": statistics.median(bare),
+        "hotplug_ready_seconds": statistics.median(ready),
+        "hotplug_ctk_seconds": statistics.median(ctk),
+        "hotplug_open_vs_bare": _ratio(opened, bare),
+        "hotplug_ready_vs_ctk": _ratio(ready, ctk),
+    }
+
+
+def measure_idle(guest: Guest, seconds: float) -> Measures:
+    """The host half's service while nothing changes on the host."""
+    guest.run(["sh", "-c", READY], timeout=200)
+    found = numbers(script(guest, "idle", str(seconds), timeout=seconds + 200))
+    # Else nothing was shown: the count is of that process which a pass is known to start.
+    if not found["counted_processes"] or not found["passes"]:
+        raise ValueError(f"processes are not counted, or no pass was made: {found}")
+    return {
+        "idle_seconds": seconds,
+        "idle_passes": int(found["passes"]),
+        "idle_processes_spawned": int(found["processes"]),
+        "idle_cpu_seconds": found["cpu_seconds"],
+        "idle_wakeups": int(found["wakeups"]),
+        "resident_mib": found["resident_mib"],
+    }
+
+
+def _plug(host: SimulatedHost, port: int) -> None:
+    """A further GPU, up to its driver; its node is not made yet."""
+    host.qemu.plug(port)
+    bound = f"until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(host.gpus)}; do sleep 0.5; done"
+    host.guest.run(["sh", "-c", bound], timeout=60)
+    script(host.guest, "quiet", str(QUIET), timeout=200)
+
+
+def _ratio(ours: list[float], bare: list[float]) -> float:
+    return statistics.median(one / other for one, other in zip(ours, bare, strict=True))

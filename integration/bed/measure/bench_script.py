@@ -1,0 +1,26 @@
+"""The scripts of bench_scripts/, which measure on the simulated host."""
+
+from pathlib import Path
+
+from integration.bed.machine.node import MACHINE
+from integration.bed.vm.guest import Completed, Guest
+
+SCRIPTS = Path(__file__).with_name("bench_scripts")
+Measures = dict[str, float | int | str]
+
+
+def script(guest: Guest, name: str, *arguments: str, timeout: float = 120, check: bool = True) -> Completed:
+    """Runs one on the host, with the machine's name in front of the arguments."""
+    path = f"/root/bench/{name}"
+    guest.write(path, (SCRIPTS / name).read_bytes(), 0o755)
+    return guest.run([path, MACHINE, *arguments], timeout=timeout, check=check)
+
+
+def numbers(ended: Completed) -> dict[str, float]:
+    """Of lines "<name> <number>"."""
+    return {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
+
+
+def seconds(ended: Completed) -> float:
+    """Of the line "seconds <number>"."""
+    return numbers(ended)["seconds"]

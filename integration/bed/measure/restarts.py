@@ -1,0 +1,30 @@
+"""When units were started, on the host and in its machine: compared before and after what may restart nothing."""
+
+from integration.bed.machine.node import MACHINE, Node
+from integration.bed.vm.guest import Guest
+
+MACHINE_UNIT = f"systemd-nspawn@{MACHINE}.service"
+AGENT = "unbounded-agent.service"
+CONTAINERD = "containerd.service"
+ON_HOST = (AGENT, MACHINE_UNIT)
+IN_MACHINE = (CONTAINERD, "kubelet.service", "dbus.service")
+SHOW = ("systemctl", "show", "--property=Id,MainPID,NRestarts,ExecMainStartTimestampMonotonic")
+"""systemctl(1): an empty line between two units. One that is not installed has been started at 0."""
+
+
+def starts(guest: Guest) -> dict[str, str]:
+    """By unit: process, restarts by systemd itself, and the start of its main process in microseconds."""
+    node = Node(guest)
+    text = guest.run((*SHOW, *ON_HOST)).stdout + "\n" + node.run(*SHOW, *IN_MACHINE).stdout
+    found = {}
+    for block in text.strip().split("\n\n"):
+        properties = dict(line.split("=", 1) for line in block.splitlines())
+        found[properties.pop("Id")] = " ".join(f"{key}={value}" for key, value in sorted(properties.items()))
+    if set(found) != {*ON_HOST, *IN_MACHINE}:
+        raise ValueError(f"systemctl show told of other units: {text}")
+    return found
+
+
+def restarted(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    """Units whose main process is another one."""
+    return {unit for unit in before if before[unit] != after[unit]}

@@ -1,0 +1,217 @@
+"""Hours of change on the simulated GPU host with three machines: what the agent holds must not grow."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.drivers.driver_upgrade import LOAD, MODULES, REPLACE, UPGRADE, send_upgrade
+from integration.bed.drivers.host_roots import LIBRARIES, SPLIT_LIBRARIES, driver_version, host_root
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.machine.node import MACHINE, Node
+from integration.bed.vm.guest import Completed, Guest
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
+
+MACHINES = (MACHINE, "second", "third")
+CONFIGURATION = "".join(f"[machines.{name}]\n" for name in MACHINES)
+SCRIPTS = Path(__file__).with_name("soak_scripts")
+PORT = 8
+"""An empty one: the host begins with GPUs in 0 to 7."""
+ALLOWED = {"resident_kib": 0.1, "bytes_var": 0.01}
+"""Growth as a share of what there was after the warm-up: Python gives little memory back, directories no blocks."""
+# Each machine from the one image, with its changes in a file system of its own. Private: else what is mounted upon the
+# root directory would be mounted upon the image as well (shared subtrees).
+ROOTS = """
+mkdir -p /run/image
+mount --bind --make-private /var/lib/machines/{image} /run/image
+for machine in {machines}; do
+    root=/var/lib/machines/$machine changes=/run/changes-$machine
+    mkdir -p $root $changes
+    mount -t tmpfs -o size=768m changes $changes
+    mkdir $changes/upper $changes/work
+    mount -t overlay -o lowerdir=/run/image,upperdir=$changes/upper,workdir=$changes/work overlay $root
+done
+"""
+# With directories, as some names are in two of them; posix: with all digits of their times.
+SAVE = """
+cd /
+find {libraries} -name '*.so.{version}' -print0 |
+    tar --create --format=posix --null --files-from=- --file=/root/original.tar
+"""
+RESTORE = """
+find /{libraries} -name '*.so.{version}' -delete
+tar --extract --directory=/ --file=/root/original.tar
+ldconfig -n /{split}
+ldconfig
+"""
+LOAD_ORIGINAL = "/usr/lib/simulated-gpu-host/load-driver"
+# Whoever has a node open for a moment, such as a machine's look whether it opens, keeps the modules. Not modprobe: it
+# removes DRM's modules as well, which insmod does not load again.
+UNLOADED = """
+for try in $(seq 60); do
+    for module in nvidia_drm nvidia_modeset nvidia_uvm nvidia; do
+        test ! -d /sys/module/$module || rmmod $module
+    done
+    test -d /sys/module/nvidia || exit 0
+    sleep 1
+done
+exit 1
+"""
+BOUND = "until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {count}; do sleep 0.5; done"
+QUIET = "5"
+"""Seconds without a pass."""
+
+Measured = Mapping[str, object]
+"""Numbers, and lists of names."""
+
+
+@dataclass
+class Soak:
+    """A host whose three machines are ready."""
+
+    host: SimulatedHost
+    deadline: float
+    versions: tuple[str, str]
+    """The driver's: as the host began, and the other one."""
+    current: int = 0
+    """Which of them it has."""
+    done: dict[str, int] = field(default_factory=dict)
+    """Rounds by what they change."""
+
+    @property
+    def guest(self) -> Guest:
+        return self.host.guest
+
+    def follow(self, gpus: int) -> None:
+        """Until every machine has that many GPUs of the present driver, and is ready."""
+        self._script("follow", str(gpus), self.versions[self.current], *MACHINES, timeout=700)
+
+    def hotplug(self) -> None:
+        """A GPU appears in all machines, then leaves without `gpus detach`."""
+        self.host.qemu.plug(PORT)
+        self.guest.run(["sh", "-c", BOUND.format(count=len(self.host.gpus))], timeout=120)
+        self.guest.run(["/usr/lib/simulated-gpu-host/make-nodes"])
+        self.follow(len(self.host.gpus))
+        self.host.qemu.unplug(PORT)
+        self.follow(len(self.host.gpus))
+
+    def switch_driver(self) -> None:
+        """There and back: two switches."""
+        old, self.current = self.versions[self.current], 1 - self.current
+        if self.current:
+            files = REPLACE.format(old=old, new=UPGRADE, libraries=LIBRARIES, split=SPLIT_LIBRARIES)
+            load = LOAD.format(directory=MODULES)
+        else:
+            files = RESTORE.format(version=old, libraries=LIBRARIES, split=SPLIT_LIBRARIES)
+            load = LOAD_ORIGINAL
+        self.guest.run(["sh", "-ec", files], timeout=240)
+        self.guest.run(["sh", "-c", UNLOADED], timeout=200)
+        self.guest.run(["sh", "-ec", load], timeout=240)
+        self.follow(len(self.host.gpus))
+
+    def report(self) -> None:
+        """Each machine once."""
+        for machine in MACHINES:
+            Node(self.guest, machine).run("systemctl", "start", "unbounded-agent-gpu.service", timeout=240)
+
+    def rounds(self, what: str, count: int, change: Callable[[], None]) -> None:
+        """As many as are asked for, or as the time allows; drivers are left as they were found."""
+        self.done[what] = 0
+        with step(f"{count} of {what}"):
+            while self.done[what] < count and (time.monotonic() < self.deadline or self.current):
+                change()
+                self.done[what] += 1
+
+    def measure(self) -> Measured:
+        """When nothing is left to do."""
+        self.follow(len(self.host.gpus))
+        path = "/root/bench/quiet"
+        self.guest.write(path, (SCRIPTS.with_name("bench_scripts") / "quiet").read_bytes(), 0o755)
+        self.guest.run([path, MACHINE, QUIET], timeout=300)
+        found: Measured = json.loads(self._script("measure", *MACHINES, timeout=300).stdout)
+        return found
+
+    def _script(self, name: str, *arguments: str, timeout: float) -> Completed:
+        return self.guest.run([f"/root/soak/{name}", *arguments], timeout=timeout)
+
+
+def growth(before: Measured, after: Measured) -> dict[str, object]:
+    """What grew beyond ALLOWED: numbers by how much, lists by the new entries."""
+    grown: dict[str, object] = {}
+    for name, then in before.items():
+        now = after[name]
+        if isinstance(then, list) and isinstance(now, list):
+            if len(now) > len(then):
+                grown[name] = sorted(set(now) - set(then)) or len(now) - len(then)
+        elif isinstance(then, int) and isinstance(now, int) and now - then > int(then * ALLOWED.get(name, 0)):
+            grown[name] = now - then
+    return grown
+
+
+def _prepare(host: SimulatedHost, minutes: float) -> Soak:
+    guest = host.guest
+    old = driver_version(host_root())
+    with step("make three machines, and a second driver"):
+        guest.run(["sh", "-ec", ROOTS.format(image=MACHINE, machines=" ".join(MACHINES))])
+        guest.run(["sh", "-ec", SAVE.format(libraries=LIBRARIES, version=old)], timeout=120)
+        new = send_upgrade(guest)
+    for script in SCRIPTS.iterdir():
+        guest.write(f"/root/soak/{script.name}", script.read_bytes(), 0o755)
+    with step("start the service, and wait until the machines are ready"):
+        guest.run(["systemctl", "start", "unbounded-agent.service"], timeout=600)
+        soak = Soak(host, time.monotonic() + minutes * 60, (old, new))
+        soak.follow(len(host.gpus))
+    return soak
+
+
+def _run(options: argparse.Namespace) -> dict[str, object]:
+    image = host_image(wheels.dependencies())
+    with SimulatedHost(image, machines_disk(), memory_mib=6144) as host:
+        with step("install the host half"):
+            install(host.guest, CONFIGURATION)
+        soak = _prepare(host, options.minutes)
+        with step("warm up: each change once"):
+            soak.hotplug()
+            soak.switch_driver()
+            soak.switch_driver()
+            soak.report()
+            before = soak.measure()
+        started = time.monotonic()
+        soak.rounds("hotplug cycles", options.cycles, soak.hotplug)
+        soak.rounds("driver switches", options.switches, soak.switch_driver)
+        soak.rounds("reports of three machines", options.reports // len(MACHINES), soak.report)
+        if soak.current:
+            soak.switch_driver()
+        after = soak.measure()
+    sizes = {
+        name: [len(each) if isinstance(each, list) else each for each in (before[name], after[name])] for name in before
+    }
+    return {
+        "done": soak.done,
+        "minutes": round((time.monotonic() - started) / 60, 1),
+        "before_after": sizes,
+        "growth": growth(before, after),
+    }
+
+
+def main() -> int:
+    """Prints one JSON object; exit code 1 if something has grown."""
+    parser = argparse.ArgumentParser(prog="integration/soak", description=__doc__)
+    parser.add_argument("--cycles", type=int, default=200, help="GPUs that are plugged in and out (default: 200)")
+    parser.add_argument("--switches", type=int, default=50, help="of the host's driver (default: 50)")
+    parser.add_argument("--reports", type=int, default=500, help="of all machines together (default: 500)")
+    parser.add_argument("--minutes", type=float, default=480, help="no change begins after that (default: 480)")
+    result = _run(parser.parse_args())
+    print(json.dumps(result))
+    return 1 if result["growth"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Makes docs/tested-with.md from the results of a test run: what passed, with which versions of the real parts.
+
+Tests say what they ran with by pytest's `record_property(part, version)`, which puts it into the JUnit XML file.
+"""
+
+import argparse
+import xml.etree.ElementTree as ElementTree
+from collections import defaultdict
+from pathlib import Path
+
+MEASURED = "measured: "
+"""Begins the names of those properties that are no parts with their versions."""
+HEADER = """# Tested with
+
+`integration/tested-with` writes this page from test results; do not edit it. A row says that these tests passed with
+this version of this part, as the part itself reported it. **GPUs, kernel modules and NVML are simulated** in all of
+them ([integration/README.md](../integration/README.md)); everything in the table is real.
+
+**No test has seen** a real GPU, or Ubuntu 24.04 as host or as the base of a machine's image, where it is the default.
+
+**Tests without a virtual machine** observe and plan only: arm64, two drivers side by side, a CUDA compatibility
+directory, other locales. With the real `nvidia-ctk`, they also check the staged copies of every file of Debian's driver
+packages, in 64 and 32 bits, also moved to the places where Fedora's packages, Talos and a driver container have them.
+
+| part | version | tests that passed |
+|---|---|---|
+"""
+
+
+def table(*results: Path) -> str:
+    """The document from JUnit XML files.
+
+    Raises ValueError when a test failed, was skipped, or none says what it ran with.
+    """
+    rows: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    cases = ((each, case) for each in results for case in ElementTree.parse(each).getroot().iter("testcase"))
+    for file, case in cases:
+        name = f"{case.get('classname', '')}.{case.get('name', '')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            raise ValueError(f"{file}: {name} failed: the table is of a run in which all passed")
+        if case.find("skipped") is not None:
+            raise ValueError(f"{file}: {name} was skipped: the table is of a run in which all ran")
+        module = case.get("classname", "").rpartition(".")[2]
+        for each in case.iter("property"):
+            part = each.get("name", "")
+            if not part.startswith(MEASURED):
+                rows[part, each.get("value", "")][module] += 1
+    if not rows:
+        raise ValueError("no test says what it ran with; run integration/test --all first")
+    return HEADER + "".join(
+        f"| {part} | {version} | {', '.join(f'{module} ({count})' for module, count in sorted(modules.items()))} |\n"
+        for (part, version), modules in sorted(rows.items())
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="integration/tested-with", description=__doc__)
+    parser.add_argument("document", type=Path, help="the file to write")
+    parser.add_argument("results", type=Path, nargs="+", help="JUnit XML files of the run")
+    options = parser.parse_args()
+    try:
+        options.document.write_text(table(*options.results))
+    except (OSError, ValueError, ElementTree.ParseError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The versions of the real parts that a test ran with, read from these parts themselves."""
+
+import re
+
+from integration.bed.machine.node import Node
+from integration.bed.vm.guest import Guest
+
+HOST = """
+. /etc/os-release && echo "host=$PRETTY_NAME"
+echo "host's systemd=$(systemctl --version | sed -n '1s/systemd \\([0-9.]*\\).*/\\1/p')"
+echo "host's kernel=$(uname -r)"
+echo "NVIDIA driver (user space)=$(sed -n 's/.*Module  \\([0-9.]*\\) .*/\\1/p' /proc/driver/nvidia/version)"
+"""
+MACHINE = """
+. /etc/os-release && echo "machine=$PRETTY_NAME"
+echo "machine's systemd=$(systemctl --version | sed -n '1s/systemd \\([0-9.]*\\).*/\\1/p')"
+echo "machine's Python=$(python3 -c 'import platform; print(platform.python_version())')"
+echo "containerd=$(containerd --version)"
+echo "runc=$(runc --version | head -1)"
+echo "NVIDIA Container Toolkit=$(nvidia-ctk --version | head -1)"
+"""
+
+
+def host_versions(guest: Guest) -> dict[str, str]:
+    """By part, of a host whose driver is loaded."""
+    return _parse(guest.run(["sh", "-c", HOST]).stdout)
+
+
+def machine_versions(node: Node) -> dict[str, str]:
+    """By part, of a running machine."""
+    return _parse(node.shell(MACHINE).stdout)
+
+
+def _parse(text: str) -> dict[str, str]:
+    found = {}
+    for line in text.splitlines():
+        part, _, value = line.partition("=")
+        # Programs print their version among other words; a distribution's name is kept whole.
+        version = re.search(r"\d+\.\d+[\w.]*", value)
+        found[part] = version[0] if version and part not in ("host", "machine") else value
+    return found

@@ -1,0 +1,116 @@
+"""The disk image of the simulated GPU host: Debian with NVIDIA's own user-space packages and our stand-in driver."""
+
+import shutil
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import REPOSITORY, cached, step
+from integration.bed.drivers.host_roots import Layout, driver_version, host_root
+from integration.bed.drivers.nvml import library_name, nvml
+from integration.bed.process import run
+from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, kernel_release, toolchain
+
+FILES = REPOSITORY / "integration/simulation/host"
+DISK_SIZE = "12G"
+AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
+
+ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
+# Installed for the tests to start. nvidia-persistenced would talk to a real driver.
+DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
+# Not needed here; under emulation every process at boot costs about 0.2 s.
+MASKED_UNITS = (
+    "dev-hugepages.mount",
+    "dpkg-db-backup.timer",
+    "e2scrub_all.timer",
+    "e2scrub_reap.service",
+    "fstrim.timer",
+    "getty@tty1.service",
+    "modprobe@efi_pstore.service",
+    "modprobe@fuse.service",
+    "proc-sys-fs-binfmt_misc.automount",
+    # Its getty would take the serial console, which the bed records.
+    "serial-getty@ttyS0.service",
+    "sys-fs-fuse-connections.mount",
+    "sys-kernel-debug.mount",
+    "sys-kernel-tracing.mount",
+    "systemd-networkd.service",
+    "systemd-pstore.service",
+)
+# Of systemd's generators, which run at boot and at every daemon-reload, only this one has something to do here.
+KEPT_GENERATOR = "systemd-fstab-generator"
+
+
+def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: str = debian.SUITE) -> Path:
+    """A raw ext4 image, to be used only as the backing file of an overlay.
+
+    `wheels` is a directory with the agent's locked dependencies for the suite's Python, put into the environment
+    AGENT_ENVIRONMENT.
+    """
+
+    def build(target: Path) -> None:
+        root = target / "root"
+        run(["cp", "-a", "--reflink=auto", base, root])
+        run(["cp", "-a", "--no-preserve=ownership", f"{FILES}/.", root])
+        shutil.copy2(library, root / original.relative_to(base))
+        _install_modules(root, modules)
+        _set_units(root)
+        run(["chroot", root, "systemd-machine-id-setup"])
+        # Else the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
+        run(["chroot", root, "ldconfig"])
+        for directory in ("etc", "var"):
+            (root / directory / ".updated").touch()
+        if wheels is not None:
+            _install_wheels(root, wheels)
+        with step("write the host's file system"):
+            run(["truncate", "--size", DISK_SIZE, target / "host.ext4"])
+            run(["mke2fs", "-q", "-t", "ext4", "-E", "lazy_itable_init=1", "-d", root, target / "host.ext4"])
+        shutil.rmtree(root)
+
+    base = host_root(layout, suite)
+    version = driver_version(base)
+    modules = kernel_modules(version)
+    (original,) = base.glob(f"usr/lib/**/{library_name(version)}")
+    library = nvml(original, version)
+    inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
+    if wheels is not None:
+        inputs.append(wheels)
+    # A name for each kind, since the cache keeps only the newest result of a name.
+    name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
+    return cached(name, inputs, build) / "host.ext4"
+
+
+def _install_modules(root: Path, stand_ins: Path) -> None:
+    release = kernel_release()
+    modules = root / "usr/lib/modules" / release
+    shutil.copytree(
+        toolchain() / "usr/lib/modules" / release,
+        modules,
+        symlinks=True,
+        ignore=shutil.ignore_patterns("build", "source"),
+    )
+    updates = modules / "updates"
+    updates.mkdir()
+    for module in stand_ins.glob("*.ko"):
+        if module.name != IDENTITY_MODULE:
+            shutil.copy2(module, updates)
+    run(["chroot", root, "depmod", release])
+
+
+def _set_units(root: Path) -> None:
+    for verb, units in (("enable", ENABLED_UNITS), ("disable", DISABLED_UNITS), ("mask", MASKED_UNITS)):
+        run(["chroot", root, "systemctl", verb, *units])
+    masks = root / "etc/systemd/system-generators"
+    masks.mkdir(parents=True)
+    for generator in (root / "usr/lib/systemd/system-generators").iterdir():
+        if generator.name != KEPT_GENERATOR:
+            (masks / generator.name).symlink_to("/dev/null")
+
+
+def _install_wheels(root: Path, wheels: Path) -> None:
+    inside = root / "tmp/wheels"
+    shutil.copytree(wheels, inside)
+    run(["chroot", root, "python3", "-m", "venv", AGENT_ENVIRONMENT])
+    names = sorted(f"/tmp/wheels/{path.name}" for path in inside.glob("*.whl"))
+    pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--compile"]
+    run(["chroot", root, AGENT_ENVIRONMENT / "bin/python", *pip, *names])
+    shutil.rmtree(inside)

@@ -1,0 +1,26 @@
+"""Install the host half on the simulated host by `systemd/install`, as docs/install.md says, with two differences.
+
+The simulated host has no network: the wheel is built outside from this checkout, and the locked dependencies are in
+/opt/unbounded-agent already, by the host's image.
+"""
+
+from integration.bed import wheels
+from integration.bed.cache import REPOSITORY
+from integration.bed.machine.node import MACHINE
+from integration.bed.vm.guest import Guest
+
+CHECKOUT = "/root/unbounded-agent"
+CONFIGURATION = f"[machines.{MACHINE}]\n"
+
+
+def install(guest: Guest, configuration: str = CONFIGURATION) -> None:
+    """Everything but a start: `unbounded-agent apply` or the service is the next step."""
+    wheel = wheels.agent()
+    files = [wheel, REPOSITORY / "requirements.lock"]
+    files += [path for path in (REPOSITORY / "systemd").iterdir() if path.is_file()]
+    for file in files:
+        folder = "systemd/" if file.parent.name == "systemd" else ""
+        executable = bool(file.stat().st_mode & 0o100)
+        guest.write(f"{CHECKOUT}/{folder}{file.name}", file.read_bytes(), 0o755 if executable else 0o644)
+    guest.run([f"{CHECKOUT}/systemd/install", f"{CHECKOUT}/{wheel.name}"], timeout=300)
+    guest.write("/etc/unbounded-agent/config.toml", configuration.encode())

@@ -1,0 +1,171 @@
+"""One QEMU process: the virtual machine of the simulated GPU host, with PCIe hot-plug ports and snapshots."""
+
+import subprocess
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from integration.bed.process import BedError
+from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket, JSONValue
+
+PORTS = 12
+# /dev/kvm is not used even where it exists: on some machines it opens, and a stock kernel then dies while it boots.
+MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35", "-smp", "2")
+# no_timer_check: on a loaded machine the emulated timer is late, and the kernel would doubt its interrupt routing.
+# clocksource=hpet: QEMU's TSC goes on counting over loadvm. A restored guest would find itself minutes later, and its
+# watchdogs kill what runs.
+KERNEL_ARGUMENTS = (
+    "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet"
+)
+
+
+class QemuError(BedError):
+    """QEMU failed or did not answer in time."""
+
+
+def gpu_id(port: int) -> str:
+    return f"gpu{port}"
+
+
+class Qemu:
+    """Starts on construction; `close` ends and reaps it. `disks` are qcow2 files in the order vda, vdb, ..."""
+
+    def __init__(
+        self, directory: Path, boot: Path, disks: Iterable[Path], ports: Iterable[int], *,
+        memory_mib: int = 4096, append: str = "", snapshot: str | None = None,
+    ) -> None:  # fmt: skip
+        self.serial_log = directory / "serial.log"
+        self.guest_socket = directory / "guest.sock"
+        self.plugged = set(ports)
+        self._stderr = directory / "qemu.log"
+        monitor = directory / "monitor.sock"
+        for path in (monitor, self.guest_socket):
+            path.unlink(missing_ok=True)
+        argv = _command_line(self, monitor, boot, disks, memory_mib, append)
+        if snapshot is not None:
+            argv += ["-loadvm", snapshot]
+        with self._stderr.open("w") as stderr:
+            self._process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=stderr, stderr=stderr)
+        try:
+            self._monitor = self._connect(monitor)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+
+    def close(self) -> None:
+        """Ends the machine like a power cut; the process is reaped before this returns."""
+        try:
+            self.execute("quit", timeout=5)
+        except (QemuError, ClosedError):
+            self._process.kill()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._monitor.close()
+
+    def execute(self, command: str, timeout: float = 30, **arguments: JSONValue) -> Any:  # noqa: ANN401
+        """The return value of a QMP command, whose shape is the command's. Raises QemuError."""
+        try:
+            self._monitor.send({"execute": command, "arguments": arguments})
+            return self._answer(command, timeout)
+        except (TimeoutError, ClosedError) as error:
+            raise QemuError(f"QMP {command} {arguments}: {error}; {self.evidence()}") from error
+
+    def plug(self, port: int, model: str = "edu") -> None:
+        """Hot-plugs a simulated GPU into an empty port (0 to PORTS - 1). Of a snapshot all have the default model."""
+        self.execute("device_add", driver=model, id=gpu_id(port), bus=f"port{port}")
+        self.plugged.add(port)
+
+    def unplug(self, port: int, timeout: float = 60) -> None:
+        """Asks the guest to let a GPU go and waits until it has: about 5 s, the attention button's delay in PCIe."""
+        self.execute("device_del", id=gpu_id(port))
+        deadline = time.monotonic() + timeout
+        while self._exists(gpu_id(port)):
+            if time.monotonic() > deadline:
+                raise QemuError(f"the guest did not release {gpu_id(port)} within {timeout:.0f} s; {self.evidence()}")
+            time.sleep(0.1)
+        self.plugged.discard(port)
+
+    def savevm(self, name: str, timeout: float = 120) -> None:
+        self._human(f"savevm {name}", timeout)
+
+    def loadvm(self, name: str, timeout: float = 120) -> None:
+        """The plugged devices must be those of the snapshot. The guest's clock then stands at the snapshot's time."""
+        self._human(f"loadvm {name}", timeout)
+
+    def forward_port(self, port: int) -> None:
+        """Connections to that TCP port of 127.0.0.1 reach the guest's same port, until `stop_forwarding`."""
+        self._human(f"hostfwd_add net tcp:127.0.0.1:{port}-:{port}", 30)
+
+    def stop_forwarding(self, port: int) -> None:
+        # It reports success too.
+        arguments: JSONObject = {"command-line": f"hostfwd_remove net tcp:127.0.0.1:{port}"}
+        self.execute("human-monitor-command", **arguments)
+
+    def evidence(self) -> str:
+        """The end of the serial console and of QEMU's own messages, for error texts."""
+        serial = self.serial_log.read_bytes()[-3000:].decode(errors="replace") if self.serial_log.exists() else ""
+        state = "running" if self._process.poll() is None else f"ended with status {self._process.returncode}"
+        return f"QEMU is {state}: {self._stderr.read_text()[-1000:]!r}\nend of the serial console:\n{serial}"
+
+    def _human(self, line: str, timeout: float) -> None:
+        # The monitor's text commands report errors as text; success prints nothing.
+        output = self.execute("human-monitor-command", timeout=timeout, **{"command-line": line})
+        if output.strip():
+            raise QemuError(f"{line}: {output.strip()}; {self.evidence()}")
+
+    def _exists(self, device: str) -> bool:
+        return any(item["name"] == device for item in self.execute("qom-list", path="/machine/peripheral"))
+
+    def _connect(self, path: Path) -> JSONSocket:
+        deadline = time.monotonic() + 60
+        monitor: JSONSocket | None = None
+        while monitor is None:
+            try:
+                monitor = JSONSocket(path)
+            except OSError as error:
+                if self._process.poll() is not None or time.monotonic() > deadline:
+                    raise QemuError(f"cannot connect to QEMU's monitor {path}: {error}; {self.evidence()}") from error
+                time.sleep(0.05)
+        try:
+            # With -loadvm the greeting comes only when the snapshot has been read.
+            monitor.receive(timeout=120)
+            monitor.send({"execute": "qmp_capabilities"})
+            monitor.receive(timeout=10)
+        except (TimeoutError, ClosedError) as error:
+            raise QemuError(f"QEMU's monitor {path}: {error}; {self.evidence()}") from error
+        return monitor
+
+    def _answer(self, command: str, timeout: float) -> Any:  # noqa: ANN401
+        deadline = time.monotonic() + timeout
+        while True:
+            message: JSONObject = self._monitor.receive(max(0.0, deadline - time.monotonic()))
+            if "error" in message:
+                raise QemuError(f"QMP {command}: {message['error'].get('desc')}; {self.evidence()}")
+            if "return" in message:
+                return message["return"]
+
+
+def _command_line(
+    qemu: Qemu, monitor: Path, boot: Path, disks: Iterable[Path], memory_mib: int, append: str
+) -> list[str]:
+    # setpriv: should this process be killed, the kernel ends QEMU too.
+    argv = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64", *MACHINE, "-m", str(memory_mib)]
+    argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
+    argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]
+    argv += ["-kernel", str(boot / "vmlinuz"), "-initrd", str(boot / "initrd")]
+    argv += ["-append", f"{KERNEL_ARGUMENTS} {append}".strip()]
+    for disk in disks:
+        argv += ["-drive", f"file={disk},format=qcow2,if=virtio,cache=unsafe,discard=unmap"]
+    argv += ["-device", "virtio-serial", "-chardev", f"socket,path={qemu.guest_socket},server=on,wait=off,id=agent"]
+    argv += ["-device", "virtserialport,chardev=agent,name=org.qemu.guest_agent.0", "-device", "virtio-rng-pci"]
+    argv += ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="]
+    for port in range(PORTS):
+        argv += ["-device", f"pcie-root-port,id=port{port},chassis={port + 1},slot={port + 1}"]
+    for port in sorted(qemu.plugged):
+        argv += ["-device", f"edu,id={gpu_id(port)},bus=port{port}"]
+    return argv

@@ -1,0 +1,144 @@
+"""The simulated GPU host: a virtual machine with NVIDIA's user space and a stand-in driver for QEMU devices."""
+
+import errno
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from integration.bed.cache import step
+from integration.bed.lifetime import Lifetime
+from integration.bed.process import run
+from integration.bed.run_directory import run_directory
+from integration.bed.vm.guest import Guest, GuestError
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.kernel_modules import boot_files
+from integration.bed.vm.qemu import Qemu
+
+# An emulated machine is slow, and slower still beside a build on the same two cores.
+BOOT_SECONDS = 300.0
+
+
+class SimulatedHost(Lifetime):
+    """`host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
+
+    Neither is written to: both lie under overlays of this host's own, which go with it.
+    """
+
+    def __init__(
+        self, host: Path | None = None, machines: Path | None = None, *,
+        gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "",
+    ) -> None:  # fmt: skip
+        self.directory = run_directory("simulated-host")
+        self._memory_mib = memory_mib
+        self._append = append
+        self._boot = boot_files()
+        self._snapshots: dict[str, frozenset[int]] = {}
+        try:
+            self._disks = [self._overlay("host", host or host_image())]
+            if machines is not None:
+                self._disks.append(self._overlay("machines", machines))
+            self.qemu = self._start(gpus)
+        except BaseException:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        self.guest = Guest(self.qemu)
+
+    def start(self) -> None:
+        """Until it answers; the virtual machine runs since this object was made."""
+        with step("boot the simulated GPU host (its processor is emulated)"):
+            self.wait()
+
+    def close(self) -> None:
+        """Ends the virtual machine and removes its overlays."""
+        self.guest.close()
+        self.qemu.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def gpus(self) -> list[int]:
+        """The hot-plug ports that hold a simulated GPU."""
+        return sorted(self.qemu.plugged)
+
+    def wait(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
+        """Until systemd has started everything. Raises GuestError when a unit failed, naming it.
+
+        Units whose names begin with `may_fail` are what a test has broken.
+        """
+        deadline = time.monotonic() + timeout
+        self.guest.wait(timeout)
+        left = max(1.0, deadline - time.monotonic())
+        state = self.guest.run(["systemctl", "is-system-running", "--wait"], timeout=left, check=False).stdout.strip()
+        if state == "running":
+            return
+        failed = self.guest.run(["systemctl", "list-units", "--failed", "--plain", "--no-legend"], check=False).stdout
+        units = [line.split()[0] for line in failed.splitlines() if line]
+        if may_fail and state == "degraded" and all(unit.startswith(may_fail) for unit in units):
+            return
+        journal = self.guest.run(["journalctl", "-b", "--no-pager", "-n", "30", *(f"-u{unit}" for unit in units)])
+        raise GuestError(f"the simulated host is {state!r}; failed units: {units}\n{journal.stdout}")
+
+    def reboot(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
+        """Restarts the guest through its own systemd and waits until it is up again, as `wait` does."""
+        before = self._boot_id()
+        # Not run(): a question about the process's end could reach the agent of the next boot.
+        self.guest.start(["systemctl", "--no-block", "reboot"])
+        deadline = time.monotonic() + timeout
+        while True:
+            time.sleep(1)
+            try:
+                self.guest.wait(max(1.0, deadline - time.monotonic()))
+                if self._boot_id() != before:
+                    break
+            except GuestError:
+                # The agent ends in the midst of an answer while the guest shuts down.
+                if time.monotonic() > deadline:
+                    raise
+        self.wait(max(1.0, deadline - time.monotonic()), may_fail)
+
+    def snapshot(self, name: str) -> None:
+        """Saves memory, devices and disks; with them go the set of plugged GPUs and what runs in the guest."""
+        self.qemu.savevm(name)
+        self._snapshots[name] = frozenset(self.qemu.plugged)
+
+    def pause(self) -> None:
+        """Until the next `restore`, the guest takes no processor time: two emulated machines starve each other."""
+        self.qemu.execute("stop")
+
+    def restore(self, name: str) -> None:
+        """Back to a snapshot of this host. Starts a new QEMU when GPUs were plugged or unplugged since."""
+        ports = self._snapshots[name]
+        self.guest.close()
+        if ports == self.qemu.plugged:
+            self.qemu.loadvm(name)
+            self.qemu.execute("cont")
+        else:
+            self.qemu.close()
+            self.qemu = self._start(ports, snapshot=name)
+            self.guest = Guest(self.qemu)
+        self.guest.wait(60)
+        self.guest.set_clock()
+
+    def _boot_id(self) -> bytes:
+        return self.guest.read("/proc/sys/kernel/random/boot_id")
+
+    def _start(self, ports: Iterable[int], snapshot: str | None = None) -> Qemu:
+        return Qemu(
+            self.directory, self._boot, self._disks, ports,
+            memory_mib=self._memory_mib, append=self._append, snapshot=snapshot,
+        )  # fmt: skip
+
+    def _overlay(self, name: str, image: Path) -> Path:
+        overlay = self.directory / f"{name}.qcow2"
+        try:
+            # The cache may drop the image while this host still runs.
+            kept = self.directory / f"{name}.image"
+            kept.hardlink_to(image.resolve())
+            image = kept
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise
+        with image.open("rb") as file:
+            kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
+        run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
+        return overlay

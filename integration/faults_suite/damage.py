@@ -1,0 +1,121 @@
+"""Damages state files like a failing disk, an older release or a careless administrator."""
+
+import hashlib
+import os
+import re
+import stat
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.model.paths import nspawn_file, unit_drop_in
+from integration.faults_suite.points import Finding, Story, Told, directory, silence
+from integration.faults_suite.trees import differences, snapshot
+from tests.fakes.gpu_host import MACHINE
+
+
+def _flip(content: bytes, where: int) -> bytes:
+    position = where % max(1, len(content))
+    return (
+        content[:position] + bytes([content[position] ^ 1 << where % 7]) + content[position + 1 :] if content else b"\1"
+    )
+
+
+CONTENTS: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda content: b"",
+    "cut in half": lambda content: content[: len(content) // 2],
+    "without its end": lambda content: content[:-3],
+    "zeroed": lambda content: bytes(len(content)),
+    "of a future version": lambda content: b'{"version": 99, "files": {}, "unheard": [1]}',
+    "a list": lambda content: b"[]",
+    "a number of 5,000 digits": lambda content: b"1" * 5000,
+    "nested 3,000 deep": lambda content: b"[" * 3000 + b"]" * 3000,
+    "not UTF-8": lambda content: b"\xff\xfe\x00" + content,
+    "twice": lambda content: content * 2,
+} | {f"with bit {where} changed": (lambda content, where=where: _flip(content, where)) for where in (1, 17, 101, 997)}
+
+
+def _directory(place: Path) -> None:
+    place.unlink()
+    (place / "inner").mkdir(parents=True)
+    (place / "inner" / "file").write_text("somebody's")
+
+
+def _fifo(place: Path) -> None:
+    place.unlink()
+    os.mkfifo(place)
+
+
+def _link(place: Path) -> None:
+    place.unlink()
+    place.symlink_to("/nowhere")
+
+
+FILE = re.compile("[0-7]{4} ")
+"""How a snapshot shows a regular file: its mode and its content."""
+KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO": _fifo, "a dangling link": _link}
+
+SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
+OTHERS = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
+"""What leaves nothing of ours: in the place of settings, which administrators write too, it is somebody's and stays."""
+REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """To one file."""
+
+    path: str
+    how: str
+
+    @property
+    def by_somebody(self) -> bool:
+        """Whether that is what ForeignFile says."""
+        return self.path in SETTINGS and self.how in OTHERS
+
+    def do(self, tree: Path) -> None:
+        place = tree / self.path[1:]
+        if self.how in KINDS:
+            KINDS[self.how](place)
+        else:
+            mode = stat.S_IMODE(place.stat().st_mode)
+            content = CONTENTS[self.how](place.read_bytes())
+            # As a careless administrator would: another file in its place.
+            place.unlink()
+            place.write_bytes(content)
+            place.chmod(mode)
+
+
+def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> list[Damage]:
+    """Every damage to every file of ours."""
+    files = [path for path, text in sorted(state.items()) if path.startswith(places) and FILE.match(text)]
+    found = [Damage(path, how) for path in files for how in (*CONTENTS, *KINDS)]
+    return [each for each in found if int(hashlib.sha256(repr(each).encode()).hexdigest(), 16) % every == 0]
+
+
+def damage(story: Story, told: Told, what: Damage) -> Finding | None:
+    """The story's work on a world with that damage and no other change.
+
+    What is left of the record may differ, as what it cached is found out again: a driver root may have another index.
+    """
+    wrong: list[str] = []
+    with directory() as place, silence():
+        world = story.begin(Path(place))
+        what.do(world.tree)
+        settings = snapshot(world.tree / "etc/systemd")
+        try:
+            story.again(world)
+        except Exception:
+            wrong.append(f"an unexpected exception: {traceback.format_exc(limit=-4)}")
+        else:
+            now = world.conditions()
+            wrong += world.faults()
+            wrong += [f"{each} was taken away" for each in sorted(told.rights - world.rights())]
+            if "bit" not in what.how:
+                # Only a digest can tell an intact document with another value.
+                expected = told.conditions | (REFUSED if what.by_somebody else {})
+                wrong += [f"{kind} is {now.get(kind)}" for kind, said in expected.items() if now.get(kind) != said]
+            if what.by_somebody:
+                wrong += differences(settings, snapshot(world.tree / "etc/systemd"))
+    return Finding(story.name, f"{what.path} is {what.how}", tuple(wrong)) if wrong else None

@@ -1,0 +1,40 @@
+"""Makes calls fail, each with every error in its manual page that a disk or a kernel under load returns."""
+
+from errno import EACCES, EDQUOT, EIO, EMFILE, ENOMEM, ENOSPC, EROFS
+
+from integration.faults_suite.interception import TORN, Call, Strike
+from integration.faults_suite.points import Told
+
+CHANGES = (ENOSPC, EIO, EROFS, EDQUOT)
+WRITING = {
+    "open": (*CHANGES, EMFILE, ENOMEM),
+    "mkdir": (*CHANGES, ENOMEM),
+    "symlink": CHANGES,
+    "rename": CHANGES,
+    "write": (ENOSPC, EIO, EDQUOT),
+    "copy_file_range": (ENOSPC, EIO, ENOMEM),
+    "fsync": (EIO, ENOSPC, EDQUOT),
+    "fdatasync": (EIO, ENOSPC, EDQUOT),
+    "unlink": (EIO, EROFS),
+    "rmdir": (EIO, EROFS),
+    "chmod": (EIO, EROFS),
+    "fchmod": (EIO, EROFS),
+    "run": (EIO, ENOMEM),
+    "call": (EIO,),
+}
+"""For `run` and `call`: a program that cannot start, and a service that refuses."""
+READING = (EIO, EACCES)
+
+
+def faults(told: Told, every: int = 1) -> list[Strike]:
+    """Every changing call with its errors; every distinct look once, since each pass repeats the same looks."""
+    strikes = [
+        Strike(number, code, torn=call.name in TORN and code != EIO)
+        for number, call in enumerate(told.writing)
+        for code in WRITING[call.name]
+    ]
+    first: dict[Call, int] = {}
+    for number, call in enumerate(told.reading):
+        first.setdefault(call, number)
+    strikes += [Strike(number, code, writing=False) for number in first.values() for code in READING]
+    return strikes[::every]

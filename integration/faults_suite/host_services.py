@@ -1,0 +1,97 @@
+"""systemd, machined and commands of a simulated host, which survive a kill of the agent."""
+
+import subprocess
+from pathlib import Path
+from typing import Protocol
+
+from agent.model.errors import BusAnswerError, BusError
+from agent.system.process import Completed
+from integration.faults_suite.interception import Watch
+from tests.fakes.host import CHANGES, JOB_VERBS, Host, ScriptedBus, ScriptedRunner
+
+
+class Site(Protocol):
+    """What happens to the machine when they are called."""
+
+    tree: Path
+    watch: Watch
+    mounts: set[str]
+
+    def reload(self) -> None: ...
+
+    def start_asked(self) -> None: ...
+
+    def permit(self, arguments: tuple[object, ...]) -> None: ...
+
+    def bind(self, path: str) -> None: ...
+
+
+class Bus(ScriptedBus):
+    """PID 1 and machined, which remember the calls."""
+
+    def __init__(self, world: Site) -> None:
+        super().__init__()
+        self.world = world
+
+    def __call__(
+        self, service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        watch, name = self.world.watch, method.rpartition(".")[2]
+        what = f"{name} {' '.join(str(each) for each in arguments if isinstance(each, str))}"
+        try:
+            if method not in (*CHANGES, *JOB_VERBS):
+                watch.look("call", what)
+            else:
+                watch.effect("call", what)
+        except OSError as error:
+            raise (BusAnswerError if method in (*CHANGES, *JOB_VERBS) else BusError)(
+                f"{what}: {error.strerror}"
+            ) from error
+        with watch.pause():
+            answer = super().__call__(service, path, method, signature, arguments, timeout)
+            if name == "SetUnitProperties":
+                self.world.permit(arguments)
+            elif name == "BindMountMachine":
+                self.world.bind(str(arguments[1]))
+        return answer
+
+
+class Runner(ScriptedRunner):
+    """systemctl, mount and rm."""
+
+    def __init__(self, world: Site) -> None:
+        super().__init__()
+        self.world = world
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        watch = self.world.watch
+        if argv[-1] == "-p":
+            watch.look("run", " ".join(argv))
+        else:
+            watch.effect("run", " ".join(argv))
+        with watch.pause():
+            match argv:
+                case ("systemctl", "daemon-reload"):
+                    self.world.reload()
+                case ("systemctl", "start", "--no-block", _):
+                    self.world.start_asked()
+                case ("mount", *_):
+                    self.world.mounts.add(argv[-1])
+                case ("umount", *_):
+                    self.world.mounts.discard(argv[-1])
+                case ("rm", *_):
+                    below = [f"{self.world.tree}{word}" if word.startswith("/") else word for word in argv]
+                    subprocess.run(below, check=True)
+                case _:
+                    return super().__call__(argv, timeout)
+            return Completed(0, b"", b"")
+
+
+class SimulatedHost(Host):
+    """Including the mounted file systems."""
+
+    world: Site
+
+    def is_mount(self, path: str) -> bool:
+        self.world.watch.look("is_mount", path)
+        return path in self.world.mounts or super().is_mount(path)

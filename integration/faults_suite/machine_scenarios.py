@@ -1,0 +1,159 @@
+"""The machine half's scenarios."""
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from agent.machine.containerd.tables import MAIN
+from agent.machine.kubelet.node_condition import JUDGEMENT
+from agent.model.device import DeviceNumber
+from agent.model.handoff import GrantedDevice
+from integration.faults_suite.machine_world import MachineWorld, begin, one_gpu, stage
+from tests.fakes.containerd_files import MAIN_2
+from tests.fakes.machine import LIBRARIES, REQUEST, gpu_machine, recorded_spec
+from tests.fakes.mig import DEVICES as RECORDED
+from tests.fakes.mig import MIG_REQUEST, live_mode, mig_spec
+from tests.fakes.node import KUBELET, KUBELETS_OWN, Node
+
+NEWER = "580.95.05"
+SPEC = "/etc/cdi/nvidia.yaml"
+NEW_NODE = "/dev/nvidia1"
+DEVICES = tuple(replace(each, major=240, minor=minor) for minor, each in enumerate(RECORDED))
+WITH_INSTANCES = replace(MIG_REQUEST, devices=DEVICES)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Like the host half's: the state before, the change, and what the agent does then."""
+
+    name: str
+    before: Callable[[MachineWorld], None]
+    change: Callable[[MachineWorld], None]
+    work: Callable[[MachineWorld], None] = MachineWorld.settle
+    start: Callable[[Path], MachineWorld] = lambda directory: begin(directory, recorded_spec)
+
+
+def _nothing(world: MachineWorld) -> None:
+    pass
+
+
+def _one(world: MachineWorld) -> None:
+    machine = world.machine
+    machine.drop(NEW_NODE)
+    del machine.nodes[NEW_NODE]
+    machine.mounts.remove(NEW_NODE)
+    machine.hand(one_gpu())
+    world.settle()
+
+
+def _add(world: MachineWorld) -> None:
+    world.machine.node(NEW_NODE, 195, 1)
+    world.machine.mounts.append(NEW_NODE)
+    world.machine.hand(REQUEST)
+
+
+def _remove(world: MachineWorld) -> None:
+    world.machine.hand(one_gpu())
+
+
+def _remove_all(world: MachineWorld) -> None:
+    world.machine.hand(replace(REQUEST, gpus=(), devices=(), driver_version="", driver_root="", files=()))
+
+
+def _switch(world: MachineWorld) -> None:
+    world.machine.hand(stage(world.machine, NEWER, "/run/host-nvidia/1"))
+
+
+def _main(world: MachineWorld) -> None:
+    world.machine.put(MAIN, MAIN_2)
+
+
+def _edit_spec(world: MachineWorld) -> None:
+    spec = json.loads(world.machine.read(SPEC))
+    spec["devices"] = spec["devices"][:1]
+    world.machine.put(SPEC, json.dumps(spec))
+
+
+def _edit_links(world: MachineWorld) -> None:
+    world.machine.drop(f"/{LIBRARIES}/libcuda.so.1")
+    world.machine.drop("/usr/bin/nvidia-smi")
+
+
+def _mig(directory: Path) -> MachineWorld:
+    world = begin(directory, mig_spec)
+    world.machine.mounts.clear()
+    for device in DEVICES:
+        _bind(world, device)
+    return world
+
+
+def _bind(world: MachineWorld, device: GrantedDevice) -> None:
+    world.machine.put(device.path)
+    world.machine.nodes[device.path] = DeviceNumber(device.major, device.minor, live_mode(device.path))
+    world.machine.mounts.append(device.path)
+
+
+def _without_instances(world: MachineWorld) -> None:
+    kept = [each for each in DEVICES if not each.capability]
+    for device in DEVICES:
+        if device.capability:
+            world.machine.drop(device.path)
+            del world.machine.nodes[device.path]
+            world.machine.mounts.remove(device.path)
+    world.machine.hand(replace(WITH_INSTANCES, devices=tuple(kept)))
+    world.settle()
+
+
+def _instances(world: MachineWorld) -> None:
+    for device in DEVICES:
+        if device.capability:
+            _bind(world, device)
+    world.machine.hand(WITH_INSTANCES)
+
+
+def _node(directory: Path) -> MachineWorld:
+    machine = gpu_machine(directory / "machine")
+    machine.__class__ = Node
+    assert isinstance(machine, Node)
+    world = MachineWorld(machine, recorded_spec)
+    machine.replaced = []
+    machine.object = {"metadata": {"name": "gpu-node"}, "status": {"conditions": [KUBELETS_OWN]}}
+    machine.put("/proc/sys/kernel/hostname", "GPU-Node\n")
+    machine.put("/usr/local/bin/kubectl")
+    machine.program("kubectl", machine.kubectl)
+    machine.process(40, *KUBELET)
+    return world
+
+
+def _judge(world: MachineWorld) -> None:
+    machine: Any = world.machine
+    machine.judge(judged=time.time(), since=time.time() - 1000)
+
+
+def _judged(world: MachineWorld) -> None:
+    _judge(world)
+    world.tell_node()
+
+
+def _unwanted(world: MachineWorld) -> None:
+    world.machine.drop(JUDGEMENT)
+
+
+SETTLE, TELL = MachineWorld.settle, MachineWorld.tell_node
+SCENARIOS = (
+    Scenario("first run", _nothing, _nothing),
+    Scenario("first run with a configuration of containerd", _nothing, _main),
+    Scenario("new handoff: GPU added", _one, _add),
+    Scenario("new handoff: GPU removed", SETTLE, _remove),
+    Scenario("new handoff: no GPU any more", SETTLE, _remove_all),
+    Scenario("new handoff: another driver", SETTLE, _switch),
+    Scenario("containerd's configuration replaced", SETTLE, _main),
+    Scenario("spec changed by somebody", SETTLE, _edit_spec),
+    Scenario("links removed by somebody", SETTLE, _edit_links),
+    Scenario("MIG instances made", _without_instances, _instances, start=_mig),
+    Scenario("condition on the Node", _nothing, _judge, TELL, start=_node),
+    Scenario("condition on the Node taken back", _judged, _unwanted, TELL, start=_node),
+)

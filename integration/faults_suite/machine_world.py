@@ -1,0 +1,171 @@
+"""A simulated machine for the machine half's scenarios: its GPUs, driver and containerd change."""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from agent.machine.kubelet import node_condition
+from agent.machine.run import run
+from agent.model.errors import AgentError
+from agent.model.handoff import GrantedFile, Request
+from agent.model.paths import MACHINE_STATE
+from agent.system.process import Completed
+from integration.faults_suite.interception import Watch
+from integration.faults_suite.trees import normal, snapshot, temporary
+from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, nvidia_ctk, systemctl
+
+RUNS = 3
+"""Runs of the machine half: by the path unit, then by the timer."""
+READS = ("-p", "show", "--version", "dump", "list", "get")
+READERS = ("nvidia-smi", "open_nodes")
+COMPARED = ("granted-", "char-links-", "withdrawn")
+"""Notes whose content runs compare; the others only save work, and contain times and inode numbers."""
+
+
+class MachineWorld:
+    """A machine with the System that the agent has of it."""
+
+    def __init__(self, machine: Machine, spec: Callable[[], dict[str, Any]]) -> None:
+        self.machine, self.tree = machine, machine.tree
+        self.watch = Watch("/nowhere")
+        self.spec = spec
+        self.started = 10
+        """When containerd started, microseconds by CLOCK_MONOTONIC."""
+        self.restarts = 0
+        self.last: dict[str, tuple[str, str]] = {}
+        self.errors: list[str] = []
+        """Exceptions that ended runs."""
+        self.said: set[tuple[str, str, str]] = set()
+        """Type, reason and message of conditions that were False."""
+        machine._runner = self._run
+        machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, self._generated(argv)))
+        machine.program("systemctl", self._systemctl)
+
+    def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        reads = any(word in argv for word in READS) or any(name in word for name in READERS for word in argv)
+        (self.watch.look if reads else self.watch.effect)("run", " ".join(argv)[:120])
+        with self.watch.pause():
+            return self.machine._answer(argv, timeout)
+
+    def _systemctl(self, argv: tuple[str, ...]) -> Completed:
+        if "try-restart" in argv:
+            self.restarts += 1
+            self.started = time.monotonic_ns() // 1000
+        return systemctl("active", self.started)(argv)
+
+    def _generated(self, argv: tuple[str, ...]) -> dict[str, Any]:
+        """What the generator makes of the present nodes: it leaves out a device if one of its nodes is missing."""
+        spec = self.spec()
+        nodes = {*self.machine.nodes}
+        root = next((each.partition("=")[2] for each in argv if each.startswith("--driver-root=")), ROOT)
+        kept = []
+        for device in spec["devices"]:
+            edits = device["containerEdits"]
+            mine = [each for each in edits.get("deviceNodes", []) if each["path"] in nodes]
+            if device["name"] == "all" or mine == edits.get("deviceNodes", []):
+                edits["deviceNodes"] = [self._numbered(each) for each in mine]
+                kept.append(device)
+        spec["devices"] = kept
+        if root == ROOT:
+            return spec
+        names = self.machine.entries(f"{root}/{LIBRARIES}")
+        newer = next(name for name in names if name.startswith("libcuda.so.") and name.count(".") > 2)
+        newer = newer.removeprefix("libcuda.so.")
+        text = json.dumps(spec).replace(ROOT, root).replace(VERSION, newer)
+        moved: dict[str, Any] = json.loads(text)
+        return moved
+
+    def _numbered(self, node: dict[str, Any]) -> dict[str, Any]:
+        """With real numbers: in the recording all nodes were 1:3."""
+        number = self.machine.nodes[node["path"]]
+        now = {"major": number.major, "minor": number.minor, "fileMode": number.mode}
+        return {key: now.get(key, value) for key, value in node.items()}
+
+    def settle(self) -> None:
+        """The machine half's runs. An exception that ends one goes to the journal; then the next one runs."""
+        for _ in range(RUNS):
+            try:
+                run(self.machine)
+            except (AgentError, OSError) as error:
+                self.errors.append(str(error))
+            else:
+                self._hear()
+
+    def _hear(self) -> None:
+        with self.watch.pause():
+            conditions = self.machine.report()["conditions"]
+        self.last = {each["type"]: (each["status"], each["reason"]) for each in conditions}
+        self.said |= {
+            (each["type"], each["reason"], each["message"]) for each in conditions if each["status"] == "False"
+        }
+
+    def tell_node(self) -> None:
+        """Runs of the unit that sets the condition on the Node."""
+        for _ in range(RUNS):
+            try:
+                node_condition.run(self.machine, time.time())
+            except (AgentError, OSError) as error:
+                self.errors.append(str(error))
+
+    def faults(self) -> list[str]:
+        return temporary(self.tree)
+
+    def rights(self) -> set[str]:
+        """The devices that pods can ask for, and the driver's files that are linked."""
+        links = {each.name for each in (self.tree / LIBRARIES).glob("*") if each.is_symlink()}
+        spec = self.tree / "etc/cdi/nvidia.yaml"
+        devices = json.loads(spec.read_text())["devices"] if spec.is_file() else []
+        return links | {device["name"] for device in devices}
+
+    def conditions(self) -> dict[str, tuple[str, str]]:
+        """Status and reason by type, as the last run reported them."""
+        return self.last
+
+    def state(self) -> dict[str, str]:
+        found = snapshot(self.tree)
+        for path in [*found]:
+            name = path.removeprefix(f"{MACHINE_STATE}/")
+            if name != path and not name.startswith(COMPARED):
+                del found[path]
+        found["mounts"] = " ".join(sorted(self.machine.mounts))
+        found["restarts of containerd"] = str(self.restarts)
+        found["the Node"] = normal(json.dumps(getattr(self.machine, "object", None), sort_keys=True).encode())
+        return found
+
+
+def one_gpu() -> Request:
+    """Only the first of the two GPUs."""
+    devices = tuple(each for each in REQUEST.devices if each.pci_address != GPUS[1])
+    return Request("nvidia", GPUS[:1], devices, VERSION, ROOT, REQUEST.files)
+
+
+def stage(machine: Machine, version: str, root: str) -> Request:
+    """Another driver, in its own driver root."""
+    files = tuple(
+        GrantedFile(each.target.replace(VERSION, version), each.link.replace(VERSION, version))
+        for each in REQUEST.files
+    )
+    for file in files:
+        path = f"{root}/{file.target}"
+        if file.link:
+            machine.make_directory(path.rsplit("/", 1)[0])
+            machine.link(path, file.link)
+        else:
+            machine.put(path)
+    load(machine, version)
+    return Request("nvidia", GPUS, REQUEST.devices, version, root, files)
+
+
+def load(machine: Machine, version: str) -> None:
+    """The module that is loaded."""
+    machine.put("/sys/module/nvidia/version", f"{version}\n")
+    machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}\n")
+
+
+def begin(directory: Path, spec: Callable[[], dict[str, Any]]) -> MachineWorld:
+    """Before its first run, with the nodes that nspawn has bound."""
+    world = MachineWorld(gpu_machine(directory / "machine"), spec)
+    world.machine.mounts += [each.path for each in REQUEST.devices]
+    return world

@@ -1,0 +1,91 @@
+"""The result of a run, in a form that makes two runs comparable."""
+
+import os
+import re
+import stat
+from pathlib import Path
+
+from agent.model.paths import REMOVED
+
+NEW = ".unbounded-agent-new"
+VARYING = (
+    (re.compile(r"\b1[789]\d{8}(\.\d+)?\b"), "TIME"),
+    (re.compile(r"\b1[789]\d{17}\b"), "TIME"),
+    (re.compile(r"\b20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z"), "TIME"),
+    (re.compile(r'"(inode|ctime_ns|mtime_ns)": \d+'), r'"\1": N'),
+    (re.compile(r'"(device|microseconds|started|until|removed)": ?\d+(\.\d+)?'), r'"\1": N'),
+    (re.compile(r'("place": "[^"]*", "manifest": )"[0-9a-f]{64}"'), r'\1"DIGEST"'),
+    (re.compile(r'"repairs": \{[^}]*\}'), '"repairs": {}'),
+    (re.compile(r'"digest": "[0-9a-f]{64}"'), '"digest": "DIGEST"'),
+    (re.compile(r'"losses": \[[^]]*\]'), '"losses": []'),
+)
+"""Differ between runs: times, inode numbers, and counts of repairs, which may miss the killed one."""
+
+
+def snapshot(tree: Path) -> dict[str, str]:
+    """Type, mode and content of everything, by path."""
+    found = {}
+    for directory, directories, files in os.walk(tree):
+        for name in (*directories, *files):
+            place = Path(directory, name)
+            status = place.lstat()
+            path = f"/{place.relative_to(tree)}"
+            if stat.S_ISLNK(status.st_mode):
+                found[path] = f"link to {os.readlink(place)}"
+            elif stat.S_ISREG(status.st_mode):
+                found[path] = f"{status.st_mode & 0o7777:04o} {normal(place.read_bytes())}"
+            else:
+                found[path] = f"{stat.S_IFMT(status.st_mode):o} {status.st_mode & 0o7777:04o}"
+    return found
+
+
+def normal(content: bytes) -> str:
+    text = content.decode(errors="backslashreplace")
+    for pattern, instead in VARYING:
+        text = pattern.sub(instead, text)
+    return text
+
+
+INDEX = re.compile(
+    r"((?:host-nvidia|driver-roots|trees)/|host\\x2dnvidia-|[Dd]river root "
+    r'|"index": |"nvidia": |"(?:roots|indices)": \[)(\d+)(, \d+)*'
+)
+GENERATION = re.compile(r"\b[0-9a-f]{16}\b")
+
+
+def numbered(found: dict[str, str], manifests: str) -> dict[str, str]:
+    """Numbers driver roots by their order: a half-made one may have used up an index, and that is no difference."""
+    known = sorted(int(path[len(manifests) + 1 : -5]) for path in found if re.fullmatch(f"{manifests}/\\d+.json", path))
+    ranks = {str(index): str(rank) for rank, index in enumerate(known)}
+
+    def rank(text: str) -> str:
+        return INDEX.sub(lambda match: re.sub(r"\d+$", lambda one: ranks.get(one[0], one[0]), match[0]), text)
+
+    # The directory for removals: made with the first one, and empty.
+    there = {path: text for path, text in found.items() if path != REMOVED}
+    return {rank(path): GENERATION.sub("GENERATION", rank(text)) for path, text in there.items()}
+
+
+def differences(expected: dict[str, str], found: dict[str, str]) -> list[str]:
+    """One line per difference."""
+    lines = []
+    for path in sorted(expected.keys() | found.keys()):
+        before, after = expected.get(path), found.get(path)
+        if before != after:
+            lines.append(f"{path}: {_short(before, after)}")
+    return lines
+
+
+def _short(before: str | None, after: str | None) -> str:
+    if before is None:
+        return f"is too much ({(after or '')[:80]!r})"
+    if after is None:
+        return "is missing"
+    pairs = enumerate(zip(before, after, strict=False))
+    common = next((number for number, (one, other) in pairs if one != other), min(len(before), len(after)))
+    return f"{before[max(0, common - 60) : common + 60]!r} expected, {after[max(0, common - 60) : common + 60]!r} found"
+
+
+def temporary(tree: Path) -> list[str]:
+    """Temporary files of a killed writer."""
+    return [f"{path.relative_to(tree)}: a temporary file is left" for path in tree.rglob(f"*{NEW}")]

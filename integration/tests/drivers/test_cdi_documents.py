@@ -1,0 +1,117 @@
+"""CDI specs as they are published, against the Container Device Interface's own library: its form, its versions.
+
+The real nvidia-ctk makes them of driver roots that were staged from trees of real packages; the GPU and NVML are
+simulated, and there is no virtual machine.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.host.apply.driver_roots import stage
+from agent.host.plan.goal import plan
+from agent.model.paths import TREES as DRIVER_TREES
+from agent.model.paths import spec_directory
+from agent.vendors.cdi.normalise import settled
+from agent.vendors.nvidia.cdi.nvidia_ctk import with_no_gpu
+from agent.vendors.nvidia.machine import NvidiaMachine
+from integration.bed.cache import cache_root
+from integration.bed.drivers.foreign_trees import crowded_root
+from integration.bed.drivers.generator import GeneratorMachine, with_simulated_nodes
+from integration.bed.drivers.host_roots import host_root
+from integration.bed.process import run
+from integration.bed.tools import bed_tools, toolkit
+from integration.tests.drivers.observed_tree import CONFIG, Tree
+from tests.fakes.cdi_specs import VERSIONS
+from tests.fakes.machine import SPEC
+
+pytestmark = pytest.mark.scenario("002")
+
+NVIDIA = NvidiaMachine()
+TREES = {
+    "Debian 13": lambda: host_root("split", "trixie"),
+    "Debian 12": lambda: host_root("split", "bookworm"),
+    "Ubuntu's layout": lambda: host_root("flat", "trixie"),
+    "two drivers, 32 bits": crowded_root,
+}
+
+
+@pytest.fixture
+def copy() -> Iterator[Path]:
+    """A place beside the cached trees, for hard links to them."""
+    with tempfile.TemporaryDirectory(prefix=".documents-", dir=cache_root()) as directory:
+        yield Path(directory) / "root"
+
+
+def validate(directory: Path, *specs: object) -> None:
+    """Raises when the library refuses one, or would take it in a lower version."""
+    paths = [directory / f"{index}.json" for index in range(len(specs))]
+    for path, spec in zip(paths, specs, strict=True):
+        path.write_text(json.dumps(spec))
+    run([bed_tools() / "cdi-validate", *paths])
+
+
+def refused(directory: Path, spec: object) -> str:
+    """The library's words."""
+    with pytest.raises(Exception, match="cdi-validate") as caught:
+        validate(directory, spec)
+    return str(caught.value)
+
+
+def installed_version(root: Path) -> str:
+    """Of the driver that the tree's loader finds."""
+    found = {path.resolve().name for path in (root / "usr/lib/x86_64-linux-gnu").glob("nvidia/current/libcuda.so.1")}
+    found = found or {path.resolve().name for path in (root / "usr/lib/x86_64-linux-gnu").glob("libcuda.so.1")}
+    (name,) = found
+    return name.removeprefix("libcuda.so.")
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
+    root = TREES[name]()
+    run(["cp", "-al", root, copy])
+    tree = Tree(copy)
+    (goal,) = plan(CONFIG, tree.look(installed_version(root))).goal.machines
+    driver_root = goal.grants[0].driver_root
+    assert driver_root
+    stage(driver_root, tree)
+    request, live = with_simulated_nodes(goal.handoff.requests[0])
+    staged = tree.tree / DRIVER_TREES.lstrip("/") / str(driver_root.index)
+    machine = GeneratorMachine(tmp_path, staged, request, toolkit() / "nvidia-ctk")
+    machine.make_directory(spec_directory("nvidia"))
+    spec: Any = settled(NVIDIA.generate(machine, request, spec_directory("nvidia"), live).spec)
+    present = {
+        path for path in NVIDIA.host_paths(spec) if (staged / path.removeprefix(f"{request.driver_root}/")).exists()
+    }
+    verdict = NVIDIA.verify(spec, request, live, present)
+    assert (verdict.problems, verdict.missing_gpus) == ((), ())
+    uuids = [each for each in verdict.devices if each.startswith("GPU-")]
+    assert sorted(verdict.devices) == sorted(["0", *uuids, "all", "none"]), "by index and by UUID"
+    assert len(uuids) == 1
+    validate(tmp_path, spec)
+
+
+def test_recorded_specs(tmp_path: Path) -> None:
+    """With DRM nodes and their groups, with MIG devices, and with the device for no GPU."""
+    recorded = [json.loads(path.read_text()) for path in sorted(SPEC.parent.glob("*.json"))]
+    specs = [with_no_gpu(each.get("spec", each)) for each in recorded]
+    assert len(specs) >= 3
+    validate(tmp_path, *(settled(each) for each in specs))
+
+
+def test_versions_are_those_of_the_library(tmp_path: Path) -> None:
+    """For every feature that asks for a version; what is written is enough and not more."""
+    validate(tmp_path, *(settled(document) for document, _ in VERSIONS.values()))
+
+
+def test_the_library_refuses_what_is_not_in_this_form(tmp_path: Path) -> None:
+    """Else the tests before would prove nothing."""
+    document: Any = settled(VERSIONS["recorded with DRM nodes"][0])
+    assert "must be at least v0.7.0" in refused(tmp_path, document | {"cdiVersion": "0.6.0"})
+    assert "and 0.7.0 is enough" in refused(tmp_path, document | {"cdiVersion": "1.0.0"})
+    document["devices"][0]["containerEdits"] = {}
+    assert "empty device edits" in refused(tmp_path, settled(document))

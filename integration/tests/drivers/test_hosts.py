@@ -1,0 +1,131 @@
+"""Other hosts than that of the other tests: Debian 12, and Ubuntu's flat layout of the driver. One after the other."""
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agent.model.paths import TREES, handoff_file
+from integration.bed import wheels
+from integration.bed.drivers.host_roots import PYTHON, Layout
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.machine.node import MACHINE
+from integration.bed.measure.versions import host_versions
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import CONFIGURATION as ALL_GPUS
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
+from integration.conftest import Bed
+from integration.tests.kubernetes.test_pods import CONTROL, probe, uuids
+from integration.tests.node.test_hotplug import comes_and_goes, wait_for_gpus
+from integration.tests.node.test_published_roots import driver_root, expect_unchangeable
+
+pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
+
+GRANTED = (1, 4)
+"""Of eight GPUs, by their index."""
+CONFIGURATION = f'[machines.{MACHINE}]\ngpus = ["0000:02:00.0", "0000:05:00.0"]\n'
+UNIT = f"systemd-nspawn@{MACHINE}.service"
+OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+
+
+DEBIAN_12: tuple[Layout, str] = ("split", "bookworm")
+FLAT: tuple[Layout, str] = ("flat", "trixie")
+
+
+@pytest.fixture(scope="module", params=[DEBIAN_12, FLAT], ids=["debian-12", "flat"])
+def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
+    """A host with its driver and the installed agent, to which two of the eight GPUs' addresses are configured."""
+    layout, suite = request.param
+    image, machines = host_image(wheels.dependencies(PYTHON[suite]), layout=layout, suite=suite), machines_disk()
+    with SimulatedHost(image, machines, memory_mib=3072) as host:
+        install(host.guest, CONFIGURATION)
+        yield Bed(host)
+
+
+@pytest.fixture(autouse=True)
+def versions(other: Bed, record_property: Callable[[str, object], None]) -> None:
+    """What the host says of itself, into the test's report."""
+    for part, version in host_versions(other.guest).items():
+        record_property(part, version)
+
+
+def staged_libraries(bed: Bed) -> set[str]:
+    """Real files of the driver's version, as the machine was handed them."""
+    handoff: dict[str, Any] = json.loads(bed.guest.read(handoff_file(MACHINE)))
+    (granted,) = handoff["requests"]
+    suffix = f".so.{granted['driver_version']}"
+    return {file["target"] for file in granted["files"] if file["target"].endswith(suffix)}
+
+
+def test_apply_makes_the_machine_ready_and_a_pod_sees_its_gpu(other: Bed) -> None:
+    """One command, as on the host of the other tests; the spec has every library that was staged."""
+    other.agent("apply", timeout=400)
+    conditions = other.conditions()
+    assert {kind for kind, each in conditions.items() if each["status"] == "False"} <= {"PersistenceMode"}
+    assert conditions["Ready"]["status"] == "True"
+    staged = staged_libraries(other)
+    spec = other.node.spec()
+    mounted = {mount["containerPath"].lstrip("/") for mount in spec["containerEdits"]["mounts"]}
+    assert staged
+    assert staged <= mounted
+    found = probe(other.node, cdi=("1",))
+    assert {path for path, result in found["open"].items() if result == "OK"} == {*CONTROL, f"/dev/nvidia{GRANTED[1]}"}
+    assert set(found["load"]) == {"libcuda.so.1", "libnvidia-ml.so.1"}
+    assert all("path" in result for result in found["load"].values()), found["load"]
+
+
+def test_the_unit_allows_what_its_template_does_and_the_granted_nodes_only(other: Bed) -> None:
+    """systemd 252's template differs from 257's (no /dev/fuse); ours repeats the installed one's, without disks."""
+    template = other.run("systemctl", "cat", "systemd-nspawn@.service").stdout
+    wanted = re.findall(r"^DeviceAllow=(\S.*)$", template, re.MULTILINE)
+    effective = other.run("systemctl", "show", UNIT, "--property=DeviceAllow", "--value").stdout
+    allowed = effective.splitlines()
+    kept = {entry for entry in wanted if "loop" not in entry and "mapper" not in entry and "blkext" not in entry}
+    assert 2 <= len(kept) < len(wanted)
+    assert set(wanted) & set(allowed) == kept, effective
+    gpus = {f"/dev/char/195:{index} rw" for index in range(8)} & set(allowed)
+    assert gpus == {f"/dev/char/195:{index} rw" for index in GRANTED}, effective
+    for index in GRANTED:
+        other.node.run("python3", "-c", OPEN, f"/dev/nvidia{index}")
+    made = other.node.run("mknod", "/dev/nvidia0", "c", "195", "0", check=False)
+    assert "Operation not permitted" in made.stderr
+
+
+def test_the_service_adopts_the_running_machine(other: Bed) -> None:
+    """A start of the service and a daemon-reload restart nothing; pods still open their GPUs after both."""
+    started = other.run("systemctl", "show", UNIT, "--property=ActiveEnterTimestampMonotonic").stdout
+    other.run("systemctl", "enable", "--now", "unbounded-agent.service", timeout=240)
+    other.wait_served()
+    other.run("systemctl", "daemon-reload")
+    assert other.run("systemctl", "show", UNIT, "--property=ActiveEnterTimestampMonotonic").stdout == started
+    listing = uuids(other.node.run("nvidia-smi", "-L").stdout)
+    assert len(listing) == len(GRANTED)
+    found = probe(other.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": listing[0]})
+    assert {path for path, result in found["open"].items() if result == "OK"} == {*CONTROL, f"/dev/nvidia{GRANTED[0]}"}
+    other.wait_ready(60)
+
+
+@pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
+def test_a_driver_root_comes_to_the_running_machine_and_cannot_be_changed(other: Bed) -> None:
+    """A unit that systemd 252 has never read is started without a daemon-reload."""
+    started = other.starts()
+    other.run("rm", "-r", f"{TREES}/0")
+    other.agent("apply", timeout=400)
+    other.wait_ready()
+    assert driver_root(other) == "1"
+    assert other.restarted(started) == "nothing"
+    expect_unchangeable(other, "1")
+
+
+@pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
+def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None]) -> None:
+    """systemd 252 changes the devices of the running machine as 257 does; first the six others by configuration."""
+    started = other.starts()
+    other.guest.write("/etc/unbounded-agent/config.toml", ALL_GPUS.encode())
+    other.run("systemctl", "reload", "unbounded-agent.service")
+    wait_for_gpus(other, 8)
+    assert other.restarted(started) == "nothing"
+    comes_and_goes(other, measured)

@@ -1,0 +1,94 @@
+"""A host whose driver is where Talos has it, without an entry in the loader's cache: from there into a pod."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from agent.host.state.driver_roots import parse_manifest
+from agent.model.paths import MANIFESTS, handoff_file
+from integration.bed.drivers.host_roots import LIBRARIES
+from integration.bed.drivers.moved_drivers import TALOS, talos
+from integration.bed.machine.node import MACHINE
+from integration.bed.measure.restarts import AGENT
+from integration.bed.vm.installation import CONFIGURATION
+from integration.conftest import Bed
+from integration.tests.kubernetes.test_pods import expect_gpus, look
+
+pytestmark = pytest.mark.scenario("001")
+
+# Debian's own links of the alternatives system then lead nowhere. The last line: what Talos has no counterpart of.
+REST = """
+find /usr /etc -xdev -xtype l -delete
+rm -rf /usr/lib/nvidia /{libraries}/nvidia
+ldconfig
+! ldconfig -p | grep libcuda
+"""
+
+
+NAMED = f"""
+[driver]
+library_directories = ["/{TALOS}", "/{TALOS}64"]
+binary_directories = ["/usr/local/glibc/usr/bin"]
+data_directories = ["/usr/local/glibc/etc", "/usr/local/glibc/usr/share", "/usr/local/share"]
+"""
+"""What is found there without it."""
+
+
+def move(bed: Bed) -> str:
+    """A shell script on the host, by what the agent has staged; the driver's version."""
+    (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
+    manifest = f"{MANIFESTS}/{request['driver_root'].rpartition('/')[2]}.json"
+    root = parse_manifest(manifest, bed.guest.read(manifest))
+    lines = ["set -e"]
+    elsewhere = [file for file in root.files if file.source != f"/{talos(file.target)}"]
+    for file in elsewhere:
+        if place := talos(file.target):
+            lines.append(f"mkdir -p /{place.rpartition('/')[0]}")
+            lines.append(f"ln -s {file.link} /{place}" if file.link else f"ln {file.source} /{place}")
+    lines += [f"rm -f {source}" for source in sorted({file.source for file in elsewhere if file.source})]
+    bed.run("sh", "-c", "\n".join(lines) + REST.format(libraries=LIBRARIES), timeout=120)
+    return root.version
+
+
+def in_pods(spec: dict[str, Any]) -> set[str]:
+    return {each["containerPath"] for each in spec["containerEdits"]["mounts"]}
+
+
+def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
+    """Until the driver is found in that place; the condition's message."""
+    deadline = time.monotonic() + seconds
+    while f"({place})" not in (message := bed.conditions()["LibrariesPresent"]["message"]):
+        assert time.monotonic() < deadline, message
+        time.sleep(1)
+    return str(message)
+
+
+def staged(bed: Bed) -> set[str]:
+    """Indices of the driver roots that the published spec's mounts are of."""
+    return {each["hostPath"].split("/")[3] for each in bed.node.spec()["containerEdits"]["mounts"]}
+
+
+def test_a_pod_sees_its_gpu(ready: Bed) -> None:
+    """The driver moves under a running machine, which keeps its own copy of that version until the place is named."""
+    before, starts = ready.node.spec(), ready.starts()
+    version = move(ready)
+    assert f"driver {version} from /{TALOS}, /{TALOS}64 (Talos)" in wait_found(ready, "Talos")
+    ready.wait_ready()
+    assert staged(ready) == {"0"}
+    ready.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + NAMED).encode())
+    ready.run("systemctl", "reload", AGENT)
+    wait_found(ready, "driver.library_directories")
+    deadline = time.monotonic() + 200
+    while staged(ready) != {"1"}:
+        assert time.monotonic() < deadline, ready.agent("status").stdout
+        time.sleep(1)
+    ready.wait_ready()
+    spec = ready.node.spec()
+    assert in_pods(spec) == {path for path in in_pods(before) if talos(path.lstrip("/"))}
+    ready.node.run("ls", "--", *(each["hostPath"] for each in spec["containerEdits"]["mounts"]))
+    # As the plugin's strategies have it: cdi-cri and cdi-annotations, then envvar.
+    expect_gpus(look(ready.node, cdi=("1",)).probe, {1})
+    expect_gpus(look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "2"}).probe, {2})
+    assert ready.restarted(starts) == "nothing"

@@ -1,0 +1,357 @@
+"""The user's own truth test: a real Kubernetes cluster, NVIDIA's device plugin, `kubectl apply`, and pods on GPUs."""
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from integration.bed.cluster.cluster import Cluster, pod
+from integration.bed.cluster.control_plane import node_user
+from integration.bed.cluster.intel_plugin import intel_plugin_image, intel_plugin_version
+from integration.bed.drivers import drm_gpus
+from integration.bed.machine.node import MACHINE
+from integration.bed.measure.versions import host_versions, machine_versions
+from integration.bed.process import CommandError
+from integration.bed.vm.installation import CONFIGURATION
+from integration.bed.vm.transfer import send_files
+from integration.conftest import Bed
+from integration.tests.kubernetes.test_pods import GPUS, LOOK, PROBE, Look, expect_gpus, seen_in, uuids
+from integration.tests.node.test_hotplug import PORT, plug, uuid_of, wait_for_gpus
+from integration.tests.vendors.test_intel_amd import USER, links, wait_for_specs
+
+pytestmark = pytest.mark.scenario("002")
+
+NUMBER = len(GPUS)
+INTEL_PLUGIN, INTEL_RESOURCE = "daemonset/intel-gpu-plugin", "gpu.intel.com/i915"
+INTEL_ARCHIVE = "var/lib/unbounded-agent-bed/intel-gpu-plugin.tar"
+PLUGIN_SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
+# Two of the three strategies give a pod its devices through CDI, whatever its runtime class. NVIDIA's default names
+# them in a variable, which only NVIDIA's runtime reads.
+STRATEGIES = {"cdi-cri": "", "cdi-annotations": "", "envvar": "nvidia"}
+XID_DOUBLE_BIT_ECC = 48
+"""Critical to the plugin; the machine stays ready, which 79 (off the bus) would end for the tests behind it."""
+
+
+@pytest.fixture(scope="module")
+def versions(cluster: Cluster) -> dict[str, str]:
+    """Of the parts that run here."""
+    return cluster.versions() | host_versions(cluster.host.guest) | machine_versions(cluster.node)
+
+
+@pytest.fixture(autouse=True)
+def _alone(
+    cluster: Cluster, versions: dict[str, str], record_property: Callable[[str, object], None]
+) -> Iterator[None]:
+    """Each test leaves no pod that holds a GPU, whether it passed or not."""
+    for part, version in versions.items():
+        record_property(part, version)
+    yield
+    cluster.kubectl("delete", "pods", "--all", "--timeout=120s")
+
+
+@pytest.fixture
+def bed(cluster: Cluster) -> Bed:
+    """The host that the cluster's node runs on, as it is: nothing is restored."""
+    return Bed(cluster.host)
+
+
+def expect_one_gpu(bed: Bed, seen: Look) -> str:
+    """Exactly one of the host's GPUs opens, and nvidia-smi lists just that one; its UUID."""
+    (uuid,) = seen.uuids
+    expect_gpus(seen.probe, {uuids(bed.run("nvidia-smi", "-L").stdout).index(uuid)})
+    return uuid
+
+
+def wait_condition(cluster: Cluster, bed: Bed, kind: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """A condition once it is as wanted; the machine's half looks at once instead of by its timer.
+
+    Ready must be True at every look: nothing that is waited for here may touch it.
+    """
+    found: dict[str, Any] = {}
+
+    def look() -> bool:
+        bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
+        conditions = bed.conditions()
+        assert conditions["Ready"]["status"] == "True", conditions
+        found.update(conditions[kind])
+        return reached(found)
+
+    cluster.wait(f"condition {kind}", look)
+    return found
+
+
+def test_the_node_offers_every_gpu(cluster: Cluster, bed: Bed) -> None:
+    node = cluster.get("node", MACHINE)
+    assert {each["type"]: each["status"] for each in node["status"]["conditions"]}["Ready"] == "True"
+    assert cluster.allocatable() == NUMBER
+    assert cluster.get("runtimeclass", "nvidia")["handler"] == "nvidia"
+    advertised = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    assert str(NUMBER) in advertised["message"]
+
+
+def configure(bed: Bed, text: str) -> None:
+    bed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    bed.run("systemctl", "reload", "unbounded-agent.service")
+
+
+def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
+    """Plugged into the running host; by a restart of the device plugin alone, and only where that is configured."""
+    cluster.apply(pod("holder", "sleep", "infinity", gpus=1))
+    cluster.wait("a pod holds a GPU", lambda: cluster.phase("holder") == "Running")
+    holder = cluster.get("pod", "holder")["status"]["containerStatuses"]
+    at_start = bed.starts()
+    plug(bed)
+    try:
+        wait_for_gpus(bed, NUMBER + 1)
+        needed = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+        assert (needed["status"], needed["reason"]) == ("False", "DevicePluginRestartNeeded")
+        ninth = uuid_of(bed, PORT)
+        assert ninth in needed["message"]
+        assert cluster.allocatable() == NUMBER
+        configure(bed, CONFIGURATION + "restart_device_plugin = true\n")
+        cluster.wait("nine GPUs allocatable", lambda: cluster.allocatable() == NUMBER + 1)
+        wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+        # All that the first pod has left: the ninth is among them.
+        seen = uuids(cluster.run(pod("others", "nvidia-smi", "-L", gpus=NUMBER)))
+        assert (len(set(seen)), ninth in seen) == (NUMBER, True)
+        assert cluster.get("pod", "holder")["status"]["containerStatuses"] == holder
+        assert bed.restarted(at_start) == "nothing"
+    finally:
+        configure(bed, CONFIGURATION)
+        # It has the GPU open, and the driver lets none go that is in use.
+        cluster.delete_plugin()
+        bed.host.qemu.unplug(PORT)
+    cluster.deploy_plugin(NUMBER)
+    bed.wait_ready()
+
+
+def unscheduled(cluster: Cluster, name: str) -> str:
+    """Why the scheduler has not found a node for a pod, in its words."""
+    conditions = cluster.get("pod", name)["status"].get("conditions", [])
+    return "".join(each.get("message", "") for each in conditions if each["type"] == "PodScheduled")
+
+
+def test_eight_pods_get_one_gpu_each_and_the_ninth_waits(cluster: Cluster, bed: Bed) -> None:
+    """Until one of the eight ends."""
+    names = [f"one-gpu-{index}" for index in range(NUMBER)]
+    # An empty line ends what a pod shows.
+    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
+    cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
+    cluster.apply(pod("ninth", "nvidia-smi", "-L", gpus=1))
+    cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in unscheduled(cluster, "ninth"))
+    assert cluster.phase("ninth") == "Pending"
+    seen = [expect_one_gpu(bed, seen_in(cluster.log(name).partition("\n\nshown")[0])) for name in names]
+    assert len(set(seen)) == NUMBER
+    cluster.delete_pods(names[0])
+    assert uuids(cluster.finished("ninth")) == [seen[0]]
+
+
+def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
+    for runtime in ("", "nvidia"):
+        found = json.loads(cluster.run(pod("no-limit", *PROBE, runtime=runtime)))
+        assert set(found["open"].values()) == {"ENOENT"}, runtime
+        assert all("error" in result for result in found["load"].values()), runtime
+
+
+def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
+    """The device plugin's own health checks, through NVML's events; the Xid is a simulated one."""
+    assert "Ignoring the following XIDs for health checks" in cluster.plugin_log()
+    bed.run("sh", "-c", f"echo 3 {XID_DOUBLE_BIT_ECC} >/sys/module/nvidia/parameters/simulated_xid")
+    cluster.wait("one GPU is unhealthy", lambda: cluster.allocatable() == NUMBER - 1)
+    unhealthy = uuids(bed.run("nvidia-smi", "-L").stdout)[3]
+    assert f"Xid={XID_DOUBLE_BIT_ECC} on Device={unhealthy}" in cluster.plugin_log()
+    # The plugin itself never takes that back: its documentation advises a restart.
+    cluster.restart_plugin(NUMBER)
+
+
+@pytest.mark.scenario("001")
+@pytest.mark.parametrize(
+    "strategy", ["cdi-cri", pytest.param("cdi-annotations", marks=pytest.mark.exhaustive), "envvar"]
+)
+def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
+    # What the strategy before has left is no proof of this one.
+    cluster.delete_plugin()
+    bed.node.run("rm", "--force", PLUGIN_SPEC)
+    cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY=strategy)
+    seen = seen_in(cluster.run(pod("strategy", "sh", "-c", LOOK, gpus=1, runtime=STRATEGIES[strategy])))
+    expect_one_gpu(bed, seen)
+    if strategy.startswith("cdi"):
+        expect_whole_specification(bed)
+
+
+def expect_whole_specification(bed: Bed) -> None:
+    """The plugin makes a specification of its own, by way of the machine's links: it must name the same libraries.
+
+    But for those that nvidia-ctk, of whose code it is made, leaves out and the agent adds.
+    """
+    found = json.loads(bed.node.run("cat", PLUGIN_SPEC).stdout)
+    libraries = library_names(found)
+    assert any(name.startswith("libcuda.so.") for name in libraries)
+    added = bed.conditions()["CDISpecCurrent"]["message"].partition("leaves out: ")[2]
+    assert not {name for name in library_names(bed.node.spec()) - libraries if name not in added}
+    nodes = {node["path"] for device in found["devices"] for node in device["containerEdits"]["deviceNodes"]}
+    nodes |= {node["path"] for node in found["containerEdits"]["deviceNodes"]}
+    assert {*GPUS, "/dev/nvidiactl", "/dev/nvidia-uvm"} <= nodes
+
+
+def library_names(specification: dict[str, Any]) -> set[str]:
+    """The file names of the shared libraries that a CDI specification mounts."""
+    names = (mount["hostPath"].rpartition("/")[2] for mount in specification["containerEdits"]["mounts"])
+    return {name for name in names if ".so." in name}
+
+
+@pytest.mark.scenario("000")
+def test_pods_of_a_gaming_node(cluster: Cluster, versions: dict[str, str]) -> None:
+    """Under NVIDIA's default strategy: the first pod gets one GPU; the second names all, and finds graphics."""
+    cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY="envvar")
+    cluster.apply("gpu-test", "gpu-opengl-test")
+    table = cluster.finished("gpu-test")
+    assert f"NVIDIA-SMI {versions['NVIDIA driver (user space)']}" in table
+    assert table.count("NVIDIA H100") == 1
+    graphics = cluster.finished("gpu-opengl-test")
+    assert graphics.startswith("vendor nvidia\n")
+    for library in ("libGLX_nvidia.so.0", "libEGL_nvidia.so.0"):
+        assert f"{library} (libc6,x86-64) => " in graphics
+    assert "renderD128" in graphics
+    # What the pod itself says outranks what was allocated to it.
+    assert graphics.count("UUID: GPU-") == NUMBER
+
+
+@pytest.mark.scenario("003")
+def test_a_node_kept_for_gpu_pods(cluster: Cluster) -> None:
+    """By a taint, which the node itself may not set: only a pod that tolerates it, in a privileged namespace, runs."""
+    taint = ("taint", "node", MACHINE, "gpu=true:NoSchedule")
+    with pytest.raises(CommandError, match="is not allowed to modify taints"):
+        cluster.control_plane.kubectl(*taint, user=node_user(MACHINE))
+    cluster.apply("gpu-namespace")
+    cluster.kubectl("--namespace=nvidia", "wait", "serviceaccount/default", "--for=create", "--timeout=60s")
+    cluster.kubectl(*taint)
+    try:
+        cluster.apply(pod("without-toleration", "true"), "gpu-workload")
+        assert len(uuids(cluster.finished("gpu-workload", namespace="nvidia"))) == NUMBER
+        assert "had untolerated taint" in unscheduled(cluster, "without-toleration")
+    finally:
+        cluster.kubectl("taint", "node", MACHINE, "gpu-")
+        cluster.kubectl("delete", "namespace", "nvidia")
+    cluster.finished("without-toleration")
+
+
+@pytest.mark.scenario("000")
+def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> None:
+    cluster.apply("time-slicing")
+    cluster.deploy_plugin(4 * NUMBER, CONFIG_FILE="/config/time-slicing.yaml")
+    expect_one_gpu(bed, seen_in(cluster.run(pod("slice", "sh", "-c", LOOK, gpus=1))))
+    slices = str(4 * NUMBER)
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True" and slices in each["message"])
+
+
+def plugin_process(bed: Bed, program: str = "nvidia-device-plugin") -> str:
+    """Its process id on the host, or ""."""
+    return bed.run("pgrep", "--full", program, check=False).stdout.strip()
+
+
+def kill_plugin(bed: Bed, program: str = "nvidia-device-plugin") -> str:
+    process = plugin_process(bed, program)
+    bed.run("kill", "-KILL", process)
+    return process
+
+
+def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -> None:
+    """Plugin killed, plugin gone, plugin started, kubelet restarted; Ready does not change meanwhile."""
+    ready = bed.wait_ready()["Ready"]
+    # By SIGKILL it leaves its socket behind. The kubelet starts it again at once, but for the second time after 10 s.
+    killed = kill_plugin(bed)
+    cluster.wait("the kubelet has started the plugin again", lambda: plugin_process(bed) not in ("", killed))
+    kill_plugin(bed)
+    dead = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (dead["status"], dead["reason"]) == ("False", "DevicePluginDown")
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    cluster.delete_plugin()
+    down = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (down["status"], down["reason"]) == ("False", "DevicePluginDown")
+    cluster.deploy_plugin(NUMBER)
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    bed.node.run("systemctl", "stop", "kubelet.service")
+    stopped = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (stopped["status"], stopped["reason"]) == ("Unknown", "KubeletDown")
+    bed.node.run("systemctl", "start", "kubelet.service")
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
+    after = bed.conditions()["Ready"]
+    assert (after["status"], after["lastTransitionTime"]) == ("True", ready["lastTransitionTime"])
+
+
+def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
+    """The condition on the Node object: while all is well, when nvidia-ctk fails, and after; then it is taken back."""
+
+    def on_node() -> dict[str, Any]:
+        conditions = cluster.get("node", MACHINE)["status"]["conditions"]
+        return next((each for each in conditions if each["type"] == "GPUReady"), {})
+
+    def is_on_node(status: str) -> Callable[[], bool]:
+        def reached() -> bool:
+            bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
+            ready, found = bed.conditions()["Ready"], on_node()
+            return ready["status"] == status and all(
+                found.get(key) == ready[key] for key in ("status", "reason", "message")
+            )
+
+        return reached
+
+    configure(bed, CONFIGURATION + "node_condition = true\n")
+    cluster.wait("GPUReady on the Node", is_on_node("True"))
+    bed.node.shell("mount --bind /bin/false /usr/bin/nvidia-ctk && rm /etc/cdi/nvidia.yaml")
+    cluster.wait("GPUReady is False on the Node", is_on_node("False"))
+    described = cluster.kubectl("describe", "node", MACHINE)
+    assert "nvidia-ctk" in described.partition("GPUReady")[2].partition("\n")[0]
+    bed.node.run("umount", "/usr/bin/nvidia-ctk")
+    cluster.wait("GPUReady is True again", is_on_node("True"))
+    configure(bed, CONFIGURATION)
+    cluster.wait("GPUReady is taken back", lambda: not on_node())
+
+
+@pytest.fixture
+def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> Iterator[str]:
+    """PCI address of one more GPU, of Intel's, in the machine, which has the image of Intel's device plugin."""
+    record_property("Intel GPU device plugin", intel_plugin_version())
+    send_files(bed.guest, {INTEL_ARCHIVE: intel_plugin_image()}, f"/var/lib/machines/{MACHINE}")
+    bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{INTEL_ARCHIVE}", timeout=180)
+    drm_gpus.load_drivers(bed.host)
+    try:
+        address = drm_gpus.plug(bed.host, PORT, drm_gpus.INTEL)
+        wait_for_specs(bed, "intel", "nvidia")
+        yield address
+    finally:
+        cluster.kubectl("--namespace=kube-system", "delete", INTEL_PLUGIN, "--ignore-not-found", "--timeout=120s")
+        bed.host.qemu.unplug(PORT)
+        # What the plugin leaves: it writes a specification when a pod gets a GPU, and is gone before it could clean up.
+        bed.node.shell("rm -f /var/run/cdi/intel.cdi.k8s.io-* /var/lib/kubelet/device-plugins/gpu.intel.com-*")
+    wait_for_specs(bed, "nvidia")
+
+
+@pytest.mark.scenario("004")
+def test_intels_device_plugin(cluster: Cluster, bed: Bed, intel: str) -> None:
+    """Beside NVIDIA's: it offers Intel's GPU, and a pod gets this GPU's nodes and no others; then it is killed."""
+    before = bed.conditions()["GPUsAdvertised"]
+    assert (before["status"], INTEL_RESOURCE in before["message"]) == ("True", False), before
+    cluster.apply("intel-gpu-plugin")
+    cluster.wait("Intel's GPU allocatable", lambda: cluster.allocatable(INTEL_RESOURCE) == 1)
+    offered = f"{INTEL_RESOURCE}: 1)"
+    wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True" and offered in each["message"])
+
+    own = links(bed, intel)
+    nodes = bed.node.shell("ls -d /dev/nvidia* /dev/dri/card* /dev/dri/renderD*").stdout.split()
+    assert set(own) < set(nodes)
+    groups = [int(group) for group in bed.node.run("stat", "-c", "%g", *own).stdout.split()]
+    unprivileged = pod("intel", "gpu-probe", *nodes, gpus=1, resource=INTEL_RESOURCE)
+    unprivileged["spec"]["securityContext"] = {"runAsUser": USER, "runAsGroup": USER, "supplementalGroups": groups}
+    found = json.loads(cluster.run(unprivileged))["open"]
+    assert {path for path, result in found.items() if result == "OK"} == set(own)
+    assert {result for path, result in found.items() if path not in own} == {"ENOENT"}
+
+    # For good, as the kubelet would start it again. It leaves its socket behind.
+    kill_plugin(bed, "intel_gpu_device_plugin")
+    cluster.delete_plugin(INTEL_PLUGIN)
+    down = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")
+    assert (down["status"], down["reason"]) == ("False", "DevicePluginDown")
+    assert "gpu.intel.com" in down["message"]

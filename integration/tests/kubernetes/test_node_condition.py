@@ -1,0 +1,209 @@
+"""The condition on the Node, against a real API server: with a kubelet's identity, NodeRestriction and kubectl.
+
+No virtual machine is needed; what stands in for the machine is said in integration/bed/machine/node_namespace.py.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.model.conditions import ConditionType, false, true
+from agent.model.reasons import Reason
+from integration.bed.cluster.control_plane import ControlPlane, node_user
+from integration.bed.machine.node_namespace import NodeNamespace
+
+pytestmark = pytest.mark.scenario("002")
+
+NODE, OTHER = "gpu-node", "other-node"
+GOOD = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
+BAD = false(
+    ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: the new spec of nvidia-ctk is refused: “libcuda”"
+)
+KUBELETS_OWN = {
+    "type": "Ready",
+    "status": "True",
+    "reason": "KubeletReady",
+    "message": "kubelet is posting ready status",
+}
+
+Record = Callable[[str, object], None]
+
+
+@pytest.fixture(scope="module")
+def control_plane() -> Iterator[ControlPlane]:
+    with ControlPlane([NODE, OTHER], controllers=False) as control_plane:
+        yield control_plane
+
+
+@pytest.fixture
+def nodes(control_plane: ControlPlane) -> Iterator[None]:
+    """Two Nodes as kubelets register them, with what others have put there."""
+    for name in (NODE, OTHER):
+        metadata = {"name": name, "labels": {"example.com/rack": "7"}, "annotations": {"example.com/note": "x"}}
+        node = {
+            "apiVersion": "v1",
+            "kind": "Node",
+            "metadata": metadata,
+            "spec": {"taints": [{"key": "example.com/gpu", "effect": "NoSchedule"}]},
+            "status": {"conditions": [KUBELETS_OWN], "capacity": {"nvidia.com/gpu": "8"}},
+        }
+        control_plane.kubectl("create", "--filename=-", stdin=json.dumps(node))
+    yield
+    control_plane.kubectl("delete", "node", NODE, OTHER, "--ignore-not-found")
+
+
+@pytest.fixture
+def machine(control_plane: ControlPlane, tmp_path: Path) -> NodeNamespace:
+    return NodeNamespace(tmp_path / "machine", control_plane.binaries / "kubectl")
+
+
+@pytest.fixture
+def kubeconfig(control_plane: ControlPlane, tmp_path: Path) -> str:
+    """That of NODE's kubelet."""
+    return f"--kubeconfig={control_plane.write_kubeconfig(node_user(NODE), tmp_path / 'kubelet.conf')}"
+
+
+def look(control_plane: ControlPlane, name: str = NODE) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """The Node without what changes by itself and without our condition, and our condition."""
+    node: dict[str, Any] = json.loads(control_plane.kubectl("get", "node", name, "--output=json"))
+    for key in ("managedFields", "resourceVersion"):
+        node["metadata"].pop(key, None)
+    conditions = node["status"]["conditions"]
+    ours = [each for each in conditions if each["type"] == "GPUReady"]
+    node["status"]["conditions"] = [each for each in conditions if each["type"] != "GPUReady"]
+    return node, ours[0] if ours else None
+
+
+@pytest.mark.usefixtures("nodes")
+def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str, record_property: Record
+) -> None:
+    record_property(
+        "Kubernetes", json.loads(control_plane.kubectl("version", "--output=json"))["serverVersion"]["gitVersion"]
+    )
+    before, none = look(control_plane)
+    other_before = look(control_plane, OTHER)
+    assert none is None
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    assert machine.reported()[:2] == ("True", "Set")
+    node, ours = look(control_plane)
+    assert node == before
+    assert ours is not None
+    assert (ours["status"], ours["reason"], ours["message"]) == ("True", GOOD.reason, GOOD.message)
+    machine.judge(BAD)
+    machine.run(kubeconfig)
+    node, ours = look(control_plane)
+    assert node == before
+    assert ours is not None
+    assert (ours["status"], ours["reason"], ours["message"]) == ("False", BAD.reason, BAD.message)
+    described = control_plane.kubectl("describe", "node", NODE)
+    assert BAD.message in next(line for line in described.splitlines() if "GPUReady" in line)
+    machine.withdraw()
+    machine.boot()
+    machine.run(kubeconfig)
+    assert look(control_plane) == (before, None)
+    assert look(control_plane, OTHER) == other_before
+
+
+@pytest.mark.usefixtures("nodes")
+def test_unchanged_verdict_is_a_heartbeat_every_five_minutes(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
+) -> None:
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    _, first = look(control_plane)
+    # Kubernetes keeps whole seconds.
+    time.sleep(1.1)
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    assert look(control_plane)[1] == first, "nothing was sent"
+    machine.age_notes(301)
+    machine.run(kubeconfig)
+    _, second = look(control_plane)
+    assert first is not None
+    assert second is not None
+    assert second["lastHeartbeatTime"] > first["lastHeartbeatTime"]
+    assert second["lastTransitionTime"] == first["lastTransitionTime"]
+
+
+@pytest.mark.usefixtures("nodes")
+def test_silent_host_makes_it_unknown(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    machine.judge(GOOD, judged=time.time() - 301)
+    machine.run(kubeconfig)
+    _, ours = look(control_plane)
+    assert ours is not None
+    assert (ours["status"], ours["reason"]) == ("Unknown", "AgentSilent")
+
+
+@pytest.mark.usefixtures("nodes")
+def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
+    """The kubelet's own patches and ours do not undo each other."""
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    kubelets = {**KUBELETS_OWN, "status": "False", "reason": "KubeletNotReady", "message": "PLEG is not healthy"}
+    patch = json.dumps({"status": {"conditions": [kubelets]}})
+    control_plane.kubectl("patch", "node", NODE, "--subresource=status", "--type=strategic", f"--patch={patch}")
+    control_plane.kubectl("label", "node", NODE, "example.com/rack=8", "--overwrite")
+    before, ours = look(control_plane)
+    assert ours is not None, "the kubelet's patch leaves ours alone"
+    machine.judge(BAD)
+    machine.run(kubeconfig)
+    after, ours = look(control_plane)
+    assert after == before
+    assert ours is not None
+    assert ours["status"] == "False"
+
+
+@pytest.mark.usefixtures("nodes")
+def test_another_node_is_refused_and_the_refusal_is_reported(
+    control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
+) -> None:
+    """A kubelet whose --hostname-override does not fit its credentials."""
+    before = look(control_plane, OTHER)
+    machine.judge(GOOD)
+    journal = machine.run(kubeconfig, f"--hostname-override={OTHER}")
+    status, reason, message = machine.reported()
+    assert (status, reason) == ("False", "Refused")
+    assert f"node '{NODE}' cannot read '{OTHER}', only its own Node object" in message
+    assert message in journal
+    assert look(control_plane, OTHER) == before
+    machine.run(kubeconfig)
+    assert machine.reported()[:2] == ("True", "Set")
+
+
+def test_node_that_has_not_registered(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
+    """The kubelet makes its Node; we never do."""
+    machine.judge(GOOD)
+    machine.run(kubeconfig)
+    assert machine.reported()[:2] == ("False", "NodeNotRegistered")
+    assert control_plane.kubectl("get", "nodes", "--output=name") == ""
+    machine.withdraw()
+    journal = machine.run(kubeconfig)
+    assert "NotApplicable" in journal, "without the Node there is nothing to take back"
+
+
+@pytest.mark.usefixtures("nodes")
+def test_credentials_and_addresses_that_are_no_good(
+    control_plane: ControlPlane, machine: NodeNamespace, tmp_path: Path
+) -> None:
+    text = control_plane.kubeconfig(node_user(NODE))
+    token = json.loads(text)["users"][0]["user"]["token"]
+    machine.judge(GOOD)
+    for wrong, reason in (
+        (text.replace(token, "0" * 32), "Refused"),
+        # Nobody listens on the discard port.
+        (text.replace(f":{control_plane.port}", ":9"), "APIUnreachable"),
+        ("{", "APIUnreachable"),
+    ):
+        path = tmp_path / "wrong.conf"
+        path.write_text(wrong)
+        machine.run("--kubeconfig", str(path))
+        assert machine.reported()[:2] == ("False", reason), machine.reported()
+    assert look(control_plane)[1] is None

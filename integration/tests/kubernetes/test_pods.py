@@ -1,0 +1,112 @@
+"""What pods see of the GPUs, through the CRI: exactly what was granted, and nothing without a grant."""
+
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from integration.bed.machine.node import Node, Pod
+from integration.bed.measure.versions import machine_versions
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+CONTROL = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
+GPUS = tuple(f"/dev/nvidia{index}" for index in range(8))
+LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
+
+
+PROBE = ("gpu-probe", *GPUS, *CONTROL, *LIBRARIES)
+SEPARATOR = "\n---\n"
+# All in one pod: under emulation each pod takes seconds.
+LOOK = f"set -e; {shlex.join(PROBE)}; echo; echo ---; nvidia-smi -L; echo ---; cat /proc/self/mountinfo"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one pod sees of the GPUs."""
+
+    probe: dict[str, Any]
+    uuids: list[str]
+    """As nvidia-smi lists them."""
+    mounts: set[str]
+    """Mount points, except those below /dev, /proc and /sys."""
+
+
+def look(node: Node, **pod: Any) -> Look:  # noqa: ANN401
+    return seen_in(node.pod(Pod(("sh", "-c", LOOK), **pod)).stdout)
+
+
+def seen_in(output: str) -> Look:
+    """What the script LOOK printed."""
+    found, listing, mountinfo = output.split(SEPARATOR)
+    points = {line.split()[4] for line in mountinfo.splitlines()}
+    # Where runc may not make nodes it binds them, which makes them mount points, and another set for each grant.
+    kernel = re.compile("/(dev|proc|sys)(/|$)")
+    return Look(json.loads(found), uuids(listing), {each for each in points if not kernel.match(each)})
+
+
+def probe(node: Node, **pod: Any) -> dict[str, Any]:  # noqa: ANN401
+    """What gpu-probe finds in a pod: node by node, library by library."""
+    found: dict[str, Any] = json.loads(node.pod(Pod(PROBE, **pod)).stdout)
+    return found
+
+
+def expect_gpus(found: dict[str, Any], granted: set[int]) -> None:
+    opened = {path for path, result in found["open"].items() if result == "OK"}
+    assert opened == {*CONTROL, *(f"/dev/nvidia{index}" for index in granted)}
+    refused = {result for path, result in found["open"].items() if path not in opened}
+    assert refused <= {"EPERM", "ENOENT"}
+    for library in LIBRARIES:
+        assert found["load"][library]["path"].endswith(f"/lib/x86_64-linux-gnu/{library}"), found["load"][library]
+
+
+def uuids(listing: str) -> list[str]:
+    """Of the lines of `nvidia-smi -L`: GPU 0: NAME (UUID: GPU-...)."""
+    return [line.split("UUID: ")[1].rstrip(")") for line in listing.splitlines() if line]
+
+
+@pytest.fixture(autouse=True)
+def _record_machine(ready: Bed, record_property: Callable[[str, object], None]) -> None:
+    for part, version in machine_versions(ready.node).items():
+        record_property(part, version)
+
+
+def test_one_gpu_by_cdi_name(ready: Bed) -> None:
+    """GPU 1 of 8 opens, the seven others do not, the libraries load by their plain names, nvidia-smi lists one GPU."""
+    seen = look(ready.node, cdi=("1",))
+    expect_gpus(seen.probe, {1})
+    assert seen.uuids == [uuids(ready.run("nvidia-smi", "-L").stdout)[1]]
+
+
+def test_runtime_class_gives_our_spec_and_nothing_else(ready: Bed) -> None:
+    """runtimeClassName: nvidia with NVIDIA_VISIBLE_DEVICES as index, UUID and all; nvidia-smi lists just those GPUs.
+
+    nvidia-container-runtime must not make a spec of its own in memory: its mounts are those of our spec.
+    """
+    known = uuids(ready.run("nvidia-smi", "-L").stdout)
+    assert len(set(known)) == len(GPUS)
+    mounts = look(ready.node, cdi=("1",)).mounts
+    assert mounts >= {mount["containerPath"] for mount in ready.node.spec()["containerEdits"]["mounts"]}
+    for value, granted in (("2", {2}), (known[3], {3}), ("all", set(range(8)))):
+        seen = look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": value})
+        expect_gpus(seen.probe, granted)
+        assert seen.uuids == [known[minor] for minor in sorted(granted)], value
+        assert seen.mounts == mounts, value
+
+
+def test_without_a_grant_nothing_is_seen(ready: Bed) -> None:
+    """Neither runc nor the nvidia runtime give a pod anything that it did not ask for."""
+    for runtime in ("", "nvidia"):
+        found = probe(ready.node, runtime=runtime)
+        assert set(found["open"].values()) == {"ENOENT"}
+        assert all("error" in result for result in found["load"].values())
+
+
+def test_none_gives_the_driver_and_no_gpu(ready: Bed) -> None:
+    """NVIDIA_VISIBLE_DEVICES=none, which images set: the driver's files, and no GPU."""
+    expect_gpus(probe(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "none"}), set())

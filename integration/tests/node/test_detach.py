@@ -1,0 +1,105 @@
+"""Planned removal of a GPU: who has it open, what each policy does then, and that it comes back when plugged again."""
+
+import json
+import re
+
+import pytest
+
+from integration.bed.machine.node import MACHINE, Pod
+from integration.conftest import Bed
+from integration.tests.node.test_hotplug import nodes, plug, wait_for_gpus
+
+pytestmark = pytest.mark.scenario("002")
+
+PORT = 7
+NODE = f"/dev/nvidia{PORT}"
+HOLD = ("sh", "-c", f"exec 3<>{NODE}; exec sleep infinity")
+POLICY = "/etc/unbounded-agent/config.d/50-detach.toml"
+
+
+def address(bed: Bed) -> str:
+    """Of the GPU behind NODE, as the host's driver tells it."""
+    found = bed.run("sh", "-c", f"grep -l 'Device Minor:.*{PORT}$' /proc/driver/nvidia/gpus/*/information").stdout
+    return found.split("/")[5]
+
+
+def holder(text: str, container: str) -> tuple[str, str]:
+    """PID on the host and in the machine of the line that names the container's process."""
+    place = rf"machine {MACHINE} \(there PID (?P<inner>\d+)\), container {container}: {NODE}"
+    found = re.search(rf"PID (?P<pid>\d+) \(sleep\), {place}", text)
+    assert found, text
+    return found["pid"], found["inner"]
+
+
+def permitted(bed: Bed) -> bool:
+    allowed = bed.run("systemctl", "show", "--property=DeviceAllow", f"systemd-nspawn@{MACHINE}").stdout
+    return f"/dev/char/195:{PORT} " in allowed
+
+
+def opens_in(bed: Bed, container: str) -> bool:
+    found = json.loads(bed.node.in_container(container, "gpu-probe", NODE).stdout)["open"]
+    return bool(found[NODE] == "OK")
+
+
+def stop(bed: Bed, container: str) -> None:
+    bed.node.run("crictl", "stop", "--timeout=0", container)
+
+
+def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
+    """Refused with all that has to be known as long as a pod has it open; then taken, and nothing is restarted."""
+    before, at_start, pci = nodes(ready), ready.starts(), address(ready)
+    pod = ready.node.start_pod(Pod(HOLD, cdi=(str(PORT),)))
+    refused = ready.agent("gpus", "detach", pci, check=False)
+    assert refused.status == 1
+    assert "nothing was changed" in refused.stdout
+    pid, inner = holder(refused.stdout, pod)
+    assert pod in ready.run("cat", f"/proc/{pid}/cgroup").stdout
+    assert ready.node.run("cat", f"/proc/{inner}/comm").stdout == "sleep\n"
+    assert nodes(ready) == before
+    assert permitted(ready)
+    assert ready.agent("gpus", "detach", "0000:ff:00.0", check=False).status == 2
+    stop(ready, pod)
+    detached = ready.agent("gpus", "detach", pci)
+    assert f"{pci} may be removed" in detached.stdout
+    assert before - nodes(ready) == {NODE, f"/dev/dri/renderD{128 + PORT}"}
+    assert not permitted(ready)
+    wait_for_gpus(ready, 7)
+    present = ready.conditions()["DevicesPresent"]
+    assert (present["status"], present["reason"]) == ("True", "GPUDetached")
+    assert pci in present["message"]
+    ready.host.qemu.unplug(PORT)
+    plug(ready, PORT)
+    wait_for_gpus(ready, 8)
+    assert nodes(ready) == before
+    assert ready.restarted(at_start) == "nothing"
+
+
+def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:
+    """Drained, its users keep it and nobody else gets it; by force, they keep what they have open, and are named."""
+    pci, table = address(ready), f"[machines.{MACHINE}]\n"
+    pod = ready.node.start_pod(Pod(HOLD, cdi=(str(PORT),)))
+    ready.guest.write(POLICY, f'{table}on_detach = "drain-wait"\ndrain_wait = 1\n'.encode())
+    drained = ready.agent("gpus", "detach", pci, check=False)
+    assert drained.status == 1
+    assert "is given to no new pod, but after 1 s it is still in use" in drained.stdout
+    _, inner = holder(drained.stdout, pod)
+    assert NODE not in nodes(ready)
+    assert permitted(ready)
+    assert opens_in(ready, pod)
+    ready.guest.write(POLICY, f'{table}on_detach = "force"\n'.encode())
+    forced = ready.agent("gpus", "detach", pci, check=False)
+    assert forced.status == 1
+    assert "still in use: do not remove it yet" in forced.stdout
+    assert holder(forced.stdout, pod)[1] == inner
+    assert not permitted(ready)
+    assert not opens_in(ready, pod)
+    left = ready.conditions()["DevicesAllowed"]
+    assert left["status"] == "True"
+    assert (
+        f"LeftOpen (not granted any more, and still open by this machine's PIDs): PID {inner} (sleep)"
+        in left["message"]
+    )
+    stop(ready, pod)
+    assert ready.agent("gpus", "detach", pci).status == 0
+    ready.node.run("systemctl", "start", "unbounded-agent-gpu.service")
+    assert "LeftOpen" not in ready.conditions()["DevicesAllowed"]["message"]

@@ -1,0 +1,148 @@
+"""Upgrades of the host's driver under a running machine: the next set waits, and comes with its kernel module at once.
+
+The upgrade goes from Debian's current driver to its older branch 535, which is packaged beside it; the kernel modules
+and NVML are the simulation's, in the same two versions.
+"""
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+
+from agent.model.paths import TREES, handoff_file
+from integration.bed.drivers.driver_upgrade import LOAD, MODULES, REPLACE, UNLOAD, UPGRADE, send_upgrade
+from integration.bed.drivers.host_roots import LIBRARIES, SPLIT_LIBRARIES, driver_version, host_root
+from integration.bed.machine.node import MACHINE
+from integration.bed.machine.pod_images import CUDA_TEST
+from integration.conftest import Bed
+from integration.tests.kubernetes.test_pods import expect_gpus, look, uuids
+from integration.tests.node.test_published_roots import mounted
+
+pytestmark = pytest.mark.scenario("002")
+
+UNITS = f"systemctl show --value --property=ActiveEnterTimestampMonotonic systemd-nspawn@{MACHINE}.service"
+HOLDERS = "find /proc/[0-9]*/fd -lname '/dev/nvidia*' 2>/dev/null || true"
+
+
+def current_version() -> str:
+    return driver_version(host_root())
+
+
+def start_pod(bed: Bed, name: str) -> str:
+    """A pod of GPU 1 that stays; its container's id."""
+    pod = {
+        "metadata": {"name": name, "uid": name, "namespace": "work", "attempt": 0},
+        "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
+    }
+    container = {
+        "metadata": {"name": "main", "attempt": 0},
+        "image": {"image": CUDA_TEST},
+        "command": ["sleep", "infinity"],
+        "CDI_devices": [{"name": "nvidia.com/gpu=1"}],
+        "linux": {},
+    }
+    script = f"cat > /tmp/p <<X\n{json.dumps(pod)}\nX\ncat > /tmp/c <<X\n{json.dumps(container)}\nX\n"
+    return bed.node.shell(f"{script}crictl run --no-pull /tmp/c /tmp/p").stdout.strip()
+
+
+def reboot(bed: Bed, container: str) -> None:
+    """The machine, which would wait 90 s for the container: its sleep ignores SIGTERM, as process 1."""
+    before = bed.run(*UNITS.split()).stdout.strip()
+    bed.node.run("crictl", "stop", "--timeout", "0", container)
+    bed.run("machinectl", "reboot", MACHINE)
+    bed.run("sh", "-c", f'while [ "$({UNITS})" = {before} ]; do sleep 1; done', timeout=180)
+    bed.wait_ready()
+
+
+def expect_driver(bed: Bed, version: str) -> None:
+    """A new pod sees its GPU through NVML, and has the files of that driver alone."""
+    seen = look(bed.node, cdi=("1",))
+    expect_gpus(seen.probe, {1})
+    assert len(seen.uuids) == 1
+    versions = {match[1] for path in seen.mounts if (match := re.search(r"\.so\.([0-9]+\.[0-9.]+)$", path))}
+    assert version in versions
+    assert {each for each in versions if each.split(".")[0] in ("535", "550")} == {version}
+
+
+def granted(bed: Bed) -> dict[str, Any]:
+    """The request that the machine was handed."""
+    (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
+    found: dict[str, Any] = request
+    return found
+
+
+def wait_named(bed: Bed, pod: str, seconds: float = 120) -> str:
+    """Until the machine half names the pod as one to be recreated; the condition's message."""
+    deadline = time.monotonic() + seconds
+    while True:
+        message: str = bed.conditions()["CDISpecCurrent"]["message"]
+        if pod in message.partition("PodsOutdated")[2]:
+            return message
+        assert time.monotonic() < deadline, message
+        time.sleep(1)
+
+
+def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> None:
+    """Machine and containerd go on; a running pod keeps its files; the old set goes with the machine's next reboot."""
+    old, new = current_version(), send_upgrade(ready.guest)
+    container = start_pod(ready, "before")
+    started = ready.starts()
+    place = {"libraries": LIBRARIES, "split": SPLIT_LIBRARIES}
+    ready.run("sh", "-ec", REPLACE.format(old=old, new=UPGRADE, **place), timeout=120)
+    before = ready.guest.read(handoff_file(MACHINE))
+    ready.agent("apply", timeout=400)
+    conditions = ready.conditions()
+    assert conditions["Ready"]["status"] == "True"
+    assert conditions["LibrariesPresent"]["reason"] == "ReloadNeeded"
+    assert f"driver {new} is driver root 1, and waits" in conditions["DriverRootStaged"]["message"]
+    assert ready.guest.read(handoff_file(MACHINE)) == before
+    expect_driver(ready, old)
+
+    # The service runs meanwhile: whatever held a node would keep its module.
+    assert ready.run("sh", "-c", HOLDERS).stdout == ""
+    ready.run("sh", "-ec", UNLOAD + LOAD.format(directory=MODULES), timeout=120)
+    ready.agent("apply", timeout=400)
+    assert ready.conditions()["LibrariesPresent"]["reason"] == "Present"
+    request = granted(ready)
+    assert (request["driver_version"], request["driver_root"]) == (new, "/run/host-nvidia/1")
+    assert f"driver root 0 with driver {old})" in wait_named(ready, "work/before").partition("work/before (")[2]
+    linked = ready.node.run("readlink", "-f", f"/{LIBRARIES}/libcuda.so.1").stdout.strip()
+    assert linked == f"/run/host-nvidia/1/{LIBRARIES}/libcuda.so.{new}"
+    assert len(uuids(ready.node.run("nvidia-smi", "-L").stdout)) == len(ready.host.gpus)
+    assert ready.restarted(started) == "nothing"
+    expect_driver(ready, new)
+
+    ready.node.run("crictl", "exec", container, "sh", "-c", f"cat /{LIBRARIES}/libcuda.so.{old} > /dev/null")
+    assert ready.run("ls", TREES).stdout.split() == ["0", "1"]
+    assert mounted(ready) == {"host-nvidia", "host-nvidia/0", "host-nvidia/1"}
+    reboot(ready, container)
+    ready.agent("apply", timeout=400)
+    assert ready.run("ls", TREES).stdout.split() == ["1"]
+    assert mounted(ready) == {"host-nvidia", "host-nvidia/1"}
+    mounts = [mount["hostPath"] for mount in ready.node.spec()["containerEdits"]["mounts"]]
+    assert [path for path in mounts if not path.startswith("/run/host-nvidia/1/") or old in path] == []
+    expect_driver(ready, new)
+
+
+def test_other_majors_after_a_reload(ready: Bed) -> None:
+    """nvidia-uvm's and nvidia-caps' numbers are dynamic: another module takes the first one in between."""
+    start_pod(ready, "before")
+    started = ready.starts()
+    before = {device["path"]: (device["major"], device["minor"]) for device in granted(ready)["devices"]}
+    ready.run("sh", "-ec", f"{UNLOAD}; modprobe uio; /usr/lib/simulated-gpu-host/load-driver", timeout=120)
+    ready.agent("apply", timeout=400)
+    after = {device["path"]: (device["major"], device["minor"]) for device in granted(ready)["devices"]}
+    assert after.keys() == before.keys()
+    changed = {path for path in after if after[path] != before[path]}
+    assert changed == {"/dev/nvidia-uvm", "/dev/nvidia-uvm-tools"}
+    number = ready.run("stat", "--format=%Hr %Lr", "/dev/nvidia-uvm").stdout.split()
+    assert after["/dev/nvidia-uvm"] == tuple(map(int, number))
+    major = before["/dev/nvidia-uvm"][0]
+    assert f"work/before (/dev/nvidia-uvm as {major}:0, " in wait_named(ready, "work/before")
+    ready.wait_ready()
+    assert ready.restarted(started) == "nothing"
+    nodes = {node["path"]: node for node in ready.node.spec()["containerEdits"]["deviceNodes"]}
+    assert nodes["/dev/nvidia-uvm"]["major"] == after["/dev/nvidia-uvm"][0]
+    expect_driver(ready, current_version())

@@ -1,0 +1,95 @@
+"""A machine gets the GPUs that it was given, and the kernel keeps it from the others."""
+
+import time
+
+import pytest
+
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+UNIT = "systemd-nspawn@gpu-node.service"
+SET = f"/run/systemd/system.control/{UNIT}.d/50-DeviceAllow.conf"
+SECOND = "0000:02:00.0"
+OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+
+
+def test_a_machine_with_one_of_eight_gpus(installed: Bed) -> None:
+    """By PCI address: its node opens, another one is neither there nor can be made, and the spec names one GPU."""
+    installed.guest.write("/etc/unbounded-agent/config.toml", f'[machines.gpu-node]\ngpus = ["{SECOND}"]\n'.encode())
+    installed.agent("apply")
+    node = installed.node
+    uuid = node.run("nvidia-smi", "-L").stdout.split("UUID: ")[1].split(")")[0]
+    assert set(each["name"] for each in node.spec()["devices"]) == {"0", uuid, "all", "none"}
+    node.run("python3", "-c", OPEN, "/dev/nvidia1")
+    # Root in the machine has CAP_MKNOD; that it may not use it here is the unit's device policy.
+    made = node.run("mknod", "/dev/nvidia0", "c", "195", "0", check=False)
+    assert made.status != 0
+    assert "Operation not permitted" in made.stderr
+
+
+def test_an_unknown_gpu_is_named_and_holds_up_nothing(installed: Bed) -> None:
+    """A condition, not a guess; the machine starts with the GPU that is there."""
+    text = f'[machines.gpu-node]\ngpus = ["{SECOND}", "0000:7f:00.0"]\n'
+    installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 1
+    assert "GPU 0000:7f:00.0 is not on this host" in finished.stdout
+    installed.node.run("python3", "-c", OPEN, "/dev/nvidia1")
+
+
+def test_a_machine_that_has_left_keeps_no_permission(ready: Bed) -> None:
+    """What was set while it ran outlives it until the host's reboot, and would apply to its next start."""
+
+    def allowed() -> str:
+        return ready.run("systemctl", "show", "--property=DeviceAllow", UNIT).stdout
+
+    # As the service does for a GPU that comes.
+    ready.run("systemctl", "set-property", "--runtime", UNIT, "DeviceAllow=/dev/char/195:0 rw")
+    ready.run("systemctl", "stop", UNIT, timeout=120)
+    assert "/dev/char/195:0" in ready.run("cat", SET).stdout
+    ready.guest.write("/etc/unbounded-agent/config.toml", b"[machines.other]\n")
+    ready.run("systemctl", "reload", "unbounded-agent.service")
+    deadline = time.monotonic() + 120
+    while ready.run("test", "-e", SET, check=False).status == 0 or "/dev/char/195:" in allowed():
+        assert time.monotonic() < deadline, ready.run("journalctl", "-u", "unbounded-agent", "-n", "20").stdout
+        time.sleep(0.5)
+    # Those of the installed template, which a start without settings of ours has.
+    assert "char-pts rw" in allowed()
+
+
+REFUSED = """
+import ctypes, os, time
+libc = ctypes.CDLL(None, use_errno=True)
+FINIT_MODULE = {"x86_64": 313, "aarch64": 273}[os.uname().machine]
+
+def refused(what):
+    try:
+        what()
+    except PermissionError:
+        return True
+    return False
+
+def load_module():
+    if libc.syscall(FINIT_MODULE, -1, b"", 0):
+        raise OSError(ctypes.get_errno(), "finit_module")
+
+os.mkdir("/run/all-devices")
+assert libc.mount(b"none", b"/run/all-devices", b"devtmpfs", 0, None) == 0
+print("module", refused(load_module))
+print("clock", refused(lambda: time.clock_settime(time.CLOCK_REALTIME, time.time())))
+for node in ("loop-control", "loop0", "mapper/control", "vda"):
+    print(node, refused(lambda: os.open(f"/run/all-devices/{node}", os.O_RDONLY)))
+assert libc.mount(None, b"/proc/sys", None, 32 | 4096, None) == 0
+os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
+"""
+"""In the machine, as root: what it may not do by its capabilities and devices, of the host's whole devtmpfs too.
+
+Last, what docs/security.md says that root may do all the same. MS_REMOUNT | MS_BIND is 32 | 4096 (mount.h).
+"""
+
+
+def test_what_root_in_a_machine_cannot_do(ready: Bed) -> None:
+    ready.run("modprobe", "--all", "loop", "dm_mod")
+    found = ready.node.run("python3", "-c", REFUSED).stdout.splitlines()
+    assert found == [f"{what} True" for what in ("module", "clock", "loop-control", "loop0", "mapper/control", "vda")]

@@ -1,0 +1,157 @@
+"""No GPU is a skip; half a driver is not ready, says why and what to do next. Nothing is broken by either."""
+
+import json
+
+import pytest
+
+from integration.bed.drivers.host_roots import driver_version, host_root
+from integration.bed.vm.kernel_modules import kernel_modules
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+OLDER = "535.261.03"
+UNLOAD = "modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia && rm -rf /dev/nvidia*"
+
+
+def doctor(bed: Bed) -> str:
+    finished = bed.agent("doctor", check=False)
+    assert finished.status == 1
+    return finished.stdout
+
+
+def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
+    """The whole pipeline is left out: exit code 0, and not one file is written."""
+    remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
+    installed.run(
+        "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -rf /dev/nvidia*; {remove}; true"
+    )
+    planned = installed.agent("plan").stdout
+    assert "gpu-node: no GPU on this host: nothing is set up" in planned
+    applied = installed.agent("apply")
+    assert "Ready  True" in applied.stdout
+    assert "NoGPU" in applied.stdout
+    assert "containerfiles/agent-ubuntu2404\n" in doctor(installed), "no toolkit is needed in its machines"
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_libraries_without_the_module(installed: Bed) -> None:
+    installed.run("sh", "-c", UNLOAD)
+    conditions = installed.conditions()
+    assert conditions["DriverLoaded"]["reason"] == "ModuleNotLoaded"
+    assert "modprobe -a nvidia nvidia_uvm" in conditions["DriverLoaded"]["message"]
+    assert conditions["Ready"]["status"] == "False"
+    found = doctor(installed)
+    assert "couldn't communicate with the NVIDIA driver" in found
+    assert "containerfiles/agent-ubuntu2404-nvidia\n" in found
+
+
+def test_the_module_without_nodes(installed: Bed) -> None:
+    """What would make a CDI specification without devices."""
+    installed.run("sh", "-c", "rm /dev/nvidia[0-9]*")
+    assert installed.conditions()["DevicesPresent"]["reason"] == "NodesMissing"
+    found = doctor(installed)
+    assert "a CDI specification without devices" in found
+    assert "run `nvidia-smi` or `nvidia-modprobe -c N`" in found
+    assert "systemctl enable --now unbounded-agent" in found, "the service was not started"
+
+
+@pytest.mark.scenario("003")
+def test_a_host_without_faults(ready: Bed) -> None:
+    ready.run("sysctl", "-w", "vm.overcommit_memory=1", "kernel.panic=10", "kernel.panic_on_oops=1")
+    ready.wait_ready()
+    finished = ready.agent("doctor")
+    assert finished.stdout.startswith("host: nothing found\ngpu-node: ready: AllConditionsTrue\n")
+    assert "driver for pods: nvidia 550.163.01, CUDA 12.4\n" in finished.stdout, "the driver's real libcuda says it"
+    ready.run("sysctl", "-w", "kernel.panic=0")
+    assert "kernel.panic is 0" in doctor(ready)
+    assert json.loads(ready.agent("doctor", "--json", check=False).stdout)["machines"]["gpu-node"]["ready"] == "True"
+
+
+def test_the_module_without_libraries(installed: Bed) -> None:
+    """Without the two that matter, and then without any."""
+    for reason, names in (
+        ("LibrariesBroken", ("libcuda.so*", "libnvidia-ml.so*")),
+        ("NotInstalled", ("*nvidia*", "libcuda*", "libnvcuvid*", "libnvoptix*")),
+    ):
+        for name in names:
+            installed.run(
+                "find",
+                "/usr/lib/x86_64-linux-gnu",
+                "-name",
+                name,
+                "(",
+                "-type",
+                "f",
+                "-o",
+                "-type",
+                "l",
+                ")",
+                "-delete",
+            )
+        installed.run("ldconfig")
+        conditions = installed.conditions()
+        assert conditions["DriverLoaded"]["status"] == "True"
+        assert conditions["LibrariesPresent"]["reason"] == reason
+        assert "run ldconfig" in conditions["LibrariesPresent"]["message"]
+        assert conditions["Ready"]["status"] == "False"
+        assert "ERROR_LIBRARY_NOT_FOUND" in doctor(installed)
+
+
+def test_a_module_of_another_version(installed: Bed) -> None:
+    """The stand-in module in an older version, under the libraries of Debian 13."""
+    installed.run("sh", "-c", UNLOAD)
+    for module in ("nvidia", "nvidia-uvm", "nvidia-modeset"):
+        content = (kernel_modules(OLDER) / f"{module}.ko").read_bytes()
+        installed.guest.write(f"/root/{module}.ko", content)
+        installed.run("insmod", f"/root/{module}.ko")
+    installed.run("/usr/lib/simulated-gpu-host/make-nodes")
+    conditions = installed.conditions()
+    assert conditions["LibrariesPresent"]["reason"] == "VersionMismatch"
+    for version in (OLDER, driver_version(host_root())):
+        assert version in conditions["LibrariesPresent"]["message"]
+    assert conditions["Ready"]["status"] == "False"
+    assert "CUDA error 803 (SYSTEM_DRIVER_MISMATCH)" in doctor(installed)
+
+
+def test_a_machine_that_does_not_exist(installed: Bed) -> None:
+    installed.guest.write("/etc/unbounded-agent/config.toml", b"[machines.elsewhere]\n")
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 1
+    assert "/var/lib/machines/elsewhere is not there" in finished.stdout
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[machines.gpu-node]\ngpuz = 1\n", "/etc/unbounded-agent/config.toml: machines.gpu-node.gpuz: unknown key"),
+        ('[machines."a/b"]\n', "/etc/unbounded-agent/config.toml: machines.a/b: "),
+        ('[machines.gpu-node]\nrequire_gpus = "yes"\n', "machines.gpu-node.require_gpus"),
+    ],
+)
+def test_bad_configuration_changes_nothing(installed: Bed, text: str, named: str) -> None:
+    installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
+    finished = installed.agent("apply", check=False)
+    assert finished.status == 2
+    assert named in finished.stderr
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
+    """In sentences; apply needs root and says so."""
+    as_user = ("runuser", "-u", "nobody", "--", "unbounded-agent")
+    planned = installed.run(*as_user, "plan").stdout
+    assert "would write /etc/systemd/nspawn/gpu-node.nspawn" in planned
+    assert "would stage nvidia driver 550.163.01 as driver root 0" in planned
+    # /var/lib/machines has mode 0700: whether the machine is there cannot be seen, whether it runs can.
+    assert "would start machine gpu-node" in planned
+    refused = installed.run(*as_user, "apply", check=False)
+    assert refused.status == 1
+    assert "this needs root rights" in refused.stderr
+    assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
+
+
+def test_status_as_json(installed: Bed) -> None:
+    found = json.loads(installed.agent("status", "--json").stdout)
+    assert {"type", "status", "reason", "message", "lastTransitionTime"} <= set(found["gpu-node"][0])

@@ -1,0 +1,107 @@
+"""GPUs that come and go while machine, containerd and pods run: by PCI Express hot-plug of the virtual machine."""
+
+import json
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from integration.bed.machine.node import MACHINE, Pod
+from integration.bed.measure.watching import Sample, Watching, uptime
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+PORT = 8
+"""An empty one: the host begins with GPUs in 0 to 7."""
+GPUS = tuple(f"/dev/nvidia{minor}" for minor in range(PORT + 1))
+OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
+
+
+def nodes(bed: Bed) -> set[str]:
+    """GPU nodes of the machine."""
+    return set(bed.node.shell("ls -d /dev/nvidia[0-9]* /dev/dri/renderD*").stdout.split())
+
+
+def uuid_of(bed: Bed, minor: int) -> str:
+    """Of the GPU with that device minor, as the host's driver tells it."""
+    text = bed.run("sh", "-c", "cat /proc/driver/nvidia/gpus/*/information").stdout
+    found = re.finditer(r"GPU UUID:\s*(?P<uuid>\S+).*?Device Minor:\s*(?P<minor>\d+)", text, re.DOTALL)
+    return next(str(match["uuid"]) for match in found if int(match["minor"]) == minor)
+
+
+def opens(bed: Bed, path: str) -> bool:
+    return bed.node.run("python3", "-c", OPEN, path, check=False).status == 0
+
+
+def wait_for_gpus(bed: Bed, count: int, seconds: float = 150) -> None:
+    """Until the machine is ready with that many GPUs in its CDI spec."""
+    deadline = time.monotonic() + seconds
+    while True:
+        listed = bed.node.run("nvidia-ctk", "cdi", "list", check=False).stdout
+        uuids = {line.rpartition("=")[2] for line in listed.splitlines() if "=GPU-" in line}
+        if len(uuids) == count and bed.conditions()["Ready"]["status"] == "True":
+            return
+        assert time.monotonic() < deadline, f"{listed}\n{bed.agent('status').stdout}\n{journal(bed)}"
+        time.sleep(1)
+
+
+def journal(bed: Bed) -> str:
+    return bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "40").stdout
+
+
+def plug(bed: Bed, port: int = PORT) -> float:
+    """One more GPU; when (by `uptime`) its node was made, as NVIDIA's programs make it."""
+    bed.host.qemu.plug(port)
+    deadline = time.monotonic() + 60
+    bound = f"test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(bed.host.gpus)}"
+    while bed.run("sh", "-c", bound, check=False).status:
+        assert time.monotonic() < deadline, bed.run("dmesg").stdout[-2000:]
+        time.sleep(0.5)
+    made = uptime(bed.guest)
+    bed.run("/usr/lib/simulated-gpu-host/make-nodes")
+    return made
+
+
+def usable(sample: Sample) -> bool:
+    """The ninth GPU opens in the machine, and the metrics say that it is ready with nine."""
+    return sample.opens and sample.ready == 1 and sample.gpus == PORT + 1
+
+
+def claimed(sample: Sample) -> bool:
+    """What may not be: ready with a GPU that does not open."""
+    return sample.ready == 1 and sample.gpus == PORT + 1 and not sample.opens
+
+
+def comes_and_goes(bed: Bed, measured: Callable[[str, object], None]) -> None:
+    """Permitted, bound, in the spec, usable by a pod; then withdrawn. Nothing is restarted for it."""
+    before, at_start = nodes(bed), bed.starts()
+    pod = bed.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))
+    with Watching(bed.node.run, GPUS[PORT]) as watching:
+        made = plug(bed)
+        measured("seconds to open", f"{watching.wait(lambda now: now.opens, made):.1f}")
+        measured("seconds to ready", f"{watching.wait(usable, made):.1f}")
+        measured("ready meanwhile", watching.told_ready())
+        assert not [each for each in watching.samples() if claimed(each)]
+    wait_for_gpus(bed, 9)
+    new = nodes(bed) - before
+    assert GPUS[PORT] in new
+    assert len(new) == 2, "the GPU's own node and its render node"
+    assert all(opens(bed, path) for path in new)
+    # By its UUID: the index is nobody's identity.
+    found = json.loads(bed.node.pod(Pod(("gpu-probe", *GPUS), cdi=(uuid_of(bed, PORT),))).stdout)["open"]
+    assert [path for path, result in found.items() if result == "OK"] == [GPUS[PORT]]
+    bed.host.qemu.unplug(PORT)
+    wait_for_gpus(bed, 8)
+    assert nodes(bed) == before
+    allowed = bed.run("systemctl", "show", "--property=DeviceAllow", f"systemd-nspawn@{MACHINE}").stdout
+    assert f"/dev/char/195:{PORT}" not in allowed
+    found = json.loads(bed.node.in_container(pod, "gpu-probe", *GPUS).stdout)["open"]
+    assert [path for path, result in found.items() if result == "OK"] == [GPUS[0]]
+    measured("restarted", bed.restarted(at_start))
+    assert bed.restarted(at_start) == "nothing"
+
+
+def test_a_gpu_comes_and_goes(ready: Bed, measured: Callable[[str, object], None]) -> None:
+    comes_and_goes(ready, measured)

@@ -1,0 +1,81 @@
+"""The service looks again when something changes: seen by what started its passes, whatever they took."""
+
+import re
+import time
+from collections.abc import Callable
+
+import pytest
+
+from integration.bed.machine.node import MACHINE
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+FETCH = """
+import urllib.request
+print(urllib.request.urlopen("http://127.0.0.1:9788/metrics", timeout=10).read().decode())
+"""
+COUNTED = re.compile(r'^unbounded_agent_wakeups_total\{source="(?P<source>[^"]+)"\} (?P<count>\S+)$', re.MULTILINE)
+
+
+def wakeups(bed: Bed) -> dict[str, int]:
+    """Passes that events asked for, by source."""
+    page = bed.run("python3", "-c", FETCH).stdout
+    return {each["source"]: int(float(each["count"])) for each in COUNTED.finditer(page)}
+
+
+def wait_for_wakeup(bed: Bed, source: str, after: int, seconds: float = 90) -> dict[str, int]:
+    """Until that source has asked for more passes than `after`."""
+    deadline = time.monotonic() + seconds
+    while (found := wakeups(bed))[source] <= after:
+        assert time.monotonic() < deadline, f"{source}: no pass within {seconds} s: {found}"
+        time.sleep(0.5)
+    return found
+
+
+def report_of_a_stopped_containerd(bed: Bed) -> None:
+    bed.node.shell("systemctl stop containerd.service; systemctl start unbounded-agent-gpu.service", timeout=120)
+
+
+CHANGES: tuple[tuple[str, Callable[[Bed], object]], ...] = (
+    ("loader-cache", lambda bed: bed.run("ldconfig")),
+    # A minor that no GPU has: nothing is granted, but it was looked at.
+    ("device-nodes", lambda bed: bed.run("mknod", "/dev/nvidia99", "c", "195", "99")),
+    ("device-nodes", lambda bed: bed.run("rm", "/dev/nvidia99")),
+    ("udev", lambda bed: bed.run("udevadm", "trigger", "--action=change", "--subsystem-match=pci")),
+    ("reports", report_of_a_stopped_containerd),
+    ("machined", lambda bed: bed.run("machinectl", "terminate", MACHINE)),
+)
+NOISE = """
+import os, stat, subprocess
+for _ in range(1000):
+    os.mknod("/dev/tty-noise", stat.S_IFCHR | 0o600, os.makedev(5, 0))
+    os.unlink("/dev/tty-noise")
+    for end in os.openpty():
+        os.close(end)
+with open("/etc/noise", "w") as file:
+    file.write("noise")
+subprocess.run(["udevadm", "trigger", "--action=change", "--subsystem-match=tty", "--settle"], check=True)
+"""
+
+
+def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
+    """In the sandbox, with real udev, inotify and mounts; no other source than the one that changed asks."""
+    ready.wait_served()
+    for source, change in CHANGES:
+        before = wakeups(ready)
+        change(ready)
+        after = wait_for_wakeup(ready, source, before[source])
+        others = {name: count - before[name] for name, count in after.items() if name not in (source, "reports")}
+        assert set(others.values()) == {0}, (source, others)
+
+
+def test_what_is_none_of_ours_causes_no_pass(ready: Bed) -> None:
+    ready.wait_served()
+    before = wakeups(ready)
+    ready.run("python3", "-c", NOISE)
+    # An event of ours, behind all those in the queues.
+    ready.run("ldconfig")
+    after = wait_for_wakeup(ready, "loader-cache", before["loader-cache"])
+    assert after["loader-cache"] == before["loader-cache"] + 1
+    assert (after["udev"], after["device-nodes"]) == (before["udev"], before["device-nodes"])

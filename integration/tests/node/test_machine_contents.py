@@ -1,0 +1,169 @@
+"""What a machine's image or its owner put there: left alone, named with what to do, and shown by what pods get."""
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from integration.bed.machine.node import KIND, MACHINE, Node, Pod
+from integration.bed.process import run
+from integration.bed.tools import MODULE, TOOLKIT, go, toolkit
+from integration.conftest import Bed
+from integration.tests.kubernetes.test_pods import expect_gpus, probe
+
+pytestmark = pytest.mark.scenario("002")
+
+ROOT = f"/var/lib/machines/{MACHINE}"
+CUDA = "/usr/lib/x86_64-linux-gnu/libcuda.so.1"
+OURS = "/etc/cdi/nvidia.yaml"
+REFRESHED = "/var/run/cdi/nvidia.yaml"
+REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
+
+
+def settle(bed: Bed) -> dict[str, dict[str, Any]]:
+    """The machine half looks now instead of at its timer; the conditions after that."""
+    bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", timeout=120)
+    return bed.conditions()
+
+
+def spec_with(ours: dict[str, Any], **gpus: str) -> str:
+    """A spec with devices of ours under other names: NAME="1" has what our device 1 has."""
+    by_name = {device["name"]: device["containerEdits"] for device in ours["devices"]}
+    devices = [{"name": name, "containerEdits": by_name[other]} for name, other in gpus.items()]
+    return json.dumps({**ours, "devices": devices})
+
+
+def cannot_start(node: Node, name: str) -> str:
+    """The words of the CRI for a pod that asks for a device which no runtime gives it."""
+    finished = node.pod(Pod(("true",), cdi=(name,)), check=False)
+    assert finished.status != 0
+    return finished.stderr
+
+
+# ---- who wins among CDI specs, by NVIDIA's own reader of them
+
+
+def names(*directories: Path) -> set[str]:
+    program = toolkit() / "nvidia-ctk"
+    argv: list[str | Path] = [program, "--quiet", "cdi", "list", *(f"--spec-dir={each}" for each in directories)]
+    return {line.partition("=")[2] for line in run(argv).splitlines() if line.startswith(KIND)}
+
+
+def test_rules_that_conditions_are_judged_by(tmp_path: Path) -> None:
+    """One directory: a name in two files is nobody's; a further directory outranks; what is not valid is skipped."""
+    edits = {"env": ["A=B"]}
+    etc, run_ = tmp_path / "etc", tmp_path / "run"
+    for path, devices in ((etc / "a.json", "12"), (etc / "b.yaml", "23"), (run_ / "c.json", "1")):
+        path.parent.mkdir(exist_ok=True)
+        listed = [{"name": name, "containerEdits": edits} for name in devices]
+        path.write_text(json.dumps({"cdiVersion": "0.5.0", "kind": KIND, "devices": listed}))
+    (etc / "c.yaml").write_text("kind: [")
+    (etc / "d.json").write_text(json.dumps({"cdiVersion": "0.5.0", "kind": KIND, "devices": []}))
+    (etc / "e.yml").write_text((etc / "a.json").read_text())
+    assert names(etc) == {"1", "3"}
+    assert names(run_) == {"1"}
+    assert names(etc, run_) == {"1", "3"}
+
+
+# ---- in the bed
+
+
+def test_cuda_stub_in_the_image(ready: Bed) -> None:
+    """A file, a foreign link and a directory in place of libcuda.so.1; pods have the driver's own all the same."""
+    for make, said in (
+        (f"echo stub > {CUDA}", f"{CUDA} (a file)"),
+        (f"mkdir -p /opt/stubs && echo stub > /opt/stubs/libcuda.so && ln -s /opt/stubs/libcuda.so {CUDA}",
+         f"{CUDA} (a link to /opt/stubs/libcuda.so)"),
+        (f"mkdir {CUDA}", f"{CUDA} (a directory)"),
+    ):  # fmt: skip
+        ready.node.shell(f"rm -rf {CUDA} && {make}")
+        look = f"stat --format '%F %i' {CUDA}; readlink {CUDA} || true"
+        before = ready.node.shell(look).stdout
+        conditions = settle(ready)
+        found = conditions["LibrariesLinked"]
+        assert (found["status"], found["reason"]) == ("False", "Conflict")
+        assert f"left alone, and in the way of the driver's files: {said}" in found["message"]
+        assert f"dpkg -S {CUDA}" in found["message"]
+        assert conditions["CDISpecCurrent"]["status"] == "True"
+        assert ready.node.shell(look).stdout == before
+    expect_gpus(probe(ready.node, cdi=("1",)), {1})
+    ready.node.run("rmdir", CUDA)
+    assert settle(ready)["LibrariesLinked"]["reason"] == "Linked"
+
+
+def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
+    """Runtimes drop the names of both files; the others go on working."""
+    theirs = f"{ROOT}/etc/cdi/site.json"
+    ready.guest.write(theirs, spec_with(ready.node.spec(), **{"1": "1", "site": "2"}).encode())
+    assert f"unresolvable CDI devices {KIND}=1" in cannot_start(ready.node, "1")
+    expect_gpus(probe(ready.node, cdi=("site",)), {2})
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("False", "NamesCollide")
+    assert f"/etc/cdi/site.json and {OURS} both have {KIND}=1, so that no pod can be given them" in found["message"]
+    assert "remove /etc/cdi/site.json" in found["message"]
+    ready.guest.write(theirs, spec_with(ready.node.spec(), site="2").encode())
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("True", "Verified")
+    assert f"/etc/cdi/site.json has further devices of this kind: {KIND}=site" in found["message"]
+    expect_gpus(probe(ready.node, cdi=("1",)), {1})
+
+
+def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
+    """A pod that asks for GPU 1 gets what the other file has under this name; one that is broken harms nobody."""
+    ready.node.shell(f"mkdir -p /var/run/cdi && printf %s {KIND!r} > /var/run/cdi/broken.json")
+    theirs = spec_with(ready.node.spec(), **{"1": "5"})
+    script = f"cat > {REFRESHED} <<'EOF'\n{theirs}\nEOF"
+    ready.node.shell(script)
+    expect_gpus(probe(ready.node, cdi=("1",)), {5})
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("False", "Shadowed")
+    assert f"{REFRESHED} outranks {OURS} for {KIND}=1: pods get what it holds" in found["message"]
+    ready.node.run("rm", REFRESHED)
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("True", "Verified")
+    assert "/var/run/cdi/broken.json is no valid CDI spec, and runtimes skip it" in found["message"]
+    expect_gpus(probe(ready.node, cdi=("1",)), {1})
+
+
+def test_nvidias_own_refresh_service(ready: Bed) -> None:
+    """The units of NVIDIA's packages, which the image masks: named while they are only enabled, and when they ran."""
+    source = Path(run([go(), "list", "-m", "-f", "{{.Dir}}", TOOLKIT], cwd=MODULE)) / "deployments/systemd"
+    for unit in REFRESH_UNITS:
+        # The mask is a link in the same place.
+        ready.run("rm", f"{ROOT}/etc/systemd/system/{unit}")
+        ready.guest.write(f"{ROOT}/etc/systemd/system/{unit}", (source / unit).read_bytes())
+    ready.node.run("systemctl", "enable", *REFRESH_UNITS)
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("True", "Verified")
+    assert f"{', '.join(REFRESH_UNITS)} is enabled and would write {REFRESHED}" in found["message"]
+    ready.node.run("systemctl", "start", "nvidia-cdi-refresh.service", timeout=120)
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("False", "Shadowed")
+    units = " ".join(REFRESH_UNITS)
+    advice = f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {REFRESHED}"
+    assert advice in found["message"]
+    ready.node.shell(advice.strip("`").replace("`, then remove", "; rm"))
+    found = settle(ready)["CDISpecCurrent"]
+    assert (found["status"], found["reason"]) == ("True", "Verified")
+    assert "nvidia-cdi-refresh" not in found["message"]
+
+
+def test_image_without_our_half(ready: Bed) -> None:
+    """Nothing in the machine answers: said as that, with what to do."""
+    ready.run("sh", "-c", f"rm -rf {ROOT}/usr/lib/unbounded-agent; find {ROOT}/etc {ROOT}/usr/lib/systemd "
+              "-name 'unbounded-agent*' -delete -o -name '50-unbounded-agent.conf' -delete")  # fmt: skip
+    ready.run("systemctl", "restart", f"systemd-nspawn@{MACHINE}.service", timeout=200)
+    deadline = time.monotonic() + 60
+    while ready.node.run("systemctl", "is-active", "containerd.service", check=False).stdout.strip() != "active":
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    conditions = ready.conditions()
+    assert conditions["MachineRunning"]["status"] == "True"
+    for kind in ("DevicesAllowed", "LibrariesLinked", "CDISpecCurrent", "RuntimeConfigured", "RuntimeActive", "Ready"):
+        assert (conditions[kind]["status"], conditions[kind]["reason"]) == ("Unknown", "NoReport"), kind
+    assert "its image lacks this agent's machine half" in conditions["Ready"]["message"]
+    assert "containerfiles/" in conditions["Ready"]["message"]
+    journal = ready.run("journalctl", "-M", MACHINE, "-b", "-u", "unbounded-agent-gpu", check=False)
+    assert "No entries" in journal.stdout

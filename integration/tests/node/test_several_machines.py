@@ -1,0 +1,66 @@
+"""Two machines on one host, each with GPUs of its own, and a third that is not there."""
+
+import json
+
+import pytest
+
+from integration.bed.machine.node import MACHINE, Node
+from integration.conftest import Bed
+
+pytestmark = pytest.mark.scenario("002")
+
+SECOND = "second"
+CONFIG = f"""
+[machines.{MACHINE}]
+gpus = "count=3"
+[machines.{SECOND}]
+gpus = ["0000:02:00.0"]
+[machines.missing]
+"""
+OPEN = """
+import os
+for minor in range(8):
+    try:
+        os.close(os.open(f"/dev/nvidia{minor}", os.O_RDWR))
+        print(minor)
+    except OSError:
+        pass
+"""
+
+
+def roots(bed: Bed) -> None:
+    """Both machines from the one image, each with its changes in a file system of its own."""
+    image = "/run/image"
+    bed.run("mkdir", image)
+    # Private: else what is mounted upon the root directory would be mounted upon this as well (shared subtrees).
+    bed.run("mount", "--bind", "--make-private", f"/var/lib/machines/{MACHINE}", image)
+    for machine in (MACHINE, SECOND):
+        root, changes = f"/var/lib/machines/{machine}", f"/run/changes-{machine}"
+        bed.run("mkdir", "-p", root, changes)
+        bed.run("mount", "-t", "tmpfs", "-o", "size=256m", "changes", changes)
+        bed.run("mkdir", f"{changes}/upper", f"{changes}/work")
+        layers = f"lowerdir={image},upperdir={changes}/upper,workdir={changes}/work"
+        bed.run("mount", "-t", "overlay", "-o", layers, "overlay", root)
+
+
+def opened(bed: Bed, machine: str) -> set[int]:
+    """Minors of the GPU nodes that open in a machine, also of such that are put there from the host by hand."""
+    return {int(minor) for minor in Node(bed.guest, machine).run("python3", "-c", OPEN).stdout.split()}
+
+
+def test_each_machine_has_its_own(installed: Bed) -> None:
+    """By number, without those that another one names; the kernel keeps them apart, and one fault is one machine's."""
+    roots(installed)
+    installed.guest.write("/etc/unbounded-agent/config.toml", CONFIG.encode())
+    finished = installed.agent("apply", timeout=400, check=False)
+    assert finished.status == 1, "one machine is missing"
+    ready = {
+        machine: next(each for each in conditions if each["type"] == "Ready")["reason"]
+        for machine, conditions in json.loads(installed.agent("status", "--json", check=False).stdout).items()
+    }
+    assert ready == {MACHINE: "AllConditionsTrue", SECOND: "AllConditionsTrue", "missing": "NoSuchMachine"}
+    assert opened(installed, MACHINE) == {0, 2, 3}
+    assert opened(installed, SECOND) == {1}
+    # Neither a node that somebody binds there gives the other machine's GPU away.
+    installed.run("machinectl", "--mkdir", "bind", SECOND, "/dev/nvidia0")
+    assert opened(installed, SECOND) == {1}
