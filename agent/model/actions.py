@@ -8,7 +8,7 @@ from agent.model.facts import StagedRoot
 from agent.model.live import LiveSettings
 
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
-"""The label that metrics use, which stays when a sentence changes. `describe()` is for people."""
+"""The label in metrics. It stays the same when the sentence of `describe()`, which is for people, is reworded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class WriteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoveFile:
-    """Remove a file or symbolic link of ours."""
+    """Remove a file or symbolic link that the agent wrote."""
 
     kind: ClassVar[ActionKind] = "remove"
     path: str
@@ -37,7 +37,7 @@ class RemoveFile:
 
 @dataclass(frozen=True, slots=True)
 class StageDriverRoot:
-    """Copy a driver's user-space files into a driver root of ours and publish it whole."""
+    """Copy a driver's user-space files into a new driver root, and publish it once it is complete."""
 
     kind: ClassVar[ActionKind] = "stage"
     root: StagedRoot
@@ -63,7 +63,7 @@ class PublishDriverRoot:
 
 @dataclass(frozen=True, slots=True)
 class ProtectDriverRoots:
-    """Replace driver roots that are plain directories, as soon as mounts work."""
+    """Mount driver roots in place of the plain directories that were published while mounts did not work."""
 
     kind: ClassVar[ActionKind] = "mount"
     indices: tuple[int, ...]
@@ -79,7 +79,7 @@ class RemoveDriverRoot:
     kind: ClassVar[ActionKind] = "remove"
     index: int
     what: str
-    """What it holds, for people."""
+    """Vendor and version of the driver in it, for people; or that it is incomplete."""
 
     def describe(self) -> str:
         return f"remove driver root {self.index} ({self.what}), which nothing uses"
@@ -87,7 +87,7 @@ class RemoveDriverRoot:
 
 @dataclass(frozen=True, slots=True)
 class ClearRemains:
-    """Remove what an interrupted staging or removal of a driver root left."""
+    """Remove the directories that an interrupted staging or removal of a driver root left."""
 
     kind: ClassVar[ActionKind] = "remove"
     paths: tuple[str, ...]
@@ -98,7 +98,7 @@ class ClearRemains:
 
 @dataclass(frozen=True, slots=True)
 class ReloadUnits:
-    """systemctl daemon-reload."""
+    """Make systemd read its unit files again, as `systemctl daemon-reload` does."""
 
     kind: ClassVar[ActionKind] = "reload"
 
@@ -119,7 +119,7 @@ class ChangeDevices:
 
     @property
     def binds_anew(self) -> bool:
-        """Whether it binds all nodes again, because the machine reported some missing."""
+        """Whether all nodes are bound again, because the machine reported some missing."""
         return self.after.rebound not in ("", self.before.rebound)
 
     def describe(self) -> str:
@@ -135,9 +135,9 @@ class ChangeDevices:
 
 
 Clearing: TypeAlias = RemoveDriverRoot | ClearRemains
-"""Steps that no machine waits for."""
+"""Steps that remove driver roots. No machine waits for them."""
 Publishing: TypeAlias = StageDriverRoot | PublishDriverRoot | ProtectDriverRoots
-"""Steps that handoffs wait for if they name a driver root."""
+"""Steps that have to be done before a handoff may name the driver root."""
 Action: TypeAlias = WriteFile | RemoveFile | Publishing | Clearing | ReloadUnits | ChangeDevices
 
 

@@ -15,7 +15,7 @@ class Status(StrEnum):
 
 
 class ConditionType(StrEnum):
-    """In the order in which a machine becomes ready; the last one is the summary."""
+    """All conditions, in the order in which a machine becomes ready. The last one sums up the others."""
 
     DRIVER_LOADED = "DriverLoaded"
     DEVICES_PRESENT = "DevicesPresent"
@@ -43,7 +43,7 @@ IN_MACHINE = (
     ConditionType.GPUS_ADVERTISED,
     ConditionType.NODE_CONDITION_SET,
 )
-"""Reported by the machine half alone. The host half sees the others; both see DevicesAllowed."""
+"""Conditions that only the machine half reports. The host half reports the others; both report DevicesAllowed."""
 
 NOT_NEEDED_FOR_READY = frozenset(
     {
@@ -54,20 +54,21 @@ NOT_NEEDED_FOR_READY = frozenset(
         ConditionType.READY,
     }
 )
-"""Conditions that Ready ignores. The device plugin waits for Ready, so waiting for what it advertises would deadlock.
+"""Conditions that Ready ignores.
 
-GPUsComplete is about GPUs that the machine no longer has; it can use the remaining ones.
+The device plugin waits for Ready, so Ready must not wait for the GPUs that the plugin advertises. GPUsComplete is about
+GPUs that the machine no longer has; it can use the remaining ones.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One check."""
+    """The result of one check."""
 
     type: ConditionType
     status: Status
     reason: str
-    """A Reason, or from a report or a file any CamelCase word."""
+    """A Reason. If the condition was read from a report or a file, it may be any CamelCase word."""
     message: str
     """A sentence with what to do next."""
     last_transition: float = 0.0
@@ -75,10 +76,10 @@ class Condition:
     losses: tuple[float, ...] = ()
     """Only for Ready: recent times when it became False, seconds since the epoch (agent.host.verify.flapping)."""
     good_since: float = 0.0
-    """Only for Ready: since when nothing has been False; 0 while something is."""
+    """Only for Ready: since when nothing has been False, seconds since the epoch; 0 while something is False."""
 
     def to_kubernetes(self) -> dict[str, str | None]:
-        """The form of Kubernetes' API (metav1.Condition), where a time that is not known is null."""
+        """Return the condition as Kubernetes' API writes it (metav1.Condition). An unknown time is null."""
         return {
             "type": self.type,
             "status": self.status,
@@ -119,9 +120,9 @@ def summarize(conditions: Iterable[Condition]) -> Condition:
 
 
 def worst(conditions: Iterable[Condition]) -> Condition:
-    """Merge several vendors' conditions of one type: the worst status, with the messages of all that have it.
+    """Merge several vendors' conditions of one type: return the worst status, with the messages of all that have it.
 
-    Conditions that do not apply are ignored unless none applies; then the first stands.
+    Conditions that do not apply are ignored. If none applies, the first one is returned.
     """
     found = list(conditions)
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
@@ -131,7 +132,7 @@ def worst(conditions: Iterable[Condition]) -> Condition:
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
-    """Return `new` with times of last change: kept where type and status are as in `old`, else `now`."""
+    """Return `new` with transition times: the old ones where type and status are as in `old`, `now` elsewhere."""
     before = {each.type: each for each in old}
     dated = []
     for each in new:

@@ -1,7 +1,7 @@
 """The identity of files and device nodes: the facts that the machine half needs too.
 
-A module of its own, because the machine half starts each minute, and defining a data class takes longer than reading
-a small file.
+They are not in agent.model.facts, because the machine half starts once a minute: it would define all data classes
+there, and defining one takes longer than reading a small file.
 """
 
 from dataclasses import dataclass
@@ -42,9 +42,9 @@ class DeviceKind(StrEnum):
     GDRCOPY = "gdrcopy"
     NVIDIA_FS = "nvidia-fs"
     ACCEL = "accel"
-    """drivers/accel: NPUs and the like, which are not GPUs."""
+    """Devices of the kernel's drivers/accel, such as NPUs, which are not GPUs."""
     EXTRA = "extra"
-    """Named by a machine's settings."""
+    """A node that a machine's settings name by its path."""
 
 
 DRI_LINKS = {DeviceKind.DRI_CARD: "card", DeviceKind.DRI_RENDER: "render"}

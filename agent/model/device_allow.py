@@ -5,16 +5,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceAllow:
-    """What a unit may do with a device or a group of devices; in text `/dev/char/195:0 rw`."""
+    """What a unit may do with a device or a group of devices, written as `/dev/char/195:0 rw`."""
 
     node: str
     """A path in /dev, or a group such as `char-pts`."""
     permissions: str = ""
-    """Of `rwm`; empty stands for all of them."""
+    """Some of the letters `rwm`; empty means all of them."""
 
     @classmethod
     def parse(cls, text: str) -> "DeviceAllow":
-        """Raises nothing: systemd judges the text, and `str` gives it again."""
+        """Return the entry that `str()` turns back into this text. Any text is accepted: systemd validates it."""
         node, _, permissions = text.partition(" ")
         return cls(node, permissions)
 

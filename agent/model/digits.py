@@ -1,9 +1,10 @@
 """Parses numbers in text that the kernel and programs write."""
 
 DIGITS = 18
-"""More than any such number has. Without a limit, int() raises ValueError at 4,301 (sys.set_int_max_str_digits)."""
+"""Digits of the longest number that is accepted. Without a limit, int() would raise ValueError at 4,301 digits
+(sys.set_int_max_str_digits)."""
 
 
 def whole_number(text: str) -> int | None:
-    """Return None for anything but ASCII digits; int() would accept digits of other scripts too."""
+    """Return the number, or None if the text is anything but ASCII digits. int() would accept other digits too."""
     return int(text) if len(text) <= DIGITS and text.isascii() and text.isdecimal() else None

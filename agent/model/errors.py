@@ -2,20 +2,20 @@
 
 AgentError
 ├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
-│   └── NoMachinesError there is no configuration file, or none with a table of machines
+│   └── NoMachinesError there is no configuration file, or no table of machines in any
 ├── UnsupportedError    this host cannot do it: no root rights, systemd too old
 ├── ObservationError    something could not be observed; never means that it is absent
 ├── CommandError        a program failed, was not found, or ran out of time
-│   └── ExitCodeError   a program ended by itself and reported failure
+│   └── ExitCodeError   a program exited with an exit code that means failure
 ├── BusError            a service on the system bus could not be reached, or did not answer
-│   └── BusAnswerError  it answered with an error or an unexpected type
+│   └── BusAnswerError  the service answered with an error or an unexpected type
 ├── DocumentError       a handoff, report or tool output is malformed
 └── ApplyError          a step towards the goal failed
 """
 
 
 class AgentError(Exception):
-    """One sentence on what failed, and one on what to do next (may be empty)."""
+    """An error with one sentence on what failed, and one on what to do next, which may be empty."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -27,11 +27,11 @@ class AgentError(Exception):
 
 
 class ConfigError(AgentError):
-    """Names the file and the key, or the argument."""
+    """The configuration or an argument is wrong. The message names the file and the key, or the argument."""
 
 
 class NoMachinesError(ConfigError):
-    """The configuration has no file, or none that names machines; nothing else is wrong with it."""
+    """There is no configuration file, or no table of machines in any. Nothing else is wrong with the configuration."""
 
 
 class UnsupportedError(AgentError):
@@ -39,11 +39,11 @@ class UnsupportedError(AgentError):
 
 
 class ObservationError(AgentError):
-    """The observation failed, which is a different fact from "not there"."""
+    """An observation failed: whether the thing exists is unknown."""
 
 
 class CommandError(AgentError):
-    """A program failed: its arguments, how it ended and the end of its standard error."""
+    """A program failed. The message has its arguments, how it ended, and the last part of its standard error."""
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
         tail = " ".join(stderr.split())[-1000:]
@@ -53,20 +53,20 @@ class CommandError(AgentError):
 
 
 class ExitCodeError(CommandError):
-    """A program ended with an exit code of its own. The same input would give the same result again."""
+    """A program exited with an exit code that means failure. The same input would give the same result again."""
 
 
 class BusError(AgentError):
-    """A call to a service on the system bus got no answer."""
+    """A service on the system bus could not be reached, or did not answer."""
 
 
 class BusAnswerError(BusError):
-    """A service answered with an error, or with another type than its interface promises."""
+    """A service answered with an error, or with a different type from the one that its interface promises."""
 
 
 class DocumentError(AgentError):
-    """Names the document and the key that is missing or has the wrong type."""
+    """A document is malformed. The message names the document, and the key that is missing or wrong."""
 
 
 class ApplyError(AgentError):
-    """Names the step that failed; earlier steps stay done."""
+    """A step towards the goal failed. The message names the step; earlier steps are not undone."""

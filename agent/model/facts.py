@@ -20,7 +20,7 @@ class Absent:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """It exists but is unusable as it is."""
+    """The thing exists but is unusable as it is."""
 
     why: str
 
@@ -44,14 +44,14 @@ class DeviceNode:
     kind: DeviceKind
     number: DeviceNumber
     pci_address: str = ""
-    """Of the node's GPU, also for a node of a partition; empty for nodes that all GPUs share."""
+    """The PCI address of the node's GPU, also if the node is a partition's; empty for nodes that all GPUs share."""
     capability: str = ""
-    """For DeviceKind.CAPABILITY: its path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
+    """For DeviceKind.CAPABILITY: the path below /proc/driver/nvidia/capabilities, such as `mig/config`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class HalfMade:
-    """A partition of a GPU that exists but is unusable: still being made, or left half made. None of it is granted."""
+    """A partition of a GPU that is unusable: still being created, or left incomplete. None of its nodes is granted."""
 
     pci_address: str
     why: str
@@ -110,7 +110,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Library:
-    """One driver library or companion file: its place on the host, and its place below a driver root."""
+    """One driver library or companion file, with its path on the host and its path below a driver root."""
 
     target: str
     """Relative path below the driver root, such as `usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01`."""
@@ -122,7 +122,7 @@ class Library:
     mtime_ns: int = 0
     executable: bool = False
     text: str = ""
-    """Content of the copy, instead of the source's, which names paths that exist only on the host."""
+    """What the copy contains instead of the source's text, if that names paths that exist only on the host."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -130,10 +130,10 @@ class ServiceDirectory:
     """A directory in /run in which a daemon of the driver has its sockets."""
 
     service: str
-    """Its name in the settings of machines."""
+    """The daemon's name in the settings of machines."""
     path: str
     inode: int
-    """Changes at each start of some daemons."""
+    """The directory's inode number. Some daemons create a new directory at each start."""
     writable: bool = False
 
 
@@ -153,15 +153,15 @@ class UserSpace:
     place: str = ""
     """Where the host keeps the files, in words."""
     place_name: str = ""
-    """The same in short: it stays when a new version goes to another directory of that place."""
+    """A short name of that place. It stays the same when a new version is installed into another directory there."""
     refused_places: tuple[str, ...] = ()
-    """Names of places where no driver was found after directories were passed over."""
+    """Names of places where directories were skipped and no driver was found in the others."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
     passed_over: tuple[str, ...] = ()
     """Directories that were not searched, with the reason, in words."""
     configured: str = ""
-    """The key of the configuration that names the place, if one does."""
+    """The key of the configuration that names the place; empty if the agent searched for the files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +188,7 @@ class VendorFacts:
     """Refused or broken nodes and entries, one sentence each."""
     half_made: tuple[HalfMade, ...] = ()
     driver_awaited: bool = True
-    """Whether machines wait for a GPU without a driver even if they do not name it, because it should get one."""
+    """Whether GPUs without a driver are expected to get one: machines then wait for them, even if not named."""
 
 
 UNSTAGED = -1
@@ -197,21 +197,21 @@ UNSTAGED = -1
 
 @dataclass(frozen=True, slots=True, order=True)
 class StagedRoot:
-    """One of our driver roots; as a fact, complete and on disk."""
+    """One driver root. In facts, it is complete and on disk."""
 
     index: int
     vendor: str
     version: str
     files: tuple[Library, ...]
     place: str = field(default="", compare=False)
-    """Name of the host's place for them; empty if that was not recorded."""
+    """Name of the place on the host from which the files were copied; empty if that was not recorded."""
     hidden: bool = field(default=False, compare=False)
-    """Not mounted, so machines do not see it."""
+    """The root is not mounted, so machines do not see it."""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file that we may own: its current content, and whether the ownership record names it."""
+    """A file that the agent may own: its current content, and whether the ownership record names it."""
 
     content: Seen[bytes]
     owned: bool
@@ -219,10 +219,11 @@ class FileState:
 
 @dataclass(frozen=True, slots=True)
 class MountSource:
-    """A path that settings mount, without symbolic links, and each directory and link on the way to it."""
+    """The source of a mount in the settings, with symbolic links resolved."""
 
     path: str
     way: tuple[str, ...]
+    """Each directory and link that leads to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,22 +236,22 @@ class MachineFacts:
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     has_run: bool = False
-    """The unit was active in this boot and is no longer; if it is inactive, the machine was stopped on purpose."""
+    """The unit was active since the host booted, and is not now. If it is inactive, somebody stopped the machine."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()
-    """DeviceAllow= of that unit as systemd has it, including entries from files of others."""
+    """DeviceAllow= of that unit in systemd, including entries from files that the agent did not write."""
     granted: Seen[Granted] = Absent("nothing was granted to it yet")
     granted_age: float = 0.0
-    """Seconds since that was last published, changed or not."""
+    """Seconds since the grant was last published, changed or not."""
     live: LiveSettings | None = None
-    """The settings that the running machine has; None when unknown, and `live_unseen` may say why."""
+    """The settings that the running machine has; None if unknown, for which `live_unseen` may have the reason."""
     live_unseen: str = ""
     live_age: float = float("inf")
     started: tuple[bytes, bytes] | None = None
-    """The .nspawn file and drop-in at its start; read only if no record says with what settings it started."""
+    """The .nspawn file and drop-in at the machine's start; read only if `live` cannot be read."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of the driver roots that it was handed since its start, except the present handoff's."""
+    """Indices of the driver roots that handoffs before the current one named since the machine's start."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
 
@@ -262,34 +263,35 @@ class Facts:
     architecture: str
     systemd_version: Seen[int]
     template_device_allow: Seen[tuple[DeviceAllow, ...]]
-    """DeviceAllow= entries of the installed systemd-nspawn@.service, in order; no machine starts without that unit."""
+    """DeviceAllow= entries of the installed systemd-nspawn@.service, in order. Without this unit no machine starts."""
     vendors: tuple[VendorFacts, ...]
     machines: tuple[MachineFacts, ...]
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
     """The lowest index above every driver root and manifest on disk, complete or not."""
     spoiled_roots: tuple[int, ...] = ()
-    """Indices of unusable driver roots: half made, or without a manifest."""
+    """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
     """Indices of driver roots that are plain directories: root in one machine can change them for all."""
     mounting_failed: bool = False
-    """Driver roots could not be mounted in this boot."""
+    """Driver roots could not be mounted since the host booted."""
     staging_remains: tuple[str, ...] = ()
+    """Directories that an interrupted staging or removal of a driver root left."""
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
     notes_of_times: Mapping[str, bytes] = field(default_factory=dict)
-    """Files to write, by path: for driver roots whose files on the host have other times but the same content."""
+    """Files to write, by path: they record new times of host files whose content a driver root already has."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs that processes may still open until the last of them has ended."""
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    """State of ours that was discarded, and facts of the host that were not understood; a sentence each."""
+    """State of the agent that was discarded, and facts of the host that were not understood; a sentence each."""
     reload_owed: bool = False
-    """We changed files of units, and systemd has not read them since."""
+    """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)
-    """By absolute path: every file that the goal may want or the ownership record names."""
+    """Every file that the goal may want or the ownership record names, by absolute path."""
 
     def all_problems(self) -> tuple[str, ...]:
         """Return everything that was refused, discarded or not understood in this pass, a sentence each."""

@@ -6,21 +6,21 @@ from agent.model.facts import Unseen
 from agent.model.text import one_line
 
 SHOWN = 200
-"""Characters of the error that messages show; the log has the traceback."""
+"""Characters of an error that messages show; the log has the traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault(Unseen):
-    """An error that users neither cause nor fix: a bug, possibly exploited by a hostile machine."""
+    """An unexpected error, which users neither cause nor fix: a bug, possibly triggered by a hostile machine."""
 
     error: Exception
 
 
 def fault(work: str, error: Exception) -> Fault:
-    """Log an unexpected error and return it as a fact. `work`: what the agent was doing for the machine."""
+    """Return an unexpected error as a fact. `work` is what the agent was doing for the machine, as an infinitive."""
     return Fault(f"cannot {work}: {in_words(error)}", error)
 
 
 def in_words(error: BaseException) -> str:
-    """Return the error with its type: many Python errors say little without it."""
+    """Return the error with its type, without which many Python errors say little."""
     return f"{type(error).__name__}: {one_line(str(error))[:SHOWN]}"

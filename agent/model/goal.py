@@ -12,25 +12,25 @@ from agent.model.remembered import Remembered
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """PCI addresses that limit one machine's choice of GPUs; `has` is set even if its settings ask for no number."""
+    """PCI addresses that limit one machine's choice of GPUs. `has` is set for machines without `count=N` too."""
 
     taken: frozenset[str] = frozenset()
     """GPUs of other machines."""
     has: frozenset[str] = frozenset()
     """GPUs that the machine has now. It keeps them as far as the number allows."""
     draining: frozenset[str] = frozenset()
-    """Those of `has` that are detached: granted to no machine, but its processes may use them until they end."""
+    """Detached GPUs in `has`: no machine is granted them, but this machine's processes may use them until they end."""
     kept: Mapping[str, str] = field(default_factory=dict)
-    """Why a GPU cannot be given to this machine after a fault in a machine that has it; follows "GPU X is "."""
+    """GPUs that stay reserved for a machine in which a fault occurred, with the reason, which follows "GPU X is "."""
 
 
 @dataclass(frozen=True, slots=True)
 class DriverRoots:
-    """What a vendor may choose a machine's driver root from."""
+    """The driver roots from which a vendor chooses one for a machine."""
 
     staged: tuple[StagedRoot, ...]
     present: int | None = None
-    """Index of the root that the machine's present handoff names."""
+    """Index of the root that the machine's current handoff names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +42,27 @@ class Grant:
     """PCI addresses."""
     nodes: tuple[DeviceNode, ...] = ()
     driver_files: bool = True
-    """Whether its GPUs are useless without user-space files of the host."""
+    """Whether the vendor's GPUs are useless without user-space files of the host."""
     driver_root: StagedRoot | None = None
-    """None if no such files may be used now."""
+    """The root with those files; None if the machine can use none now."""
     waiting_root: StagedRoot | None = None
-    """The root for the host's present files; `driver_root` serves until the kernel module is reloaded."""
+    """The root for newly installed files; the machine has `driver_root` until the kernel module is reloaded."""
     detached: tuple[str, ...] = ()
     """PCI addresses of detached GPUs that would be granted otherwise."""
     services: tuple[str, ...] = ()
-    """Names of daemons whose sockets it may use, running or not."""
+    """Names of daemons whose sockets the machine may use, whether they run or not."""
     directories: tuple[ServiceDirectory, ...] = ()
-    """Directories of those daemons that run."""
+    """Directories of the daemons among `services` that run."""
     cdi_modes: tuple[str, ...] = ()
     """Modes in which the vendor's generator makes further CDI specifications."""
     cdi_hooks: tuple[str, ...] = ()
-    """Hooks that its CDI specification has in addition to those that every GPU needs."""
+    """Hooks that the vendor's CDI specification has in addition to those that every GPU needs."""
     environment: tuple[Variable, ...] = ()
-    """Variables for pods with any of its devices."""
+    """Variables for pods with any of the vendor's devices."""
     problems: tuple[str, ...] = ()
     """Requests that cannot be granted, one sentence each."""
     lacking: tuple[str, ...] = ()
-    """Requested non-GPU devices that are missing, in words. They block nothing else."""
+    """Requested non-GPU devices that are missing, in words. Everything else is granted without them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class MachineGoal:
     granted: Granted
     """The grant in that handoff."""
     live: LiveSettings
-    """The settings that the machine has once it runs with the goal."""
+    """The settings that the machine will have when it runs with this goal."""
     lacking: tuple[str, ...] = ()
     """Mounts whose source is missing, in words."""
 

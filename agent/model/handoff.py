@@ -3,7 +3,7 @@
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
 `cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot; only for a host half that writes
-`restart_device_plugin` into the handoff, as older ones refuse a report with any other key).
+`restart_device_plugin` into the handoff, because older ones refuse a report with any other key).
 """
 
 import hashlib
@@ -28,22 +28,22 @@ SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_mo
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
-"""Characters of a remark in a condition's message."""
+"""Characters that a remark may take of a condition's message."""
 
 
 class Repair(StrEnum):
-    """Parts of the machine half's work that others may change, and that each run compares."""
+    """Parts of the machine half's work that other programs may change. Each run checks and repairs them."""
 
     LINKS = "links"
     SPEC = "spec"
     CONTAINERD = "containerd"
     RUNTIME = "runtime"
-    """The configuration of the handler's program."""
+    """The configuration of the program that containerd's runtime handler names."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class GrantedDevice:
-    """A node that the machine has, with the numbers that it must have there."""
+    """A device node that the machine has, with the numbers that the node must have there."""
 
     path: str
     kind: str
@@ -51,7 +51,7 @@ class GrantedDevice:
     minor: int
     pci_address: str = ""
     capability: str = ""
-    """The driver's name for the right that the node grants, if it grants one. Since version 2."""
+    """The driver's name for the right that the node gives; empty for other nodes. Since version 2."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -72,7 +72,7 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the machine half is to set up for one vendor."""
+    """What the machine half has to set up for one vendor."""
 
     vendor: str
     gpus: tuple[str, ...]
@@ -86,7 +86,7 @@ class Request:
     environment: tuple[Variable, ...] = ()
     """Variables for pods with any device. Since version 2."""
     cdi_modes: tuple[str, ...] = ()
-    """Modes in which the vendor's generator makes CDI specifications besides that of GPUs. Since version 2."""
+    """Modes in which the vendor's generator makes further CDI specifications. Since version 2."""
     cdi_hooks: tuple[str, ...] = ()
     """Hooks that the CDI specification has in addition to those that every GPU needs. Since version 2."""
 
@@ -103,7 +103,7 @@ class Handoff:
     restart_device_plugin: bool | None = False
     """Whether the vendor's device plugin may be restarted. None: an older host half does not write this key."""
     containerd_drop_in: str = ""
-    """Path of our part of containerd's configuration; empty for the usual one. Since version 2."""
+    """Path of the agent's part of containerd's configuration; empty for the usual one. Since version 2."""
 
     @property
     def generation(self) -> str:
@@ -114,7 +114,8 @@ class Handoff:
 def render_handoff(handoff: Handoff) -> bytes:
     """Return the document; the same handoff gives the same bytes.
 
-    It has the oldest version that can express it: an older image keeps working as long as nothing newer is granted.
+    The document has the oldest version that can express the handoff, so that an older image keeps working as long as
+    nothing newer is granted.
     """
     newer = handoff.containerd_drop_in or any(map(_needs_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
@@ -129,7 +130,7 @@ def _needs_2(request: Request) -> bool:
 
 
 def _content(handoff: Handoff) -> dict[str, Any]:
-    """Return the content without empty keys that version 1 does not know."""
+    """Return the content, without those keys that are empty and unknown to version 1."""
     return asdict(
         handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2}
     )
@@ -142,7 +143,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 
 
 def parse_handoff(data: bytes) -> Handoff:
-    """Read a handoff. Raises DocumentError, which names the key that is missing, unknown or of another type."""
+    """Return the handoff in a document. Raises DocumentError, which names the key that is missing or wrong."""
     where = HANDOFF_NAME
     document = parse_object(where, data)
     accept_version(where, document, ACCEPTED_HANDOFFS)
@@ -169,7 +170,7 @@ def render_report(
     agent_version: str,
     repairs: Mapping[str, int] | None,
 ) -> bytes:
-    """Return the machine half's answer to that generation. `repairs`: None for a host half that refuses the key."""
+    """Return the report on this generation of the handoff. `repairs` is None for a host half that refuses the key."""
     document = {
         "version": REPORT_VERSION,
         "generation": generation,
@@ -186,7 +187,10 @@ def render_report(
 
 
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
-    """Append a remark to one condition's message, which gives way if it is long; nothing else changes."""
+    """Return the conditions with a remark appended to the message of the one of type `kind`.
+
+    If both are too long together, the message is shortened.
+    """
     said = printable(remark)
     if len(said) > REMARK_LIMIT:
         said = f"{said[: REMARK_LIMIT - 1]}…"

@@ -11,7 +11,7 @@ from agent.model.errors import DocumentError
 
 V = TypeVar("V")
 NAME_SHOWN = 100
-"""Characters that an error shows of a name from outside."""
+"""Characters of a name in a document that an error shows."""
 
 
 def parse_object(where: str, data: bytes) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def as_object(where: str, value: object) -> dict[str, Any]:
 
 
 def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:
-    """Refuse a version whose keys may mean something else."""
+    """Raise DocumentError for a version that is not accepted: its keys may mean something else."""
     version = get(where, document, "version", int)
     if version not in accepted:
         raise DocumentError(
@@ -49,7 +49,7 @@ def get(where: str, document: dict[str, Any], key: str, kind: type[V]) -> V:
 
 
 def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str, dict[str, Any]], V]) -> tuple[V, ...]:
-    """Return what `parse` makes of each object in a list."""
+    """Return the results of `parse` for the objects in the list at `key`."""
     items = get(where, document, key, list)
     return tuple(
         parse(f"{where}: {key}[{index}]", as_object(f"{where}: {key}[{index}]", item))
@@ -58,7 +58,7 @@ def objects(where: str, document: dict[str, Any], key: str, parse: Callable[[str
 
 
 def mapping(where: str, document: dict[str, Any], key: str, kind: type[V]) -> dict[str, V]:
-    """Return an object whose values all have that type."""
+    """Return the object at `key`, whose values must all be of type `kind`."""
     found = get(where, document, key, dict)
     for name, value in found.items():
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

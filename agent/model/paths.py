@@ -1,4 +1,4 @@
-"""Paths on the host, in the machine, and in both. Pure strings, absolute unless said otherwise."""
+"""Paths on the host, in the machine, and in both. They are absolute unless their docstring says otherwise."""
 
 CONFIG_FILE = "/etc/unbounded-agent/config.toml"
 CONFIG_DIRECTORY = "/etc/unbounded-agent/config.d"
@@ -10,42 +10,42 @@ HOST_NVIDIA = f"{STATE}/host-nvidia"
 See agent.host.apply.publishing.
 """
 TREES = f"{STATE}/trees"
-"""`<index>/`, the files of each driver root: machines see them only through mounts in HOST_NVIDIA."""
+"""Has the files of each driver root in `<index>/`. Machines see them only through mounts in HOST_NVIDIA."""
 MOUNT_POINTS = f"{STATE}/mount-points"
-"""Empty directories `<index>`, which HOST_NVIDIA shows."""
+"""Has an empty directory `<index>` for each driver root; HOST_NVIDIA shows these directories."""
 NOTHING = f"{STATE}/nothing"
 """An empty directory."""
 STAGING = f"{STATE}/staging"
-"""Driver roots being made: next to TREES, so that one rename publishes them."""
+"""Driver roots that are being copied. It is next to TREES, so that a rename moves a complete root there."""
 REMOVED = f"{STATE}/removed"
-"""Driver roots being removed: first renamed to here, where nothing looks for them."""
+"""Driver roots that are being removed. They are moved here first, where nothing searches for driver roots."""
 MANIFESTS = f"{STATE}/driver-roots"
-"""`<index>.json`, what was staged; outside what machines see."""
+"""Has a manifest `<index>.json` for each driver root: what was staged. Machines do not see this directory."""
 OWNED = f"{STATE}/owned.json"
 MACHINES_STATE = f"{STATE}/machines"
 LAST_GOOD_CONFIG = f"{STATE}/last-good-config.json"
 """The last valid configuration, see agent.config.last_good."""
 REMEMBERED_GPUS = (f"{STATE}/granted-gpus.json", f"{STATE}/granted-gpus.copy.json")
-"""Two copies of the last granted GPUs, in the order of writing: see agent.model.remembered."""
+"""Two copies of the record of the last granted GPUs, in the order of writing (agent.model.remembered)."""
 
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
 STATUSZ_SOCKET = "statusz.sock"
-"""In RUNTIME: the service's status, for root only."""
+"""A socket in RUNTIME that serves the service's status to root only."""
 PASS_LOCK = f"{RUNTIME}/pass.lock"
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 RELOAD_OWED = f"{RUNTIME}/reload-owed"
-"""Exists while systemd has not read changed files of units: set-property hides that (NeedDaemonReload)."""
+"""Exists while systemd has not read changed unit files. NeedDaemonReload does not show it after a set-property."""
 CONDITIONS = f"{RUNTIME}/conditions.json"
-"""Last evaluated conditions, world-readable: where `status` finds the times of the last changes."""
+"""The last evaluated conditions, world-readable: `status` reads the times of the last changes there."""
 LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
 """GPUs that the kernel log reported lost, until their driver is bound again."""
 KERNEL_LOG_READ = f"{RUNTIME}/kernel-log.json"
-"""How far the kernel log was read: messages from while the service is down are not missed."""
+"""How far the kernel log was read, so that the service misses no messages that are logged while it is down."""
 DETACHED_GPUS = f"{RUNTIME}/detached-gpus.json"
-"""Detached GPUs, until they have left PCI."""
+"""Detached GPUs, until they have been removed from the PCI bus."""
 WAKE = f"{RUNTIME}/wake"
-"""Commands write it after they change what the service reports, so that it looks at once."""
+"""Commands write this file after they change something that the service reports. The service then makes a pass."""
 
 MACHINE_ROOTS = "/var/lib/machines"
 NSPAWN = "/etc/systemd/nspawn"
@@ -53,7 +53,7 @@ UNITS = "/etc/systemd/system"
 RUNTIME_PROPERTIES = "/run/systemd/system.control"
 """Where systemd keeps the results of `systemctl set-property --runtime` until the host's reboot."""
 UNIT_SETTINGS = (f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")
-"""What systemd reads again at a daemon-reload."""
+"""Directories that systemd reads again at a daemon-reload."""
 DRIVER_ROOTS_TARGET = "unbounded-agent-driver-roots.target"
 """The unit that wants the mounts of all driver roots."""
 MACHINED_STATE = "/run/systemd/machines"
@@ -64,18 +64,19 @@ MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
 MACHINE_REPORT_DIRECTORY = "/run/unbounded-agent/report"
 MACHINE_STATE = "/run/unbounded-agent/state"
 CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
-"""In the machine: where container runtimes look for CDI specifications; the later outranks (cdi.DefaultSpecDirs)."""
+"""Directories in the machine where container runtimes look for CDI specifications. The last one takes precedence
+(cdi.DefaultSpecDirs)."""
 HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
-"""In the machine, on disk: the name of the Node object that has our condition."""
+"""A file in the machine, on disk, with the name of the Node object that has the agent's condition."""
 
 
 def driver_root(index: int) -> str:
-    """Return the published driver root; machines see it below MACHINE_HOST_NVIDIA by the same index."""
+    """Return the published driver root. Machines see it in MACHINE_HOST_NVIDIA, under the same index."""
     return f"{HOST_NVIDIA}/{index}"
 
 
@@ -85,7 +86,7 @@ def mount_unit(path: str) -> str:
 
 
 def times_file(index: int) -> str:
-    """Return the file, next to the manifest, with newer times of host files whose content is the same."""
+    """Return the file next to the manifest that has newer times of host files whose content did not change."""
     return f"{MANIFESTS}/{index}.times.json"
 
 
@@ -95,7 +96,7 @@ def spec_file(vendor: str) -> str:
 
 
 def mode_spec_file(vendor: str, mode: str) -> str:
-    """Return the same for a specification that the vendor's generator makes in another mode."""
+    """Return where, in the machine, the CDI specification for one mode of a vendor's generator is published."""
     return spec_file(f"{vendor}-{mode}")
 
 
@@ -110,7 +111,7 @@ def nspawn_file(machine: str) -> str:
 
 
 def rewritten_nspawn(machine: str) -> str:
-    """Return the file the machine's unit first writes new settings to; hidden, as nspawn reads only NAME.nspawn."""
+    """Return the file to which the machine's unit first writes new settings. nspawn reads only NAME.nspawn."""
     return f"{NSPAWN}/.{machine}.nspawn.before-start"
 
 
@@ -120,12 +121,12 @@ def machine_unit(machine: str) -> str:
 
 
 def unit_drop_in(machine: str) -> str:
-    """Return our drop-in, which sorts after systemd's 50-DeviceAllow.conf (systemctl set-property) and so wins."""
+    """Return the agent's drop-in. It sorts after systemd's 50-DeviceAllow.conf (systemctl set-property) and so wins."""
     return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
 
 
 def set_device_allow(machine: str) -> str:
-    """Return set-property's drop-in for DeviceAllow=; it outlives the machine and applies to its next start."""
+    """Return the drop-in of `systemctl set-property` for DeviceAllow=. It also applies to the machine's next start."""
     return f"{RUNTIME_PROPERTIES}/{machine_unit(machine)}.d/50-DeviceAllow.conf"
 
 
@@ -150,17 +151,17 @@ def granted_file(machine: str) -> str:
 
 
 def conditions_file(machine: str) -> str:
-    """Return the host half's verdict for the machine's Node object; exists only if that is configured."""
+    """Return the host status for the machine's Node object. The file exists only if `node_condition` is set."""
     return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:
-    """Return every file of ours that belongs to one machine."""
+    """Return the files of one machine that the agent writes and removes by its ownership record."""
     return (nspawn_file(machine), unit_drop_in(machine), handoff_file(machine))
 
 
 def machine_of(path: str) -> str | None:
-    """Return the machine whose settings file a path is; None for any other path."""
+    """Return the machine whose .nspawn file or drop-in this path is; None for any other path."""
     name = path.removeprefix(f"{NSPAWN}/").removesuffix(".nspawn")
     if path == nspawn_file(name):
         return name
@@ -169,7 +170,7 @@ def machine_of(path: str) -> str | None:
 
 
 def report_directory(machine: str) -> str:
-    """Return the machine's own small tmpfs, bound into it at MACHINE_REPORT_DIRECTORY."""
+    """Return the machine's own small tmpfs, which is bound into it at MACHINE_REPORT_DIRECTORY."""
     return f"{MACHINES_RUNTIME}/{machine}/report"
 
 
@@ -179,10 +180,10 @@ def live_file(machine: str) -> str:
 
 
 def started_nspawn(machine: str) -> str:
-    """Return the copy of the settings that the machine was started with; its unit makes it."""
+    """Return the copy of the .nspawn file that the machine was started with. The machine's unit makes the copy."""
     return f"{MACHINES_RUNTIME}/{machine}/started.nspawn"
 
 
 def started_drop_in(machine: str) -> str:
-    """Return the copy of its unit's drop-in, made in the same way."""
+    """Return the copy of the drop-in that the machine was started with. The machine's unit makes the copy."""
     return f"{MACHINES_RUNTIME}/{machine}/started.conf"

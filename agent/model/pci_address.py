@@ -7,7 +7,10 @@ PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def as_in_sysfs(text: str) -> str:
-    """Return the address as sysfs writes it, or empty text if it is none. Tools print capitals and 8-digit domains."""
+    """Return the address as sysfs writes it; empty if the text is not a PCI address.
+
+    Some tools print upper-case letters and domains of eight digits.
+    """
     if not PCI_ADDRESS.fullmatch(text.lower()):
         return ""
     domain, _, rest = text.lower().partition(":")

@@ -4,12 +4,12 @@ from enum import StrEnum
 
 
 class Reason(StrEnum):
-    """Programs of users compare these words, so none is ever renamed.
+    """The reason for a condition's status. Users' programs compare these words, so none is ever renamed.
 
     Compare with `==`: reasons read from a report or a file are plain strings, and may be another release's.
     """
 
-    # Of any condition.
+    # Any condition:
     NOT_APPLICABLE = "NotApplicable"
     OBSERVATION_FAILED = "ObservationFailed"
     INTERNAL_ERROR = "InternalError"
@@ -24,7 +24,7 @@ class Reason(StrEnum):
     NOT_REPORTED = "NotReported"
     FAILED = "Failed"
 
-    # Of several conditions.
+    # Several conditions:
     PRESENT = "Present"
     GPU_DETACHED = "GPUDetached"
     GPU_LOST = "GPULost"
@@ -36,23 +36,23 @@ class Reason(StrEnum):
     NOT_TRIED = "NotTried"
     NO_CONTAINERD = "NoContainerd"
 
-    # Of DriverLoaded.
+    # DriverLoaded:
     LOADED = "Loaded"
     MODULE_NOT_LOADED = "ModuleNotLoaded"
     MODULE_BROKEN = "ModuleBroken"
     WRONG_DRIVER = "WrongDriver"
 
-    # Of DevicesPresent.
+    # DevicesPresent:
     NODES_MISSING = "NodesMissing"
     GPU_NOT_FOUND = "GPUNotFound"
     GPU_FALLEN_OFF_BUS = "GPUFallenOffBus"
     GPU_WITHOUT_DRIVER = "GPUWithoutDriver"
 
-    # Of GPUsComplete.
+    # GPUsComplete:
     COMPLETE = "Complete"
     RECORD_DAMAGED = "RecordDamaged"
 
-    # Of LibrariesPresent.
+    # LibrariesPresent:
     PARTLY_OTHER_VERSION = "PartlyOtherVersion"
     RELOAD_NEEDED = "ReloadNeeded"
     VERSION_MISMATCH = "VersionMismatch"
@@ -60,32 +60,32 @@ class Reason(StrEnum):
     NOT_IN_CONFIGURED_PLACE = "NotInConfiguredPlace"
     LIBRARIES_BROKEN = "LibrariesBroken"
 
-    # Of FabricReady.
+    # FabricReady:
     FABRIC_MANAGER_ACTIVE = "FabricManagerActive"
     FABRIC_MANAGER_STARTING = "FabricManagerStarting"
-    """Becomes the next one after some minutes (agent.host.verify.flapping)."""
+    """Becomes FABRIC_MANAGER_STUCK after some minutes (agent.host.verify.flapping)."""
     FABRIC_MANAGER_STUCK = "FabricManagerStuck"
     FABRIC_MANAGER_NOT_RUNNING = "FabricManagerNotRunning"
     FABRIC_MANAGER_MISSING = "FabricManagerMissing"
 
-    # Of PersistenceMode.
+    # PersistenceMode:
     DAEMON_ACTIVE = "DaemonActive"
     DAEMON_NOT_RUNNING = "DaemonNotRunning"
 
-    # Of DriverRootStaged.
+    # DriverRootStaged:
     STAGED = "Staged"
     PLAIN_COPY = "PlainCopy"
     NOTHING_FITS = "NothingFits"
     NOTHING_TO_STAGE = "NothingToStage"
     NOT_MOUNTED = "NotMounted"
 
-    # Of MachineRunning.
+    # MachineRunning:
     LAST_GOOD_SETTINGS = "LastGoodSettings"
     STARTING = "Starting"
     STOPPED = "Stopped"
     NOT_RUNNING = "NotRunning"
 
-    # Of DevicesAllowed.
+    # DevicesAllowed:
     OPENED = "Opened"
     NODES_PRESENT = "NodesPresent"
     MACHINE_RESTART_NEEDED = "MachineRestartNeeded"
@@ -100,12 +100,12 @@ class Reason(StrEnum):
     OPEN_TIMED_OUT = "OpenTimedOut"
     OPEN_FAILED = "OpenFailed"
 
-    # Of LibrariesLinked.
+    # LibrariesLinked:
     LINKED = "Linked"
     CONFLICT = "Conflict"
     NOT_IN_LOADER_CACHE = "NotInLoaderCache"
 
-    # Of CDISpecCurrent.
+    # CDISpecCurrent:
     VERIFIED = "Verified"
     GPU_MISSING = "GPUMissing"
     PARTITION_MISSING = "PartitionMissing"
@@ -116,18 +116,18 @@ class Reason(StrEnum):
     RUNTIME_BLOCKED = "RuntimeBlocked"
     UNKNOWN_VENDOR = "UnknownVendor"
 
-    # Of RuntimeConfigured.
+    # RuntimeConfigured:
     READ_BACK = "ReadBack"
     READ_BACK_FAILED = "ReadBackFailed"
     NO_HANDLER = "NoHandler"
 
-    # Of RuntimeActive.
+    # RuntimeActive:
     OTHER_CONFIGURATION = "OtherConfiguration"
     NOT_CONFIGURED = "NotConfigured"
     RESTART_PENDING = "RestartPending"
     """Makes the machine half restart containerd at the end of its run."""
 
-    # Of GPUsAdvertised.
+    # GPUsAdvertised:
     ADVERTISED = "Advertised"
     NO_KUBELET = "NoKubelet"
     KUBELET_DOWN = "KubeletDown"
@@ -142,7 +142,7 @@ class Reason(StrEnum):
     PLUGIN_SPEC_OUTDATED = "PluginSpecOutdated"
     STALE_GPUS = "StaleGPUs"
 
-    # Of NodeConditionSet.
+    # NodeConditionSet:
     SET = "Set"
     NO_KUBECTL = "NoKubectl"
     KUBELET_NOT_RUNNING = "KubeletNotRunning"
@@ -154,7 +154,7 @@ class Reason(StrEnum):
     BAD_DOCUMENT = "BadDocument"
     AGENT_SILENT = "AgentSilent"
 
-    # Of Ready.
+    # Ready:
     ALL_CONDITIONS_TRUE = "AllConditionsTrue"
     SETTLING = "Settling"
     NO_GPU = "NoGPU"

@@ -1,7 +1,7 @@
 """Text for people and for the API server: one visible line, and times."""
 
 MESSAGE_LIMIT = 2000
-"""Characters of a condition's message."""
+"""Characters that a condition's message may have."""
 
 BLANK = frozenset(
     "\u034f\u115f\u1160\u17b4\u17b5\u180b\u180c\u180d\u180f\u2800\u3164\uffa0"
@@ -12,10 +12,10 @@ BLANK = frozenset(
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, invisible characters escaped: file names may have any characters and bytes.
+    """Return the text on one line, with invisible characters escaped.
 
-    Messages go to terminals, logs and JSON, and contain file names that users other than root chose. With invisible
-    letters, or characters that change the writing direction, one name can look like another.
+    Messages go to terminals, logs and JSON, and contain file names that users other than root chose, of any characters
+    and bytes. With invisible letters, or characters that change the writing direction, one name can look like another.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
@@ -27,13 +27,13 @@ def _visible(letter: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Make a tool's output fit a condition's message: one line, no control characters, cut at MESSAGE_LIMIT."""
+    """Return a tool's output as a condition's message: one line, no control characters, at most MESSAGE_LIMIT long."""
     return printable(" ".join(text.split()))[:MESSAGE_LIMIT]
 
 
 def rfc3339(seconds: float) -> str:
     """Return a time as Kubernetes writes it: UTC, whole seconds."""
-    # Imported here: it takes a tenth of the machine half's start, which reads verdicts and formats no date.
+    # Imported here, because the import takes a tenth of the machine half's start, which rarely formats a date.
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -3,5 +3,5 @@
 OLDEST_HANDOFF = 1
 HANDOFF_VERSION = 2
 ACCEPTED_HANDOFFS = (OLDEST_HANDOFF, HANDOFF_VERSION)
-"""The previous and the present version."""
+"""The previous and the current version."""
 REPORT_VERSION = 1
