@@ -25,7 +25,7 @@ from agent.model.paths import PASS_LOCK
 from agent.system.open_files import Held
 
 LOCK_WAIT = 60.0
-"""Seconds: a pass of the service may be staging a driver root."""
+"""Seconds to wait for another pass: the service may be staging a driver root."""
 STOPPED = ("inactive", "failed")
 POLICIES = ("refuse", "drain-wait", "force")
 """Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
@@ -33,13 +33,13 @@ POLICIES = ("refuse", "drain-wait", "force")
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds."""
+    """Intervals and limits, in seconds."""
 
     poll: float = 1.0
     answer: float = STALE_AFTER + 60.0
-    """By then the host has withdrawn the device permissions even from a machine that does not answer."""
+    """Limit for answers of machines. The host withdraws permissions earlier, even if a machine does not answer."""
     tell: float = 15.0
-    """Between two progress messages."""
+    """Interval between two progress messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class Ending:
 
 
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
-    """Take the GPU out of use. Done when no process that can be inspected has it open, and no machine may open it.
+    """Take the GPU out of use. Raises ConfigError for an unknown address.
 
-    Raises ConfigError for an unknown address.
+    It is done if no machine may open the GPU, and no process that can be inspected has it open.
     """
     facts, planned, _ = reconciler.look()
     gpu = find_gpu(address, facts)
@@ -77,7 +77,10 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
 
 def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
-    """Return the machines that have it, or would. Raises ObservationError if passes cannot change one of them now."""
+    """Return the machines that have the GPU, or would have it if it were not detached.
+
+    Raises ObservationError if passes cannot change the settings of one of them now.
+    """
     for machine in facts.machines:
         held = machine.name in planned.held and machine.unit_state not in STOPPED
         nothing = isinstance(machine.granted, Absent)
@@ -89,7 +92,7 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         for machine in planned.goal.machines
         if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
     }
-    # Also machines that already have another GPU instead, while this one is drained.
+    # While a GPU is drained, a machine may have another one in its place already.
     devices = _devices(gpu_nodes(facts, address))
     goals = {machine.name for machine in planned.goal.machines}
     permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, devices)}
@@ -106,11 +109,11 @@ def _may_open(machine: MachineFacts, devices: set[str]) -> bool:
 
 @dataclass(slots=True)
 class _Removal:
-    """One GPU on its way out."""
+    """The removal of one GPU from its machines."""
 
     gpu: Gpu
     machines: tuple[str, ...]
-    """Machines that have it, or would."""
+    """Machines that have the GPU, or would have it if it were not detached."""
     nodes: tuple[DeviceNode, ...]
     reconciler: Reconciler
     timing: Timing
@@ -118,7 +121,7 @@ class _Removal:
     """What went wrong, one sentence each."""
 
     def run(self) -> Ending:
-        """Remove it from the CDI specification, so that no new pod gets it; wait for its users; withdraw permission."""
+        """Keep the GPU from new pods, wait for the processes that use it, then withdraw the machines' permission."""
         policy, seconds = self._policy()
         if policy == "refuse" and (held := self._look()):
             return self._in_use("is in use, and nothing was changed (on_detach is refuse)", held)
@@ -152,7 +155,7 @@ class _Removal:
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
     def give_back(self) -> Outcome:
-        """Forget that it is detached, and wait until the machines have it."""
+        """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
         return self._passes("have it again", self._unanswered)
 
@@ -161,7 +164,7 @@ class _Removal:
             forget_detached(self.reconciler.system, self.gpu.pci_address)
 
     def _left(self, policy: str) -> None:
-        """Clean up after an error: with `refuse` undo the detachment; otherwise report that the GPU stays detached."""
+        """Clean up after an error: undo the detachment with `refuse`; otherwise report that the GPU stays detached."""
         address = self.gpu.pci_address
         if address not in observe_detached(self.reconciler.system).gpus:
             return
@@ -176,7 +179,7 @@ class _Removal:
         self.reconciler.progress(f"{address} is still detached; `unbounded-agent gpus attach {address}` gives it back")
 
     def _policy(self) -> tuple[str, int]:
-        """Return the most careful policy of its machines, and the seconds to wait for processes that use it."""
+        """Return the most careful policy of the GPU's machines, and the seconds to wait for processes that use it."""
         configured = self.reconciler.config.machines
         settings = [configured[name] for name in self.machines] or [MachineSettings()]
         policy = min((each.on_detach for each in settings), key=POLICIES.index)
@@ -187,7 +190,7 @@ class _Removal:
         return look(self.reconciler.system, self.nodes)
 
     def _drain(self, seconds: int) -> Held:
-        """Wait for processes that have it open; return those that remain when the time is over."""
+        """Wait until no process has the GPU open. Return those that still have it open after this time."""
         deadline, told = time.monotonic() + seconds, 0.0
         while (held := look(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
             if time.monotonic() >= told:
@@ -204,7 +207,10 @@ class _Removal:
                 raise AgentError(f"{self.gpu.pci_address} has gone from the PCI bus meanwhile")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
-        """Make passes until no machine is waited for. Add the last failures and the late machines to the remarks."""
+        """Make passes until `waiting` returns no machine, and return the last outcome.
+
+        Adds the last pass's failures, and the machines that are late, to the remarks.
+        """
         started, told = time.monotonic(), 0.0
         while True:
             outcome = self.reconciler.reconcile(LOCK_WAIT)
@@ -231,12 +237,12 @@ class _Removal:
         return [machine.name for machine in self._running(outcome) if not _answered(machine)]
 
     def _permitted(self, outcome: Outcome) -> list[str]:
-        """Return the machines that may still open it."""
+        """Return the machines that may still open the GPU."""
         devices = _devices(self.nodes)
         return [machine.name for machine in self._running(outcome) if _may_open(machine, devices)]
 
     def _unknown(self, outcome: Outcome) -> list[str]:
-        """Return the machines whose devices cannot be withdrawn while they run: no record says what they have."""
+        """Return the machines whose devices cannot be withdrawn while they run, because no record lists these."""
         return [machine.name for machine in self._running(outcome) if machine.live is None]
 
     def _in_use(self, what: str, held: Held) -> Ending:

@@ -1,4 +1,4 @@
-"""Lists what is wrong with host and machines, with symptoms and fixes. Pure but for `diagnose_host`."""
+"""Lists what is wrong with host and machines, with symptoms and fixes. Pure except for `diagnose_host`."""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from agent.vendors.host_vendor import DriverForPods
 
 SERVICE = "unbounded-agent.service"
 PLAIN_IMAGE = "agent-ubuntu2404"
-"""In containerfiles/: enough for a machine without GPUs, or whose GPUs need no programs of their vendor."""
+"""An image in containerfiles/ for machines without GPUs, or whose GPUs need no programs of their vendor."""
 KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
 """Values that the kubelet requires (setupKernelTunables) and cannot set in a machine, where /proc/sys is read-only."""
 
@@ -30,9 +30,9 @@ class Finding:
     status: Status
     reason: str
     message: str
-    """With the command that fixes it."""
+    """A sentence with the command that fixes the fault."""
     looks_like: str
-    """What users see of it; empty if unknown."""
+    """The symptoms that users see; empty if unknown."""
 
     @property
     def prevents_ready(self) -> bool:
@@ -56,13 +56,13 @@ class HostDiagnosis:
     findings: tuple[str, ...] = ()
     """What keeps machines, kubelets or the service from running, one sentence each."""
     drivers: tuple[DriverForPods, ...] = ()
-    """The drivers that pods get, by which their images are chosen."""
+    """The drivers that pods get. Users choose pods' images by their versions."""
     image: str = PLAIN_IMAGE
     """The image in containerfiles/ that machines of this host need."""
 
 
 def diagnose(machine: MachineOutcome) -> Diagnosis:
-    """Return the findings in its conditions; conditions with the same reason and message are one finding."""
+    """Return the findings in the machine's conditions. Conditions with the same reason and message are one finding."""
     found: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
         if each.status is not Status.TRUE and each.type is not ConditionType.READY:
@@ -139,7 +139,7 @@ def sound(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> bool:
 
 
 def in_words(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> list[str]:
-    """Return lines for people."""
+    """Return the diagnoses as lines for people."""
     lines = ["host:" if host.findings else "host: nothing found"]
     lines += [f"  - {each}" for each in host.findings]
     diagnoses = tuple(diagnoses)
@@ -164,7 +164,10 @@ def _driver_in_words(driver: DriverForPods) -> str:
 
 
 def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
-    """Return JSON for programs: an object with `host` (a list of sentences), `drivers`, `machines` by name, `image`."""
+    """Return the diagnoses as a JSON object for programs.
+
+    Its keys are `host` (a list of sentences), `drivers`, `machines` (by name) and `image`.
+    """
     machines = {
         each.machine: {
             "ready": each.ready.status,
@@ -188,7 +191,7 @@ def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
 
 
 def _looks_like(kinds: Iterable[ConditionType], reason: str) -> str:
-    """Return the symptoms that vendors know, by condition and reason, otherwise by the condition alone."""
+    """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
     said = [
         text
         for kind in kinds

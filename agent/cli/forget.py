@@ -13,13 +13,13 @@ from agent.model.remembered import Remembered
 from agent.system.damage import write_record
 
 LOCK_WAIT = 60.0
-"""Seconds: a pass of the service may be staging a driver root."""
+"""Seconds to wait for another pass: the service may be staging a driver root."""
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Forget the lost GPU; without an address, every lost GPU and damage of the record. Return one line for each.
+    """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and that the record was damaged.
 
-    Raises ConfigError for a GPU that is not lost.
+    Returns one line for each. Raises ConfigError for a GPU that is not lost.
     """
     with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
         # Work out what the next pass would record, since the service may not run.

@@ -11,11 +11,11 @@ from agent.system.files import System
 from agent.system.open_files import Held, Holder, find_holders
 
 UNSEEN_SHOWN = 10
-"""Processes listed of those that could not be inspected; the others are only counted."""
+"""How many processes that could not be inspected are listed; the others are only counted."""
 
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
-    """Return the processes that have the GPU open, one line each. Without an address: for every GPU."""
+    """Return one line for each process that has the GPU open. Without an address, return lines for every GPU."""
     facts = reconciler.look()[0]
     gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
     lines: list[str] = []
@@ -29,7 +29,10 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 
 
 def find_gpu(address: str, facts: Facts) -> Gpu:
-    """Return the GPU. Raises ConfigError if there is none, ObservationError if the devices cannot be listed."""
+    """Return the GPU at this address.
+
+    Raises ConfigError if the address is not a GPU's, ObservationError if the devices cannot be listed.
+    """
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple):
             raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
@@ -41,7 +44,7 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
 
 
 def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
-    """Return the GPU's own nodes. Users of its MIG instances have these open too."""
+    """Return the GPU's own nodes. Processes that use its MIG instances have these open too."""
     return tuple(_nodes(facts, address))
 
 
@@ -52,7 +55,7 @@ def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
 
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
-    """Return why its users cannot be found; empty if they can. Only the numbers of its nodes identify users."""
+    """Return why the GPU's users cannot be found; empty if they can. They are found by its nodes' device numbers."""
     if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (
@@ -68,12 +71,12 @@ def look(system: System, nodes: Iterable[DeviceNode]) -> Held:
 
 
 def nobody(held: Held) -> str:
-    """Return the sentence for a GPU without a holder."""
+    """Return the sentence for a GPU that no process was found to have open."""
     return "nothing that can be looked at has it open" if held.unseen else "nothing has it open"
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """Return one line per process; only some of those that cannot be inspected, since any user may start many."""
+    """Return one line per process. Of those that cannot be inspected only some: any user may start many."""
     more = len(held.unseen) - UNSEEN_SHOWN
     counted = (f"and {more} more cannot be looked at",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)

@@ -1,4 +1,4 @@
-"""Loads the drivers of this host's GPUs if that is configured; run by unbounded-agent-modules.service."""
+"""Loads the drivers of the host's GPUs if `driver.load_modules` is set; run by unbounded-agent-modules.service."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ KEY = "driver.load_modules"
 
 
 def load_modules(config: Config, system: System, devices: DeviceSource, tell: Callable[[str], None]) -> None:
-    """Load them, or do nothing if that is not configured. Raises AgentError or OSError."""
+    """Load the kernel modules of the host's GPUs if `driver.load_modules` is set. Raises AgentError or OSError."""
     if not config.driver.load_modules:
         tell(f"{KEY} is not set: kernel modules are left to the host")
         return

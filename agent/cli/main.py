@@ -93,7 +93,8 @@ def _command(options: argparse.Namespace) -> int:
 
 LOOKS = ("plan", "status", "doctor")
 AT_START = ("run", "prepare", "load-modules")
-"""Commands that units run: a wrong configuration must not leave a machine down or without its GPUs."""
+"""Commands that units run. They use the last good configuration if the current one is wrong: otherwise a machine would
+stay down or get no GPUs."""
 
 
 def _load(options: argparse.Namespace, system: System) -> Loaded:

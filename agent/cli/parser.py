@@ -22,7 +22,7 @@ class Command:
     """One command and its help."""
 
     summary: str
-    """For the list of commands, which omits commands that only units run."""
+    """The line in the list of commands, which omits commands that only units run."""
     text: str
     example: str
     codes: Mapping[int, str] = field(default_factory=dict)

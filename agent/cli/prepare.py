@@ -1,4 +1,4 @@
-"""Writes a machine's settings before each start, however it was started; run by unbounded-agent-prepare@.service."""
+"""Writes a machine's settings before each start, whoever starts it; run by unbounded-agent-prepare@.service."""
 
 import time
 from contextlib import suppress
@@ -19,29 +19,30 @@ from agent.system.files import System
 POLL = 1.0
 """Seconds between two checks for a late driver."""
 LOCK_WAIT = 60.0
-"""Seconds: the pass that staged a driver root may still be copying."""
+"""Seconds to wait for another pass: the service may be staging a driver root."""
 LOOKING = 20.0
 """Seconds to retry when the unit's state cannot be observed."""
 PASSES = 3
+"""How many passes may be needed until a machine's files match the goal."""
 STOPPED = ("inactive", "failed", "activating")
-"""ActiveState of the machine's unit while this runs before its start."""
+"""The values that ActiveState of the machine's unit can have before the machine runs."""
 
 
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
-    """Wait for the driver, then make one pass over the machine's settings."""
+    """Wait for the driver, then make passes until the machine's settings are written. Return the last outcome."""
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
     if _runs(name, reconciler):
-        # `systemctl start` of a running machine pulls this in too: keep the record of what it was started with.
+        # `systemctl start` of a running machine runs this command too: keep the record of what it was started with.
         return reconciler.reconcile(LOCK_WAIT)
     system = reconciler.system
-    # Before the lock: if another pass holds that too long, the machine starts anyway, and must not have the old record.
+    # Before the lock: if another pass holds it too long, the machine starts anyway, and must not have the old record.
     _forget_live(name, system)
-    # The unit also mounts an empty directory over it, if it can.
+    # If it can, the unit also mounts an empty directory over the report.
     clear_report(system, name)
     with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
-        # Again: the pass that held the lock may have found the machine still running and recorded a change of devices.
+        # Once more: the pass that held the lock may have found the machine running, and recorded a change of devices.
         _forget_live(name, system)
         # Containers of the machine's previous run have ended, so their driver roots may go. On a full disk they stay.
         with suppress(OSError):
@@ -51,7 +52,7 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
 
 
 def _forget_live(name: str, system: System) -> None:
-    """Remove the record of the machine's live settings. A directory in its place goes when the record is written."""
+    """Remove the record of the machine's live settings. A directory in its place is left until a record is written."""
     with suppress(IsADirectoryError):
         system.remove(live_file(name))
 
@@ -78,7 +79,7 @@ def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
 
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
-    """Return whether it runs; True also if that stays unknown, to keep the records of a machine that may be running."""
+    """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept."""
     deadline = time.monotonic() + LOOKING
     while time.monotonic() < deadline:
         machines = reconciler.look()[0].machines

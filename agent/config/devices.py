@@ -20,7 +20,8 @@ OF_NSPAWN = (
     *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
     *(f"/dev/{name}" for name in ("pts", "shm", "mqueue", "char", "block", "fd", "stdin", "stdout", "stderr", "core")),
 )
-"""What nspawn creates in each machine (src/nspawn/nspawn.c: copy_devnodes, setup_pts, setup_dev_console), and links."""
+"""Nodes, directories and links that nspawn creates in each machine (src/nspawn/nspawn.c: copy_devnodes, setup_pts,
+setup_dev_console)."""
 KMSG = "/dev/kmsg"
 
 
@@ -55,7 +56,8 @@ CDI_MODES = {
     "nvswitch": ("", ""),
     "management": ("", ""),
 }
-"""The key that gives the nodes that a mode is about, where one has to be set, and what has to be in it."""
+"""For each mode: the key of the settings that grants its device nodes, and the value that must be in that list. A mode
+without a key needs no setting."""
 
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]

@@ -27,7 +27,7 @@ class Loaded:
 def load_or_last_good(system: System) -> Loaded:
     """Return the configuration, or the last valid one. Raises ConfigError if there is neither.
 
-    The last valid one does not replace a missing file or one without machines: those are no mistakes in a file, and
+    The last valid one does not replace a missing file or one without machines: neither is a mistake in a file, and
     removed machines must not come back.
     """
     try:
@@ -44,7 +44,7 @@ def load_or_last_good(system: System) -> Loaded:
 
 
 def keep(config: Config, system: System) -> None:
-    """Save it as the last good configuration. Ignores errors such as a full disk: this start does not need the copy."""
+    """Save this configuration as the last good one. Ignores errors such as a full disk: only later starts need it."""
     # Only explicit settings: the release that reads the file has its own defaults.
     content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
     try:

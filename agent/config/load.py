@@ -24,7 +24,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
             names = system.entries(CONFIG_DIRECTORY)
             files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
     except OSError as error:
-        # Not treated like an absent file: that would count as removing its machines from the configuration.
+        # A file that cannot be read is not absent: that would remove its machines from the configuration.
         raise ConfigError(f"{path} and {CONFIG_DIRECTORY}: cannot read them: {error.strerror}") from error
     if not files:
         raise NoMachinesError(
@@ -61,7 +61,7 @@ def _parse(system: System, file: str, *, of_root: bool) -> dict[str, Any]:
 def _merge(
     into: dict[str, Any], new: Mapping[str, Any], file: str, origins: dict[tuple[str, ...], str], at: tuple[str, ...]
 ) -> None:
-    """Merge tables, replace anything else; record in `origins` which file each key came from."""
+    """Merge `new` into `into`: tables are merged, other values replaced. Record in `origins` each key's file."""
     for key, value in new.items():
         origins[(*at, key)] = file
         if isinstance(value, dict) and isinstance(into.get(key), dict):
@@ -82,7 +82,7 @@ def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], defa
         known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
         file = origins.get(known, default)
         if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
-            # A key of a table in a list; `origins` does not have these.
+            # A key of a table in a list: `origins` has only keys of other tables.
             known = keys
         sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what(each)}")
     return "\n".join(sentences.values())
@@ -90,7 +90,7 @@ def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], defa
 
 def _what(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
-        # Our own words for the pattern: pydantic's quote the input.
+        # pydantic's message would quote the input.
         pattern = error["ctx"]["pattern"]
         quoted = "it" if pattern in MAYBE_SECRET else repr(error["input"])
         return f"{quoted} is not {FORMS[pattern]}"

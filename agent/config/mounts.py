@@ -1,7 +1,7 @@
 """Settings for extra bind mounts, and which paths are refused. Pure.
 
-nspawn's own `Bind=` and `BindReadOnly=` take anything; what is refused here would stop a machine, or undo what the
-agent does in it.
+nspawn's own `Bind=` and `BindReadOnly=` accept any path. The paths that are refused here would keep a machine from
+starting, or hide what the agent and systemd need in it.
 """
 
 import posixpath
@@ -23,8 +23,8 @@ NO_SOURCE = {
 }  # fmt: skip
 SECRET = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
-    # systemd's settings of all machines, and what only root may talk to, which root in a machine is as well:
-    # systemd's private socket, and udevd's control socket.
+    # systemd's settings of all machines, and two sockets that serve any root user, also one in a machine: systemd's
+    # private socket and udevd's control socket.
     *("/etc/systemd", "/run/systemd", "/run/udev/control"),
     # The agent itself, and files that decide who becomes root. Root in the machine can remount a bind writable.
     *("/opt/unbounded-agent", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/systemd", "/lib/systemd", "/boot"),
@@ -32,9 +32,9 @@ SECRET = (
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
     *("/etc/init.d", "/etc/udev", "/etc/modprobe.d", "/etc/ld.so.preload", "/etc/profile.d", "/var/spool/cron"),
 )
-"""What decides over all machines and the host: no source lies there or holds one of these."""
+"""Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
 TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
-"""Root executes or reads what is in these directories: machines may mount it, but not writable."""
+"""Directories whose files root executes or reads. Machines may mount these files, but not writable."""
 NO_TARGET = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
     "the machine's systemd-tmpfiles removes what is old there": ("/tmp", "/var/tmp"),
@@ -47,11 +47,11 @@ NO_TARGET = {
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
 LINKED = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
-"""Directories in which the machine half makes links: single files may be mounted there, but not over all of it."""
+"""Directories in which the machine half makes links: files may be mounted in them, but nothing over them."""
 
 
 def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) -> str:
-    """A source; raises ValueError for one that no machine may have."""
+    """Return the source of a mount. Raises ValueError for a path that no machine may have."""
     for why, places in NO_SOURCE.items():
         if is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
@@ -73,7 +73,7 @@ def _target(value: str) -> str:
 
 
 def _holds(path: str, places: Iterable[str]) -> bool:
-    """Whether one of these places lies below it."""
+    """Return whether one of these places lies below the path."""
     return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
 
 

@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 from agent.config.pod_environment import VariableName
 
 OneLine = Annotated[str, StringConstraints(pattern=r"^([^\x00-\x1f\x7f]*[^\x00-\x1f\x7f\\])?$")]
-"""Text for a line of a unit file: a line break would start a setting of its own, a backslash at the end join two."""
+"""Text for one line of a unit file. A line break would start another setting; a backslash at the end would join the
+next line."""
 SectionName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z]*$")]
 KeyName = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Za-z0-9]*$")]
 

@@ -1,7 +1,7 @@
 """Environment variables that the configuration gives to pods. Pure.
 
 They go into the CDI specification, whose variables replace those that a pod's manifest and its image set (CDI's
-container-edits.go adds them to the finished process). So those that others depend on are refused.
+container-edits.go adds them to the finished process). Variables that other programs depend on are therefore refused.
 """
 
 import re
@@ -11,9 +11,9 @@ from pydantic import AfterValidator, StringConstraints
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
-"""Text of one line: a break would be no fault, but no variable of a driver has one, and a mistake in TOML does."""
+"""Text of one line. No driver's variable needs a line break; one in the configuration is a mistake in the TOML."""
 NUMBER_LIMIT = 32
-"""Variables; far more than the drivers know, and few enough for every container's start."""
+"""Variables that may be set: far more than the drivers know, and few enough not to slow the start of containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it as a request for devices, or sets it itself"),
@@ -21,7 +21,7 @@ REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("PATH"), "it would replace the image's own, by which its programs are found"),
     (re.compile("HOME|HOSTNAME|KUBERNETES_.*"), "each pod has its own"),
 )
-"""What is asked to stay away, and why."""
+"""Patterns of names that are refused, and why."""
 
 
 def _acceptable(variables: dict[str, str]) -> dict[str, str]:
@@ -36,4 +36,4 @@ def _acceptable(variables: dict[str, str]) -> dict[str, str]:
 
 Variables = Annotated[dict[VariableName, VariableValue], AfterValidator(_acceptable)]
 PodEnvironment = dict[Literal["nvidia"], Variables]
-"""By the vendor whose devices a pod is given: on a host with several, what helps one would mislead the others."""
+"""Variables by vendor: a pod gets those of the vendor whose device it has. Another vendor's driver may misread them."""

@@ -23,12 +23,12 @@ MachineName = Annotated[
         pattern=r"^[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9_-]*[A-Za-z0-9])?)*$", max_length=64
     ),
 ]
-"""A host name (machinectl(1)): it becomes part of unit names and paths, so it may hold no slash."""
+"""A host name (machinectl(1)). It becomes part of unit names and paths, so it must not contain a slash."""
 Address = Annotated[str, StringConstraints(pattern=r"^(\[[0-9a-f:.]+\]|[0-9a-zA-Z.-]+):[0-9]{1,5}$")]
 PORT_LIMIT = 65535
 
 DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
-"""A path that containerd's imports can name: nothing in it is a pattern's, and no directory is hidden."""
+"""A path that containerd's `imports` can name: no character in it is special in a pattern, no directory is hidden."""
 
 
 class Model(BaseModel):
@@ -114,7 +114,7 @@ class MachineSettings(Model):
 
     @property
     def beside_gpus(self) -> bool:
-        """Whether it gets anything on a host without GPUs too."""
+        """Whether the machine gets devices or mounts even on a host without GPUs."""
         return bool(self.devices or self.extra_devices or self.extra_mounts)
 
     @field_validator("gpus")
@@ -134,7 +134,7 @@ class MachineSettings(Model):
     @field_validator("containerd_drop_in")
     @classmethod
     def _drop_in(cls, value: str) -> str:
-        # A file of that name is what drop-ins are added to: containerd's, that of the handler's program.
+        # config.toml is the main file, of containerd and of the runtime handler's program: not a drop-in.
         if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
             raise ValueError(
                 f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
@@ -175,7 +175,7 @@ class DriverSettings(Model):
 
     @property
     def configured(self) -> str:
-        """The key that says where the libraries are; empty while that is to be found out."""
+        """The key that says where the libraries are; empty if the agent has to search for them."""
         if self.library_directories:
             return "driver.library_directories"
         return "driver.root" if "root" in self.model_fields_set else ""
@@ -205,6 +205,6 @@ class Config(Model):
     """Everything that can be configured."""
 
     machines: dict[MachineName, MachineSettings]
-    """Required, so that a file that is gone is not mistaken for the wish to have none, which an empty table says."""
+    """Required, so that a missing file does not mean "no machines": for that, write an empty table."""
     metrics: MetricsSettings = MetricsSettings()
     driver: DriverSettings = DriverSettings()

@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Paths that a Bind= line takes literally: it strips outer blanks, and a backslash escapes."""
+"""Paths that a Bind= line takes literally. It strips blanks at both ends, and reads a backslash as an escape."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
 """Bytes (PATH_MAX and NAME_MAX of limits.h): system calls fail for anything longer."""
 
