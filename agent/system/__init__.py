@@ -1,1 +1,1 @@
-"""The only door to files and processes. Importing a part of it loads no other."""
+"""All access to files and processes. Importing one module does not load the others."""

@@ -6,29 +6,30 @@ import os
 from collections.abc import Callable
 
 FICLONE = 0x40049409
-"""ioctl_ficlone(2), from linux/fs.h: share the extents of another file."""
+"""From linux/fs.h: makes a file share the extents of another one, ioctl_ficlone(2)."""
 STEP = 64 << 20
 """Bytes between two calls of `progress`."""
 CHUNK = 1 << 20
-"""Bytes in memory at a time, if the kernel cannot copy."""
+"""Bytes that are read and written at a time if the kernel cannot copy."""
 NOT_BY_THE_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
-"""copy_file_range(2): two file systems (since Linux 5.19), or one that cannot. EPERM: a filter of system calls."""
+"""Errors of copy_file_range(2) if the files are on two file systems (since Linux 5.19) or the file system cannot copy.
+EPERM comes from a filter of system calls."""
 
 
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:
-    """Reflink if the file system can, else copy. Calls `progress` after each step that is on disk.
+    """Reflink the content if the file system can; otherwise copy it, and call `progress` whenever a part is on disk.
 
-    Copies as much as the file has at the start, even if it grows meanwhile; the caller compares the size.
+    A file that grows meanwhile is copied up to the size that it had at the start; the caller compares the sizes.
     """
     try:
         fcntl.ioctl(writing, FICLONE, reading)
     except OSError:
-        # EOPNOTSUPP, EXDEV, EINVAL: no reflinks here.
+        # EOPNOTSUPP, EXDEV, EINVAL: the file system has no reflinks.
         left = os.fstat(reading).st_size
         while left > 0 and (copied := _copy_step(reading, writing, min(left, STEP))):
             left -= copied
             if left:
-                # Without this, a hanging disk would go unnoticed: the page cache would take the data.
+                # Otherwise the page cache would take all data, and a disk that hangs would go unnoticed.
                 os.fdatasync(writing)
                 progress()
 
@@ -36,7 +37,7 @@ def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> No
 def _copy_step(reading: int, writing: int, size: int) -> int:
     """Return how many bytes were copied; 0 at the end of the file."""
     try:
-        # Some file systems copy nothing and report success (copy_file_range(2), BUGS): then read and write as well.
+        # Some file systems copy nothing and report success (copy_file_range(2), BUGS): 0 is not the end of the file.
         if copied := os.copy_file_range(reading, writing, size):
             return copied
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Discards the agent's own state that cannot be used: logs and counts it, without ending the pass."""
+"""Discards files of the agent's own state that cannot be used. They are logged and counted; the pass continues."""
 
 import logging
 import os
@@ -13,23 +13,23 @@ _counts: Counter[str] = Counter()
 
 
 def count(path: str) -> None:
-    """Count it without a log message, because the caller reports it."""
+    """Count a discarded file without a log message, because the caller reports it."""
     _counts[os.path.basename(path)] += 1
 
 
 def discard(path: str, why: str) -> None:
-    """Count and log it. The pass that finds it writes the file again."""
+    """Count and log a discarded file. The same pass writes it again."""
     count(path)
     log.warning("discarding %s: %s", path, why)
 
 
 def discarded() -> Mapping[str, int]:
-    """Return how many were discarded since the start of this process, by file name."""
+    """Return how many files were discarded since this process started, by file name."""
     return dict(_counts)
 
 
 def write_record(system: System, path: str, content: bytes) -> None:
-    """Like `System.write`, in a directory that is ours alone: moves a directory in the file's place aside."""
+    """Write a file as `System.write` does, in a directory of the agent. A directory in its place is moved aside."""
     try:
         system.write(path, content)
     except IsADirectoryError:

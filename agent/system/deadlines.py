@@ -1,4 +1,7 @@
-"""Calls that may never return (in D state not even SIGKILL helps): abandoned at their deadline, and not repeated."""
+"""Runs calls that may never return: a thread in D state cannot even be killed.
+
+A call that misses its deadline is abandoned, and not repeated while it hangs.
+"""
 
 import errno
 import threading
@@ -10,11 +13,11 @@ from typing import Any, Generic, Protocol, TypeVar
 T = TypeVar("T")
 
 DEVICE_READ = 5.0
-"""Seconds for a driver's answer: the first use of a GPU holds NVIDIA's lock for some of them."""
+"""Seconds for a driver's answer. NVIDIA's driver holds a lock for some seconds when a GPU is first used."""
 SOURCE_LOOK = 2.0
-"""Seconds for a directory that settings mount: it may be on a remote server."""
+"""Seconds for the source of a mount, which may be on a remote server."""
 LEAST = 0.02
-"""Seconds; a healthy driver needs a thousandth of it."""
+"""Seconds that every call gets. A healthy driver answers in a thousandth of that."""
 
 
 class _Call(Generic[T]):
@@ -48,9 +51,9 @@ class _Call(Generic[T]):
 
 
 class _Worker:
-    """A thread that runs one call after another, as starting a thread takes longer than most calls.
+    """A thread that runs one call after another, because starting a thread takes longer than most calls.
 
-    A daemon thread: the end of the process does not wait for it.
+    It is a daemon thread, so the process can exit while a call hangs.
     """
 
     def __init__(self) -> None:
@@ -64,7 +67,7 @@ class _Worker:
         while True:
             call = self._calls.get()
             call.run()
-            # Before the caller continues, because it may have the next call.
+            # Before `end` lets the caller continue: its next call may then use this worker.
             _idle.append(self)
             call.end()
 
@@ -81,7 +84,7 @@ def _worker() -> _Worker:
 
 
 _left: dict[str, _Call[Any]] = {}
-"""Calls by name that missed their deadline. One for the process, as a hanging thread outlives its caller."""
+"""Calls that missed their deadline, by name. It is global, because a hanging thread outlives its caller."""
 
 
 class Reader(Protocol):
@@ -93,7 +96,7 @@ class Reader(Protocol):
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> T:
-    """Return what `call` returns. TimeoutError if it takes longer, or an earlier call of that name still hangs."""
+    """Return what `call` returns. Raises TimeoutError if it takes longer, or an earlier call of that name hangs."""
     return _begin(what, call, seconds, of_source=of_source)()
 
 
@@ -105,7 +108,7 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, of_source: bool 
     try:
         worker = _worker()
     except RuntimeError as error:
-        # TasksMax= of the unit, or the host's limit.
+        # The limit of TasksMax= in the unit, or the host's, is reached.
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
     deadline = time.monotonic() + seconds
@@ -127,23 +130,26 @@ def stuck() -> tuple[str, ...]:
 
 
 def ask_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> T:
-    """Like `bounded`, with half the time for each call that already hangs: all together take at most twice `seconds`.
+    """Return what `call` returns, as `bounded` does; each call that already hangs halves the time for the next.
 
-    A broken driver may hang at each of a hundred files, and a pass that waits for all of them looks hung itself.
+    A broken driver may hang at each of a hundred files: so all of them together take at most twice `seconds`.
     """
     return begin_asking_device(what, call, seconds)()
 
 
 def begin_asking_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> Callable[[], T]:
-    """Like `ask_device`, but the caller can do other things meanwhile: the returned function waits, and may raise too.
+    """Start the call, and return a function that waits for it as `ask_device` does.
 
-    The caller must call it, because it records a call that hangs.
+    The caller can do other things meanwhile, but must call the function: that is where a call that hangs is recorded.
     """
     return _begin(what, call, _shortened(seconds, of_source=False))
 
 
 def ask_source(what: str, call: Callable[[], T], seconds: float = SOURCE_LOOK) -> T:
-    """Like `ask_device` for what settings mount, counted apart: a dead server must not shorten a GPU's time."""
+    """Return what `call` returns, as `ask_device` does, for the source of a mount.
+
+    Sources and devices are counted separately: a dead server must not shorten the time for a GPU.
+    """
     return bounded(what, call, _shortened(seconds, of_source=True), of_source=True)
 
 
@@ -153,6 +159,6 @@ def _shortened(seconds: float, *, of_source: bool) -> float:
 
 
 def read_device_text(system: Reader, path: str) -> str:
-    """Like System.read_text, for a file that a driver answers for; TimeoutError if it does not."""
+    """Return the text of a file that a driver provides. Raises TimeoutError if the driver does not answer."""
     place = path if system.root == "/" else system.root + path
     return ask_device(place, lambda: system.read_text(path))

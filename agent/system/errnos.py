@@ -1,8 +1,8 @@
-"""The meaning of errno values in observations, see errno(3). A module of its own because both halves load it."""
+"""The meaning of errno values in observations, see errno(3)."""
 
 import errno
 
 NOT_THERE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ENODEV, errno.ENXIO})
 """ENODEV: a sysfs or procfs file whose device disappeared between open(2) and read(2)."""
 UNUSABLE = frozenset({errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.EISDIR, errno.ENAMETOOLONG})
-"""It exists, but has another type or size than it must have."""
+"""The file exists, but has the wrong type or size."""

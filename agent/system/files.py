@@ -1,6 +1,6 @@
-"""The only door to files, processes and the system bus.
+"""All access to files, processes and the system bus.
 
-Every path is below one root prefix, so that recorded hosts can be observed.
+Every path is below a root prefix, so that recorded hosts can be observed.
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
-"""Bytes; we read nothing larger. The kernel refuses reads of 4 MiB and more in /proc/sys (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read. In /proc/sys the kernel refuses reads of 4 MiB (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
-"""Suffix of a file's successor while it is being written."""
+"""Suffix of the temporary file that replaces a file when it is complete."""
 BUS_LIMIT = 10.0
 """Seconds for an answer on the system bus: PID 1 does not answer while it reloads its units."""
 
@@ -32,13 +32,16 @@ class System(Rooted):
         self._runner, self._bus = runner, bus
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
-        """Return the standard output of a program that succeeded; raises CommandError."""
+        """Run a program and return its standard output. Raises CommandError if it fails."""
         return run_checked(self._runner, argv, timeout)
 
     def call(
         self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = BUS_LIMIT
     ) -> tuple[object, ...]:
-        """Call a method on the system bus and return its result; raises BusError. Default signature: all strings."""
+        """Call a method on the system bus and return its result. Raises BusError.
+
+        Without a signature, all arguments are strings.
+        """
         if self._bus is None:
             raise BusError(f"{method} of {service}: there is no connection to the system bus here")
         return self._bus(service, path, method, signature or "s" * len(arguments), arguments, timeout)
@@ -46,7 +49,7 @@ class System(Rooted):
     # ---- reading
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        """Return a regular file's content (files of /proc and /sys are regular); never opens a FIFO or device."""
+        """Return the content of a regular file, as those of /proc and /sys are. Never opens a FIFO or device."""
         return opening.content(opening.look_at(self._at(path)), path, limit)[0]
 
     def head(self, path: str, size: int) -> bytes:
@@ -54,15 +57,15 @@ class System(Rooted):
         return opening.content(opening.look_at(self._at(path)), path, size, whole=False)[0]
 
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
-        """Like `read`, for a file that others may replace: refuses a link (ELOOP). Returns its change time too."""
+        """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
         return opening.content(opening.look_at(self._at(path, follow=False), follow=False), path, limit)
 
     def read_text(self, path: str) -> str:
-        """Like `read`, as text; surrogateescape keeps bytes that are not UTF-8."""
+        """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""
         return self.read(path).decode(errors="surrogateescape")
 
     def lines(self, path: str) -> Iterator[bytes]:
-        """Yield the lines of a file of /proc of any size, without their end, which is a newline and nothing else."""
+        """Yield the lines of a file in /proc of any size, without the newline. No other character ends a line."""
         with opening.plain(self._at(path)) as file:
             for line in file:
                 yield line.removesuffix(b"\n")
@@ -72,26 +75,26 @@ class System(Rooted):
         return tuple(sorted(os.listdir(self._at(path))))
 
     def find_program(self, name: str) -> str | None:
-        """Return the path of the program that `run` would start by that name, skipping what cannot be started."""
+        """Return the path of the program that `run` would start by that name; None if there is none."""
         places = (f"{directory}/{name}" for directory in ENVIRONMENT["PATH"].split(":"))
         return next((path for path in places if self.exists(path) and os.access(self._at(path), os.X_OK)), None)
 
     def identity(self, path: str) -> FileIdentity:
-        """Return a file's identity, links followed."""
+        """Return a file's identity. Links are followed."""
         status = os.stat(self._at(path))
         return FileIdentity(
             status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns, bool(status.st_mode & 0o111)
         )
 
     def mode(self, path: str) -> int:
-        """Return a file's permission bits, links followed."""
+        """Return a file's permission bits. Links are followed."""
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)
 
     def device(self, path: str) -> DeviceNumber | None:
         """Return a character device's numbers; None for any other file or a removed one. Links are not followed."""
         status = os.lstat(self._at(path, follow=False))
-        # No name left: it was bound into a machine and then removed on the host (a reload of nvidia-drm makes all DRI
-        # nodes again). It still opens by its number, but the kernel refuses to bind it into a container (ENOENT).
+        # A node without a name was bound into a machine and then removed on the host: a reload of nvidia-drm creates
+        # new DRI nodes. It still opens, but the kernel refuses to bind it into a container (ENOENT).
         if not stat.S_ISCHR(status.st_mode) or not status.st_nlink:
             return None
         return DeviceNumber(
@@ -103,17 +106,17 @@ class System(Rooted):
         )
 
     def device_behind(self, link: str) -> tuple[int, int] | None:
-        """Return a character device's major and minor, links followed; None for any other file.
+        """Return a character device's major and minor; None for any other file. Links are followed.
 
-        For /proc/PID/fd the kernel leads to the open file itself, wherever it is and whether or not it has a path.
+        A link in /proc/PID/fd leads to the open file itself, wherever it is and whether or not it has a path.
         """
-        # Imported here: few runs need it, and ctypes slows the machine's start.
+        # Imported here: few runs need it, and ctypes slows the machine half's start.
         from agent.system.statx import character_device
 
         return character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
-        """Return the process that listens on a Unix socket, see agent.system.sockets."""
+        """Return the id of the process that listens on a Unix socket; None if none does (agent.system.sockets)."""
         # Imported here: few runs need it, and it takes a twentieth of the machine half's start.
         from agent.system.sockets import listening_process
 
@@ -129,27 +132,27 @@ class System(Rooted):
         return found.f_bavail * found.f_frsize
 
     def place(self, path: str) -> str:
-        """Return the real path, links followed, for system calls that take names (inotify_add_watch(2))."""
+        """Return the real path below the root, for system calls that take paths (inotify_add_watch(2))."""
         return self._at(path)
 
     # ---- writing
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and its parents, each with mode 0755 whatever the umask, and synced like their content."""
+        """Make a directory and its parents durably, each with mode 0755 whatever the umask."""
         place = self._at(path)
         missing = []
         while not os.path.isdir(place):
             missing.append(place)
             place = os.path.dirname(place)
         for directory in reversed(missing):
-            # Another thread, or the other service of a machine, may make it meanwhile.
+            # Another thread, or the machine half's other service, may make it meanwhile.
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)
                 os.chmod(directory, 0o755)
                 opening.sync_directory(os.path.dirname(directory))
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Replace a file atomically and durably: never half-written, whatever happens."""
+        """Replace a file atomically and durably: no reader ever sees a part of the content."""
         self.make_directory(os.path.dirname(path))
         with self._replacing(path) as temporary, opening.new_file(temporary) as file:
             file.write(content)
@@ -159,23 +162,23 @@ class System(Rooted):
         self.sync_directory(os.path.dirname(path))
 
     def link(self, path: str, target: str) -> None:
-        """Put a symbolic link in place atomically; replaces whatever is there except a directory."""
+        """Make a symbolic link atomically. It replaces anything but a directory."""
         self.make_directory(os.path.dirname(path))
         with self._replacing(path) as temporary:
             os.symlink(target, temporary)
 
     def remove(self, path: str) -> None:
-        """Remove a file or link and sync the directory; no error if nothing is there."""
+        """Remove a file or link, if it exists, and sync the directory."""
         place = self._at(path, follow=False)
         with contextlib.suppress(FileNotFoundError):
             os.unlink(place)
             opening.sync_directory(os.path.dirname(place))
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory of ours with its content; follows no link in it."""
+        """Remove a directory of the agent with its content. Links in it are not followed."""
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
-            # Imported here: the machine half never does this, and it slows its start as much as reading twenty files.
+            # Imported here: the machine half never needs it, and the import takes as long as reading twenty files.
             import shutil
 
             shutil.rmtree(place)
@@ -188,7 +191,7 @@ class System(Rooted):
         self.sync_directory(os.path.dirname(new))
 
     def copy(self, reading: BinaryIO, target: str, mode: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Copy the data, on disk when this returns; calls `progress` after each part of a large file."""
+        """Copy the data of an open file to a new one, durably. Calls `progress` after each part of a large file."""
         # Imported here: the machine half copies nothing.
         from agent.system.copy import copy_content
 
@@ -198,11 +201,11 @@ class System(Rooted):
             os.fsync(writing.fileno())
 
     def open_lock(self, path: str) -> int:
-        """Return a descriptor of a lock file, made if missing; the caller closes it."""
+        """Return a descriptor of a lock file, which is made if it is missing. The caller closes the descriptor."""
         return opening.lock_file(self._at(path, follow=False))
 
     def put_aside(self, path: str) -> str:
-        """Rename what is in the place of a file of ours to a name that no program reads, and return that name."""
+        """Rename whatever is in the place of one of the agent's files, and return its new path."""
         aside = f"{path}.damaged-{time.time_ns()}"
         self.rename(path, aside)
         return aside
@@ -213,10 +216,10 @@ class System(Rooted):
 
     @contextlib.contextmanager
     def _replacing(self, path: str) -> Iterator[str]:
-        """Yield the path of a file's successor, which replaces the file at the end and is removed after an error.
+        """Yield the path of a temporary file, which replaces the file at the end, and is removed after an error.
 
-        First removes what a killed writer left. One name for each file, so that leftovers do not pile up; and hidden,
-        because programs read whole directories.
+        The name is always the same, so that leftovers of killed writers do not pile up; they are removed first. It is
+        hidden from programs that read whole directories.
         """
         self.remove_remains(path)
         place = self._at(path, follow=False)
@@ -230,12 +233,12 @@ class System(Rooted):
             raise
 
     def remove_remains(self, path: str) -> None:
-        """Remove what a killed `write` or `link` left next to the file that it was to replace."""
+        """Remove the temporary file that a killed `write` or `link` left."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.unlink(remains(self._at(path, follow=False)))
 
 
 def remains(path: str) -> str:
-    """Return the temporary path that `write` and `link` use, which remains if they are killed."""
+    """Return the path of the temporary file that `write` and `link` use. It remains if they are killed."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"

@@ -1,4 +1,4 @@
-"""The kernel log, /dev/kmsg: only what the kernel itself wrote (Documentation/ABI/testing/dev-kmsg)."""
+"""Reads from the kernel log, /dev/kmsg, what the kernel itself wrote (Documentation/ABI/testing/dev-kmsg)."""
 
 import errno
 import os
@@ -9,38 +9,38 @@ from agent.system import opening
 
 PATH = "/dev/kmsg"
 RECORD_LIMIT = 8192
-"""Bytes; a read with less room than the record gets EINVAL. The kernel's PRINTKRB_RECORD_MAX is 1024."""
+"""Bytes to read at a time: a shorter read than the record fails (EINVAL). The kernel's PRINTKRB_RECORD_MAX is 1024."""
 BURST = 5000
-"""Records in one `read`, so that a kernel that writes without end does not block the caller."""
+"""Records that one `read` returns at most, so that it ends even if the kernel writes without end."""
 KERNEL = 0
-"""The facility of the kernel's own records. Records of user space get another one, whatever it requests."""
+"""The facility of the kernel's own records. Programs cannot write records with this facility."""
 
 
 class KernelLog:
-    """The kernel's own messages; each `read` returns those since the previous one."""
+    """The kernel's own messages. Each `read` returns those since the previous one."""
 
     def __init__(self, descriptor: int, read: Callable[[int, int], bytes] = os.read, after: int | None = None) -> None:
-        """`descriptor` returns one record per read(2) and does not block; this object closes it.
+        """Read from `descriptor`, which must return one record per read(2) and not block. This object closes it.
 
-        `after`: a record's sequence number. Of the records that are already there, only later ones are returned;
-        without `after` none are, until a `read` first comes to the end.
+        Of the records that the log already has, only those after the sequence number `after` are returned; none of
+        them if `after` is None.
         """
         self.overruns = 0
         """How often records were overwritten before they were read; skipped records do not count."""
         self.sequence = after
-        """Number of the last record that was read, which grows until the host reboots; None before the first."""
+        """Sequence number of the last record that was read; None before the first. It grows until the host reboots."""
         self.behind = True
-        """Whether records from before this object was made are still unread."""
+        """Whether records that the log already had at the start are still unread."""
         self._descriptor, self._read, self._after = descriptor, read, after
 
     def fileno(self) -> int:
-        """Return the descriptor for poll(2): readable when there is a record."""
+        """Return the descriptor for poll(2). It is readable when there is a record."""
         return self._descriptor
 
     def read(self) -> tuple[tuple[str, ...], bool]:
-        """Return the first lines of the kernel's records, and whether there may be more.
+        """Return the first line of each record of the kernel, and whether there may be more records.
 
-        Leaves out records of user space. Raises OSError when the log is gone.
+        Raises OSError if the log can no longer be read.
         """
         texts: list[str] = []
         for _ in range(BURST):
@@ -52,14 +52,14 @@ class KernelLog:
             except OSError as error:
                 if error.errno != errno.EPIPE:
                     raise
-                # Overwritten; the next read returns the oldest remaining record.
+                # Records were overwritten; the next read returns the oldest remaining one.
                 self.overruns += not self._passes_over
                 continue
             if not record:
                 self.behind = False
                 return tuple(texts), False
             number, text = parse_record(record)
-            # Only while behind: a number that is wrongly too high must not silence the log for ever.
+            # Only while behind: if `after` is wrongly too high, it must not silence the log forever.
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
@@ -78,17 +78,17 @@ class KernelLog:
 def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
     """Open the log at the oldest remaining record. Raises OSError.
 
-    Needs CAP_SYSLOG if kernel.dmesg_restrict is set.
+    This needs CAP_SYSLOG if kernel.dmesg_restrict is set.
     """
-    # Not at the end (SEEK_END): only a record shows a number, and a quiet kernel may write none for long.
+    # Not at the end (SEEK_END): only a record shows a sequence number, and the next record may come much later.
     return KernelLog(opening.stream(path), after=after)
 
 
 def parse_record(record: bytes) -> tuple[int | None, str | None]:
-    """Return number and first line of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`.
+    """Return the number and the first line of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`.
 
-    No text for a record of user space or for malformed data. The kernel writes control characters as \\xNN, so a text
-    cannot begin a new line.
+    The line is None for a record of user space; both are None for malformed data. The line cannot contain a line break:
+    the kernel writes control characters as \\xNN.
     """
     prefix, separator, rest = record.partition(b";")
     fields = prefix.decode(errors="replace").split(",")

@@ -1,4 +1,4 @@
-"""Finds what is mounted, from /proc/self/mountinfo (proc_pid_mountinfo(5))."""
+"""Lists mounts, from /proc/self/mountinfo (proc_pid_mountinfo(5))."""
 
 from agent.system.files import System
 
@@ -9,7 +9,7 @@ def mounted(system: System, file_system: str) -> frozenset[str]:
     """Return the mount points of one type of file system, as the kernel escapes them. Raises OSError."""
     found = set()
     for line in system.lines(MOUNTS):
-        # After the mount point come optional fields up to a hyphen, then the type.
+        # The mount point is followed by optional fields, a hyphen, and the type.
         before, _, behind = line.decode(errors="surrogateescape").partition(" - ")
         fields = before.split(" ")
         if behind.split(" ")[0] == file_system and len(fields) > 4:

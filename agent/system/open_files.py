@@ -1,6 +1,7 @@
-"""Finds processes that have devices open or mapped, by device number: paths differ between host, machine and pod.
+"""Finds the processes that have devices open or mapped.
 
-Reads this system's /proc: the host's has the processes of all machines, a machine's its own and those of its pods.
+Devices are compared by number, because their paths differ between host, machine and pod. The host's /proc has the
+processes of all machines; a machine's /proc has its own and those of its pods.
 """
 
 import errno
@@ -18,26 +19,24 @@ Number = tuple[int, int]
 """Major and minor."""
 
 PROCESS_LIMIT = 2.0
-"""Seconds for one process: if it hangs in a driver's page fault, the kernel cannot list its mappings."""
+"""Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
 LEAST = 0.05
-"""Seconds for one process if others hang: most take a thousandth."""
+"""Seconds to search one process when others hang. Most take a thousandth of that."""
 LOOK_LIMIT = 20.0
-"""Seconds for the descriptors of all processes, and again for their mappings."""
+"""Seconds to search the descriptors of all processes, and again to search their mappings."""
 
 MAPPING = re.compile(
     rb"(?P<first>[0-9a-f]+)-(?P<last>[0-9a-f]+) \S{4} [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>[0-9]+)"
 )
-"""The start of a line of /proc/PID/maps (proc_pid_maps(5)); the path follows, of any bytes but newlines."""
+"""The start of a line of /proc/PID/maps (proc_pid_maps(5)). The path follows, which has any bytes but newlines."""
 
 MACHINE = re.compile(r"/systemd-nspawn@(?P<name>[^/@]+)\.service(?:/|$)")
-"""systemd's unit of a machine, in a control group's path."""
+"""Matches the unit of a machine in a control group's path."""
 POD = re.compile(r"[-/]pod(?P<uid>[0-9a-f]{8}[-_]?[0-9a-f]{4}[-_]?[0-9a-f]{4}[-_]?[0-9a-f]{4}[-_]?[0-9a-f]{12})[./]")
-"""The kubelet's group of a pod: `kubepods-besteffort-pod<UID>.slice`, with `_` for `-`, or `kubepods/pod<UID>`.
-
-(pkg/kubelet/cm/pod_container_manager_linux.go; the UID of a static pod has no hyphens.)
-"""
+"""Matches a pod in a control group's path: `kubepods-besteffort-pod<UID>.slice`, with `_` for `-`, or
+`kubepods/pod<UID>` (pkg/kubelet/cm/pod_container_manager_linux.go). The UID of a static pod has no hyphens."""
 CONTAINER = re.compile(r"[-/](?P<id>[0-9a-f]{64})(?:\.scope)?(?:/|$)")
-"""A container's group, `cri-containerd-<id>.scope` or `<id>`."""
+"""Matches a container in a control group's path: `cri-containerd-<id>.scope` or `<id>`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,34 +44,35 @@ class Holder:
     """One process that holds a device."""
 
     pid: int
-    """Its id in this PID namespace."""
+    """The process's id in this PID namespace."""
     inner_pids: tuple[int, ...]
-    """Its ids in the PID namespaces below: for a pod's process, seen from the host, in its machine and in its pod."""
+    """The process's ids in nested PID namespaces. Seen from the host, a pod's process has one in its machine and one in
+    its pod."""
     command: str
     cgroup: str
     paths: tuple[str, ...]
-    """The devices that it has open, by the names that were given for them."""
+    """The devices that the process has open, by the names that the caller of `find_holders` uses for them."""
 
     @property
     def machine(self) -> str:
-        """Return its machine; empty for a process of this system itself."""
+        """Return the process's machine; empty if it runs outside machines."""
         found = MACHINE.search(self.cgroup)
         return found["name"] if found else ""
 
     @property
     def pod_uid(self) -> str:
-        """Return its pod's UID; empty outside a Kubernetes pod."""
+        """Return the UID of the process's pod; empty outside a Kubernetes pod."""
         found = POD.search(self.cgroup)
         return found["uid"].replace("_", "-") if found else ""
 
     @property
     def container(self) -> str:
-        """Return its container's whole id; empty outside a container."""
+        """Return the full id of the process's container; empty outside a container."""
         found = CONTAINER.search(self.cgroup)
         return found["id"] if found else ""
 
     def describe(self, pod: str = "") -> str:
-        """Describe it in one line. `pod`: its name, if known."""
+        """Return one line about the process. `pod` is the pod's name, if known."""
         parts = [f"PID {self.pid} ({self.command})"]
         if self.machine:
             inner = f" (there PID {self.inner_pids[0]})" if self.inner_pids else ""
@@ -86,21 +86,19 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The result of a search; true if some process is known to hold something."""
+    """The result of a search. It is true if a process has one of the devices open."""
 
     holders: tuple[Holder, ...] = ()
     unseen: tuple[str, ...] = ()
-    """Processes that could not be searched completely, one sentence each: worth showing, as they may hold it too.
-
-    They decide nothing: any pod can have a process that can never be searched.
-    """
+    """Processes that could not be searched completely, one sentence each. They are shown, because they may have the
+    device open too, but block nothing: any pod can have a process that can never be searched."""
 
     def __bool__(self) -> bool:
         return bool(self.holders)
 
 
 def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
-    """Search the descriptors of all threads, and the mappings, of every process. `wanted`: device names by number.
+    """Return the processes that have one of the devices open or mapped. `wanted` has the devices' names by number.
 
     Raises OSError if /proc itself cannot be listed.
     """
@@ -109,7 +107,7 @@ def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
 
 
 class _Look:
-    """One search of all processes: first descriptors, which never block, so that a blocking mapping hides none."""
+    """One search of all processes. Mappings come last, because reading them may block; descriptors never block."""
 
     def __init__(self, system: System, wanted: Mapping[Number, str], pids: list[int]) -> None:
         self._system, self._wanted, self._pids = system, wanted, pids
@@ -125,7 +123,7 @@ class _Look:
         return Held(tuple(holders.values()), tuple(f"PID {pid} cannot be looked at: {unseen[pid]}" for pid in unseen))
 
     def _each(self, what: str, look: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `look` for each process: half the time for each one that hangs, and at most LOOK_LIMIT in all."""
+        """Call `look` for each process. Each one that hangs halves the time for the next; LOOK_LIMIT bounds all."""
         end, limit = time.monotonic() + LOOK_LIMIT, PROCESS_LIMIT
         for pid in pids:
             deadline = min(time.monotonic() + limit, end)
@@ -135,7 +133,7 @@ class _Look:
                     raise TimeoutError(errno.ETIMEDOUT, f"others took all of the {LOOK_LIMIT:.0f} s")
                 bounded(f"/proc/{pid}: {what}", partial(look, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
-                # It has ended meanwhile.
+                # The process has exited meanwhile.
                 continue
             except TimeoutError as error:
                 limit = max(limit / 2, LEAST)
@@ -144,9 +142,10 @@ class _Look:
                 self._unseen.setdefault(pid, error.strerror or str(error))
 
     def _opened(self, pid: int, deadline: float) -> None:
-        """Search other threads only if the first has nothing open: they may have descriptors of their own.
+        """Search the descriptors of a process, first those of its main thread, which most threads share.
 
-        CLONE_FILES of clone(2) and unshare(2); a first thread that has ended has none.
+        Threads may have their own descriptors (CLONE_FILES of clone(2) and unshare(2)); a main thread that has exited
+        has none.
         """
         for thread in self._threads(pid):
             directory = f"/proc/{pid}/task/{thread}/fd"
@@ -161,17 +160,17 @@ class _Look:
                 return
 
     def _mapped(self, pid: int, deadline: float) -> None:
-        """Search the mappings, which outlive descriptors. All threads share one memory, except those that ended."""
+        """Search the mappings of a process, which outlive descriptors. The first thread with memory has all of them."""
         for thread in self._threads(pid):
             try:
                 if self._mapped_by(pid, thread, deadline):
                     return
             except (FileNotFoundError, ProcessLookupError):
-                # ESRCH: it has no memory, because it has ended or is the kernel's own.
+                # ESRCH: it has no memory, because it has exited or is the kernel's own.
                 continue
 
     def _mapped_by(self, pid: int, thread: int, deadline: float) -> bool:
-        """Return whether the thread has memory."""
+        """Search the thread's mappings. Return whether it has memory."""
         has_memory, known = False, set()
         for line in self._system.lines(f"/proc/{pid}/task/{thread}/maps"):
             _in_time(deadline)
@@ -182,18 +181,18 @@ class _Look:
             file = (mapping["device"], mapping["inode"], line[mapping.end() :])
             if mapping["inode"] == b"0" or file in known:
                 continue
-            # map_files writes addresses without leading zeros. /proc lists only processes, but has every thread.
+            # Names in map_files have no leading zeros. /proc does not list threads, but /proc/TID exists for each one.
             first, last = (int(mapping[each], 16) for each in ("first", "last"))
             if self._add(pid, f"/proc/{thread}/map_files/{first:x}-{last:x}"):
                 known.add(file)
         return has_memory
 
     def _threads(self, pid: int) -> list[int]:
-        """Return the threads, first the one whose number is the process's."""
+        """Return the ids of the threads, the main thread's first."""
         return sorted((int(name) for name in self._system.entries(f"/proc/{pid}/task")), key=lambda each: each != pid)
 
     def _add(self, pid: int, link: str) -> bool:
-        """Return whether the link still leads to something."""
+        """Record the device that the link leads to, if it is wanted. Return whether the link still exists."""
         try:
             number = self._system.device_behind(link)
         except FileNotFoundError:
@@ -204,13 +203,13 @@ class _Look:
 
     def _name(self, pid: int, holders: dict[int, Holder]) -> None:
         paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
-        # Others choose some of these values; the kernel escapes newlines there, so each line is a whole field.
+        # The process chooses some of these values. The kernel escapes newlines in them, so each line is a whole field.
         status = dict(line.split(":", 1) for line in self._lines(pid, "status") if ":" in line)
         # The process chooses its name, which may be any 15 bytes.
         command = one_line(_text(self._system, f"/proc/{pid}/comm"))
         # cgroup v2 has one line, `0::PATH` (cgroups(7)).
         groups = [line[3:] for line in self._lines(pid, "cgroup") if line.startswith("0::")]
-        # The first number is ours; kernels without PID namespaces leave the line out.
+        # The first id is that in this namespace; kernels without PID namespaces omit the line.
         inner = tuple(int(each) for each in status.get("NSpid", "").split()[1:])
         holders[pid] = Holder(pid, inner, command, one_line("".join(groups)), paths)
 
@@ -219,7 +218,7 @@ class _Look:
 
 
 def _in_time(deadline: float) -> None:
-    """Raise TimeoutError if a search is slow without hanging in one call."""
+    """Raise TimeoutError if the deadline has passed: a search may be slow without hanging in one call."""
     if time.monotonic() > deadline:
         raise TimeoutError(errno.ETIMEDOUT, "it has too much open or mapped for the time")
 

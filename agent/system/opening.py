@@ -1,7 +1,7 @@
-"""The only module that opens files (tests/project/test_layers.py): no open blocks, and none acts on a device.
+"""Opens files without blocking and without opening devices. No other module opens files (tests/project/test_layers.py).
 
-Machines, pods and users can put anything where we read: a FIFO waits for its writer, opening a device can trigger it
-(a watchdog), and a file with a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
+Machines, pods and users can put anything where the agent reads. Opening a FIFO waits for its writer, opening a watchdog
+starts it, and a write lease (F_SETLEASE in fcntl(2)) blocks an open for 45 s.
 """
 
 import errno
@@ -13,12 +13,12 @@ LEASED = "another process holds a lease on it"
 
 
 def look_at(place: str, *, follow: bool = True) -> int:
-    """Return a descriptor to stat, not to read (O_PATH): it breaks no lease and wakes no device."""
+    """Return a descriptor to inspect a file, not to read it (O_PATH). This breaks no lease and starts no device."""
     return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
 
 def sync_directory(place: str) -> None:
-    """Make changes of names in a directory durable."""
+    """Make renames, new names and removals in a directory durable."""
     descriptor = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -27,21 +27,21 @@ def sync_directory(place: str) -> None:
 
 
 def regular(probe: int, path: str) -> io.BufferedReader:
-    """Open what `look_at` found, for reading: a regular file (those of /proc and /sys are), or OSError."""
+    """Open the file that `look_at` found for reading. Raises OSError unless it is regular, as in /proc and /sys."""
     mode = os.fstat(probe).st_mode
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "a symbolic link", path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     try:
-        # Opens the file that `look_at` saw, whatever has its name now.
+        # This opens the file that `look_at` found, even if its name belongs to another one now.
         return open(stream(f"/proc/self/fd/{probe}"), "rb")
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, LEASED, path) from None
 
 
 def plain(place: str) -> io.BufferedReader:
-    """Open a regular file that only the kernel or the agent writes."""
+    """Open a regular file that only the kernel or the agent writes, for reading. Raises OSError."""
     probe = look_at(place)
     try:
         return regular(probe, place)
@@ -50,9 +50,10 @@ def plain(place: str) -> io.BufferedReader:
 
 
 def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
-    """Return content and change time: EFBIG beyond `limit` bytes, or only the first `limit` bytes if not `whole`.
+    """Return the content and the change time (seconds since the epoch) of the file that `look_at` found.
 
-    The change time, in seconds since the epoch, because a writer can set the modification time. Closes `probe`.
+    A file of more than `limit` bytes raises OSError (EFBIG), or is cut if not `whole`. The modification time would not
+    do: the file's writer can set it. Closes `probe`.
     """
     try:
         with regular(probe, path) as file:
@@ -66,16 +67,16 @@ def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[b
 
 
 def stream(place: str) -> int:
-    """Open for reading or polling: neither the open nor a later read(2) blocks."""
+    """Open a file for reading or polling. Neither the open nor a later read(2) blocks."""
     return os.open(place, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
 
 
 def new_file(place: str) -> io.BufferedWriter:
-    """Make a file for writing that only its owner may read, whatever the umask; FileExistsError if it exists."""
+    """Make a file for writing that only its owner may read, whatever the umask. Raises FileExistsError."""
     return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
 
 
 def lock_file(place: str) -> int:
-    """Open a lock file, made if missing, that no other user may open."""
+    """Open a lock file, which is made if it is missing, and which no other user may open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     return os.open(place, flags, 0o600)

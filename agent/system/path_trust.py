@@ -1,4 +1,4 @@
-"""Who can change a file: what root copies for all machines must be under root's control alone, and no secret."""
+"""Checks that only root can change a file, and that the file is public: root copies such files for all machines."""
 
 import errno
 import os
@@ -10,15 +10,15 @@ from agent.system.files import System
 from agent.system.rooted import LINK_LIMIT
 
 ROOT = 0
-"""Its user id and its group id."""
+"""The user id and the group id of root."""
 
 
 def others_way(system: System, path: str, *, to_it: bool = False, trusted: Collection[int] = (ROOT,)) -> str:
     """Return a sentence on the first component of a path that users other than root control; empty if there is none.
 
-    Follows links. `to_it`: the last component may have any owner if only root can replace it. `trusted`: user ids.
-    The search ends at a missing component, and before a file (see `files_fault`). It does not look into a directory of
-    another user. Raises OSError if a component could not be observed.
+    Links are followed. With `to_it`, the last component may have any owner if only root can replace it. `trusted` has
+    the ids of users who count as root. The search ends at a missing component, and before a file (see `files_fault`).
+    Raises OSError if a component could not be observed.
     """
     shared = ""
     try:
@@ -30,13 +30,13 @@ def others_way(system: System, path: str, *, to_it: bool = False, trusted: Colle
                 return ""
             if shared and link:
                 return shared
-            # Only those who may write in its directory can change a link.
+            # A link's owner cannot change it without write permission in its directory.
             if uid not in trusted and not link:
                 return f"{here} belongs to user {uid}, not to root"
             shared = ""
             if not link and _others_write(system, here, mode, gid):
                 shared = f"users other than root can write in {here} (mode {stat.S_IMODE(mode):04o})"
-                # In a sticky directory, as /nix/store is, other users cannot replace a directory of root's.
+                # In a sticky directory such as /nix/store, other users cannot replace root's directories.
                 if last or not mode & stat.S_ISVTX:
                     return shared
     except OSError as error:
@@ -46,17 +46,17 @@ def others_way(system: System, path: str, *, to_it: bool = False, trusted: Colle
 
 
 def steps(system: System, path: str) -> tuple[str, ...]:
-    """Return each directory and link on a path, and what is at its end. Raises OSError."""
+    """Return each directory and link on a path, and the file or directory that it leads to. Raises OSError."""
     return tuple(here for here, *_ in _way(system, path))
 
 
 def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
-    """Return whether users other than root can write. Root's own group is trusted unless an ACL names others."""
+    """Return whether users other than root can write. Root's group is trusted unless the file has an ACL."""
     return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and (gid != ROOT or system.has_acl(path)))
 
 
 def _way(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]:
-    """Yield path, mode, user and group id of each directory and link, from / on, and whether it is the last."""
+    """Yield path, mode, user id and group id of each component, from / on, and whether it is the last. Follow links."""
     here, ahead, links = "/", _parts(path), 0
     while True:
         mode, uid, gid = system.owner(here)
@@ -79,13 +79,13 @@ def _parts(path: str) -> list[str]:
 
 
 class Ways:
-    """Tells which directories of one system only root controls, and records the others."""
+    """Finds out which directories of one system only root controls, and records the others."""
 
     def __init__(self, system: System, *, judged: bool = True) -> None:
-        """Without `judged`, permit every directory."""
+        """If not `judged`, permit every directory."""
         self._system, self._judged = system, judged
         self.refused: dict[str, dict[str, None]] = {}
-        """The directories that it refused, by reason."""
+        """The directories that were refused, by reason."""
 
     def permits(self, directory: str, link: str = "") -> bool:
         """Return whether only root controls a directory, or the target of `link` in it. Raises OSError."""
@@ -111,14 +111,14 @@ def settings_fault(system: System, path: str) -> str:
         sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
         if not sticky and _others_write(system, place, mode, gid):
             return f"users other than root can write {place} (mode {stat.S_IMODE(mode):04o}): run `chmod go-w {place}`"
-    # A user who can rename a directory above, or above a link on the path, chooses what is there.
+    # A user who can rename a directory further up, or one above a link on the path, can replace the file.
     return others_way(system, path, to_it=True, trusted=trusted)
 
 
 def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
-    """Return why a file is not public, or with `of_root` not surely root's; empty if neither.
+    """Return why a file must not be copied; empty if it may be.
 
-    Raises OSError.
+    It must be public, and with `of_root` only root may be able to change it. Raises OSError.
     """
     mode, uid, gid = system.owner(real_path)
     if not real_path.isprintable():

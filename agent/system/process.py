@@ -1,4 +1,4 @@
-"""How programs run: one protocol, one wording of failures. The backends only start processes."""
+"""The protocol by which programs run and services are called, with one wording of failures for all backends."""
 
 import signal
 from collections.abc import Callable, Mapping
@@ -6,27 +6,27 @@ from collections.abc import Callable, Mapping
 from agent.model.errors import CommandError, ExitCodeError
 
 OUTPUT_LIMIT = 16 << 20
-"""Bytes of standard output that are read from any program, plus one, which shows that there were more."""
+"""Bytes that a program may print. One more is read, to detect that there were more."""
 FILE_LIMIT = 4 * OUTPUT_LIMIT
-"""Bytes of a file that a program of the host half may write: its output goes to a file in memory. The unit of the
-machine half sets the same (LimitFSIZE=)."""
+"""Bytes of the largest file that a program of the host half may write; its output goes to a file in memory. The machine
+half's unit sets the same limit (LimitFSIZE=)."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C",
 }
-"""The whole environment of a program that we run: nothing is inherited (CVE-2025-23266), messages untranslated."""
+"""The whole environment of the programs that the agent runs. Nothing is inherited (CVE-2025-23266), and messages are
+not translated."""
 
 
 class Completed:
-    """A program that ended by itself."""
+    """The result of a program that was not stopped at its time limit."""
 
-    # Neither a data class nor a named tuple: this is loaded before a machine's generator is started, and either would
-    # delay that by a tenth.
+    # Not a data class or named tuple: these take long to define, and this is loaded before the generator can start.
     __slots__ = ("status", "stderr", "stdout")
 
     def __init__(self, status: int, stdout: bytes, stderr: bytes) -> None:
-        """`status` is the exit code, or minus the signal's number."""
+        """Set the result. `status` is the exit code, or minus the number of the signal that killed the program."""
         self.status, self.stdout, self.stderr = status, stdout, stderr
 
 
@@ -35,24 +35,24 @@ class TimeLimitError(Exception):
 
 
 Runner = Callable[[tuple[str, ...], float], Completed]
-"""Starts a program (arguments, time limit in seconds) with a null standard input and ENVIRONMENT, in `/`, and waits.
+"""Runs a program and returns the result. Takes the arguments and the time limit in seconds.
 
-Raises FileNotFoundError or PermissionError if it cannot start, TimeLimitError if it ran out of time, and
-TimeoutError if not even SIGKILL ended it then.
+The program runs in `/` with ENVIRONMENT and an empty standard input. Raises FileNotFoundError or PermissionError if it
+cannot start, TimeLimitError if it was killed at its time limit, and TimeoutError if not even SIGKILL ended it.
 """
 
 
 Bus = Callable[[str, str, str, str, tuple[object, ...], float], tuple[object, ...]]
-"""Calls a method on the system bus and returns its result; a variant is a pair of signature and value.
+"""Calls a method on the system bus and returns its result, in which a variant is a pair of signature and value.
 
-Takes service, object path, interface and member with a dot between, signature and arguments, and a time limit in
-seconds. The method may be called twice if the bus restarts meanwhile. Raises BusError, caused by a TimeoutError if
-there was no answer in time.
+Takes the service, the object path, interface and member joined by a dot, the signature, the arguments, and the time
+limit in seconds. The method may be called twice if the bus restarts meanwhile. Raises BusError; its cause is a
+TimeoutError if there was no answer in time.
 """
 
 
 def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
-    """Return the standard output of a program that succeeded, undecodable bytes as surrogates; else CommandError."""
+    """Run a program and return its standard output, with undecodable bytes as surrogates. Raises CommandError."""
     try:
         completed = runner(argv, timeout)
     except TimeLimitError as error:

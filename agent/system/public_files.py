@@ -1,4 +1,4 @@
-"""Opens files in places where users other than root can write, so that none leads to a secret of root's."""
+"""Opens public files in places where users other than root can write. A link there might lead to a secret of root."""
 
 import errno
 import os
@@ -9,14 +9,14 @@ from agent.system import opening
 
 
 def open_public(place: str) -> BinaryIO:
-    """Open a world-readable regular file at this very path. Raises OSError: EINVAL or ELOOP for anything else.
+    """Open a world-readable regular file whose path has no link. Raises OSError: EINVAL or ELOOP for anything else.
 
-    Checks of the path, before or after, may see another file than the one that is opened.
+    Checking the path before or after opening it is not enough: the check may see a different file.
     """
     probe = opening.look_at(place, follow=False)
     try:
         mode = os.fstat(probe).st_mode
-        # proc(5): the path where it was opened, with all links followed; a renamed or removed file has another one.
+        # proc(5): the link has the path of the open file without links; it differs if the file was renamed or removed.
         if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
             raise OSError(errno.ELOOP, "a link leads elsewhere", place)
         if stat.S_ISREG(mode) and not mode & stat.S_IROTH:

@@ -1,6 +1,6 @@
 """Observes paths below a root prefix, so that tests can observe recorded hosts.
 
-A failed observation is never a No: it raises OSError.
+A failed observation raises OSError. It never counts as "no" or "absent".
 """
 
 import errno
@@ -9,21 +9,21 @@ import stat
 from typing import BinaryIO, Self
 
 LINK_LIMIT = 40
-"""Symbolic links followed in one look-up, as the kernel's MAXSYMLINKS."""
+"""Symbolic links that are followed in one path, like the kernel's MAXSYMLINKS."""
 
 NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
-"""errno values of stat(2) for a path where nothing is or can be."""
+"""errno values of stat(2) for a path where nothing exists or can exist."""
 
 
 class Rooted:
-    """Absolute paths mean places below `root`; links are resolved below it too."""
+    """The file system below `root`: absolute paths, also those in links, are relative to it."""
 
     def __init__(self, root: str = "/") -> None:
         self.root = root.rstrip("/") or "/"
 
     def below(self, directory: str) -> Self:
-        """Return the same, with a directory as the root: no link in there leads out of it. Raises OSError."""
-        # Imported here: the machine half never does this.
+        """Return a copy of this object with `directory` as its root, which no link in it leaves. Raises OSError."""
+        # Imported here: the machine half never needs it.
         import copy
 
         root = self._below_root(self._resolve(directory))
@@ -33,28 +33,28 @@ class Rooted:
         return inner
 
     def exists(self, path: str) -> bool:
-        """Return whether anything is there; a dangling link counts."""
+        """Return whether the path exists; a dangling link does."""
         return self._status(path, follow=False) is not None
 
     def is_directory(self, path: str) -> bool:
-        """Return whether it is a directory, links followed within the root."""
+        """Return whether the path is a directory, or a link to one."""
         found = self._status(path)
         return found is not None and stat.S_ISDIR(found.st_mode)
 
     def is_file(self, path: str) -> bool:
-        """Return whether it is a regular file, links followed within the root."""
+        """Return whether the path is a regular file, or a link to one."""
         found = self._status(path)
         return found is not None and stat.S_ISREG(found.st_mode)
 
     def is_mount(self, path: str) -> bool:
-        """Return whether a file system, or a single file of one, is mounted there."""
+        """Return whether a file system, or a single file, is mounted at the path."""
         found, above = self._status(path, follow=False), self._status(os.path.dirname(path) or "/")
         if found is None or above is None or stat.S_ISLNK(found.st_mode):
             return False
         return found.st_dev != above.st_dev or found.st_ino == above.st_ino
 
     def read_link(self, path: str) -> str | None:
-        """Return a symbolic link's text; None for anything else, or nothing."""
+        """Return a symbolic link's text; None if the path is not a link or does not exist."""
         try:
             return os.readlink(self._at(path, follow=False))
         except OSError as error:
@@ -63,29 +63,29 @@ class Rooted:
             raise
 
     def real_path(self, path: str) -> str:
-        """Return the path without symbolic links, resolved below the root. Raises FileNotFoundError if dangling."""
+        """Return the path with its links resolved below the root. Raises FileNotFoundError if it does not exist."""
         resolved = self._resolve(path)
         os.lstat(self._below_root(resolved))
         return resolved
 
     def link_inode(self, path: str) -> int | None:
-        """Return the inode number of a symbolic link itself; None if there is none."""
+        """Return the inode number of the path, of the link itself if it is a link; None if it does not exist."""
         try:
             return os.lstat(self._at(path, follow=False)).st_ino
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def link_count(self, path: str) -> int:
-        """Return how many names a file has, links not followed; 0 for a mounted file whose source was removed."""
+        """Return how many hard links a file has; 0 for a mounted file whose source was removed. Follows no links."""
         return os.lstat(self._at(path, follow=False)).st_nlink
 
     def owner(self, path: str) -> tuple[int, int, int]:
-        """Return mode with file type, user and group id; links are not followed. Raises OSError."""
+        """Return mode (with the file type), user id and group id. Links are not followed. Raises OSError."""
         status = os.lstat(self._at(path, follow=False))
         return status.st_mode, status.st_uid, status.st_gid
 
     def has_acl(self, path: str) -> bool:
-        """Return whether an ACL grants rights to others (acl(5)): the group's bits in the mode are then its mask."""
+        """Return whether the file has an ACL (acl(5)). The group's bits in its mode are then the mask of the ACL."""
         try:
             os.getxattr(self._at(path, follow=False), "system.posix_acl_access", follow_symlinks=False)
         except OSError as error:
@@ -95,18 +95,18 @@ class Rooted:
         return True
 
     def open_public(self, real_path: str) -> BinaryIO:
-        """Open a world-readable file without following links: see agent.system.public_files."""
-        # Imported here: the machine half opens none.
+        """Open a world-readable file without following links (agent.system.public_files)."""
+        # Imported here: the machine half never needs it.
         from agent.system.public_files import open_public
 
         return open_public(self._below_root(real_path))
 
     def _status(self, path: str, *, follow: bool = True) -> os.stat_result | None:
-        """Return the status, None if nothing is there. Raises OSError if unknown: a failed stat(2) is not a No."""
+        """Return the status; None if the path does not exist. Raises OSError if that is unknown."""
         try:
             return os.stat(self._at(path, follow=follow), follow_symlinks=follow)
         except ValueError:
-            # Text from outside may contain a null character, which no path has.
+            # A path from a configuration or a document may contain a null character, which no file name has.
             return None
         except OSError as error:
             if error.errno in NOTHING:
@@ -117,7 +117,7 @@ class Rooted:
         return path if self.root == "/" else self.root + path
 
     def _at(self, path: str, *, follow: bool = True) -> str:
-        """Return the real place of a path: links resolved below the root, the last component's only with `follow`."""
+        """Return the path with the root and with links resolved below it; the last component's only with `follow`."""
         if self.root == "/":
             return path
         if follow:
@@ -125,7 +125,7 @@ class Rooted:
         return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
 
     def _resolve(self, path: str) -> str:
-        """Resolve like realpath(3), with the root prefix as `/`: a recorded tree's absolute links stay inside it."""
+        """Return the path with links resolved as by realpath(3), but below the root, also absolute ones."""
         done, ahead, links = "/", [part for part in path.split("/") if part], 0
         while ahead:
             part = ahead.pop(0)

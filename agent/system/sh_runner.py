@@ -14,17 +14,17 @@ from agent.system.deadlines import bounded
 from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Completed, TimeLimitError
 
 KILL_MARGIN = 3.0
-"""Seconds after the time limit in which a killed program must be gone."""
+"""Seconds in which a killed program has to exit."""
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """A Runner. Abandons a program that SIGKILL does not end, and does not start it again before it is gone."""
-    # Threads of `sh` are daemon threads like the one that calls it: none delays the end of this process.
+    """Run a program, as a Runner does. If SIGKILL does not end it, it is abandoned, and not started again meanwhile."""
+    # All threads involved are daemon threads, so none of them keeps this process from exiting.
     return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
 
 
 def _run(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run in a session of its own: without our terminal, and killed at the time limit with all that it started."""
+    """Run a program in a new session, without our terminal. At the time limit, kill it with all that it started."""
     with ExitStack() as files:
         # Output goes to memory: pipes would need threads, and processes that a program leaves keep them open.
         stdout, stderr, number = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "number"))
@@ -47,7 +47,7 @@ def _start(
     """Start the program. Raises OSError if that fails."""
 
     def begin() -> None:
-        # The file counts towards this unit's memory: a program could fill it, and the kernel would kill the service.
+        # The output counts towards this unit's memory: without a limit, the kernel might kill the service.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
         # Python ignores this signal for itself.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
@@ -91,11 +91,11 @@ def _content(file: BinaryIO) -> bytes:
 
 
 def _ends_within(pid: int, timeout: float) -> bool:
-    """Wait without a thread, and without sh's polling, which takes a tenth of a second."""
+    """Return whether the process exits within that time. sh's own wait polls, which takes a tenth of a second."""
     try:
         ended = os.pidfd_open(pid)
     except ProcessLookupError:
-        # One of sh's threads has already collected its status.
+        # The process has exited, and one of sh's threads has collected its status.
         return True
     try:
         poll = select.poll()
@@ -106,13 +106,13 @@ def _ends_within(pid: int, timeout: float) -> bool:
 
 
 def _kill(pid: int) -> None:
-    """Kill it and what it started, except processes with their own session or group."""
+    """Kill the process and what it started, except processes with their own session or group."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
 
 
 def _status(running: sh.RunningCommand) -> int:
-    """Wait for the end and return the exit code, or minus the signal's number."""
+    """Wait until the program exits. Return its exit code, or minus the number of the signal that killed it."""
     try:
         running.wait()
         return int(running.exit_code)

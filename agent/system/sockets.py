@@ -9,18 +9,19 @@ import sys
 from agent.system import opening
 
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
-"""connect(2)'s errors for a socket that is abandoned, full or of another type, and for files that are not sockets."""
+"""Errors of connect(2) if nobody listens on the socket, its queue is full, its type differs, or it is not a socket."""
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
-"""TCP_LISTEN of include/net/tcp_states.h, as proc(5) shows it in column st."""
+"""TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
 UCRED_SIZE = 12
 """Bytes of struct ucred: three 32-bit numbers (linux/socket.h)."""
 
 
 def listening_process(place: str) -> int | None:
-    """Return the id of the process that called listen(2), 0 if outside this PID namespace; None if no process listens.
+    """Return the id of the process that called listen(2); None if no process listens.
 
-    Connects and disconnects at once: sends nothing, follows no link. Raises OSError.
+    The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
+    follows no link. Raises OSError.
     """
     try:
         probe = opening.look_at(place, follow=False)
@@ -28,11 +29,11 @@ def listening_process(place: str) -> int | None:
         return None
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-            # Then connect(2) returns EAGAIN instead of blocking if the listener accepts no connections any more.
+            # If the listener no longer accepts connections, connect(2) then returns EAGAIN instead of blocking.
             client.setblocking(False)
-            # By descriptor: sun_path holds only 107 bytes, and it connects to the very file that was opened.
+            # By descriptor: a path may be too long for sun_path (107 bytes), or lead to another file by now.
             client.connect(f"/proc/self/fd/{probe}")
-            # unix(7): the listener's, as they were when it called listen(2).
+            # unix(7): these are the credentials with which the listener called listen(2).
             credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED_SIZE)
     except OSError as error:
         if error.errno in NOT_LISTENING:
@@ -44,15 +45,15 @@ def listening_process(place: str) -> int | None:
 
 
 def listening_user(port: int) -> int | None:
-    """Return the user id of the process that listens on a TCP port in this network namespace; None if none does.
+    """Return the user id of the process that listens on a TCP port of any local address; None if none does.
 
-    Only root with CAP_SYS_PTRACE could find the process itself. Any local address counts.
+    Only processes in this network namespace are found. Finding their ids would need CAP_SYS_PTRACE.
     """
     for table in TCP_TABLES:
         with contextlib.suppress(OSError), opening.plain(table) as lines:
             for line in lines:
-                # Number, local address (hexadecimal, a colon before the port), remote address, state, queues, timer,
-                # retransmissions, user (proc(5)).
+                # The fields are number, local address (hexadecimal, a colon before the port), remote address, state,
+                # queues, timer, retransmissions and user (proc(5)).
                 fields = line.decode(errors="replace").split()
                 if len(fields) > 7 and fields[3] == LISTEN and fields[1].endswith(f":{port:04X}"):
                     return int(fields[7])

@@ -1,6 +1,6 @@
-"""The machine half's backend of `agent.system.process`: system calls only, as they load fastest.
+"""The machine half's backend of `agent.system.process`, which uses system calls only.
 
-subprocess, with its imports, takes as long as everything else that is loaded before a machine's generator starts.
+Importing subprocess would take as long as everything else that is loaded before a machine's generator starts.
 """
 
 import os
@@ -10,17 +10,17 @@ import signal
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Completed, TimeLimitError
 
 KILL_LIMIT = 5.0
-"""Seconds to wait for a killed program: one that hangs in a driver cannot be killed, and is abandoned."""
+"""Seconds to wait for a killed program. One that hangs in a driver cannot be killed, and is abandoned."""
 
 
 class MachineRunner:
-    """A Runner. Reads the whole output and error; kills the program's session at the time limit."""
+    """A Runner. At the time limit it kills the program with all that it started."""
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], _Process] = {}
 
     def start(self, argv: tuple[str, ...]) -> None:
-        """Start a program ahead of the call with the very same arguments that asks for its result."""
+        """Start a program before its result is needed. A later call with the same arguments returns the result."""
         self._early[argv] = _Process(argv)
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
@@ -34,13 +34,13 @@ class MachineRunner:
         return completed
 
     def close(self) -> None:
-        """Kill what was started and never asked for."""
+        """Kill the programs that were started and whose results were not needed."""
         while self._early:
             self._early.popitem()[1].close()
 
 
 class _Process:
-    """A started program, in a session of its own; its output goes to memory, which needs no reader."""
+    """A running program, in a new session. Its output goes to memory, so nobody has to read it meanwhile."""
 
     def __init__(self, argv: tuple[str, ...]) -> None:
         """Start the program. Raises OSError."""
@@ -52,12 +52,12 @@ class _Process:
         except OSError:
             self._close_descriptors()
             raise
-        # A pidfd (Linux 5.3) can be waited for with a time limit.
+        # One can wait for a pidfd (Linux 5.3) with a time limit.
         self._ended = os.pidfd_open(self._pid)
         self._descriptors.append(self._ended)
 
     def wait(self, timeout: float) -> Completed | None:
-        """Return the result, or None if it did not end within `timeout` seconds."""
+        """Return the result, or None if the program did not exit within `timeout` seconds."""
         poll = select.poll()
         poll.register(self._ended, select.POLLIN)
         if not poll.poll(timeout * 1000):
@@ -67,9 +67,9 @@ class _Process:
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
     def close(self) -> None:
-        """Kill it with all that it started, if it still runs."""
+        """Kill the program with all that it started, if it still runs."""
         if self._runs:
-            # Not reaped yet, so the number cannot be another process's.
+            # The process was not reaped yet, so its id cannot belong to another one.
             os.killpg(self._pid, signal.SIGKILL)
             self.wait(KILL_LIMIT)
         self._close_descriptors()
@@ -80,7 +80,7 @@ class _Process:
 
 
 def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
-    """Return the process id. Searches our own PATH, not the caller's, as posix_spawnp would."""
+    """Start a program and return its process id. posix_spawnp would search the caller's PATH, not ENVIRONMENT's."""
     files = [argv[0]] if "/" in argv[0] else [f"{each}/{argv[0]}" for each in ENVIRONMENT["PATH"].split(":")]
     found = next((file for file in files if os.access(file, os.X_OK)), files[-1])
     return os.posix_spawn(

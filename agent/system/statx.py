@@ -1,4 +1,4 @@
-"""What the kernel knows of a file without a request to a server or daemon: statx(2).
+"""Identifies device nodes with statx(2), which answers without a request to a file server or FUSE daemon.
 
 os.stat of a file on a dead NFS server or FUSE file system never returns, and any process may have such a file open.
 """
@@ -10,12 +10,12 @@ import stat
 AT_FDCWD = -100
 AT_NO_AUTOMOUNT = 0x800
 AT_STATX_DONT_SYNC = 0x4000
-"""Cached values will do: a file's type and device number never change (include/uapi/linux/fcntl.h)."""
+"""Allows cached values: a file's type and device number never change (include/uapi/linux/fcntl.h)."""
 STATX_TYPE = 1
 
 
 class _Statx(ctypes.Structure):
-    """struct statx of include/uapi/linux/stat.h: 256 bytes, the same on all architectures."""
+    """struct statx of include/uapi/linux/stat.h, 256 bytes, which is the same on all architectures."""
 
     _fields_ = (
         ("before_mode", ctypes.c_ubyte * 28),
@@ -32,7 +32,7 @@ _call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ct
 
 
 def character_device(place: str) -> tuple[int, int] | None:
-    """Return a character device's numbers, links followed; None for any other file. Raises OSError as stat(2)."""
+    """Return a character device's major and minor; None for any other file. Links are followed. Raises OSError."""
     found = _Statx()
     if _call(AT_FDCWD, os.fsencode(place), AT_STATX_DONT_SYNC | AT_NO_AUTOMOUNT, STATX_TYPE, ctypes.byref(found)):
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""PCI and DRM devices, and udevd's events, through pyudev; its only importer.
+"""Lists PCI and DRM devices and receives udevd's events. The only module that imports pyudev.
 
 Listing devices needs no running udevd: libudev reads sysfs.
 """
@@ -13,15 +13,15 @@ from agent.model.facts import DrmDevice, PciDevice, Seen, Unseen
 D = TypeVar("D")
 
 DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
-"""Only minors: connectors, such as card0-DP-1, are devices of the same subsystem."""
+"""Names of DRM nodes. Connectors, such as card0-DP-1, are devices of the same subsystem."""
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
 """Subsystems whose events a monitor receives."""
 BUFFER = 16 << 20
-"""Bytes. libudev's default is too small for the thousands of events that may come during a pass."""
+"""Bytes for events that were not read yet: thousands may come during a pass. libudev's default is too small."""
 
 
 class DeviceSource(Protocol):
-    """Lists the kernel's devices; sorted, each once."""
+    """Lists the kernel's devices, sorted."""
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]: ...
 
@@ -32,8 +32,8 @@ class Udev:
     """The DeviceSource of a real host."""
 
     def __init__(self) -> None:
-        # Each new one runs `ldconfig -p` to find libudev (ctypes.util). One for each list: two threads make the lists
-        # at once, and a libudev context is for one thread.
+        # Contexts are kept, because each new one runs `ldconfig -p` to find libudev (ctypes.util). There is one for
+        # each list: two threads make the lists at once, and a libudev context is for one thread.
         self._contexts: dict[str, Any] = {}
 
     def pci_devices(self) -> Seen[tuple[PciDevice, ...]]:
@@ -44,7 +44,7 @@ class Udev:
 
     def _listed(self, subsystem: str, convert: "Callable[[_Device], D | None]") -> Seen[tuple[D, ...]]:
         try:
-            # libudev is loaded by ctypes, here rather than at import: a host without it gets a fact, not a traceback.
+            # Imported here, because this loads libudev: a host without it gets a fact, not a traceback.
             import pyudev
 
             if subsystem not in self._contexts:
@@ -68,7 +68,7 @@ class _Device(Protocol):
 
 
 def _pci_device(device: _Device) -> PciDevice | None:
-    """Return None for a device that was removed while it was read: its attributes are gone then."""
+    """Return the device, or None if it was removed while its attributes were read."""
     vendor, product, kind = (device.attributes.get(name) for name in ("vendor", "device", "class"))
     if vendor is None or product is None or kind is None:
         return None
@@ -80,7 +80,7 @@ def _drm_device(device: _Device) -> DrmDevice | None:
         return None
     pci = device.find_parent("pci")
     parent = device.parent
-    # Not by truth value: a device is a mapping, and pyudev would read every property.
+    # Not by truth value: a device is a mapping, so pyudev would read every property.
     driver = parent.driver if parent is not None else None
     return DrmDevice(device.device_node, pci.sys_name if pci is not None else "", driver or "")
 
@@ -103,14 +103,14 @@ class Monitor(Protocol):
 
 
 def udev_monitor() -> Monitor:
-    """Return a monitor of SUBSYSTEMS that is receiving. Raises OSError."""
-    # libudev is loaded by ctypes, here rather than at import: a host without it loses one source of events.
+    """Return a started monitor of SUBSYSTEMS. Raises OSError, or ImportError without libudev."""
+    # Imported here, because this loads libudev: a host without it loses one source of events.
     import pyudev
 
     monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="udev")
     for subsystem in SUBSYSTEMS:
         monitor.filter_by(subsystem)
-    # EPERM without CAP_NET_ADMIN above net.core.rmem_max: it overflows sooner then, and the pass lists all again.
+    # Without CAP_NET_ADMIN, EPERM above net.core.rmem_max. The buffer then overflows sooner; a pass lists all devices.
     with contextlib.suppress(OSError):
         monitor.set_receive_buffer_size(BUFFER)
     monitor.start()
