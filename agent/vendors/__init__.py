@@ -1,2 +1,2 @@
-"""All knowledge of each vendor: `<vendor>/host.py` for the host half, listed in agent/host/vendors.py, and
-`<vendor>/machine.py` for the machine half, listed in agent/machine/vendors.py."""
+"""All code that depends on a vendor. The host half's is in `<vendor>/host.py`, listed in agent/host/vendors.py; the
+machine half's is in `<vendor>/machine.py`, listed in agent/machine/vendors.py."""

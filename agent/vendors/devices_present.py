@@ -1,4 +1,4 @@
-"""Faults that make granted GPUs unusable before any node matters, for every vendor. Pure."""
+"""Finds the faults of any vendor's GPUs that make them unusable whatever nodes they have. Pure."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def before_nodes(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent if such a fault exists, else None; `advice` says what to do for GPUs without a driver."""
+    """Return DevicesPresent for such a fault; None if there is none. `advice` is for GPUs without a driver."""
     if isinstance(facts.devices, Unseen):
         return unknown(KIND, Reason.OBSERVATION_FAILED, facts.devices.why)
     if isinstance(facts.devices, Absent | Broken):

@@ -1,4 +1,7 @@
-"""The interface of a vendor to the host half. Data in, data out, except `observe`, which reads and never writes."""
+"""The interface of a vendor to the host half.
+
+All methods are pure, except `observe` and `driver_for_pods`, which read but never write.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -14,23 +17,23 @@ from agent.system.files import System
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """The lists that each pass makes once, from which every vendor picks its own."""
+    """What each pass reads once for all vendors. Each vendor picks its own entries."""
 
     system: System
     architecture: str
     pci: Seen[tuple[PciDevice, ...]]
     drm: Seen[tuple[DrmDevice, ...]]
     loader_cache: Callable[[str], Seen[tuple[CacheEntry, ...]]]
-    """Called with a root: `/`, or a directory that has a whole system in it."""
+    """Returns the loader cache of a root: `/`, or a directory with a whole system in it."""
     units: Mapping[str, Seen[str]]
-    """ActiveState by unit name, of the units that vendors name in `services`; Absent if there is no such unit."""
+    """ActiveState of the units that vendors name in `services`, by name; Absent if the unit does not exist."""
     lost: Mapping[str, str] = field(default_factory=dict)
-    """By PCI address: what the kernel log said about GPUs that stopped answering."""
+    """What the kernel log said about GPUs that stopped answering, by PCI address."""
     detached: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs."""
     driver: DriverSettings = field(default_factory=DriverSettings)
     machines: Mapping[str, MachineSettings] = field(default_factory=dict)
-    """By name: some things are observed only if a machine asks for them."""
+    """Settings by machine name. Some things are observed only if a machine's settings request them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,23 +43,24 @@ class DriverForPods:
     vendor: str
     version: str
     interfaces: Mapping[str, str] = field(default_factory=dict)
-    """Versions of its interfaces, such as CUDA, by name: users choose images by them."""
+    """Versions of the driver's interfaces, such as CUDA, by name. Users choose images by these versions."""
     unknown: str = ""
-    """Why those are unknown; empty if they are known."""
+    """Why the versions are unknown; empty if they are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuError:
-    """An error of one GPU that its driver wrote into the kernel's log."""
+    """An error of one GPU that its driver wrote into the kernel log."""
 
     pci_address: str
     number: int
-    """The driver's own; for NVIDIA the Xid, below 1000."""
+    """The driver's number for the error; for NVIDIA the Xid, which is below 1000."""
     meaning: str
-    """What the driver calls it and what it is, with what to do where something is to be done."""
+    """The driver's name for the error, what it means, and what to do if anything needs to be done."""
     of_application: bool
-    """A program's own fault: it says nothing of the GPU."""
+    """A program caused the error: the GPU may be healthy."""
     lost: bool
+    """The GPU stopped answering."""
 
 
 class HostVendor(ABC):
@@ -64,54 +68,54 @@ class HostVendor(ABC):
 
     name: str
     always_handed = False
-    """Whether the handoff includes it even without a GPU. Machine halves of older releases know only such vendors."""
+    """Whether handoffs include the vendor even without a GPU. Older machine halves know only such vendors."""
     drivers: tuple[str, ...] = ()
-    """Kernel drivers, by their names on the PCI bus, whose GPUs machines can be given."""
+    """Names on the PCI bus of the kernel drivers whose GPUs machines can get."""
     own_nodes: frozenset[DeviceKind] = frozenset()
-    """Kinds of a GPU's own nodes: a process that has none of them open does not use the GPU."""
+    """Kinds of nodes that belong to a single GPU. A process that has none of them open does not use the GPU."""
     services: tuple[str, ...] = ()
     """Units whose state `observe` needs."""
     module_names: tuple[str, ...] = ()
-    """Patterns (fnmatch) of the kernel modules that it needs, as /sys/module names them."""
+    """Patterns (fnmatch) of the vendor's kernel modules, as /sys/module names them."""
     node_names: tuple[str, ...] = ()
-    """Patterns (fnmatch) of names in /dev: `observe` must run when such an entry comes, goes or changes."""
+    """Patterns (fnmatch) of names in /dev. `observe` must run when such an entry appears, disappears or changes."""
     node_directories: tuple[str, ...] = ()
-    """Directories, possibly missing, in which all names matter in that way."""
+    """Directories, possibly missing, for all entries of which `observe` must run as well."""
     image = "agent-ubuntu2404"
-    """In containerfiles/: the machine image with the vendor's programs that the machine half runs."""
+    """The machine image in containerfiles/ that has the vendor's programs that the machine half runs."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
-    """What users see of a False condition, by condition and reason; an empty reason stands for any other."""
+    """The symptoms of a False condition, by condition and reason. An empty reason means any other reason."""
     library_names: tuple[str, ...] = ()
-    """Patterns of the files in `library_directories` that show which user space is installed."""
+    """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
 
     @abstractmethod
     def observe(self, sources: Sources) -> VendorFacts:
-        """Observe everything of this vendor; what cannot be observed is Unseen, never an exception."""
+        """Return all facts about this vendor. What cannot be observed is Unseen, never an exception."""
 
     @abstractmethod
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
-        """Return what a machine with these settings gets; `wanted`: its GPUs, including detached ones. Pure."""
+        """Return what a machine with these settings gets. `wanted` has its GPUs, including detached ones. Pure."""
 
     def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
-        """Return where such files may come and go; the directories may be missing. Pure."""
+        """Return the directories where `library_names` may appear and disappear; some may be missing. Pure."""
         return ()
 
     def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """Return GPUs that another driver took first, because a setting of the host is missing. Pure."""
+        """Return GPUs that are bound to a different driver because a setting of the host is missing. Pure."""
         return ()
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
-        """Return DriverLoaded to PersistenceMode, with the next step where something is missing. Pure."""
+        """Return the conditions from DriverLoaded to PersistenceMode, with the next step if one is not True. Pure."""
         return ()
 
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
-        """Return the driver whose user space pods get from the host; None if there is none."""
+        """Return the driver whose user space pods get from the host; None if they get none."""
         return None
 
     def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
-        """Say how a vendor's own program, named as in /proc/PID/comm, releases a GPU; else empty. Pure."""
+        """Return how a program of the vendor, named as in /proc/PID/comm, releases a GPU; empty for others. Pure."""
         return ""
 
     def kernel_message(self, text: str) -> GpuError | None:

@@ -1,4 +1,7 @@
-"""The interface of a vendor to the machine half. Standard library only; data in, data out, except `generate`."""
+"""The interface of a vendor to the machine half, which imports only the standard library.
+
+All methods are pure, except `generate` and `list_devices`.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -10,7 +13,7 @@ from agent.model.paths import spec_file
 from agent.system.files import System
 
 EDIT_LIMIT = 1 << 17
-"""Characters of TOML to edit with its comments: tomlkit takes 0.6 s for as many in empty lines, 21 s for 1 MiB."""
+"""Characters of the longest TOML that is edited with its comments. tomlkit needs 0.6 s for that, and 21 s for 1 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +29,19 @@ class Verdict:
     """The result of verifying a CDI specification against one request."""
 
     problems: tuple[str, ...] = ()
-    """Each one forbids publishing the specification."""
+    """Reasons why the specification must not be published."""
     missing_gpus: tuple[str, ...] = ()
-    """Granted GPUs (PCI addresses) that it does not serve; the others may still be used."""
+    """PCI addresses of granted GPUs that the specification does not have; the others may still be used."""
     not_in_spec: tuple[str, ...] = ()
-    """Files of the driver root that no pod gets through it."""
+    """Files of the driver root that the specification does not mount."""
     devices: tuple[str, ...] = ()
-    """Its device names."""
+    """Names of the devices in the specification."""
     missing_partitions: tuple[str, ...] = ()
-    """Granted partitions of GPUs (MIG devices) that it does not serve."""
+    """Granted partitions of GPUs (MIG devices) that the specification does not have."""
 
     @property
     def missing(self) -> frozenset[str]:
-        """Return everything that is granted and not served."""
+        """Return the granted GPUs and partitions that the specification does not have."""
         return frozenset((*self.missing_gpus, *self.missing_partitions))
 
 
@@ -47,10 +50,10 @@ class Generated:
     """A generator's result for a request."""
 
     spec: object
-    """Parsed."""
+    """The specification, parsed."""
     remarks: tuple[str, ...] = ()
     unpartitioned: tuple[str, ...] = ()
-    """Granted GPUs (PCI addresses) that are usable only by partitions but have none: no specification serves them."""
+    """PCI addresses of granted GPUs that can be used only by their partitions, and have none."""
 
 
 class MachineVendor(ABC):
@@ -58,33 +61,33 @@ class MachineVendor(ABC):
 
     name: str
     handler: RuntimeHandler | None = None
-    """None if pods request only CDI devices."""
+    """The runtime that pods name in a RuntimeClass; None if pods need none."""
     driver_files = False
-    """Whether its devices are useless without a driver root."""
+    """Whether the vendor's devices are useless without a driver root."""
     spec_kind: str
-    """The kind of its devices, such as `vendor.com/class`."""
+    """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """Where the vendor's own packages publish one of the same kind, which would outrank ours; may be empty."""
+    """Where the vendor's own packages publish a specification of this kind, which takes precedence; may be empty."""
     rival_units: tuple[str, ...] = ()
-    """The units that do so."""
+    """The units that publish it."""
     data_directories: tuple[str, ...] = ()
-    """Directories of loaders' configuration, below driver roots. The device plugin looks for it in the machine."""
+    """Directories below driver roots with the configuration of loaders. The device plugin expects it in the machine."""
     tools: tuple[str, ...] = ()
-    """Programs that the specification depends on: a new one means to generate it again. The first one generates it."""
+    """Programs that the specification depends on: it is generated again if one changes. The first one generates it."""
     inputs: tuple[str, ...] = ()
-    """Files that it depends on as well."""
+    """Files on which the specification depends in the same way."""
     runtime_config = ""
-    """The configuration file of the handler's program; empty without one."""
+    """The configuration file of the handler's program; empty if there is none."""
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
     plugin_sockets: str
-    """Names of its sockets in the kubelet's directory, as a pattern of fnmatch."""
+    """Pattern (fnmatch) of the names of the device plugin's sockets in the kubelet's directory."""
     plugin_rescans = False
-    """Whether it finds GPUs that are added after it has begun to serve."""
+    """Whether the device plugin finds GPUs that are added after its start."""
     kernel_paths: tuple[str, ...] = ()
-    """What the kernel shows of a loaded driver, and what the vendor's libraries look for."""
+    """Paths in /proc and /sys that exist while the driver is loaded, and that the vendor's libraries need."""
     plugin_spec = ""
-    """Where that plugin writes a CDI specification of its own, whose devices it gives to pods; "" if it never does."""
+    """Where the device plugin writes its own CDI specification, whose devices pods get; empty if it writes none."""
 
     @property
     def spec_path(self) -> str:
@@ -93,15 +96,15 @@ class MachineVendor(ABC):
 
     @property
     def cdi_modes(self) -> "CdiModes | None":
-        """Return its modes; None if the vendor's generator makes only specifications of GPUs."""
+        """Return the generator's modes; None if it makes only specifications of GPUs."""
         return None
 
     @abstractmethod
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
-        """Make a new specification in an empty directory; `live` as in `verify`. Raises AgentError or OSError."""
+        """Generate a specification in an empty directory. `live` is as in `verify`. Raises AgentError or OSError."""
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
-        """Return paths in the machine that come and go: what the specification contains depends on them. Pure."""
+        """Return paths in the machine that may be missing: the specification depends on which exist. Pure."""
         return ()
 
     def bound_directories(self, request: Request) -> tuple[str, ...]:
@@ -112,9 +115,9 @@ class MachineVendor(ABC):
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
-        """Check that the specification holds what was granted and nothing else. Pure.
+        """Return how the specification differs from what was granted. Pure.
 
-        `live` has the numbers of the machine's device nodes, `present` the host paths in the specification that exist.
+        `live` has the machine's device nodes by path, `present` the host paths in the specification that exist.
         """
 
     @abstractmethod
@@ -129,49 +132,49 @@ class MachineVendor(ABC):
         live: Mapping[str, DeviceNumber],
         exists: Callable[[str], bool],
     ) -> tuple[str, ...]:
-        """Say why pods would not get GPUs by the plugin's specification. Pure except `exists`, which reads the machine.
+        """Return why pods would not get GPUs by the device plugin's specification. Pure, except that it calls `exists`.
 
-        `own` is the specification that we published, `live` as in `verify`.
+        `own` is the specification that the agent published, `live` is as in `verify`.
         """
         return ()
 
     @abstractmethod
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
-        """Return qualified names of the devices of all valid specifications in a directory; raises AgentError."""
+        """Return the qualified names of the devices in all valid specifications in a directory. Raises AgentError."""
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU's identity in a device id of the kubelet or a CDI device name, "" if there is none. Pure."""
+        """Return the GPU that a device id of the kubelet or a CDI device name stands for; empty if none. Pure."""
 
     def edit_runtime_config(self, text: str) -> str:
-        """Return the file's text as it must be: `text` itself if nothing is to change; raises AgentError. Pure."""
+        """Return the text that `runtime_config` must have; `text` itself if it may stay. Raises AgentError. Pure."""
         return text
 
 
 class CdiModes(ABC):
-    """Further CDI specifications that a vendor's generator makes, each in a mode of its own."""
+    """The modes in which a vendor's generator makes further CDI specifications, one in each mode."""
 
     tools: tuple[str, ...]
-    """As in MachineVendor."""
+    """Programs on which the specifications depend, as in MachineVendor."""
 
     @abstractmethod
     def kind(self, mode: str) -> str:
-        """Return its devices' kind; empty for a mode unknown to this release, which no other method handles. Pure."""
+        """Return the kind of the mode's devices; empty for an unknown mode, which no other method accepts. Pure."""
 
     @abstractmethod
     def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        """Return what the mode uses of the vendor's request, with those of all granted devices that it covers. Pure.
+        """Return the request for the mode: parts of the vendor's, with the granted devices that the mode covers. Pure.
 
-        Nothing is made if there is no such device.
+        If the result has no device, no specification is made.
         """
 
     @abstractmethod
     def optional_paths(self, mode: str) -> tuple[str, ...]:
-        """Return what it mounts if present. Pure."""
+        """Return the paths that the mode's specification mounts if they exist. Pure."""
 
     @abstractmethod
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Make a specification in an empty directory within `limit` seconds; raises AgentError or OSError."""
+        """Generate a specification in an empty directory within `limit` seconds. Raises AgentError or OSError."""
 
     @abstractmethod
     def narrowed(self, spec: object, request: Request) -> object:
@@ -181,4 +184,4 @@ class CdiModes(ABC):
     def verify(
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> tuple[str, ...]:
-        """Return what forbids publishing it. Pure; arguments as in MachineVendor."""
+        """Return why the specification must not be published. Pure. The arguments are as in MachineVendor.verify."""

@@ -1,4 +1,4 @@
-"""What the kernel's drivers have registered now: /proc/devices (proc(5)) and /proc/misc."""
+"""Parses /proc/devices (proc(5)) and /proc/misc: the device numbers that the kernel's drivers have registered."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ PROC_DEVICES = "/proc/devices"
 
 
 def parse_majors(text: str) -> dict[str, int]:
-    """Return majors of the character devices in /proc/devices by name, a whole word. Names can share a major."""
+    """Return the majors of the character devices in /proc/devices, by name. Names can share a major."""
     majors: dict[str, int] = {}
     for major, name in _registered(text):
         majors.setdefault(name, major)
@@ -16,7 +16,7 @@ def parse_majors(text: str) -> dict[str, int]:
 
 
 def names_by_major(text: str) -> dict[int, frozenset[str]]:
-    """Return names by major: some names have several majors, and some majors several names."""
+    """Return the names of the character devices by major. A major can have several names, and a name several majors."""
     names: dict[int, set[str]] = {}
     for major, name in _registered(text):
         names.setdefault(major, set()).add(name)
@@ -34,7 +34,7 @@ def _registered(text: str) -> Iterator[tuple[int, str]]:
 
 
 def parse_misc(text: str) -> dict[str, int]:
-    """Return minors by name, of the miscellaneous devices in /proc/misc (drivers/char/misc.c)."""
+    """Return the minors of the miscellaneous devices in /proc/misc (drivers/char/misc.c), by name."""
     fields = (line.split(maxsplit=1) for line in text.splitlines())
     minors = {each[1].strip(): whole_number(each[0]) for each in fields if len(each) == 2}
     return {name: minor for name, minor in minors.items() if minor is not None}

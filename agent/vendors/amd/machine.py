@@ -16,12 +16,12 @@ class AmdMachine(DrmMachine):
     """Written by `amd-ctk cdi generate`."""
     resource_prefix = "amd.com/"
     plugin_sockets = "amd.com_*"
-    """Without a suffix: dpm/plugin.go of the library that AMD's plugin is made with."""
+    """The names have no suffix (dpm/plugin.go of the library that AMD's plugin uses)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """Number GPUs by PCI address, as `amd-ctk` does: a GPU that comes or goes changes the numbers after it."""
+        """Return `amd-ctk`'s numbers of GPUs, in the order of PCI addresses: a new GPU changes the numbers after it."""
         return {gpu: str(index) for index, gpu in enumerate(sorted(request.gpus))}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU: AMD's plugin calls GPUs by their PCI addresses; other ids are partitions."""
+        """Return the GPU, which AMD's plugin calls by its PCI address; empty for any other id, a partition's."""
         return name if PCI_ADDRESS.fullmatch(name) else ""

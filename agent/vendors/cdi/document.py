@@ -1,4 +1,4 @@
-"""Access to a CDI specification's parts, without trusting its form. Raises DocumentError that names the place."""
+"""Access to the parts of a CDI specification that may be malformed. Raises DocumentError, which names the part."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def objects(container: dict[str, Any], key: str) -> list[dict[str, Any]]:
 
 
 def strings(container: dict[str, Any], key: str, field: str) -> set[str]:
-    """Return one field of every object in a list, if it is a string."""
+    """Return the values of `field` in the objects of a list, if they are strings."""
     return {value for item in objects(container, key) if isinstance(value := item.get(field), str)}
 
 

@@ -8,15 +8,15 @@ from typing import Any
 from agent.vendors.cdi.version import lowest_version
 
 EMPTY: tuple[object, ...] = (None, "", [], {})
-"""What the Container Device Interface itself leaves out (`omitempty`)."""
+"""Values that the Container Device Interface itself omits (`omitempty`)."""
 LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 """Lists of objects in containerEdits."""
 
 
 def settled(spec: object) -> object:
-    """Return it without empty values and with the lowest version; a malformed one is left to the verdict.
+    """Return the specification without empty values and with the lowest version. `verify` reports a malformed one.
 
-    A device without any edits keeps its empty ones: such a specification is invalid, which nothing may hide.
+    The edits of a device may be empty as a whole, which is invalid: they are kept, so that `verify` reports them.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
@@ -35,14 +35,14 @@ def settled(spec: object) -> object:
 
 
 def without_groups(spec: object) -> object:
-    """Return a settled specification without additionalGids, with the version that it then needs."""
+    """Return a settled specification without additionalGids, and with the lowest version for the rest."""
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     return settled(_groupless(spec) | {"devices": [_groupless(device) for device in listed]})
 
 
 def _groupless(holder: object) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Remove the groups from a specification or one of its devices."""
+    """Return a specification or a device without its additionalGids."""
     if not isinstance(holder, dict) or not isinstance(edits := holder.get("containerEdits"), dict):
         return holder
     return holder | {"containerEdits": {key: value for key, value in edits.items() if key != "additionalGids"}}

@@ -1,7 +1,7 @@
-"""The lowest version of the CDI specification format that has all features in use. Pure.
+"""Finds the lowest version of the CDI format that has all features in use. Pure.
 
-A runtime refuses a version that it does not know. The rule is MinimumRequiredVersion, specs-go/version.go of the
-Container Device Interface v1.1.0.
+A runtime refuses a version that it does not know. The rules are those of MinimumRequiredVersion in specs-go/version.go
+of the Container Device Interface v1.1.0.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ OLDEST = "0.3.0"
 
 
 def lowest_version(spec: Mapping[str, Any]) -> str:
-    """Return it for a specification whose devices, if any, have names."""
+    """Return the lowest version for a specification. All its devices must have names."""
     devices = spec.get("devices", [])
     edits = [each for holder in (spec, *devices) if isinstance(each := holder.get("containerEdits"), dict)]
     rdt = [each["intelRdt"] for each in edits if isinstance(each.get("intelRdt"), dict)]
@@ -21,7 +21,7 @@ def lowest_version(spec: Mapping[str, Any]) -> str:
         return "1.1.0"
     if rdt or any(each.get("additionalGids") for each in edits):
         return "0.7.0"
-    # Since this version the class of a kind may have dots; its vendor always could.
+    # Since 0.6.0 the class in a kind may have dots; the vendor's name always could.
     dots = "." in str(spec.get("kind", "")).partition("/")[2]
     if dots or spec.get("annotations") or any(device.get("annotations") for device in devices):
         return "0.6.0"

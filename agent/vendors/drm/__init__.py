@@ -1,1 +1,1 @@
-"""Shared code of vendors whose GPUs need only nodes of the kernel's Direct Rendering Manager from the host."""
+"""Code for vendors whose GPUs need only device nodes of the kernel's Direct Rendering Manager from the host."""

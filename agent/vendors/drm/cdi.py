@@ -1,8 +1,8 @@
 """Writes the CDI specification of a vendor whose GPUs need only their DRM nodes, and verifies a published one. Pure.
 
-The format is specs-go/config.go of the Container Device Interface. The nodes of a device, the name after the card and
-the mounts are those of Intel's cdi-specs-generator (pkg/gpu/cdihelpers), the name by index and the attributes of nodes
-those of AMD's container toolkit (internal/cdi). The PCI address is a further name: only it survives a reboot.
+The format is that of specs-go/config.go of the Container Device Interface. Nodes, `cardN` as a name, and mounts are as
+in Intel's cdi-specs-generator (pkg/gpu/cdihelpers); the index as a name and the attributes of nodes are as in AMD's
+container toolkit (internal/cdi). Each GPU also has its PCI address as a name: only this one survives a reboot.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -21,7 +21,7 @@ EVERY_GPU = "all"
 EVERYBODY = 0o006
 GROUPS = {DeviceKind.DRI_CARD: "video"}
 OTHER_GROUP = "render"
-"""As in systemd's 50-udev-default.rules."""
+"""The group of all other DRM nodes, as in systemd's 50-udev-default.rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class Ground:
     """The inputs of a specification in addition to the request."""
 
     live: Mapping[str, DeviceNumber]
-    """Numbers, modes and owners of the machine's nodes."""
+    """Numbers, modes and owners of the machine's nodes, by path."""
     groups: Mapping[str, int]
-    """The machine's own group numbers."""
+    """The ids of the machine's groups, by name."""
     links: Collection[str]
-    """Those links named by PCI address that exist."""
+    """The existing links in /dev/dri/by-path."""
 
 
 def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground) -> dict[str, Any]:
-    """Return the specification of GPUs whose render node is present. `names`: another name of each, by PCI address."""
+    """Return the specification for the GPUs whose render nodes exist. `names` has a second name of GPUs, by address."""
     devices, every = [], []
     for gpu in served(request, ground.live):
         own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in ground.live]
@@ -51,7 +51,7 @@ def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground
 
 
 def served(request: Request, live: Mapping[str, DeviceNumber]) -> tuple[str, ...]:
-    """Return PCI addresses of the usable GPUs."""
+    """Return the PCI addresses of the granted GPUs whose render nodes exist."""
     found = {each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in live}
     return tuple(gpu for gpu in request.gpus if gpu in found)
 
@@ -65,8 +65,8 @@ def _edits(devices: list[GrantedDevice], ground: Ground) -> dict[str, Any]:
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in ground.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that makes nodes gives them the specification's group; one that may not binds the machine's nodes, with
-    # the host's number: with both groups a process without root's rights can open either.
+    # A runtime that may make nodes gives them the specification's group; one that may not binds the machine's nodes,
+    # which have the host's group. With both groups, a process without root rights can open either.
     closed = [each for each in devices if ground.live[each.path].mode & EVERYBODY != EVERYBODY]
     groups = {gid for each in closed for gid in (ground.live[each.path].gid, _gid(each, ground))} - {0}
     if groups:
@@ -99,7 +99,7 @@ def _mount(link: str) -> dict[str, Any]:
 def verify(
     kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Verdict:
-    """Verify a specification against one request; a malformed one has one problem, which names the place."""
+    """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
     try:
         document = object_of(spec, "the spec")
         devices = devices_of(document)
@@ -175,6 +175,6 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
         yield f"{where}: device node {path} is {is_now} in this machine, granted is {granted}"
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
     expected |= {"path": path, "permissions": "rw", "gid": node.get("gid")}
-    # By type as well: True equals 1 here, but is not a number in a specification.
+    # The types are compared too: True equals 1 in Python, but is not a number in a specification.
     if node != expected or type(node.get("gid")) is not int or any(isinstance(each, bool) for each in node.values()):
         yield f"{where}: device node {path} is written as {node!r}"

@@ -1,4 +1,4 @@
-"""The host's conditions for GPUs that need only their nodes, with the next step. Pure."""
+"""Evaluates the host's conditions for GPUs that need only their nodes. Messages say what to do next. Pure."""
 
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.device import DeviceKind

@@ -1,4 +1,4 @@
-"""What identifies a vendor's GPUs on the host. Pure."""
+"""Describes how a vendor's GPUs are recognised on the host. Pure."""
 
 from dataclasses import dataclass
 
@@ -6,8 +6,8 @@ from agent.model.device import DeviceKind
 from agent.model.facts import PciDevice
 
 DISPLAY = 0x03
-"""Base class of display controllers of any subclass: processors' GPUs are VGA controllers, those of data centres
-3D or other display controllers. Base class, subclass and programming interface have eight bits each (pci_ids.h)."""
+"""PCI base class of display controllers. Their subclass varies: GPUs in processors are VGA controllers, those for data
+centres 3D or other display controllers. Base class, subclass and programming interface have 8 bits each (pci_ids.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,9 +17,9 @@ class SharedNode:
     path: str
     kind: DeviceKind
     registered: str
-    """Its driver's name in /proc/devices."""
+    """The name of the node's driver in /proc/devices."""
     use: str
-    """What is impossible without it, in words."""
+    """What does not work without the node, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,18 +28,18 @@ class Description:
 
     name: str
     title: str
-    """As the vendor writes it."""
+    """The vendor's name for people."""
     vendor_id: int
     drivers: tuple[str, ...]
-    """Names on the PCI bus, which are also the modules' names."""
+    """Names of the kernel drivers on the PCI bus, which are also the names of their modules."""
     firmware: str
-    """Packages with the firmware that the drivers load into the GPU, in words."""
+    """Distributions' packages with the GPUs' firmware, in words."""
     further_classes: tuple[int, ...] = ()
-    """Base class and subclass of GPUs that are not display controllers."""
+    """PCI classes (base class and subclass) of GPUs that are not display controllers."""
     shared: tuple[SharedNode, ...] = ()
 
     def is_gpu(self, device: PciDevice) -> bool:
-        """Return whether it is a GPU, of any driver. A board management controller's display is another vendor's."""
+        """Return whether the device is a GPU of this vendor, with or without a driver."""
         if device.vendor_id != self.vendor_id:
             return False
         return device.class_id >> 16 == DISPLAY or device.class_id >> 8 in self.further_classes

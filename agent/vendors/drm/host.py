@@ -20,10 +20,10 @@ SYMPTOMS = {
 
 
 class DrmHost(HostVendor):
-    """A vendor that a Description describes completely. Pods bring their user space: Mesa, oneAPI or ROCm.
+    """A vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
-    There is no wrong driver: others in the kernel, such as radeon, are for GPUs that these do not know. No program of
-    the vendor's keeps a GPU open by itself, and the drivers write no numbered errors into the kernel log.
+    No GPU can have the wrong driver: the kernel's others, such as radeon, are for GPUs that these drivers do not
+    support. No program of the vendor keeps a GPU open, and the drivers write no numbered errors into the kernel log.
     """
 
     own_nodes = frozenset({DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
@@ -44,7 +44,7 @@ class DrmHost(HostVendor):
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
-        """Grant each GPU's own nodes, and the shared ones if it has any of its own."""
+        """Grant the nodes of each GPU, and the shared nodes if the machine gets a GPU."""
         gpus = tuple(sorted(gpu.pci_address for gpu in wanted if not gpu.detached))
         nodes: tuple[DeviceNode, ...] = ()
         if isinstance(facts.devices, tuple) and gpus:

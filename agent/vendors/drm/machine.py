@@ -1,4 +1,4 @@
-"""A vendor in the machine whose GPUs need only their DRM nodes: the agent writes the CDI specification."""
+"""A vendor in the machine whose GPUs need only their DRM nodes. The agent itself writes the CDI specification."""
 
 import re
 from abc import abstractmethod
@@ -15,21 +15,21 @@ from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
 
 GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
-"""chown(2) takes it as "unchanged"; no group has this or a greater number."""
+"""To chown(2) this id means "unchanged": groups have lower ids."""
 GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
-"""At most ten digits: int() refuses thousands of them."""
+"""A group's id. More digits are not needed, and int() raises ValueError for thousands of them."""
 
 
 class DrmMachine(MachineVendor):
-    """A vendor's class adds names, kind, and its device plugin, which writes no CDI specification."""
+    """The base class of such vendors. Theirs add names, the kind, and attributes of the device plugin."""
 
     inputs = (GROUP_FILE,)
     mounts_links = False
-    """Whether pods also get the links to their nodes by PCI address, as from the vendor's own tool."""
+    """Whether pods also get the links in /dev/dri/by-path, as they do with the vendor's own tool."""
 
     @abstractmethod
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """Return the vendor's own tool's name for each GPU, by PCI address. Pure."""
+        """Return the names that the vendor's own tool gives to GPUs, by PCI address. Pure."""
 
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         groups = parse_groups(system.read_text(GROUP_FILE)) if system.exists(GROUP_FILE) else {}
@@ -68,7 +68,7 @@ class DrmMachine(MachineVendor):
 
 
 def parse_groups(text: str) -> dict[str, int]:
-    """Return group numbers by name, group(5); omits malformed lines."""
+    """Return the ids of groups by name, from the text of group(5). Malformed lines are ignored."""
     groups: dict[str, int] = {}
     for line in text.splitlines():
         match line.split(":"):

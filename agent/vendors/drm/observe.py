@@ -1,4 +1,4 @@
-"""Observes GPUs and their nodes: PCI shows a DRM device's vendor; one not on PCI (simpledrm, vgem) has none."""
+"""Observes a vendor's GPUs and their DRM nodes. DRM devices outside the PCI bus (simpledrm, vgem) are ignored."""
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
@@ -9,14 +9,14 @@ from agent.vendors.host_vendor import Sources
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
 REGISTERED = "drm"
-"""Name in /proc/devices of the DRM nodes of all drivers."""
+"""The name in /proc/devices under which all drivers register their DRM nodes."""
 
 
 def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
-    """Observe a vendor's GPUs. Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    """Return the facts about a vendor. What cannot be observed is Unseen; nodes that must not be used are problems."""
     pci = sources.pci
     if not isinstance(pci, tuple):
-        # An empty list would take every GPU away.
+        # Unseen, because an empty list would withdraw every GPU.
         return VendorFacts(vendor.name, devices=Unseen(pci.why))
     gpus = tuple(
         Gpu(
@@ -37,7 +37,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # The kernel loads the drivers for a GPU by itself: if it has not, they are not installed, or not wanted.
+        # The kernel loads the driver of a GPU by itself. If it has not, the driver is not installed or not wanted.
         driver_awaited=any(look(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers),
     )
 
@@ -45,7 +45,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 def _nodes(
     vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Return every usable node; Unseen as a whole if any could not be observed."""
+    """Return the usable nodes; Unseen if any could not be observed. Adds to `problems` those that must not be used."""
     if isinstance(sources.drm, Absent):
         return ()
     if not isinstance(sources.drm, tuple):
@@ -73,11 +73,11 @@ def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: 
 
 
 def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
-    """Return the node's numbers if they are those of the driver loaded now; else None, and add a problem."""
+    """Return the node's numbers; None if it does not exist, or must not be used, which is added to `problems`."""
     try:
         number = system.device(path)
     except FileNotFoundError:
-        # udevd has not made it yet, or the driver has none.
+        # udevd has not made the node yet, or the driver has none.
         return None
     if number is None:
         problems.append(f"{path}: not a character device")

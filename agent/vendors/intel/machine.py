@@ -10,7 +10,7 @@ from agent.model.pci_address import PCI_ADDRESS
 from agent.vendors.drm.machine import DrmMachine
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""In ids of Intel's device plugin (cmd/gpu_plugin); the number after it is that of the share, -shared-dev-num."""
+"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and the share's number if pods share it."""
 
 
 class IntelMachine(DrmMachine):
@@ -20,19 +20,19 @@ class IntelMachine(DrmMachine):
     spec_kind = "intel.com/gpu"
     mounts_links = True
     resource_prefix = "gpu.intel.com/"
-    """`gpu.intel.com/i915` and `gpu.intel.com/xe`, after the kernel's driver."""
+    """The resources are `gpu.intel.com/i915` and `gpu.intel.com/xe`, named after the kernel driver."""
     plugin_sockets = "gpu.intel.com-*.sock"
-    """pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
+    """See pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
     plugin_rescans = True
-    """Every five seconds (scanInterval of cmd/gpu_plugin)."""
+    """It searches for GPUs every five seconds (scanInterval of cmd/gpu_plugin)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """Return `cardN`, whose number may change with each boot."""
+        """Return `cardN` for each GPU. The numbers may change with each boot."""
         cards = [each for each in request.devices if each.kind == DeviceKind.DRI_CARD]
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the PCI address; for a card that is not granted, its own name."""
+        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty if the name is no card's."""
         if PCI_ADDRESS.fullmatch(name):
             return name
         match = CARD.fullmatch(name)

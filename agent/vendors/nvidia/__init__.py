@@ -1,1 +1,1 @@
-"""NVIDIA: what its driver shows on a host, and what a machine needs of it."""
+"""NVIDIA's GPUs, driver and CDI specifications."""

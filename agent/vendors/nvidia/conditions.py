@@ -1,4 +1,4 @@
-"""The host's conditions for the NVIDIA driver, with the next step where something is missing. Pure."""
+"""Evaluates the host's conditions for NVIDIA's GPUs and driver. Messages say what to do next. Pure."""
 
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.device import DeviceKind
@@ -138,7 +138,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
 
 
 def _others(user_space: UserSpace) -> str:
-    """Say where other drivers are or may be."""
+    """Return the end of a message that says where other drivers are or may be."""
     return _not_used(user_space) + "".join(f"; not looked into: {each}" for each in user_space.passed_over)
 
 

@@ -1,9 +1,9 @@
 """NVIDIA's own programs that keep GPUs open, and how to make each release one. Pure."""
 
 COMMAND_LENGTH = 15
-"""Characters that the kernel keeps of a program's name: TASK_COMM_LEN without its end (proc_pid_comm(5))."""
+"""Characters that the kernel keeps of a program's name: TASK_COMM_LEN without the null byte (proc_pid_comm(5))."""
 
-# "drain" refuses while persistence mode is on; after it the driver takes no new clients for that GPU.
+# `nvidia-smi drain` refuses while persistence mode is on. Afterwards the driver accepts no new clients for the GPU.
 ADVICE = {
     "nvidia-persistenced": "`nvidia-smi -i {address} -pm 0`, then `nvidia-smi drain -p {address} -m 1`",
     "nv-hostengine": "`systemctl stop nvidia-dcgm`",
@@ -23,7 +23,7 @@ IN_MACHINES = {
 
 
 def letting_go(command: str, pci_address: str, *, in_machine: bool) -> str:
-    """Say how to make a program release a GPU; empty for any other program."""
+    """Return how to make one of NVIDIA's programs release a GPU; empty for any other program."""
     for name, advice in (IN_MACHINES if in_machine else ADVICE).items():
         if command == name[:COMMAND_LENGTH]:
             return advice.format(address=pci_address)

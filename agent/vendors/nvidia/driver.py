@@ -1,4 +1,4 @@
-"""NVIDIA's driver on the host: the loaded module, its user space, and its services."""
+"""Observes NVIDIA's driver on the host: the loaded module and the driver's services."""
 
 import re
 
@@ -15,32 +15,33 @@ from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 MODULE_VERSION = "/sys/module/nvidia/version"
 PROC_VERSION = "/proc/driver/nvidia/version"
 VERSION = re.compile(r"[0-9]{1,9}\.[0-9.]*[0-9]")
-"""The first such token in the first line of PROC_VERSION: the text before it differs between the two flavours."""
+"""In PROC_VERSION, the first match in the first line. The text before it differs between the open and the proprietary
+module."""
 
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 FABRIC_UNIT = "nvidia-fabricmanager.service"
 SERVICES: tuple[str, ...] = (PERSISTENCE_UNIT, FABRIC_UNIT)
 MODULE_NAMES: tuple[str, ...] = ("nvidia*",)
-"""nvidia, nvidia_uvm, nvidia_modeset, nvidia_drm, nvidia_peermem, nvidia_fs."""
+"""Pattern of nvidia, nvidia_uvm, nvidia_modeset, nvidia_drm, nvidia_peermem and nvidia_fs."""
 
 
 def observe_driver(
     sources: Sources, module: Seen[str], user_space: UserSpace, nodes: Seen[tuple[DeviceNode, ...]]
 ) -> Driver:
-    """Return what is loaded, installed and running."""
+    """Return the driver's facts: what is loaded, installed and running."""
     persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for"))
     return Driver(module, user_space, _fabric(sources, nodes), persistence)
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
-    """Return directories of daemons' sockets that exist and are not links. Omits one that could not be observed.
+    """Return the directories of daemons' sockets, except links and those that could not be observed.
 
-    One that clients may write in must be a file system of its own: they could fill the host's /run.
+    A directory in which clients may write must be a mount point: otherwise they could fill the host's /run.
     """
     found = []
     for name, path in DIRECTORIES.items():
         identity, writable = look(system.identity, path), name in WRITABLE
-        # Not if the observation failed.
+        # `is`, because a failed observation is an Unseen, which is true.
         real = look(system.is_directory, path) is True and look(system.read_link, path) is None
         if isinstance(identity, FileIdentity) and real and (not writable or look(system.is_mount, path) is True):
             found.append(ServiceDirectory(name, path, identity.inode, writable))
@@ -73,6 +74,6 @@ def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
         return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
     state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not asked for"))
     if isinstance(state, Absent):
-        # Absent is for hosts that need no Fabric Manager; here the GPUs are unusable without it.
+        # Not Absent, which is for hosts that need no Fabric Manager: here the GPUs are unusable without it.
         return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
     return state

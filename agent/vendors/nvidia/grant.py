@@ -1,4 +1,4 @@
-"""Which NVIDIA nodes and files a machine gets. Pure."""
+"""Chooses the NVIDIA nodes and files that a machine gets. Pure."""
 
 import posixpath
 
@@ -12,19 +12,19 @@ from agent.vendors.nvidia.user_space.places import HOST_CACHE, PLACES
 
 KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
-"""Nodes that every user of any GPU needs; alone they give access to no GPU."""
+"""Kinds of nodes that every user of a GPU needs. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
-"""Includes capabilities of MIG instances, which come with their GPU; settings request the other capabilities."""
+"""Kinds of nodes that belong to a GPU. Capabilities of MIG instances do; settings request the other capabilities."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
-"""They reach all GPUs of the host, so only a machine that has all of them gets these nodes."""
+"""Kinds of nodes that reach all GPUs of the host, so that only a machine with all GPUs gets them."""
 
 
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
-    """Grant the existing nodes of the wanted GPUs, and the driver root that fits the module."""
+    """Grant the existing nodes of the wanted GPUs, and the driver root for the loaded module."""
     gpus = [gpu for gpu in wanted if not gpu.detached]
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
-        # Including detached ones: they are still on the fabric, and may return to another machine.
+        # Detached GPUs count: they are still on the fabric, and another machine may get them later.
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
@@ -48,7 +48,7 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
 
 
 def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Return GPUs that nouveau, for example, took first. vfio-pci is deliberate: that GPU is for a virtual machine."""
+    """Return GPUs that are bound to another driver, such as nouveau. Those with vfio-pci are for virtual machines."""
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
 
@@ -67,7 +67,7 @@ def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole
 
 
 def _capability_granted(capability: str, settings: MachineSettings) -> bool:
-    """Judge a capability by its path below /proc/driver/nvidia/capabilities."""
+    """Return whether the settings request the capability at this path below /proc/driver/nvidia/capabilities."""
     wanted = {
         "mig/config": settings.mig_config,
         "mig/monitor": settings.mig_monitor,
@@ -77,27 +77,28 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 
 
 def _stays(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
-    """Return whether a root of the module's version stays in use, as the host has that version only in another place.
+    """Return whether `kept`, of the module's version, stays in use although the host's files of that version differ.
 
-    For example, while the packages' driver is already upgraded, a machine does not change to what else is found. It
-    does change to what came into the same place, and away from a place that is no longer trusted.
+    It stays if the host now has that version only in another place: while packages are being upgraded, for example, the
+    host may also have a runfile's driver. It does not stay if files in its own place changed, or its place is no longer
+    trusted.
     """
     if kept.version != new.version or user_space.configured or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
-        # Staged by a release that recorded no place.
+        # An older release, which did not record the place, staged the root.
         return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name
 
 
 def _directories(root: StagedRoot) -> set[str]:
-    """Return the directories where the host had libcuda."""
+    """Return the directories of the host from which libcuda was copied."""
     return {posixpath.dirname(file.source) for file in root.files if "/libcuda.so" in file.source}
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """Return the root for the loaded module, and the one of the host's files that waits for their module."""
+    """Return the root to use now, and a root of the host's current files that waits until their module is loaded."""
     if driver is None:
         return None, None
     ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
@@ -116,9 +117,9 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
     elif isinstance(driver.module_version, str):
         fitting = [root for root in ours if root.version == driver.module_version]
         serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
-        # Nothing fits: the machine keeps its root until something does.
+        # If no root fits, the machine keeps its root until one does.
         serving = serving or (kept[0] if kept else None)
     else:
-        # Between unloading and loading, or just after the host's boot: the coming module is unknown.
+        # The module is not loaded (yet), for example during a reload or just after boot: its version is unknown.
         serving = next(iter((*kept, *reversed(ours))), new)
     return serving, new if new != serving else None

@@ -1,4 +1,4 @@
-"""NVIDIA in the machine: the toolkit's programs, where they write, and the verification of their CDI specifications."""
+"""NVIDIA in the machine: generates CDI specifications with the toolkit's programs, and verifies them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,7 +14,7 @@ from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 
 DATA_DIRECTORIES = (
-    # Those of file_groups, whose import takes longer than this.
+    # The targets in file_groups, which takes too long to import.
     "etc/OpenCL/vendors",
     "usr/share/X11/xorg.conf.d",
     "usr/share/egl/egl_external_platform.d",
@@ -42,7 +42,7 @@ class NvidiaMachine(MachineVendor):
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
-    # Without the first, NVML was seen to say "GPU access blocked by the operating system" (systemd issue 38018).
+    # Without the first, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
     kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
 
@@ -53,7 +53,7 @@ class NvidiaMachine(MachineVendor):
 
     @property
     def cdi_modes(self) -> CdiModes:
-        # Imported here: few machines request one, and a run that changes nothing takes little longer than its imports.
+        # Imported here: few machines request a mode, and imports take most of the time of a run that changes nothing.
         from agent.vendors.nvidia.cdi.modes import NvidiaModes
 
         return NvidiaModes()

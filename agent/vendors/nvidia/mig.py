@@ -1,4 +1,4 @@
-"""MIG instances by their capabilities. Pure.
+"""Parses the capabilities of MIG instances, and finds out which instances are complete. Pure.
 
 A MIG device is a compute instance of a GPU instance. Its user needs the nodes of both capabilities in addition to the
 GPU's node (MIG User Guide, device nodes and capabilities). The driver makes the two entries in procfs one after the
@@ -13,12 +13,14 @@ CAPABILITY = re.compile(r"gpu([0-9]+)/mig/gi([0-9]+)(?:/ci([0-9]+))?/access")
 
 
 class Instance(NamedTuple):
-    """A compute instance, or the GPU instance that it belongs to."""
+    """A GPU instance, or a compute instance in it."""
 
     gpu: int
     """The GPU's device minor."""
     gi: int
+    """The GPU instance's number."""
     ci: int | None = None
+    """The compute instance's number; None for a GPU instance."""
 
     @property
     def gpu_instance(self) -> "Instance":
@@ -29,20 +31,26 @@ class Instance(NamedTuple):
 
 
 def parse_instance(capability: str) -> Instance | None:
-    """Parse a path below /proc/driver/nvidia/capabilities; None if it is of no instance, such as `mig/config`."""
+    """Return the instance of a path below /proc/driver/nvidia/capabilities; None for others, such as `mig/config`."""
     match = CAPABILITY.fullmatch(capability)
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
 
 
 def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
-    """Return, of instances with a node, compute instances whose GPU instance also has one, and those GPU instances."""
+    """Return the complete instances. `usable` has the instances that have a node.
+
+    A compute instance is complete if its GPU instance has a node too. This GPU instance is then complete as well.
+    """
     known = frozenset(usable)
     whole = frozenset(each for each in known if each.ci is not None and each.gpu_instance in known)
     return whole | {each.gpu_instance for each in whole}
 
 
 def half_made(existing: Set[Instance], usable: Set[Instance]) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
-    """Yield unusable instances, each with those whose node is missing; with none if it has no compute instance."""
+    """Yield incomplete instances, each with the instances whose nodes are missing.
+
+    A GPU instance without a compute instance is incomplete, although no node is missing. `usable` is as in `complete`.
+    """
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:
             lacking = tuple(part for part in (each.gpu_instance, each) if part not in usable)

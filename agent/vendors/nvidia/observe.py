@@ -1,4 +1,4 @@
-"""Observes everything of NVIDIA on a host."""
+"""Observes NVIDIA's GPUs and driver on a host."""
 
 from agent.model.facts import VendorFacts
 from agent.vendors.host_vendor import Sources
@@ -9,7 +9,7 @@ from agent.vendors.nvidia.user_space.observe import observe_user_space
 
 
 def observe_nvidia(sources: Sources) -> VendorFacts:
-    """Return all facts. Never raises: what cannot be seen is Unseen, what must not be used is a problem."""
+    """Return all facts about NVIDIA. What cannot be observed is Unseen; what must not be used is a problem."""
     module = observe_module(sources.system)
     listed = observe_gpus(sources.system, sources.pci, sources.lost, sources.detached)
     devices = observe_devices(sources, listed)

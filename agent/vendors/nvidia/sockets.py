@@ -1,51 +1,51 @@
-"""Sockets of the driver's daemons on the host; a machine and its pods get each only if it is configured. Pure.
+"""Sockets of the driver's daemons on the host, which machines and their pods get only if settings name them. Pure.
 
-Machines get the directory: it shows the new socket of a restarted daemon, which a bind of the old socket would not.
-Pods get what nvidia-ctk finds (internal/discover/ipc.go); below a driver root it finds nothing. Plain mappings,
-because each start of the machine half loads this.
+A machine gets the directory, where the new socket of a restarted daemon appears; a bind of the old socket would be
+useless then. Pods get the sockets that nvidia-ctk knows (internal/discover/ipc.go), but does not find below a driver
+root. The data are plain mappings, because each start of the machine half loads them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 MOUNT_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
-"""As in nvidia-ctk since 1.19. Not read-only, although connect(2) on Linux would not mind."""
+"""Options of the mounts, as in nvidia-ctk since 1.19. They are writable, although connect(2) does not need that."""
 
 DIRECTORIES: Mapping[str, str] = {
     "persistenced": "/run/nvidia-persistenced",
     "fabricmanager": "/run/nvidia-fabricmanager",
-    # CUDA_MPS_PIPE_DIRECTORY must name it: any user of the host could make the default, /tmp/nvidia-mps, first.
+    # CUDA_MPS_PIPE_DIRECTORY must name it: any user of the host could create the default, /tmp/nvidia-mps.
     "mps": "/run/nvidia-mps",
 }
-"""By the daemon's name in the configuration, the directory on the host and in machines. In /run, where only root makes
-entries: a link elsewhere could lead anywhere."""
+"""The directory on the host and in machines, by the daemon's name in the configuration. It is in /run, where only root
+can make links."""
 WRITABLE: Set[str] = frozenset({"mps"})
-"""Daemons whose clients lock files in the directory; others' clients only connect."""
+"""Daemons whose clients lock files in the directory. Clients of the other daemons only connect."""
 MOUNTS: Mapping[str, Mapping[str, str]] = {
     "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
-    # Of its SDK (FM_CMD_UNIX_SOCKET_PATH), and of the NVLink subnet manager that newer NVSwitch systems have.
+    # The sockets of its SDK (FM_CMD_UNIX_SOCKET_PATH), and of the NVLink subnet manager of newer NVSwitch systems.
     "fabricmanager": {
         f"{DIRECTORIES['fabricmanager']}/{name}": f"{DIRECTORIES['fabricmanager']}/{name}"
         for name in ("socket", "fm_sm_ipc.socket")
     },
-    # Where CUDA looks without CUDA_MPS_PIPE_DIRECTORY.
+    # The default of CUDA_MPS_PIPE_DIRECTORY.
     "mps": {DIRECTORIES["mps"]: "/tmp/nvidia-mps"},
 }
-"""Path in pods by path in the machine."""
+"""What pods get of each daemon: paths in pods by path in the machine."""
 
 
 def mount_points(names: Iterable[str]) -> dict[str, str]:
-    """Return everything that these daemons may have, path in pods by path in the machine."""
+    """Return what pods get of these daemons, whether it exists or not: paths in pods by path in the machine."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
 
 
 def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
-    """Yield a CDI specification's mounts of those that exist in the machine."""
+    """Yield the mounts for a CDI specification. `present` has the paths that exist in the machine."""
     for source, target in mount_points(names).items():
         if source in present:
             yield {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
 
 
 def lacking(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
-    """Return daemons without any socket in the machine."""
+    """Return the daemons of which no path exists in the machine."""
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)

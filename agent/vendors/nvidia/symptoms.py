@@ -1,4 +1,4 @@
-"""What users see of each fault: messages of NVIDIA's programs, CUDA and container runtimes."""
+"""Symptoms of each fault: messages of NVIDIA's programs, CUDA and container runtimes."""
 
 from collections.abc import Mapping
 
@@ -7,7 +7,7 @@ from agent.model.reasons import Reason
 
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
 NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plug-in: could not load NVML library"
-# CUDA's driver API, cuda.h: much that is written about 802 and 803 confuses them.
+# The numbers are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
 NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY); 803 is another one, SYSTEM_DRIVER_MISMATCH"
 MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
 EPERM = "a GPU opens on the host, and not in the machine: EPERM"
@@ -32,4 +32,4 @@ SYMPTOMS: Mapping[tuple[ConditionType, str], str] = {
     (ConditionType.RUNTIME_CONFIGURED, ""): NO_RUNTIME,
     (ConditionType.RUNTIME_ACTIVE, ""): NO_RUNTIME,
 }
-"""By condition and reason; an empty reason stands for all that are not listed."""
+"""Symptoms by condition and reason. An empty reason means all reasons that are not listed."""

@@ -1,4 +1,4 @@
-"""Xid errors: what NVIDIA's driver reports of a GPU in the kernel log. Pure."""
+"""Parses Xid errors, with which NVIDIA's driver reports a GPU's faults in the kernel log. Pure."""
 
 import re
 
@@ -8,10 +8,8 @@ MESSAGE = re.compile(
     r"NVRM: Xid \((?:PCI:)?(?P<address>[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2})[^)]{0,80}\): "
     r"(?P<number>[0-9]{1,3})\b"
 )
-"""nvErrorLog_va of open-gpu-kernel-modules; old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after the address.
-
-Only at the start of a message: the kernel log also has names of USB devices, which their makers choose.
-"""
+"""The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
+the address. It must be at the start of a line: later parts may be names of USB devices, which their makers choose."""
 OFF_THE_BUS = 79
 
 APPLICATION = {
@@ -22,7 +20,7 @@ APPLICATION = {
     68: "a video processor error of one application",
     109: "a context switch that ran out of time for one application",
 }
-"""Those that NVIDIA's device plugin also ignores: they say nothing about the GPU's health."""
+"""Errors that say nothing about the GPU's health: NVIDIA's device plugin ignores them too."""
 MEANINGS = {
     48: "a double-bit ECC error; drain the node and reset the GPU",
     63: "a memory row to be remapped, or a page to be retired; reset the GPU when its work is done",
@@ -34,7 +32,7 @@ MEANINGS = {
     119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
     120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",
 }
-"""From NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors): those that need an administrator to act."""
+"""Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
 
 
 def parse_xid(text: str) -> GpuError | None:
@@ -44,6 +42,6 @@ def parse_xid(text: str) -> GpuError | None:
         return None
     number = int(match["number"])
     meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
-    # The message has no function number; a GPU is function 0.
+    # The message omits the PCI function; a GPU is function 0.
     address = f"{match['address'].lower()}.0"
     return GpuError(address, number, f"Xid {number}: {meaning}", number in APPLICATION, lost=number == OFF_THE_BUS)

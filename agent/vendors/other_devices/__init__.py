@@ -1,1 +1,1 @@
-"""Non-GPU devices, which machines get if their settings ask for them."""
+"""Non-GPU devices, which machines get if their settings request them."""

@@ -1,4 +1,4 @@
-"""Non-GPU devices on the host: a vendor without GPUs, whose nodes settings request by name."""
+"""Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings request their nodes by name."""
 
 from agent.config.settings import MachineSettings
 from agent.model.facts import DeviceNode, Gpu, Unseen, VendorFacts
@@ -11,7 +11,7 @@ from agent.vendors.proc_devices import PROC_DEVICES
 
 
 class Other(HostVendor):
-    """Has no conditions, which are about GPUs. A message mentions missing devices, see agent.host.verify.readiness."""
+    """The vendor of non-GPU devices. It has no conditions; agent.host.verify.readiness mentions missing devices."""
 
     name = OTHER_DEVICES
     always_handed = True
@@ -19,7 +19,7 @@ class Other(HostVendor):
     node_directories = NODE_DIRECTORIES
 
     def observe(self, sources: Sources) -> VendorFacts:
-        """Observe what any machine asks for; reads nothing if none does."""
+        """Return the facts about the devices that machines request. If none requests any, nothing is read."""
         switches = sorted({name for each in sources.machines.values() for name in each.devices})
         paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
         if not switches and not paths:
@@ -36,7 +36,7 @@ class Other(HostVendor):
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
-        """Grant the nodes that this machine asks for, and list the missing ones."""
+        """Grant the nodes that this machine's settings request, and list the missing ones."""
         paths = tuple(each.path for each in settings.extra_devices)
         nodes: tuple[DeviceNode, ...] = ()
         if isinstance(facts.devices, tuple):

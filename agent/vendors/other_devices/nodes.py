@@ -1,6 +1,6 @@
-"""The nodes of non-GPU devices, each checked against its driver's present number.
+"""Finds the nodes of non-GPU devices, and checks each one's number against its driver's current number.
 
-Fixed numbers are from include/linux/miscdevice.h; the others from /proc/misc or /proc/devices (proc(5)).
+Fixed numbers are from include/linux/miscdevice.h, the others from /proc/misc or /proc/devices (proc(5)).
 """
 
 import re
@@ -18,21 +18,21 @@ PROC_MISC = "/proc/misc"
 MISC_MAJOR = 10
 """Major of the kernel's miscellaneous devices (include/uapi/linux/major.h)."""
 GPU_DRIVERS = ("nvidia*", "drm", "kfd")
-"""Patterns of the drivers of GPUs' nodes in /proc/devices. Such nodes are granted only with their GPU."""
+"""Patterns (fnmatch) of the names of GPU drivers in /proc/devices. Their nodes are granted only with their GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Nodes of one directory."""
+    """Describes the nodes of one driver. Exactly one of `minor`, `misc` and `registered` is set."""
 
     pattern: re.Pattern[str]
-    """Pattern of the name in the directory."""
+    """Pattern of the nodes' names in `directory`."""
     minor: int | None = None
-    """For a miscellaneous device with a fixed number: its node may exist before its module, and loads that."""
+    """The number of a miscellaneous device that has a fixed one. Opening its node loads its module."""
     misc: str = ""
-    """For one without: its name in /proc/misc."""
+    """The name in /proc/misc of a miscellaneous device without a fixed number."""
     registered: str = ""
-    """For any other device: its driver's name in /proc/devices."""
+    """The driver's name in /proc/devices, for any other device."""
     directory: str = "/dev"
 
 
@@ -43,7 +43,7 @@ class Switch:
     kind: DeviceKind
     rules: tuple[Rule, ...]
     advice: str
-    """How to get the nodes."""
+    """How to make the nodes appear."""
 
 
 SWITCHES = (
@@ -81,17 +81,17 @@ SWITCHES = (
 NODE_NAMES: tuple[str, ...] = (
     "kvm", "net", "vhost-net", "vhost-vsock", "infiniband", "gdrdrv", "nvidia-fs*", "accel",
 )  # fmt: skip
-"""Names in /dev of all nodes of SWITCHES and of their directories."""
+"""Names in /dev of all nodes in SWITCHES, or of the nodes' directories."""
 NODE_DIRECTORIES: tuple[str, ...] = ("/dev/net", "/dev/infiniband", "/dev/accel")
 
 
 def switch(name: str) -> Switch:
-    """Return a switch. Raises KeyError for an unknown name."""
+    """Return the switch of this name. Raises KeyError."""
     return {str(each.kind): each for each in SWITCHES}[name]
 
 
 class Looker:
-    """Checks nodes one by one and collects problems; raises OSError for anything but a missing node."""
+    """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
     def __init__(self, system: System) -> None:
         self.problems: list[str] = []
@@ -100,7 +100,7 @@ class Looker:
         self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
 
     def of_switch(self, wanted: Switch) -> Iterator[DeviceNode]:
-        """Yield a switch's usable nodes; some may be missing."""
+        """Yield the existing nodes of a switch that may be used."""
         for rule in wanted.rules:
             for name in self._entries(rule.directory):
                 if not rule.pattern.fullmatch(name):
@@ -110,7 +110,7 @@ class Looker:
                     yield DeviceNode(f"{rule.directory}/{name}", wanted.kind, number)
 
     def named(self, path: str) -> DeviceNode | None:
-        """Return a node that settings name; None for a GPU's node, whatever its path."""
+        """Return the node at a path from the settings; None if it is missing or must not be used, as a GPU's node."""
         number = self._number(path)
         if number is None:
             return None
@@ -164,7 +164,7 @@ def _first(names: Collection[str], patterns: Iterable[str]) -> str:
 def lacking(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return a sentence for each requested switch or path that is not in `nodes` (kinds by path). Pure."""
+    """Return a sentence for each requested switch or path that has no node in `nodes` (kinds by path). Pure."""
     said = []
     for name in wanted:
         found = switch(name)

@@ -1,4 +1,4 @@
-"""The nvidia-ctk command for a CDI specification. Pure and separate, because it is imported before anything heavier."""
+"""Makes the nvidia-ctk command for a CDI specification. Pure, with few imports: a run loads it before other modules."""
 
 from collections.abc import Iterable
 
@@ -7,12 +7,15 @@ HOOK = "/usr/bin/nvidia-cdi-hook"
 
 
 def output_file(directory: str) -> str:
-    """Return where the specification is written; nvidia-ctk may put further files next to it (`.coherent.json`)."""
+    """Return the file that nvidia-ctk writes. It may write further files next to it (`.coherent.json`)."""
     return f"{directory}/nvidia.json"
 
 
 def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the command for a driver root, which must not be a symbolic link, an output directory, and more hooks."""
+    """Return the command that writes the specification for `driver_root`, not a symbolic link, to `directory`.
+
+    `hooks` are enabled in addition to the two that every container needs.
+    """
     return (
         NVIDIA_CTK,
         "cdi",
@@ -22,9 +25,9 @@ def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()
         "--dev-root=/",
         f"--nvidia-cdi-hook-path={HOOK}",
         "--format=json",
-        # Containers find no driver without these two. The others change how they use a GPU, and are configured:
-        # enable-cuda-compat, disable-device-node-modification, and from 1.20 on update-application-profile and
-        # apply-cuda-memory-limits. chmod is deprecated, and was for an old crun.
+        # Containers cannot find the driver without these two. The others change how containers use a GPU, so settings
+        # enable them: enable-cuda-compat, disable-device-node-modification, and from 1.20 on update-application-profile
+        # and apply-cuda-memory-limits. The hook chmod was for an old crun, and is deprecated.
         "--disable-hook=all",
         "--enable-hook=create-symlinks",
         "--enable-hook=update-ldcache",

@@ -1,7 +1,7 @@
-"""Adds to a CDI specification what nvidia-ctk leaves out of a complete driver root. Pure.
+"""Adds to a CDI specification the files of a driver root that nvidia-ctk leaves out. Pure.
 
 nvidia-ctk lists libraries of the native architecture that end in the driver's version, and a fixed set of other names
-(in `file_groups`). Added entries have the form of its own, and are verified like those.
+(in `file_groups`). Added entries look like those of nvidia-ctk, and are verified in the same way.
 """
 
 import posixpath
@@ -20,16 +20,18 @@ MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 """Options of nvidia-ctk's mounts (internal/discover/mounts.go)."""
 HOOK_ENVIRONMENT = "NVIDIA_CTK_DEBUG=false"
 INDIRECT = ("libGLX_nvidia.so.", "libGLX_indirect.so.0")
-"""GLVND's name for indirect rendering; nvidia-ctk makes the link in the native directory (symlinks.go)."""
+"""A library, and GLVND's name for it in indirect rendering. nvidia-ctk makes this link only in the native directory
+(symlinks.go)."""
 TRIPLET_32 = "i386-linux-gnu"
 FEW = 3
-"""Up to this many files of one directory are named one by one."""
+"""Up to this many files of one directory are named one by one; more are counted."""
 
 
 def with_additions(spec: object, request: Request, present: Set[str] = frozenset()) -> tuple[object, tuple[str, ...]]:
-    """Return the specification and the added paths in the driver root. A malformed one is left to the verdict.
+    """Return the completed specification, and the paths below the driver root that were added.
 
-    `present` has the paths of daemons' sockets that are in the machine.
+    A malformed specification is returned as it is: `verify` reports it. `present` has the paths of daemons' sockets
+    that exist in the machine.
     """
     try:
         document = object_of(spec, "the spec")
@@ -49,7 +51,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         return spec, ()
     paths = (_host_path(request, each) for each in request.files)
     if not {path for path in paths if _is_main(path, request)} <= mounted:
-        # nvidia-ctk did not find the driver at all. Nothing must hide that: the verdict refuses it.
+        # nvidia-ctk did not find the driver at all. Adding files would hide this from `verify`, which refuses it.
         return spec, ()
     files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
@@ -65,7 +67,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
 
 
 def in_words(added: Iterable[str]) -> str:
-    """Describe the added files, by directory and count where there are many."""
+    """Return the added files in words: their paths, or directory and count if there are many."""
     parts = []
     for directory, group in groupby(sorted(added, key=lambda path: (posixpath.dirname(path), path)), posixpath.dirname):
         paths = list(group)
@@ -86,13 +88,13 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
 
 
 def _environment(present: list[Any], request: Request) -> dict[str, Any]:
-    """Return the edit `env` with the requested variables; none if none are."""
+    """Return the edit `env` with the requested variables added; no edit if none are requested."""
     asked = [f"{each.name}={each.value}" for each in request.environment]
     return {"env": [*present, *(each for each in asked if each not in present)]} if asked else {}
 
 
 def _links(request: Request) -> dict[str, str]:
-    """Return every link of the driver root, and INDIRECT in each directory: target by path in containers."""
+    """Return the links of the driver root, and INDIRECT in each directory: targets by path in containers."""
     links = {f"/{file.target}": file.link for file in request.files if file.link}
     library, link = INDIRECT
     for file in request.files:
@@ -103,13 +105,13 @@ def _links(request: Request) -> dict[str, str]:
 
 
 def _is_library(file: GrantedFile) -> bool:
-    """Return whether the loader finds it: not the X server's modules and VDPAU's drivers, which are loaded by path."""
+    """Return whether the loader has to find the file. The X server's modules and VDPAU's drivers are loaded by path."""
     directory, name = posixpath.split(file.target)
     return ".so" in name and posixpath.basename(posixpath.dirname(directory)) == "lib"
 
 
 def _is_main(path: str, request: Request) -> bool:
-    """Return whether it is a main library of the native architecture, the only one where nvidia-ctk looks."""
+    """Return whether the path is a main library of the native architecture, the only one that nvidia-ctk searches."""
     names = {f"{library}.{request.driver_version}" for library in NEEDED_LIBRARIES}
     return posixpath.basename(path) in names and f"/{TRIPLET_32}/" not in path
 
@@ -122,9 +124,10 @@ def _kind(hook: Mapping[str, Any]) -> str:
 def _extended(
     hooks: list[dict[str, Any]], kind: str, arguments: list[str], *, first: bool = False
 ) -> list[dict[str, Any]]:
-    """Add arguments to the hook of that kind: a second hook would be one more process in each container's start.
+    """Return the hooks with arguments added to the one of that kind. If there is none, a new hook is added.
 
-    `first`: a new hook goes before the others, as ldconfig must see what it makes.
+    A second hook of one kind would start one more process in each container. With `first`, a new hook comes before the
+    others: its links must exist before ldconfig runs.
     """
     if not arguments:
         return hooks

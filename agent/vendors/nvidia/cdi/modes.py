@@ -1,7 +1,7 @@
-"""nvidia-ctk's other modes: CDI specifications of non-GPU devices, and of all GPUs with the right to manage them.
+"""Generates CDI specifications in nvidia-ctk's other modes: of non-GPU devices, and of all GPUs for managing them.
 
-Kinds are those of the toolkit's own library (getClassOrDefault in pkg/nvcdi/options.go, management.go): without other
-arguments its command writes nvidia.com/gpu for each mode.
+The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/options.go, management.go). The command
+has to be told each kind; its default is nvidia.com/gpu in all modes.
 """
 
 import json
@@ -24,12 +24,13 @@ from agent.vendors.nvidia.cdi.verify import library_problems
 from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
 
 ALL = "all"
-"""The device that each mode makes of all its nodes; mode imex also has one for each channel."""
+"""The device with all nodes of a mode. Mode imex also has a device for each channel."""
 
 NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
-"""Each mode asks these for the driver's version (New in pkg/nvcdi/lib.go), which initialises GPUs, or hangs with one;
-none needs the answer. If the driver root has none, the machine's loader cache supplies them. So a search path names
-empty files, which cannot be loaded (seen by LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+"""Libraries that nvidia-ctk must not load. It would ask them for the driver's version (New in pkg/nvcdi/lib.go), which
+no mode needs, and which initialises GPUs, or hangs with one. The search path names empty files of these names, which
+cannot be loaded; otherwise the machine's loader cache might supply the libraries (seen by LD_DEBUG=libs with nvidia-ctk
+1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,13 @@ class Mode:
     vendor: str
     device_class: str
     kinds: frozenset[DeviceKind]
-    """Kinds of the nodes that it covers."""
+    """Kinds of the nodes that the mode covers."""
     mounts: tuple[str, ...] = ()
-    """Mounts besides the driver's files, at the same path, if present (internal/discover/gds.go)."""
+    """Paths that are mounted if they exist, in addition to the driver's files (internal/discover/gds.go)."""
     driver_files: bool = False
+    """Whether the driver's files are mounted."""
     since: tuple[int, ...] = OLDEST
-    """The first version of nvidia-ctk that has it."""
+    """The first version of nvidia-ctk that has the mode."""
 
     @property
     def kind(self) -> str:
@@ -56,7 +58,7 @@ MODES: Mapping[str, Mode] = {
     "mofed": Mode("nvidia.com", "mofed", frozenset({DeviceKind.INFINIBAND})),
     "gdrcopy": Mode("nvidia.com", "gdrcopy", frozenset({DeviceKind.GDRCOPY})),
     "imex": Mode("nvidia.com", "imex-channel", frozenset({DeviceKind.IMEX_CHANNEL})),
-    # 1.18 lists it among its modes but ends with "unknown mode" (New in pkg/nvcdi/lib.go).
+    # 1.18 lists nvswitch among its modes, but exits with "unknown mode" (New in pkg/nvcdi/lib.go).
     "nvswitch": Mode("nvidia.com", "nvswitch", frozenset({DeviceKind.NVSWITCH}), since=(1, 19, 0)),
     "management": Mode(
         "management.nvidia.com",
@@ -90,7 +92,7 @@ class NvidiaModes(CdiModes):
         return MODES[mode].mounts
 
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Make it, without nodes outside the request: those about to be withdrawn are still in /dev."""
+        """Generate a specification without nodes outside the request: nodes to be withdrawn are still in /dev."""
         check_version(system, MODES[mode].since, f"for mode {mode}")
         for library in NOT_STARTED:
             system.write(f"{directory}/{library}", b"")
@@ -106,14 +108,14 @@ class NvidiaModes(CdiModes):
         try:
             return _narrowed(spec, lambda node: str(node.get("path")) in paths)
         except DocumentError:
-            # Left to `verify`.
+            # `verify` reports it.
             return spec
 
     def narrowed(self, spec: object, request: Request) -> object:
         numbers = {device.path: (device.major, device.minor) for device in request.devices}
 
         def granted(node: dict[str, Any]) -> bool:
-            # By number too: containers get what a specification says, whatever the node now is.
+            # The number must fit too: containers get the number in the specification, whatever the node now is.
             path = str(node.get("path"))
             written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
             return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
@@ -134,16 +136,16 @@ class NvidiaModes(CdiModes):
 
 
 def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
-    """Return the GPUs' command with other mode, kind, driver root and libraries; NOT_STARTED is in `directory`.
+    """Return the command that generates the mode's specification in `directory`, which also has NOT_STARTED.
 
-    Raises AgentError if it needs the driver's files and there are none.
+    Raises AgentError if the mode needs the driver's files and none are granted.
     """
     wanted = MODES[mode]
     if wanted.driver_files and not request.driver_root:
         raise AgentError(
             f"mode {mode} needs the driver's files, and none are granted: see DriverRootStaged on the host"
         )
-    # What no driver root has is mounted from the machine itself, where 1.18 also looks for the nodes of mofed.
+    # Without a driver root, files are mounted from the machine itself. 1.18 also looks there for the nodes of mofed.
     root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"
@@ -157,21 +159,21 @@ def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]
 
 
 def _driver_libraries(request: Request) -> tuple[str, ...]:
-    """Return libcuda.so's directories below the driver root; its name has the driver's version, without NVML."""
+    """Return libcuda's directories below the driver root. nvidia-ctk takes the driver's version from libcuda's name."""
     name = f"libcuda.so.{request.driver_version}"
     found = (posixpath.split(file.target) for file in request.files if not file.link)
     return tuple(directory for directory, each in found if each == name and TRIPLET_32 not in directory)
 
 
 def _in_short(error: CommandError) -> AgentError:
-    """Shorten an error: without arguments, and only the last line of the output. The others say where it searched."""
+    """Return an error without arguments, and with only the last line of the output: others say where it searched."""
     ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
     last = error.stderr.rstrip().rpartition("\n")[2]
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
 
 
 def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return it with only the wanted nodes, and without devices that have none left. Raises DocumentError."""
+    """Return the specification with only the wanted nodes, without devices that have none. Raises DocumentError."""
 
     def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
         return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
@@ -187,7 +189,7 @@ def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[st
 def _problems(
     mode: Mode, document: dict[str, Any], request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Iterator[str]:
-    """Verify a specification. `request` is the mode's basis."""
+    """Yield what is wrong with a mode's specification. `request` is the result of `basis`. Raises DocumentError."""
     if document.get("kind") != mode.kind:
         yield f"kind is {document.get('kind')!r}, not {mode.kind}"
     if not isinstance(document.get("cdiVersion"), str):

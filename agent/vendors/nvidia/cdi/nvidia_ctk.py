@@ -1,4 +1,4 @@
-"""NVIDIA Container Toolkit: generates a CDI specification, and configures nvidia-container-runtime."""
+"""Generates a CDI specification with NVIDIA Container Toolkit, and configures nvidia-container-runtime."""
 
 import json
 import re
@@ -17,26 +17,27 @@ from agent.vendors.nvidia.cdi.verify import KIND, NO_GPU, NO_GPU_EDITS
 from agent.vendors.nvidia.cdi.verify_devices import missing_gpus, without_half_made
 
 OLDEST = (1, 18, 2)
-"""--disable-hook and --enable-hook appeared in 1.18.0; before 1.18.2 a container of the runtime `nvidia` with
-NVIDIA_VISIBLE_DEVICES=none fails, as that asks for a device without a name."""
+"""The oldest version that the agent accepts. 1.18.0 introduced --disable-hook and --enable-hook. Before 1.18.2 a
+container of the runtime `nvidia` with NVIDIA_VISIBLE_DEVICES=none fails: its runtime requests a device without a name.
+"""
 RECOMMENDED = (1, 19, 1)
-"""Its hooks open a container's paths beneath the container's root, which closes a race that 1.19.0 still has."""
+"""The first version whose hooks open a container's paths beneath the container's root, which closes a race."""
 GENERATE_LIMIT = 40.0
-"""Seconds: NVML initialises every GPU when no persistence daemon keeps them initialised."""
+"""Seconds to generate a specification. NVML initialises every GPU if no persistence daemon keeps it initialised."""
 
 MIG_MODE = ("nvidia-smi", "--query-gpu=pci.bus_id,mig.mode.current", "--format=csv,noheader")
 MIG_MODE_LIMIT = 10.0
-"""Seconds. Runs only for GPUs that are missing in the specification."""
+"""Seconds for nvidia-smi, which runs only if GPUs are missing in the specification."""
 
 VERSION_NOTE = f"{MACHINE_STATE}/nvidia-ctk.json"
 
 REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
-"""Written by the toolkit's packages since 1.18 (deployments/systemd in its source)."""
+"""The specification that units of the toolkit's packages write since 1.18 (deployments/systemd in its source)."""
 
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
-    # Its default mode, auto, makes a specification of its own in memory, which uses neither our driver root nor our
-    # hooks: runtimeClassName would bypass the published one.
+    # In its default mode, auto, the runtime makes its own specification in memory, with neither our driver root nor our
+    # hooks: pods with a RuntimeClass would not use the published one.
     "nvidia-container-runtime": {"mode": "cdi"},
     "nvidia-container-runtime.modes.cdi": {
         "default-kind": KIND,
@@ -44,17 +45,20 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
         "annotation-prefixes": ["cdi.k8s.io/"],
     },
 }
-"""By table: keys of api/config/v1/runtime.go in the toolkit's source."""
+"""Keys that the runtime's configuration must have, by table (api/config/v1/runtime.go in the toolkit's source)."""
 
 
 def generate(system: System, request: Request, directory: str) -> Generated:
-    """Return nvidia-ctk's output for the GPUs that NVML lists now, with NO_GPU and without half-made MIG devices."""
+    """Run nvidia-ctk, which finds the GPUs by NVML. Return its specification, with remarks.
+
+    NO_GPU is added, and incomplete MIG devices are removed.
+    """
     version = check_version(system)
     try:
         command = generate_command(request.driver_root, directory, request.cdi_hooks)
         system.run(*command, timeout=GENERATE_LIMIT)
     except CommandError as error:
-        # Its error if there is no device at all, about the `all` that it makes of them.
+        # Without any device, nvidia-ctk fails at the device `all`, which would have no edits.
         unpartitioned = in_mig_mode(system, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
             raise AgentError(_without_instance(unpartitioned)) from error
@@ -78,7 +82,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
 
 
 def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
-    """Return those of these GPUs (PCI addresses) in MIG mode, which only NVML knows; none if it does not answer."""
+    """Return which of these GPUs (PCI addresses) are in MIG mode; none if nvidia-smi does not answer."""
     if not gpus:
         return ()
     try:
@@ -89,13 +93,13 @@ def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
     for line in lines:
         address, _, mode = line.partition(",")
         if mode.strip() == "Enabled":
-            # The domain has eight digits here, and four or more in the kernel.
+            # nvidia-smi writes the domain with eight digits, the kernel with at least four.
             on.add(address.strip().lower().lstrip("0"))
     return tuple(gpu for gpu in gpus if gpu.lstrip("0") in on)
 
 
 def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
-    """Return GPUs that no device serves; none for a malformed specification, which is left to the verdict."""
+    """Return the granted GPUs that no device has; none for a malformed specification, which `verify` reports."""
     try:
         return missing_gpus(devices(object_of(spec, "the spec")), request)
     except DocumentError:
@@ -103,7 +107,7 @@ def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
 
 
 def _has_hook(spec: object, name: str) -> bool:
-    """Return whether the hook is anywhere in it; malformed specifications are left to the verdict."""
+    """Return whether a specification, or a part of one, has the hook. `verify` reports malformed ones."""
     if isinstance(spec, dict):
         return name in (items if isinstance(items := spec.get("args"), list) else ()) or any(
             _has_hook(each, name) for each in spec.values()
@@ -123,7 +127,7 @@ def check_version(
     needed: tuple[int, ...] = OLDEST,
     purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none",
 ) -> tuple[int, ...]:
-    """Return the version; raises UnsupportedError if it is too old for us or for the purpose."""
+    """Return nvidia-ctk's version. Raises UnsupportedError if it is older than `needed`; `purpose` says for what."""
     version = _version(system)
     if version < needed:
         raise UnsupportedError(
@@ -134,12 +138,15 @@ def check_version(
 
 
 def _version(system: System) -> tuple[int, ...]:
-    """Ask each program file once in a boot: a new driver does not change the version, and waits for this."""
+    """Return nvidia-ctk's version. Runs each program file once per boot: a change of driver waits for this call.
+
+    Raises CommandError, DocumentError or OSError.
+    """
     identity = list(astuple(system.identity(NVIDIA_CTK))) if system.exists(NVIDIA_CTK) else []
     try:
         noted = json.loads(system.read(VERSION_NOTE))
     except (OSError, ValueError, RecursionError):
-        # Only a note: the program itself knows.
+        # The note is only a cache: run the program instead.
         noted = None
     match noted:
         case {"program": program, "version": [int(major), int(minor), int(patch)]} if identity and program == identity:
@@ -152,23 +159,23 @@ def _version(system: System) -> tuple[int, ...]:
 
 
 def list_devices(system: System, directory: str) -> tuple[str, ...]:
-    """Return device names of the CDI specifications in a directory, read as runtimes do; raises CommandError.
+    """Return the names of the devices in all CDI specifications in a directory, as runtimes read them.
 
-    nvidia-ctk warns of invalid ones, but still exits with 0.
+    Raises CommandError. Invalid specifications are ignored: nvidia-ctk only warns of them.
     """
     return tuple(system.run(NVIDIA_CTK, "cdi", "list", f"--spec-dir={directory}", timeout=20).split())
 
 
 def with_no_gpu(spec: object) -> object:
-    """Return the specification with the device NO_GPU; one without a list of devices is left to the verdict."""
+    """Return the specification with the device NO_GPU added. `verify` reports one without a list of devices."""
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     return spec | {"devices": [*listed, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Parse `nvidia-ctk --version`: "NVIDIA Container Toolkit CLI version 1.19.1"."""
-    # At most nine digits: int() refuses thousands of them.
+    """Parse the output of `nvidia-ctk --version`: "NVIDIA Container Toolkit CLI version 1.19.1"."""
+    # At most nine digits: int() raises ValueError for thousands of them.
     match = re.search(r"\bversion v?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", text)
     if match is None:
         raise DocumentError(f"{NVIDIA_CTK} --version: no version in {text.strip()[:200]!r}")
@@ -176,11 +183,11 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def edit_runtime_config(text: str) -> str:
-    """Return the text with our keys set and everything else kept; the same text if they are already set."""
+    """Return the text with RUNTIME_SETTINGS set and everything else kept; `text` itself if they are set already."""
     where = "nvidia-container-runtime's config.toml"
     try:
         wanted, before = tomllib.loads(text), tomllib.loads(text)
-    # ValueError: not TOML, or a number with more digits than int() accepts.
+    # ValueError: the text is not TOML, or has a number with more digits than int() accepts.
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not TOML: {error}", "repair or remove it") from error
     try:
@@ -199,14 +206,14 @@ def edit_runtime_config(text: str) -> str:
 
 def _with_settings(text: str, wanted: dict[str, Any]) -> str:
     """Return the settings as text, with comments if tomlkit can keep them."""
-    # Imported here: it takes longer than a run that changes nothing.
+    # Imported here: the import takes longer than a run that changes nothing.
     import tomlkit
 
     try:
         edited = _edited(text)
         if tomllib.loads(edited) == wanted:
             return edited
-    # Any exception: tomlkit fails at dotted keys and unusual table orders, and may write invalid TOML.
+    # Any exception, because tomlkit fails at dotted keys and unusual orders of tables, and may write invalid TOML.
     except Exception:
         pass
     return f"# Setting the agent's keys removed the comments.\n{tomlkit.dumps(wanted)}"

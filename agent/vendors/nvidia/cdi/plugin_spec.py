@@ -1,8 +1,8 @@
-"""Verifies the CDI specification that NVIDIA's device plugin writes for itself, against grant and machine.
+"""Verifies the CDI specification that NVIDIA's device plugin writes for itself. Pure, except for `exists`.
 
-The plugin writes it only at its start (internal/cdi/cdi.go of k8s-device-plugin), so it becomes stale with every new
-driver root, every changed major number, and every GPU that comes or goes. It may differ from ours, for example in its
-hooks: only what keeps pods from their GPUs is a problem.
+The plugin writes it only at its start (internal/cdi/cdi.go of k8s-device-plugin), so it is out of date after a new
+driver root, a new major number, or a new or removed GPU. It may differ from the agent's specification, for example in
+its hooks: only what keeps pods from their GPUs is a problem.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ def plugin_spec_problems(
     live: Mapping[str, DeviceNumber],
     exists: Callable[[str], bool],
 ) -> tuple[str, ...]:
-    """Return each problem once, though every device repeats its nodes."""
+    """Return why pods would not get GPUs by this specification. Each problem is listed once, not for every device."""
     try:
         document = object_of(spec, "the spec")
         if document.get("kind") != SPEC_KIND:
@@ -51,7 +51,7 @@ def _problems(
         if number is None:
             what = "is not in this machine" if path in granted else "is not granted to this machine"
             yield f"device node {path!r} {what}"
-        # The container runtime looks up an omitted number, or an omitted minor is 0.
+        # The container runtime looks up the number if the major is omitted; an omitted minor is 0.
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
             written = f"{node['major']}:{node.get('minor', 0)}"
             yield f"device node {path} is written as {written}, it is {number.major}:{number.minor}"
@@ -62,7 +62,7 @@ def _problems(
 
 
 def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
-    """Yield GPUs that only our specification serves; faults of ours are reported where it is verified."""
+    """Yield a problem for each GPU that only the agent's own specification has. Its faults are reported elsewhere."""
     try:
         ours = _gpu_nodes(object_of(own, "the spec"), request)
     except DocumentError:

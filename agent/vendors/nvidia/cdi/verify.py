@@ -1,7 +1,7 @@
 """Verifies a CDI specification that nvidia-ctk generated. Pure.
 
-The format is specs-go/config.go of the Container Device Interface. nvidia-ctk exits with 0 even if it left out all
-libraries, so everything is checked.
+The format is that of specs-go/config.go of the Container Device Interface. nvidia-ctk exits with 0 even if it leaves
+out all libraries, so everything is checked.
 """
 
 import posixpath
@@ -19,21 +19,21 @@ from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
 
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
-"""The device that nvidia-container-runtime in mode cdi needs when a container has NVIDIA_VISIBLE_DEVICES=none, as many
-images do: the driver's files and the nodes that all GPUs share. Without the device such a container fails to start.
-`nvidia-ctk cdi generate` makes it only on its own, so it is added."""
+"""A device with the driver's files and the nodes that all GPUs share, but no GPU. A container with
+NVIDIA_VISIBLE_DEVICES=none, which many images set, requests it from nvidia-container-runtime in mode cdi, and would not
+start without it. `nvidia-ctk cdi generate` does not make it together with GPUs, so it is added."""
 NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
-"""As in nvidia-ctk's specifications in memory (lib-nvml.go), since a CDI device without any edits is invalid."""
+"""As in nvidia-ctk's specifications in memory (lib-nvml.go): a CDI device without any edits is invalid."""
 
 COMMON = frozenset({DeviceKind.CONTROL, DeviceKind.UVM})
-"""Nodes that every device needs: without them no GPU computes."""
+"""Kinds of nodes without which no GPU can compute."""
 SHARED = COMMON | {DeviceKind.UVM_TOOLS, DeviceKind.MODESET}
-"""Nodes that nvidia-ctk puts into every container (common-nvml.go); alone they give access to no GPU."""
+"""Kinds of nodes that nvidia-ctk gives to every container (common-nvml.go). Alone, they give access to no GPU."""
 NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
-    """Verify it against one request; a malformed specification has one problem, which names the place."""
+    """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
     try:
         document = object_of(spec, "the spec")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
@@ -64,7 +64,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
 
 
 def host_paths(spec: object) -> tuple[str, ...]:
-    """Return the host paths of all mounts; `verify` reports malformed ones."""
+    """Return the host paths of all mounts; none if the specification is malformed, which `verify` reports."""
     try:
         document = object_of(spec, "the spec")
         edits = [
@@ -78,7 +78,7 @@ def host_paths(spec: object) -> tuple[str, ...]:
 
 
 def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
-    """Return files of the driver root and nodes of the grant that no device has."""
+    """Return the files of the driver root and the granted nodes that no container gets."""
     mounted = strings(common, "mounts", "hostPath")
     nodes = {
         path for edits in (common, *(each for _, each in devices)) for path in strings(edits, "deviceNodes", "path")
@@ -116,7 +116,7 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
 
 
 def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield requested variables that are missing; edits_problems refuses all others."""
+    """Yield a problem for each requested variable that is missing; `edits_problems` refuses all others."""
     present = items(common, "env")
     for variable in request.environment:
         if f"{variable.name}={variable.value}" not in present:
@@ -124,7 +124,7 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Check the edits that every container with the driver's files gets."""
+    """Yield a problem for each library of the driver that containers would not get."""
     mounted = strings(common, "mounts", "hostPath")
     names = [posixpath.basename(path) for path in mounted]
     for library in NEEDED_LIBRARIES:

@@ -1,7 +1,7 @@
 """Verifies the devices in a CDI specification: whole GPUs and MIG devices, each with only its own nodes. Pure.
 
-nvidia-ctk names them by index and by UUID (pkg/nvcdi/namer.go in the toolkit's source): `0` and `GPU-UUID`, MIG
-devices `0:1` and `MIG-UUID`. A GPU in MIG mode has no device of its own.
+nvidia-ctk names devices by index and by UUID (pkg/nvcdi/namer.go in the toolkit's source): GPUs `0` and `GPU-UUID`, MIG
+devices `0:1` and `MIG-UUID`. A GPU in MIG mode is not a device itself.
 """
 
 import re
@@ -22,11 +22,14 @@ MIG_INDEX, MIG_UUID = re.compile(r"[0-9]+:[0-9]+"), re.compile(f"MIG-{UUID}")
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER})
 
 Device = tuple[str, dict[str, Any]]
-"""Name and edits."""
+"""The name and the edits of a device."""
 
 
 def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
-    """Check that each GPU or MIG device has one name by index and one by UUID, and that `all` has them all."""
+    """Yield problems of the devices.
+
+    Each GPU or MIG device must have one name by index and one by UUID, and `all` must have all of them.
+    """
     granted = {device.path: device for device in request.devices}
     by_index: list[str] = []
     by_uuid: list[str] = []
@@ -50,7 +53,7 @@ def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
 
 
 def _own_problems(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
-    """Check that it has one GPU, and a MIG device also its two capabilities."""
+    """Yield problems of one device: it must have one GPU node, and a MIG device also its two capability nodes."""
     count = sum(node.kind == DeviceKind.GPU for node in nodes)
     if count != 1:
         yield f"device {name} has {count} GPU nodes, not one"
@@ -64,7 +67,7 @@ def _own_problems(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
 
 
 def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
-    """Yield nodes of another GPU than this device's, or of none (MIG configuration, NVSwitch)."""
+    """Yield a problem for each node that belongs to a different GPU, or to none (MIG configuration, NVSwitch)."""
     gpus = {node.pci_address for node in nodes if node.kind == DeviceKind.GPU}
     for node in nodes:
         if node.kind not in PER_GPU and not _instance(node):
@@ -83,7 +86,7 @@ def is_partition(device: GrantedDevice) -> bool:
 
 
 def _instance(device: GrantedDevice) -> Instance | None:
-    # Without an address its GPU is unknown.
+    # Without a PCI address, the capability's GPU is unknown.
     return parse_instance(device.capability) if device.pci_address else None
 
 
@@ -93,7 +96,7 @@ def _is_mig_device(instances: list[Instance]) -> bool:
 
 
 def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
-    """Return PCI addresses of the granted GPUs that no device has."""
+    """Return the PCI addresses of the granted GPUs that no device has."""
     served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
     found = {
         device.pci_address for device in request.devices if device.kind == DeviceKind.GPU and device.path in served
@@ -102,7 +105,7 @@ def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
 
 
 def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ...]:
-    """Return granted MIG devices that are missing, such as `gi1/ci0 of 0000:01:00.0`."""
+    """Return the granted MIG devices that no device has, such as `gi1/ci0 of 0000:01:00.0`."""
     served = {path for _, edits in devices for path in strings(edits, "deviceNodes", "path")}
     return tuple(
         f"{instance} of {device.pci_address}"
@@ -112,10 +115,10 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
 
 
 def without_half_made(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """Return the specification without MIG devices whose two capabilities are not both granted, and their names.
+    """Return the specification without MIG devices of which not both capabilities are granted, and their names.
 
-    nvidia-ctk gives a MIG device whichever of its nodes it finds, with a warning and exit code 0, and NVML may list one
-    that was made after the handoff. A malformed specification is left to the verdict.
+    If nvidia-ctk finds only some nodes of a MIG device, it warns and exits with 0. NVML may also list MIG devices that
+    were made after the handoff. A malformed specification is returned as it is: `verify` reports it.
     """
     try:
         document = object_of(spec, "the spec")
@@ -140,7 +143,7 @@ def _is_granted(edits: dict[str, Any], granted: Mapping[str, GrantedDevice]) -> 
 
 
 def _merged(all_edits: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Merge as nvidia-ctk does for the device `all`: each entry of each device once."""
+    """Return the edits for the device `all` as nvidia-ctk makes them: each entry of each device once."""
     merged: dict[str, Any] = {}
     for edits in all_edits:
         for key, value in edits.items():

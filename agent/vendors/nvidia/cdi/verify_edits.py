@@ -1,7 +1,7 @@
 """Verifies the container edits in a CDI specification: anything that is not expected is refused. Pure.
 
-The lists are what nvidia-ctk writes (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
-the toolkit's source), narrowed to the granted nodes and files.
+Expected is what nvidia-ctk writes (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
+the toolkit's source), but only for granted nodes and files.
 """
 
 import posixpath
@@ -21,12 +21,12 @@ MOUNT_KEYS = frozenset({"hostPath", "containerPath", "options"})
 MOUNT_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "bind", "rprivate")
 HOOK_KEYS = frozenset({"hookName", "path", "args", "env"})
 PERMISSIONS = (None, "rw", "rwm")
-"""nvidia-ctk 1.19 writes rwm; m lets a container make the very node that it was given."""
+"""Permissions that nodes may have. nvidia-ctk 1.19 writes rwm, with which a container can make a copy of its node."""
 
 CONFIG_DIRECTORIES = ("etc", "usr/local/share", "usr/share")
-"""Where nvidia-ctk looks for Vulkan's JSON files; in containers all of them go below /etc (graphics.go)."""
+"""Where nvidia-ctk looks for Vulkan's JSON files. In containers, all of them are below /etc (graphics.go)."""
 MADE_LINKS = (
-    # Applications expect them, whether or not the driver's package has them (symlinks.go, graphics.go).
+    # nvidia-ctk makes these links for applications, whether or not the driver has them (symlinks.go, graphics.go).
     "libcuda.so",
     "libGLX_indirect.so.0",
     "libnvidia-opticalflow.so",
@@ -45,23 +45,26 @@ OTHER_HOOKS = frozenset(
 
 
 class Ground:
-    """What edits are compared with. The sets are built once, for hundreds of entries in a specification."""
+    """What edits are compared with. The sets are made once, for the hundreds of entries in a specification."""
 
     def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
-        """`live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist."""
+        """Prepare the comparison.
+
+        `live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist.
+        """
         self.live, self.present = live, present
         self.driver_root = request.driver_root
         self.granted = {device.path: (device.major, device.minor) for device in request.devices}
         self.by_path = {(device.path, device.kind, device.pci_address) for device in request.devices}
-        """For the links of DRM nodes: path, kind and PCI address."""
+        """Paths, kinds and PCI addresses of nodes, to verify links to DRM nodes."""
         targets = [file.target for file in request.files]
         self.files = {f"{self.driver_root}/{target}": target for target in targets} if self.driver_root else {}
-        """Path below the driver root by path in the machine."""
+        """Paths below the driver root, by path in the machine."""
         self.environment = {f"{each.name}={each.value}" for each in request.environment}
         self.hooks = OTHER_HOOKS & set(request.cdi_hooks)
         self.driver_version = request.driver_version
         self.sockets = sockets.mount_points(request.sockets)
-        """Daemons' sockets: path in pods by path in the machine."""
+        """Paths in pods of daemons' sockets, by path in the machine."""
         self.directories = {f"/{posixpath.dirname(target)}" for target in targets}
         """Directories of the driver's files as containers see them."""
         self.libraries = {f"/{posixpath.dirname(target)}" for target in targets if ".so" in target}
@@ -72,7 +75,7 @@ class Ground:
 
 
 def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterator[str]:
-    """Yield what is wrong with one containerEdits; raises DocumentError if it is malformed."""
+    """Yield what is wrong with one `containerEdits`. Raises DocumentError if it is malformed."""
     foreign = sorted(set(edits) - EDITS)
     if foreign:
         yield f"{where}: unknown key {', '.join(foreign)}"
@@ -145,7 +148,7 @@ def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterat
 
 
 def _mount_points(file: str) -> tuple[str, ...]:
-    """Return where a file of the driver root may be in containers."""
+    """Return the paths that a file of the driver root may have in containers."""
     names = (file.removeprefix(f"{directory}/") for directory in CONFIG_DIRECTORIES)
     return (f"/{file}", *(f"/etc/{name}" for name in names if name.startswith("vulkan/")))
 
@@ -175,7 +178,8 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
 
 
 def _arguments(hook: str, ground: Ground) -> str:
-    """Return a pattern of the arguments of one of OTHER_HOOKS (internal/discover: hooks.go, compat_libs.go)."""
+    """Return the pattern that the arguments of one of OTHER_HOOKS must match (internal/discover: hooks.go,
+    compat_libs.go)."""
     match hook:
         case "enable-cuda-compat":
             return f"(--host-driver-version={re.escape(ground.driver_version)})?"
@@ -186,13 +190,16 @@ def _arguments(hook: str, ground: Ground) -> str:
 
 
 def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
-    """Return flags with their values; a value that is not a string becomes text that nothing allows."""
+    """Return flags with their values. A value that is not a string becomes a text that is never allowed."""
     texts = [each if isinstance(each, str) else repr(each) for each in arguments]
     return list(zip(texts[::2], [*texts[1::2], ""], strict=False))
 
 
 def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
-    """Judge `TARGET::LINK`: allows the driver root's links, MADE_LINKS, and links to DRM nodes by path."""
+    """Return whether a hook may make the link in `TARGET::LINK`.
+
+    Allowed are the driver root's links, MADE_LINKS, and links to DRM nodes in /dev/dri/by-path.
+    """
     target, separator, link = argument.partition("::")
     if not separator or not target or posixpath.normpath(link) != link:
         return False
@@ -211,6 +218,6 @@ def _known_environment(setting: object, ground: Ground) -> bool:
         return True
     name, _, value = setting.partition("=")
     if name == "NVIDIA_VISIBLE_DEVICES":
-        # Makes nvidia-container-runtime add nothing, should it run after CDI.
+        # This keeps nvidia-container-runtime from adding devices if it runs after CDI.
         return value == "void"
     return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories

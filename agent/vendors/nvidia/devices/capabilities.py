@@ -1,6 +1,6 @@
-"""NVIDIA capabilities (kernel-open/nvidia/nv-caps.c): rights as device nodes, each with an entry in procfs.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): who may open a capability's node has a right.
 
-Nodes of destroyed MIG instances stay in /dev/nvidia-caps, so only procfs shows which capabilities exist.
+Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ from agent.system.files import System
 
 CAPABILITIES = "/proc/driver/nvidia/capabilities"
 MINOR_TABLES = ("/proc/driver/nvidia-caps/mig-minors", "/proc/driver/nvidia-caps/sys-minors")
-"""Minors of every possible capability, readable by everyone, one `name minor` a line."""
+"""Tables of the minors of all possible capabilities, with lines `name minor`. Every user may read them."""
 MINOR = re.compile(r"^DeviceFileMinor:\s*([0-9]{1,9})\s*$", re.MULTILINE)
 DEPTH = 6
-"""gpu0/mig/gi1/ci0/access is the deepest, with 5 parts."""
+"""Levels of directories that are searched. The deepest entry, gpu0/mig/gi1/ci0/access, has 5 parts."""
 
 
 def observe_capabilities(system: System) -> dict[int, str]:
-    """Return paths below CAPABILITIES by minor, of existing capabilities. Raises OSError if an observation failed."""
+    """Return the paths of existing capabilities below CAPABILITIES, by minor. Raises OSError if one is unknown."""
     by_minor: dict[int, str] = {}
     table: dict[str, int] | None = None
     for name in _walk(system, "", DEPTH):
@@ -29,7 +29,7 @@ def observe_capabilities(system: System) -> dict[int, str]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError:
-            # mig/config and fabric-imex-mgmt have mode 0400: without root rights the tables still have their minors.
+            # Only root may read mig/config and fabric-imex-mgmt, but the tables have their minors.
             table = _tables(system) if table is None else table
             minor = table.get(name.replace("mig/", "", 1))
         else:
@@ -40,7 +40,7 @@ def observe_capabilities(system: System) -> dict[int, str]:
 
 
 def _walk(system: System, below: str, depth: int) -> Iterator[str]:
-    """Yield relative paths of all files, except those that are removed meanwhile."""
+    """Yield the relative paths of all files. Files that are removed meanwhile may be missing."""
     try:
         names = system.entries(f"{CAPABILITIES}/{below}".rstrip("/"))
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Observes GPUs: the PCI bus shows which exist, /proc/driver/nvidia/gpus what the driver knows of each."""
+"""Observes GPUs. The PCI bus shows which exist; /proc/driver/nvidia/gpus has what the driver knows about them."""
 
 import re
 from collections.abc import Mapping, Set
@@ -13,21 +13,21 @@ from agent.system.seen import look
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
-"""VGA controller and 3D controller; the lowest byte of the class is the programming interface."""
+"""PCI classes of VGA controllers and 3D controllers, without the lowest byte, the programming interface."""
 BRIDGE_OTHER = 0x0680
-"""Class of an NVSwitch."""
+"""PCI class of NVSwitches, without the lowest byte."""
 KERNEL_DRIVER = "nvidia"
-"""Its name on the PCI bus; Debian renames only the module's file."""
+"""The driver's name on the PCI bus. Debian renames only the module's file."""
 
 MODEL_LIMIT = 200
-"""Characters: a name appears in messages, and no real one is half as long."""
+"""Characters of the longest model name that messages show. No real name is half as long."""
 
 GPUS = "/proc/driver/nvidia/gpus"
 
 
 @dataclass(frozen=True, slots=True)
 class Information:
-    """One GPU's `information` file (nv-procfs.c)."""
+    """The content of one GPU's `information` file (nv-procfs.c)."""
 
     model: str = ""
     uuid: str = ""
@@ -35,7 +35,7 @@ class Information:
 
 
 def parse_information(text: str) -> Information:
-    """Parse lines of `Key: value`; the UUID is question marks until the GPU is initialised."""
+    """Parse an `information` file: lines of `Key: value`. The UUID is `GPU-????...` until the GPU is initialised."""
     values = {}
     for line in text.splitlines():
         key, _, value = line.partition(":")
@@ -50,11 +50,11 @@ def parse_information(text: str) -> Information:
 
 @dataclass(frozen=True, slots=True)
 class GpuList:
-    """Every GPU, of any driver."""
+    """NVIDIA's GPUs on a host, with any driver or none."""
 
     gpus: tuple[Gpu, ...]
     unseen: str = ""
-    """Why minors and drivers in the list are incomplete; nothing may be taken away then."""
+    """Why the list may lack minors and drivers, in which case nothing may be withdrawn; empty if it is complete."""
     problems: tuple[str, ...] = ()
 
 
@@ -64,7 +64,7 @@ def observe_gpus(
     lost: Mapping[str, str] = MappingProxyType({}),
     detached: Set[str] = frozenset(),
 ) -> GpuList:
-    """List GPUs. If the bus could not be listed, use the driver's list: a failed observation must not lose a GPU."""
+    """Return the GPUs on the PCI bus; if the bus could not be listed, those that the driver lists."""
     known: dict[str, Information] = {}
     unseen, problems = [], []
     names = look(system.entries, GPUS)

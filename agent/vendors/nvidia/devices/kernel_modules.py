@@ -1,4 +1,4 @@
-"""Loads NVIDIA's kernel modules, only with modprobe(8), so that the host's modprobe.d decides about each."""
+"""Loads NVIDIA's kernel modules. modprobe(8) loads each one, so that the host's modprobe.d can forbid it."""
 
 from collections.abc import Callable, Set
 
@@ -9,22 +9,22 @@ from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, observe_gpus
 from agent.vendors.nvidia.devices.make_nodes import make_nodes
 
 NEEDED = ("nvidia", "nvidia_uvm")
-"""Without them no container can compute."""
+"""Modules without which no container can compute."""
 WANTED = ("nvidia_modeset", "nvidia_drm")
-"""For graphics: packages for servers without a display may not have them."""
+"""Modules that graphics needs. Drivers' packages for servers may not have them."""
 VERSION = "/sys/module/nvidia/version"
 MODPROBE_LIMIT = 120.0
-"""Seconds: a host with 16 GPUs probes them one after another."""
+"""Seconds to load a module. A host with 16 GPUs probes them one after another."""
 MODINFO_LIMIT = 10.0
 
 
 def load(
     system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]], detached: Set[str], tell: Callable[[str], None]
 ) -> None:
-    """Load missing modules and make the nodes; raises AgentError or OSError.
+    """Load missing modules and make the device nodes. Raises AgentError or OSError.
 
-    Loads nothing for GPUs that another driver has (vfio-pci hands them to virtual machines), nor while a GPU is
-    detached: the administrator may be about to unload the driver, or to give the GPU to another one.
+    Nothing is loaded if all GPUs have other drivers, such as vfio-pci for virtual machines. Nor is anything while a
+    GPU is detached: an administrator may be about to unload the driver, or to bind the GPU to another one.
     """
     gpus = _gpus(system, list_pci)
     drivers = {gpu.pci_address: gpu.driver or _reserved(system, gpu.pci_address) for gpu in gpus}
@@ -44,7 +44,7 @@ def load(
         for module in WANTED:
             _load(system, module, tell)
     except (ApplyError, CommandError) as error:
-        # The second one would load the first as its dependency, even if that is blacklisted.
+        # Do not try the next one: it would load this one as its dependency, even if this one is blacklisted.
         tell(f"not all of {', '.join(WANTED)} are loaded, which only graphics needs: {error}")
     make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], tell)
 
@@ -52,13 +52,13 @@ def load(
 def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
     listed = observe_gpus(system, list_pci())
     if listed.unseen:
-        # Even the GPUs' drivers are unknown, so nothing may be loaded over them.
+        # The GPUs' drivers are unknown: loading modules might interfere with them.
         raise ObservationError(listed.unseen)
     return listed.gpus
 
 
 def _reserved(system: System, address: str) -> str:
-    """Return the driver that an administrator set for a device without a driver (Documentation/ABI, sysfs-bus-pci)."""
+    """Return the driver that an administrator reserved a GPU for; empty if none (Documentation/ABI, sysfs-bus-pci)."""
     path = f"/sys/bus/pci/devices/{address}/driver_override"
     text = system.read_text(path).strip() if system.exists(path) else ""
     return "" if text == "(null)" else text
@@ -70,7 +70,7 @@ def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
     if system.exists(place):
         return
     _compare_versions(system, module)
-    # --use-blacklist: an administrator who blacklisted it wants nothing else to load it. modprobe then exits with 0.
+    # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
     system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
     if not system.exists(place):
         hint = f"`modprobe --show-depends {module}` and /etc/modprobe.d/ tell; take the line out, or load it by hand"
@@ -79,7 +79,7 @@ def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
 
 
 def _compare_versions(system: System, module: str) -> None:
-    """Detect an unfinished upgrade: modules of two versions do not work together."""
+    """Raise ApplyError if the module on disk has another version than the loaded ones: they cannot work together."""
     if not system.exists(VERSION):
         return
     loaded = system.read_text(VERSION).strip()

@@ -1,7 +1,7 @@
-"""Makes the device nodes that NVIDIA's driver leaves to user space: each GPU's and the shared ones.
+"""Makes the device nodes that NVIDIA's driver leaves to user space: those of each GPU and the shared ones.
 
-With the driver's own nvidia-modprobe if installed; else with mknod(1), with numbers from /proc/devices, and mode and
-owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
+The driver's nvidia-modprobe makes them if it is installed. Otherwise mknod(1) does, with numbers from /proc/devices,
+and with mode and owner from the driver's parameters (modprobe-utils/nvidia-modprobe-utils.c).
 """
 
 import time
@@ -19,9 +19,9 @@ PARAMETERS = "/proc/driver/nvidia/params"
 MODESET = "/sys/module/nvidia_modeset"
 NVIDIA_MODPROBE = "nvidia-modprobe"
 LIMIT = 30.0
-"""Seconds for one program."""
+"""Seconds that one program may take."""
 SETTLE = 5.0
-"""Seconds for the driver to be bound to a newly plugged GPU."""
+"""Seconds to wait until the driver is bound to a newly plugged GPU."""
 POLL = 0.5
 
 
@@ -33,12 +33,12 @@ class Node:
     major: int
     minor: int
     option: tuple[str, ...]
-    """The option with which nvidia-modprobe makes it."""
+    """The option with which nvidia-modprobe makes the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters DeviceFile... of the module nvidia; the defaults are the driver's."""
+    """The DeviceFile... parameters of the module nvidia. The defaults are the driver's."""
 
     modify: bool = True
     """Whether user space may make and change nodes at all."""
@@ -48,7 +48,7 @@ class Parameters:
 
 
 def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Callable[[str], None]) -> None:
-    """Make every node that is missing or has a number from before a reload. Raises AgentError or OSError."""
+    """Make every node that is missing, or still has its number from before a reload. Raises AgentError or OSError."""
     gpus = _bound(list_gpus)
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
     majors = parse_majors(system.read_text(PROC_DEVICES))
@@ -60,7 +60,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Cal
         return
     failures = []
     for node in missing:
-        # One option makes two of them.
+        # One run of nvidia-modprobe may have made two nodes.
         if not _is_there(system, node):
             try:
                 _make(system, node, parameters)
@@ -76,7 +76,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Cal
 
 
 def parse_parameters(text: str) -> Parameters:
-    """Parse lines of `Name: number`; DeviceFileMode is decimal (nv-procfs.c)."""
+    """Parse the driver's parameters: lines of `Name: number`. DeviceFileMode is decimal (nv-procfs.c)."""
     values = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")
@@ -92,7 +92,10 @@ def parse_parameters(text: str) -> Parameters:
 
 
 def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
-    """Return the nodes of what is registered; numbers as in nv-chardev-numbers.h. `modeset`: is it loaded? Pure."""
+    """Return the nodes of the registered drivers, with the numbers of nv-chardev-numbers.h. Pure.
+
+    `modeset` is whether the module nvidia_modeset is loaded.
+    """
     nodes = []
     front = next((majors[name] for name in FRONTEND if name in majors), None)
     if front is not None:
@@ -100,18 +103,21 @@ def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> 
         minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
         nodes += [Node(f"/dev/nvidia{minor}", front, minor, ("-c", str(minor))) for minor in minors]
         if modeset:
-            # Before 545 it has no line of its own.
+            # Before 545, modeset has no line of its own in /proc/devices.
             nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", front), 254, ("-m",)))
     if "nvidia-uvm" in majors:
         uvm = majors["nvidia-uvm"]
-        # With -u the number counts from the first node of nvidia-uvm; the tools' node comes with it.
+        # With -u, the number after -c counts from the first node of nvidia-uvm. The tools' node is made as well.
         nodes += [Node("/dev/nvidia-uvm", uvm, 0, ("-u", "-c", "0"))]
         nodes += [Node("/dev/nvidia-uvm-tools", uvm, 1, ("-u", "-c", "0"))]
     return nodes
 
 
 def _bound(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
-    """Wait for the GPUs' numbers: a number is known once the driver is bound, some time after the GPU appears."""
+    """Return the GPUs as soon as all minors are known, but after SETTLE at the latest.
+
+    A GPU's minor is known once the driver is bound, some time after the GPU appears.
+    """
     deadline = time.monotonic() + SETTLE
     while True:
         gpus = list_gpus()
@@ -135,7 +141,7 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
     if system.exists(node.path):
         if system.device(node.path) is None:
             raise ApplyError(f"{node.path} is no device", "remove it")
-        # From before a reload of the module: its major number may now be another device's.
+        # The node is from before a reload of the module: its major number may belong to another driver now.
         system.remove(node.path)
     mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))
     system.run("mknod", mode, node.path, "c", *numbers, timeout=LIMIT)

@@ -1,6 +1,6 @@
-"""Observes NVIDIA's device nodes. They have no sysfs device, so it reads /dev and checks against the kernel.
+"""Observes NVIDIA's device nodes. sysfs has no devices for them, so nodes in /dev are checked against procfs.
 
-Nodes stay when the driver goes: one counts only if the driver's major is registered now.
+Nodes stay when the driver is unloaded: a node is used only if its major is registered now.
 """
 
 import re
@@ -21,19 +21,19 @@ from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Nodes of one kind, numbered as in kernel-open/common/inc/nv-chardev-numbers.h and nvidia-modprobe."""
+    """Describes nodes of one kind. Their numbers are from nv-chardev-numbers.h (kernel-open) and nvidia-modprobe."""
 
     kind: DeviceKind
     pattern: re.Pattern[str]
-    """Pattern of the path below its directory; a group is the minor number."""
+    """Pattern of the name in the directory. Its group, if any, is the minor number."""
     registered: tuple[str, ...]
-    """Names in /proc/devices; the first one that is there counts."""
+    """Names in /proc/devices. The first one that is registered is used."""
     minor: int | None = None
-    """None: the number in the node's name."""
+    """The minor number; None if the node's name has it."""
 
 
 FRONTEND = ("nvidia", "nvidia-frontend")
-"""nvidia-frontend up to 535; since 545 control and modeset also have lines of their own."""
+"""Names in /proc/devices: nvidia-frontend up to 535. Since 545, control and modeset have their own lines too."""
 RULES = {
     "/dev": (
         Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]+)"), FRONTEND),
@@ -53,11 +53,11 @@ RULES = {
 SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
 DRI = "/dev/dri"
 NODE_NAMES: tuple[str, ...] = ("nvidia*", "dri")
-"""Names in /dev of all nodes of RULES, of their directories, and of DRI."""
+"""Patterns (fnmatch) of names in /dev: nodes in RULES, their directories, and DRI."""
 NODE_DIRECTORIES: tuple[str, ...] = (
     *(directory for directory in RULES if directory != "/dev"),
     DRI,
-    # A daemon that restarts makes a new one.
+    # Daemons that restart may make new directories.
     *DIRECTORIES.values(),
 )
 
@@ -67,15 +67,15 @@ class Observed:
     """The result of observe_devices."""
 
     nodes: Seen[tuple[DeviceNode, ...]]
-    """Unseen as a whole if any node could not be observed."""
+    """The usable nodes; Unseen if any node could not be observed."""
     problems: tuple[str, ...] = ()
     """A sentence for each node that must not be granted."""
     half_made: tuple[HalfMade, ...] = ()
-    """MIG instances; none of their nodes is among `nodes`."""
+    """Incomplete MIG instances. None of their nodes is in `nodes`."""
 
 
 def observe_devices(sources: Sources, listed: GpuList) -> Observed:
-    """Return every usable node."""
+    """Return all usable nodes, and what is wrong with the others."""
     drm = sources.drm
     if listed.unseen:
         return Observed(Unseen(listed.unseen))
@@ -96,7 +96,7 @@ def observe_devices(sources: Sources, listed: GpuList) -> Observed:
 
 
 class _Looker:
-    """Checks nodes one by one and collects problems; raises OSError for anything but a node that was removed."""
+    """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
     def __init__(
         self, system: System, majors: dict[str, int], gpus: tuple[Gpu, ...], capabilities: dict[int, str]
@@ -111,7 +111,7 @@ class _Looker:
         """Capabilities that have a node."""
 
     def directory(self, directory: str) -> list[DeviceNode]:
-        """Return the nodes of one directory; none if there is no such directory."""
+        """Return the usable nodes in one directory, which may be missing."""
         try:
             names = self._system.entries(directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -129,7 +129,7 @@ class _Looker:
         return found
 
     def drm(self, device: DrmDevice) -> DeviceNode | None:
-        """Return the DRM node, if it belongs to a GPU that NVIDIA's driver drives."""
+        """Return the node of a DRM device; None if its GPU does not use NVIDIA's driver, or it must not be used."""
         gpu = self._by_address.get(device.pci_address)
         if gpu is None:
             return None
@@ -155,18 +155,18 @@ class _Looker:
     def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
         name = self._capabilities.get(number.minor)
         if not name:
-            # The node of a destroyed MIG instance: normal, and it no longer grants a right.
+            # The node of a destroyed MIG instance, which is normal: it no longer grants a right.
             return None
         self._with_node.add(name)
         instance = parse_instance(name)
         if not instance:
             return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
-        # The entry's number is the GPU's present minor: a GPU that returns with another one takes its instances along.
+        # The number in the entry is the GPU's current minor, so it also finds a GPU that came back with another minor.
         gpu = self._by_minor.get(instance.gpu)
         return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
 
     def half_made(self) -> Iterator[HalfMade]:
-        """Yield MIG instances that exist but are not usable yet."""
+        """Yield MIG instances that exist but are not complete."""
         minors = {instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))}
         usable = {instance for name in self._with_node if (instance := parse_instance(name))}
         for instance, lacking in half_made(minors.keys(), usable):
@@ -179,7 +179,7 @@ class _Looker:
             yield HalfMade(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
-        """Return the node's numbers if they are those of the driver loaded now; else None, and add a problem."""
+        """Return the node's numbers; None if it was removed, or must not be used, which is added to the problems."""
         try:
             number = self._system.device(path)
         except FileNotFoundError:
@@ -198,6 +198,6 @@ class _Looker:
 
 
 def _lacking(instance: Instance, minor: int | None) -> str:
-    """Say what an instance is missing: its node, or its entry in procfs while it is being made or destroyed."""
+    """Return what is missing: the instance's node, or its entry in procfs while it is being made or destroyed."""
     path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
     return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"

@@ -22,7 +22,7 @@ from agent.vendors.nvidia.user_space.places import Place
 VERSION = "{version}"
 DATA = "data"
 USUAL_DATA = ("/etc/", "/usr/local/share/", "/usr/share/")
-"""Where loaders look; other places' data directories have the same subdirectories."""
+"""Where loaders look for data. The data directories of other places have the same subdirectories."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Companions:
 
     files: tuple[Library, ...]
     not_installed: tuple[str, ...]
-    """Groups that every driver has and this host does not."""
+    """Names of groups of files that every driver has, and this host does not."""
     other_version: tuple[str, ...]
     """Paths of another version's files, in groups that have no file of this version."""
     problems: tuple[str, ...] = ()
@@ -40,19 +40,22 @@ class Companions:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """Where the driver is on its host."""
+    """Where the driver's files are on the host."""
 
     place: Place
     root: str
-    """Real path of the place's root, as a prefix of paths: empty for the host's own root."""
+    """Real path of the place's root, as a prefix of paths; empty for the host's root."""
     host: System
-    """The system whose kernel runs; the place may be another system's root."""
+    """The host, whose kernel runs. The place may be the root of a different system."""
 
 
 def observe_companions(
     system: System, version: str, triplet: str, libraries: Sequence[str], around: Surroundings
 ) -> Companions:
-    """Find them. `libraries`: the libraries' directories, libcuda's first. Raises OSError if an observation failed."""
+    """Return the companions of this version. Raises OSError if an observation failed.
+
+    `libraries` has the directories of the driver's libraries, libcuda's first.
+    """
     firmware = _firmware_directories(around)
     places = {"libraries": tuple(libraries), "firmware": firmware, DATA: around.place.data}
     by_target: dict[str, Library] = {}
@@ -86,14 +89,14 @@ def observe_companions(
 
 
 def _fault(system: System, path: str, place: Place) -> str:
-    """Return why a file must not come into a driver root, whose files every user in a machine may read."""
+    """Return why a file must not be copied into a driver root, whose files every user in a machine may read."""
     return (not place.configured and others_way(system, path)) or files_fault(
         system, system.real_path(path), of_root=not place.configured
     )
 
 
 def library(system: System, target: str, real: str) -> Library:
-    """Return a file of the host as part of a driver root."""
+    """Return the entry of a driver root for a file of the host."""
     identity = system.identity(real)
     return Library(target, real, size=identity.size, mtime_ns=identity.mtime_ns, executable=identity.executable)
 
@@ -105,7 +108,7 @@ def _find(
     places: Mapping[str, tuple[str, ...]],
     permitted: Callable[[str], bool],
 ) -> dict[str, str]:
-    """Return real paths by name."""
+    """Return the real paths of a group's files, by name. The first of several files with one name is used."""
     found: dict[str, str] = {}
     patterns = [pattern.replace(VERSION, version) for pattern in group.names]
     for directory in _directories(group, places):
@@ -120,7 +123,7 @@ def _find(
 def _of_other_versions(
     system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]
 ) -> Iterator[str]:
-    """Yield files with another version in their name, or in their directory's; each path once."""
+    """Yield the files that have another version in their own or their directory's name, each path once."""
     seen: set[str] = set()
     for directory in _directories(group, places):
         parent, separator, _ = directory.partition(f"/{VERSION}")
@@ -147,7 +150,7 @@ def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterato
 
 
 def _entries(system: System, directory: str) -> tuple[str, ...]:
-    """Return the printable names in a directory; none if there is no such directory."""
+    """Return the printable names in a directory; none if it does not exist."""
     try:
         return tuple(name for name in system.entries(directory) if name.isprintable())
     except OSError as error:
@@ -157,10 +160,10 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _firmware_directories(around: Surroundings) -> tuple[str, ...]:
-    """Return the directories of firmware as paths below the root."""
+    """Return the directories where the kernel looks for firmware, as paths below the place's root."""
     release, path = _line(around.host, RELEASE), _line(around.host, FIRMWARE_PATH)
     standard = (each.format(release=release) for each in FIRMWARE_DIRECTORIES if release or "{release}" not in each)
-    # Driver containers tell the kernel to use one of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
+    # Driver containers make the kernel search a directory of theirs (nvidia-driver: /run/nvidia/driver/lib/firmware).
     roots = (around.root, around.place.root.rstrip("/"))
     own = dict.fromkeys(path.removeprefix(root) for root in roots if path.startswith(f"{root}/"))
     return (*own, *standard)
@@ -176,7 +179,7 @@ def _line(system: System, path: str) -> str:
 
 
 def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
-    """Return the first executable file of each name; names have no version, and packages install one at a time."""
+    """Return the first executable file of each name. Names have no version: only one version is installed at a time."""
     found = []
     for name in BINARIES:
         for directory in directories:

@@ -1,4 +1,4 @@
-"""Finds which CUDA a driver offers, from its own libcuda: images for a newer major version do not run on it."""
+"""Finds the CUDA version that the driver's libcuda offers. Images for a newer major version do not run on it."""
 
 import posixpath
 import sys
@@ -12,7 +12,7 @@ from agent.system.seen import why_not
 from agent.vendors.host_vendor import DriverForPods
 
 TIME_LIMIT = 15.0
-"""Seconds."""
+"""Seconds to load libcuda and read its version."""
 ASK = """\
 import ctypes, os, sys
 if os.geteuid() == 0:
@@ -21,11 +21,14 @@ number = ctypes.c_int()
 error = ctypes.CDLL(sys.argv[1]).cuDriverGetVersion(ctypes.byref(number))
 sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 """
-"""The user nobody: reading one version number needs no root rights."""
+"""The program that reads the version, as the user nobody: it needs no root rights."""
 
 
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
-    """Return the driver of the loaded module's version; asks the host's libcuda, if that has the same version."""
+    """Return the driver that pods get, of the loaded module's version; None if no driver is installed.
+
+    The CUDA version is read from the host's libcuda, if that has the same version as the module.
+    """
     driver = facts.driver
     if driver is None or not isinstance(driver.user_space.version, str):
         return None
@@ -49,12 +52,12 @@ def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
 
 
 def _is_libcuda(file: Library, version: str) -> bool:
-    """Return whether it is of the host's own architecture, and not a link."""
+    """Return whether the file is libcuda of this version and of the host's own architecture, and not a link."""
     return not file.link and posixpath.basename(file.target) == f"libcuda.so.{version}" and "i386" not in file.target
 
 
 def cuda_version(library: str, answer: str) -> str:
-    """Return a version such as 12.4; needs neither GPU nor kernel module. Raises DocumentError."""
+    """Return the version in the answer of cuDriverGetVersion, such as 12.4. Raises DocumentError."""
     number = whole_number(answer)
     if number is None:
         raise DocumentError(f"{library}: cuDriverGetVersion gives {answer[:40]!r}")

@@ -1,11 +1,11 @@
-"""Names of the driver's files that are not libraries, where hosts keep them and where they belong. Pure data.
+"""The driver's files that are not libraries: their names, their places on hosts and in a driver root. Pure data.
 
-Each group names the sources of its names. RUN: the manifest of NVIDIA's .run package, as nvidia-installer (files.c) and
-the packaging of Gentoo, Guix and Fedora read it. CTK: what NVIDIA Container Toolkit looks for (1.18 to 1.20,
+Each group lists where its names are from. RUN: the manifest of NVIDIA's .run package, as nvidia-installer (files.c) and
+the packaging of Gentoo, Guix and Fedora read it. CTK: the files that NVIDIA Container Toolkit looks for (1.18 to 1.20,
 internal/discover/graphics.go and pkg/nvcdi/driver-nvml.go). DEBIAN: the packages of nvidia-graphics-drivers 550.
 
-`{version}` is the driver's, `{triplet}` Debian's name of the architecture, `{libraries}` each directory of the host's
-driver libraries, libcuda's first, `{firmware}` each directory that the kernel searches.
+In paths, `{version}` is the driver's version, `{triplet}` Debian's name of the architecture, `{libraries}` each
+directory of the host's driver libraries (libcuda's first), and `{firmware}` each directory that the kernel searches.
 """
 
 import re
@@ -15,24 +15,25 @@ LIBRARY = re.compile(
     r"(?P<stem>lib(?:cuda|cudadebugger|nvcuvid|nvoptix|vdpau_nvidia|(?:GLX|EGL|GLESv2|GLESv1_CM)_nvidia"
     r"|nvidia-(?!container|gtk)[A-Za-z0-9_-]+))\.so(?:\.(?P<version>[0-9]+(?:\.[0-9]+)*))?"
 )
-"""As in libnvidia-container's nvc_info.c, without its own libraries and nvidia-settings' toolkit parts."""
+"""Names of the driver's libraries, from libnvidia-container's nvc_info.c; without libnvidia-container's own libraries,
+and the GTK parts of nvidia-settings."""
 DRIVER_VERSION = re.compile(r"[1-9][0-9]{2,}(\.[0-9]+){1,2}")
-"""Such as 550.163.01, unlike a soname's 1 and an external platform library's 1.1.18."""
+"""A driver's version, such as 550.163.01. The 1 of a soname and the 1.1.18 of an external platform do not match."""
 PLATFORM = "libnvidia-egl-"
-"""EGL's external platforms (gbm, wayland, wayland2, xcb, xlib), which distributions package separately."""
+"""Prefix of EGL's external platforms (gbm, wayland, wayland2, xcb, xlib), which distributions package separately."""
 
 RUN, CTK, DEBIAN = "RUN", "CTK", "DEBIAN"
 
 BINARIES = (
-    # CTK, except the last two, which newer drivers have (RUN). Not nvidia-modprobe: it is setuid and loads modules.
+    # From CTK, the last two from RUN (newer drivers). Not nvidia-modprobe, which is setuid and loads modules.
     *("nvidia-smi", "nvidia-debugdump", "nvidia-persistenced", "nvidia-cuda-mps-control", "nvidia-cuda-mps-server"),
     *("nvidia-imex", "nvidia-imex-ctl", "nvidia-ngx-updater", "nvidia-pcc"),
 )
 BINARY_DIRECTORIES = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
-"""CTK, pkg/lookup."""
+"""Where programs are searched, as in pkg/lookup of CTK."""
 
 GBM_LIBRARY, GBM_LINK = "libnvidia-allocator", "gbm/nvidia-drm_gbm.so"
-"""The backend that Mesa's libgbm loads by its file name is a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""
+"""Mesa's libgbm loads its backend by the name of a link to this library (RUN: GBM_BACKEND_LIB_SYMLINK)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +43,24 @@ class Group:
     name: str
     sources: tuple[str, ...]
     names: tuple[str, ...]
-    """Patterns (fnmatch). If any has `{version}`, the group is taken only if such a file exists."""
+    """Patterns (fnmatch) of the files' names. `{version}` in one limits it to files of the driver's version."""
     directories: tuple[str, ...]
-    """On the host; the first of several files with one name counts."""
+    """Where the files are on the host. The first of several files with one name is used."""
     target: str
-    """Directory below the driver root, the one where CTK looks, if it looks for the group."""
+    """The files' directory below the driver root: the one where CTK looks, if it looks for the group."""
     usual: bool = False
-    """Whether every driver of recent years has it, so that a missing group is reported."""
+    """Whether every recent driver has the group, so that it is reported if it is missing."""
     needs: str = ""
-    """Another group, without which these files, whose names have no version, belong to another driver."""
+    """A group without which these files, whose names have no version, belong to a different driver."""
 
 
 def _data(path: str) -> tuple[str, ...]:
-    """Return where loaders look for configuration, /etc outranking (XDG base directories)."""
+    """Return where loaders look for configuration: /etc takes precedence (XDG base directories)."""
     return (f"/etc/{path}", f"/usr/local/share/{path}", f"/usr/share/{path}")
 
 
 def _xorg(kind: str) -> tuple[str, ...]:
-    """Return NVIDIA's own directory (Ubuntu), Debian's alternative `nvidia`, then those of the X server."""
+    """Return NVIDIA's own directory (Ubuntu), that of Debian's alternative `nvidia`, and those of the X server."""
     modules = ("xorg/modules", "xorg/modules/updates")
     servers = (f"{base}/{each}/{kind}" for base in ("{libraries}", "/usr/lib", "/usr/lib64") for each in modules)
     return ("{libraries}/nvidia/xorg", "/usr/lib/nvidia/nvidia", *servers)
@@ -82,19 +83,19 @@ GROUPS = (
     ),
     # OpenCL's loader looks only in /etc.
     Group("OpenCL", (RUN, CTK, DEBIAN), ("nvidia*.icd",), ("/etc/OpenCL/vendors",), "etc/OpenCL/vendors", usual=True),
-    # Debian keeps one for each installed driver, and links the chosen one into /usr/share.
+    # Debian has one file for each installed driver, and a link to the chosen one in /usr/share.
     Group("OptiX", (RUN, CTK, DEBIAN), ("nvoptix.bin",), ("{libraries}", "/usr/share/nvidia"), "usr/share/nvidia"),
     Group(
         "application profiles", (RUN, DEBIAN), ("nvidia-application-profiles-{version}-*",), ("/usr/share/nvidia",),
         "usr/share/nvidia",
     ),
     Group("file list", (RUN,), ("sandboxutils-filelist.json",), _data("nvidia/files.d"), "usr/share/nvidia/files.d"),
-    # Proton looks for them next to libGLX_nvidia.
+    # Proton looks for these files next to libGLX_nvidia.
     Group(
         "NGX for Wine", (RUN, DEBIAN), ("*.dll",),
         ("{libraries}/nvidia/wine", "/usr/lib/nvidia/wine", "/usr/lib64/nvidia/wine"), "usr/lib/{triplet}/nvidia/wine",
     ),
-    # Where X servers of Debian, Ubuntu and CTK look without any configuration.
+    # The target is where X servers of Debian and Ubuntu, and CTK, look without any configuration.
     Group(
         "Xorg", (RUN, CTK, DEBIAN), ("libglxserver_nvidia.so.{version}",), _xorg("extensions"),
         "usr/lib/xorg/modules/extensions",
@@ -103,7 +104,7 @@ GROUPS = (
         "Xorg driver", (RUN, CTK, DEBIAN), ("nvidia_drv.so",), _xorg("drivers"), "usr/lib/xorg/modules/drivers",
         needs="Xorg",
     ),
-    # Not /etc/X11, which is the host's own.
+    # /etc/X11 is not searched: it has the host's own configuration.
     Group(
         "Xorg configuration", (CTK, DEBIAN), ("10-nvidia.conf", "nvidia-drm-outputclass.conf"),
         ("/usr/share/X11/xorg.conf.d",), "usr/share/X11/xorg.conf.d",
@@ -119,7 +120,7 @@ FIRMWARE_DIRECTORIES = (
     "/lib/firmware/{release}",
     "/lib/firmware",
 )
-"""The kernel's, drivers/base/firmware_loader/main.c; `{release}` is that of uname(2)."""
+"""Where the kernel looks for firmware (drivers/base/firmware_loader/main.c). `{release}` is that of uname(2)."""
 FIRMWARE_PATH = "/sys/module/firmware_class/parameters/path"
-"""One more, which comes first; usually empty."""
+"""A file that names one more directory, which the kernel searches first; usually none."""
 RELEASE = "/proc/sys/kernel/osrelease"

@@ -1,7 +1,7 @@
-"""Finds the driver's libraries: which belong into a driver root, and where in it.
+"""Finds the libraries of one driver version, and their paths in a driver root.
 
-The loader cache lists libraries; their real files may be elsewhere (Debian: behind absolute links of the alternatives
-system) and next to others that the cache does not list. One driver version only.
+The search begins with the loader cache. The real files may be elsewhere (Debian: behind absolute links of the
+alternatives system), next to others that the cache does not list.
 """
 
 import os.path
@@ -16,36 +16,36 @@ from agent.vendors.nvidia.user_space.companion_files import library
 from agent.vendors.nvidia.user_space.file_groups import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY, PLATFORM
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
-"""Debian's multiarch names; every driver root uses this layout, whatever the host's is."""
+"""Debian's multiarch names. Every driver root has this layout, whatever the host's is."""
 SETS = {"x86_64": ("x86_64", "i686"), "aarch64": ("aarch64",)}
-"""The native architecture, then the 32-bit set that its driver package may bring."""
+"""The architectures of the libraries in a driver's package: the native one, and one of 32 bits if it may have that."""
 
 MAIN = ("libcuda", "libnvidia-ml")
-"""Without them there is no driver. CUDA's compatibility packages have libcuda, of another version, but no NVML."""
+"""Libraries that every driver has. CUDA's compatibility packages have libcuda, but not libnvidia-ml."""
 STUBS = "stubs"
-"""Name of directories with stub libraries, only for linking: CUDA's toolkit, the Video Codec SDK."""
+"""Name of the directories with stub libraries for linking, in CUDA's toolkit and the Video Codec SDK."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What one architecture's part of the loader cache leads to."""
+    """The libraries of one architecture that a loader cache leads to, of all versions."""
 
     architecture: str
     files: dict[str, list[str]] = field(default_factory=dict)
-    """Real paths by name, in the loader's order."""
+    """The real paths of files by name, in the loader's order."""
     links: set[str] = field(default_factory=set)
     """Names under which programs look for libraries: sonames and development links."""
     directories: dict[str, None] = field(default_factory=dict)
-    """Real directories, in the loader's order."""
+    """The real paths of the libraries' directories, in the loader's order."""
     of_root: bool = True
-    """Whether to leave out files that users other than root control."""
+    """Whether files that users other than root control are left out."""
 
     def versions(self, stem: str) -> list[str]:
-        """Return driver versions of one library, in the loader's order."""
+        """Return the versions of one library, in the loader's order."""
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
 
     def of_version(self, version: str) -> dict[str, str]:
-        """Return one real path by name: files of that version, and those with their own numbering that go with it."""
+        """Map each name to its best real path: files of that version, and files numbered otherwise that go with it."""
         versions: dict[str, set[str]] = {}
         for name, paths in self.files.items():
             for path in paths:
@@ -55,14 +55,14 @@ class Found:
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # A toolkit's stub has the name of a development link, or of a library that the driver also has.
+            # A toolkit's stub is named like a development link, or like a library that the driver also has.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
             of_directory = versions[os.path.dirname(path)]
             return version in of_directory or (name.startswith(PLATFORM) and of_directory == {""})
 
         def distance(path: str) -> int:
-            """Rank a directory with both main libraries first: CUDA's compatibility one may have the same version."""
+            """Rank directories with both main libraries first: CUDA's compatibility directory may have this version."""
             directory = os.path.dirname(path)
             both = all(
                 f"{directory}/{stem}.so.{version}" in self.files.get(f"{stem}.so.{version}", ()) for stem in MAIN
@@ -77,14 +77,14 @@ class Found:
 
 
 def own_directories(found: Found, version: str) -> list[str]:
-    """Return the directories of the version's own files, libcuda's first."""
+    """Return the directories of the files that have the version in their names, libcuda's first."""
     chosen = {name: path for name, path in found.of_version(version).items() if _version(name)}
     ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
     return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
 
 
 def choose(found: Found, module: str) -> Seen[str]:
-    """Choose a version that has both main libraries; the module's if there are several."""
+    """Return a version that has both main libraries, preferably the module's; otherwise Broken or Absent."""
     installed = {stem: found.versions(stem) for stem in MAIN}
     complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
     if complete:
@@ -100,8 +100,11 @@ def choose(found: Found, module: str) -> Seen[str]:
 def search(
     system: System, cache: tuple[CacheEntry, ...], found: Found, problems: list[str], known: Set[str] = frozenset()
 ) -> Found:
-    """Fill `found`, except from `known` directories. Raises OSError if an observation failed."""
-    # libcuda's directory first: it has the complete set.
+    """Add the libraries that the cache leads to, to `found`, and return it. Raises OSError if an observation failed.
+
+    `known` directories are skipped.
+    """
+    # libcuda's directory comes first: it has the complete set.
     entries = sorted(
         (each for each in cache if each.architecture == found.architecture and lists_driver_library(each)),
         key=lambda each: _stem(each.soname) != "libcuda",
@@ -131,12 +134,12 @@ def search(
 
 def lists_driver_library(entry: CacheEntry) -> bool:
     """Return whether an entry of a loader cache is a library of the driver."""
-    # In the driver root, a library for newer processors would serve all processors.
+    # Libraries for newer processors are left out: the driver root has one directory for all processors.
     return bool(LIBRARY.fullmatch(entry.soname)) and "/glibc-hwcaps/" not in entry.path
 
 
 def _scan(system: System, found: Found, directory: str, problems: list[str]) -> None:
-    """Add files next to the libraries that the cache lists."""
+    """Add the driver's files and links in a directory of libraries that the cache lists."""
     try:
         names = system.entries(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -154,7 +157,7 @@ def _scan(system: System, found: Found, directory: str, problems: list[str]) -> 
 
 
 def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str]) -> None:
-    """Do the same for VDPAU's directory, which no entry led to."""
+    """Add the driver's files and links in VDPAU's directory, which is not in the cache."""
     if not system.exists(directory):
         return
     if found.of_root and (why := others_way(system, directory)):
@@ -164,7 +167,7 @@ def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str
 
 
 def _tell(problems: list[str], problem: str) -> None:
-    """Add a problem once for all architectures."""
+    """Add a problem, unless another architecture's search has added it."""
     if problem not in problems:
         problems.append(problem)
 
@@ -180,13 +183,13 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
 
 
 def libraries(system: System, found: Found, version: str) -> list[Library]:
-    """Return files of the version, files with their own numbering, and the links that name them."""
+    """Return the version's files for a driver root, files numbered otherwise that go with it, and links to both."""
     by_target: dict[str, Library] = {}
     chosen = found.of_version(version)
     for name, real in sorted(chosen.items()):
         target = _target(found.architecture, name)
         by_target[target] = library(system, target, real)
-    # By stem: with two versions side by side the links on the host lead to the other one.
+    # By stem, because the links on a host with two versions may lead to the other version.
     by_stem = {_stem(name): name for name in sorted(chosen)}
     for link in sorted(found.links):
         named = by_stem.get(_stem(link))
@@ -200,7 +203,7 @@ def libraries(system: System, found: Found, version: str) -> list[Library]:
 
 
 def _target(architecture: str, name: str) -> str:
-    # libvdpau looks for its drivers in a directory of their own, wherever the host keeps the real file.
+    # libvdpau looks for its drivers in their own directory, wherever the host keeps the real file.
     directory = "vdpau/" if name.startswith("libvdpau_") else ""
     return f"usr/lib/{TRIPLETS[architecture]}/{directory}{name}"
 
@@ -211,7 +214,7 @@ def _stem(name: str) -> str:
 
 
 def _version(name: str) -> str:
-    """Return the driver version in a file's name; empty for a soname, or for other numbering."""
+    """Return the driver's version in a file's name; empty for a soname, or if the number is not a driver's version."""
     match = LIBRARY.fullmatch(name)
     version = (match and match["version"]) or ""
     return version if DRIVER_VERSION.fullmatch(version) else ""

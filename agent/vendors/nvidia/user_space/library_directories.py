@@ -1,4 +1,4 @@
-"""Lists libraries in directories that no loader cache lists; the ELF header shows the architecture (elf(5))."""
+"""Lists libraries in directories that are in no loader cache. The ELF header has the architecture (elf(5))."""
 
 import errno
 import struct
@@ -11,16 +11,16 @@ from agent.system.path_trust import Ways
 from agent.vendors.nvidia.user_space.file_groups import LIBRARY
 
 HEADER = struct.Struct("<4sBB10xHH")
-"""Magic, class (1: 32 bits, 2: 64), byte order (1: little-endian), type and machine, as elf.h has them."""
+"""An ELF file begins with magic, class (1: 32 bits, 2: 64), byte order (1: little-endian), type and machine (elf.h)."""
 LITTLE_ENDIAN = 1
 ARCHITECTURES = {(1, 3): "i686", (2, 62): "x86_64", (2, 183): "aarch64"}
-"""By class and machine: EM_386, EM_X86_64 (with class 1 that is x32), EM_AARCH64."""
+"""Architectures by class and machine: EM_386, EM_X86_64 (of class 2; class 1 is x32), EM_AARCH64."""
 
 
 def list_libraries(system: System, directories: Iterable[str], native: str, ways: Ways) -> tuple[CacheEntry, ...]:
     """Return NVIDIA's libraries as a loader cache would list them. Raises OSError if an observation failed.
 
-    Does not list directories that `ways` refuses: their owner may put a million names into one.
+    Directories that `ways` refuses are not read: their owner could put a million names into one.
     """
     found = []
     for directory in filter(ways.permits, dict.fromkeys(directories)):
@@ -41,7 +41,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _architecture(system: System, path: str, native: str) -> str:
-    """Return it; empty if not our library. A dangling link counts as native, so that it is reported."""
+    """Return a library's architecture; empty if unknown; `native` for a dangling link, so that it is reported."""
     try:
         header = system.head(path, HEADER.size)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Rewrites library paths in files that loaders of Vulkan, EGL and OpenCL read: a host's paths are wrong in a pod.
+"""Rewrites library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
 
 NVIDIA ships bare names. RPM packages put /usr/lib64 before them (negativo17, nvidia-driver.spec; RPM Fusion), NixOS
-/nix/store. With bare names a 64-bit program would load the GPU's driver twice, the second time from the file of the
-32-bit set; so each becomes the path that the library has in pods.
+/nix/store. Each such path becomes the library's path in pods, not a bare name: with bare names, a 64-bit program would
+load the driver twice, the second time from the manifest of the 32-bit set.
 """
 
 import json
@@ -16,17 +16,17 @@ from agent.system.errnos import NOT_THERE, UNUSABLE
 from agent.system.files import System
 
 KEY = "library_path"
-"""Key in the manifests of Vulkan's loader (LoaderDriverInterface.md) and of libglvnd's and NVIDIA's EGL."""
+"""The key with the library in manifests of Vulkan (LoaderDriverInterface.md), and of libglvnd's and NVIDIA's EGL."""
 MANIFESTS = ("/icd.d/", "/implicit_layer.d/", "/explicit_layer.d/", "/egl_vendor.d/", "/egl_external_platform.d/")
 VENDORS = "/OpenCL/vendors/"
-"""OpenCL's files contain only the library (cl_khr_icd)."""
+"""Directory of OpenCL's files, which contain only the library's path (cl_khr_icd)."""
 SIZE_LIMIT = 1 << 16
 
 
 def with_paths_of_pods(
     system: System, companions: Iterable[Library], libraries: Iterable[Library]
 ) -> tuple[tuple[Library, ...], tuple[str, ...]]:
-    """Return the companions, with a new text where it differs, and paths that lead to no library of the driver.
+    """Return the companions, with a new text where paths change, and a problem for each path outside the driver.
 
     Raises OSError if an observation failed.
     """
@@ -50,9 +50,12 @@ def with_paths_of_pods(
 
 
 def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
-    """Return the path by the name in the file if the driver root has it, else by the real name; empty if not ours."""
+    """Return a library's path in pods; empty if it is not the driver's.
+
+    The path has the name that the manifest uses if the driver root has it, otherwise the name of the real file.
+    """
     if not path.isprintable():
-        # JSON can contain a NUL or half a surrogate pair, for which system calls raise ValueError.
+        # JSON can contain a null character or half a surrogate pair, for which system calls raise ValueError.
         return ""
     try:
         target = by_source.get(system.real_path(path), "")
@@ -65,7 +68,7 @@ def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[
 
 
 def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> str:
-    """Return the new text; empty if nothing changes, and for malformed or other files."""
+    """Return the new text of a manifest; empty if nothing changes, or if the file is malformed or not a manifest."""
     manifest = file.target.endswith(".json") and any(each in f"/{file.target}" for each in MANIFESTS)
     if not manifest and VENDORS not in f"/{file.target}":
         return ""

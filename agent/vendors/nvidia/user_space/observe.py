@@ -1,4 +1,4 @@
-"""Observes the driver's user space: in which of a host's places it is, and its files. Uses exactly one place."""
+"""Observes the driver's user space: finds the place on the host where it is, and its files there."""
 
 import posixpath
 from collections.abc import Sequence, Set
@@ -18,7 +18,7 @@ from agent.vendors.nvidia.user_space.loader_manifests import with_paths_of_pods
 from agent.vendors.nvidia.user_space.places import PLACES, Place, configured_place
 
 LOOK = 15.0
-"""Seconds for observing one place; a busy host needs one of them for the headers of all libraries."""
+"""Seconds to search one place. A busy host needs one second to read the headers of all libraries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +28,24 @@ class _Candidate:
     place: Place
     version: Seen[str]
     system: System
-    """With the place's root."""
+    """The system whose root is the place's."""
     root: str = ""
-    """The real path of that root on the host; empty for the host's own."""
+    """The real path of the place's root on the host; empty for the host's root."""
     found: tuple[Found, ...] = ()
     problems: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
-    """Directories of it that were not searched, with the reason, in words."""
+    """Directories of the place that were not searched, with the reason, in words."""
 
     @property
     def directories(self) -> frozenset[str]:
-        """Return the directories of a whole driver in the host's own root: other places have no other driver there."""
+        """The directories of a driver in the host's root. Other places need not search them again."""
         if self.root or not isinstance(self.version, str):
             return frozenset()
         return frozenset(directory for each in self.found for directory in each.directories)
 
 
 def observe_user_space(sources: Sources, module: str) -> UserSpace:
-    """Return the files of `module`'s version (may be empty) if installed, else of the loader's choice."""
+    """Return the driver's files, of the version `module` if that is installed. `module` may be empty."""
     if sources.architecture not in SETS:
         none = Absent(f"NVIDIA has no driver for {sources.architecture}")
         return UserSpace(none, none)
@@ -73,9 +73,10 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
-    """Choose the first that is complete and fits the module, else the first with any content, else the first of all.
+    """Return the first place with a driver of the module's version, otherwise the first with any content.
 
-    Stop at a place that could not be observed: a later one must not replace it, as nothing is known then.
+    A place that could not be observed is returned too: a later place must not replace it, because it may be the right
+    one. If all places are empty, the first one is returned.
     """
     there = []
     for each in candidates:
@@ -89,11 +90,11 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
 
 
 def _look(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
-    """Search a place, except `known` directories of the host's own root."""
+    """Return the content of a place. `known` directories of the host's root are skipped."""
     if place.of_the_loader:
         return _search(sources, place, module, known)
     try:
-        # With a time limit: /home and /opt may be network file systems on hosts that have no driver there.
+        # With a time limit: /home and /opt may be network file systems on hosts that have no driver in them.
         return ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
     except OSError as error:
         return _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
@@ -131,7 +132,7 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
 
 
 def _judged(place: Place) -> bool:
-    """Return whether to check owners: not for the host's own loader cache, nor if an administrator named the place."""
+    """Return whether owners are checked: not in the host's loader cache, and not in a configured place."""
     return not (place.configured or place.of_the_loader)
 
 
@@ -141,7 +142,7 @@ def _passed_over(place: Place, ways: Ways, root: str = "") -> tuple[str, ...]:
 
 
 def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen[tuple[CacheEntry, ...]]:
-    """Return entries on paths that only root controls: other users must not decide what pods load. Raises OSError."""
+    """Return the libraries on paths that only root controls: others must not decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, ways)
     listed = sources.loader_cache(place.root)
@@ -152,7 +153,7 @@ def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen
 
 
 def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
-    """Return all files of the version in that place, or why there are none."""
+    """Return all files of the candidate's version, or why there are none."""
     place, system, root, version = candidate.place, candidate.system, candidate.root, candidate.version
     if not isinstance(version, str):
         return UserSpace(version, version, candidate.problems, place=str(place))

@@ -1,6 +1,6 @@
-"""Where hosts keep NVIDIA's user space, in the order of the search. Pure data, with its descriptions.
+"""Places where hosts keep NVIDIA's user space, in the order of the search. Pure.
 
-Each layout names its source. Files have the same target in a driver root, whatever the place.
+A comment on each place names the source of its layout. The files' paths in a driver root do not depend on the place.
 """
 
 from dataclasses import dataclass
@@ -10,21 +10,21 @@ from agent.config.settings import DriverSettings
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One place. All its directories are below its root."""
+    """One place. All its directories are relative to its root."""
 
     name: str
-    """The owner of the layout; for a configured place the key."""
+    """The system or installer that uses the place; for a configured place the key."""
     root: str = "/"
     libraries: tuple[str, ...] = ()
-    """In a loader's order, of any architecture; if empty, the root's loader cache lists the libraries."""
+    """Directories of libraries, in a loader's order, of any architecture. If empty, the root's loader cache is used."""
     binaries: tuple[str, ...] = ()
-    """Searched before the usual directories."""
+    """Directories of programs, which are searched before the usual ones."""
     data: tuple[str, ...] = ()
     """Directories with `vulkan`, `glvnd`, `egl` and so on; searched before /etc, /usr/local/share and /usr/share."""
     configured: bool = False
-    """An administrator named it, and is responsible for the owners of its files."""
+    """The configuration names the place, so the administrator is responsible for the owners of its files."""
     local: bool = True
-    """It is never on a network file system, where inotify_add_watch(2) could hang."""
+    """The place is never on a network file system, where inotify_add_watch(2) could hang."""
 
     def __str__(self) -> str:
         within = f" in {self.root}" if self.root != "/" else ""
@@ -34,19 +34,19 @@ class Place:
 
     @property
     def of_the_loader(self) -> bool:
-        """Whether the host's own loader cache lists its files."""
+        """Whether the host's loader cache lists the libraries of this place."""
         return self.root == "/" and not self.libraries
 
     @property
     def watched(self) -> tuple[str, ...]:
-        """Directories of the host in which a change may mean another driver."""
+        """Directories of the host in which a change may mean that a different driver is installed."""
         root = "" if self.root == "/" else self.root
-        # ldconfig replaces its cache, and a watch on the file would stay with the old one.
+        # The directory, because ldconfig replaces the cache: a watch on the file would stay on the old one.
         return tuple(f"{root}{each}" for each in self.libraries or ("/etc",))
 
 
 def _prefix(name: str, *prefixes: str) -> Place:
-    """Return a place with a directory of its own, as installers of nodes' drivers lay it out."""
+    """Return a place whose directories are below a prefix, as installers of drivers for nodes lay it out."""
     return Place(
         name,
         libraries=tuple(f"{prefix}/{each}" for prefix in prefixes for each in ("lib64", "lib")),
@@ -59,7 +59,7 @@ def _prefix(name: str, *prefixes: str) -> Place:
 HOST_CACHE = "the host's loader cache"
 PLACES = (
     Place(HOST_CACHE),
-    # gpu-operator, assets/state-driver: the container's root, with a loader cache of its own.
+    # gpu-operator, assets/state-driver: the container's root, with its own loader cache.
     Place("GPU Operator's driver container", root="/run/nvidia/driver"),
     # siderolabs/extensions, nvidia-gpu: a glibc separate from Talos's musl; its Vulkan files are in /etc.
     Place(
@@ -80,14 +80,14 @@ PLACES = (
         binaries=("/run/current-system/sw/bin",),
         data=("/run/opengl-driver/share", "/run/opengl-driver-32/share"),
     ),
-    # nvidia-installer, files.c: used if no loader cache is better. Newer Talos extensions give it /usr/local.
+    # nvidia-installer, files.c; needed only if no loader cache lists the files. Newer Talos extensions pass /usr/local.
     Place("a runfile's", libraries=("/usr/lib64", "/usr/lib", "/usr/lib32", "/usr/local/lib64", "/usr/local/lib")),
 )
-"""Only the first place with a driver that fits the loaded module is used."""
+"""All places. The first one with a driver of the loaded module's version is used."""
 
 
 def configured_place(settings: DriverSettings) -> Place | None:
-    """Return the place that the configuration names."""
+    """Return the place that the configuration names; None if it names none."""
     if not settings.configured:
         return None
     return Place(
@@ -102,11 +102,14 @@ def configured_place(settings: DriverSettings) -> Place | None:
 
 
 LIBRARY_NAMES: tuple[str, ...] = ("libcuda.so*", "libnvidia-ml.so*", "ld.so.cache")
-"""Patterns of names in `Place.watched` whose change may mean another driver: each driver has the first two."""
+"""Patterns (fnmatch) of names in `Place.watched` whose change may mean that a different driver is installed."""
 
 
 def watched_directories(driver: DriverSettings) -> tuple[str, ...]:
-    """Return those of the configured place, else of all places, if local: passes search the others."""
+    """Return the watched directories of the configured place, or of all places if none is configured.
+
+    Only local places are watched; passes search the others.
+    """
     configured = configured_place(driver)
     places = (configured,) if configured else PLACES
     return tuple(dict.fromkeys(directory for place in places if place.local for directory in place.watched))
