@@ -34,6 +34,7 @@ def test_setup_beside_bare_tools_and_the_plain_recipe() -> None:
     assert float(measures["recipe_vs_setup"]) >= RECIPE_VS_SETUP, measures
 
 
+@pytest.mark.exhaustive
 def test_the_plain_recipe_fails_on_the_split_layout(installed: Bed) -> None:
     """As Debian packages the driver: the links dangle, and nvidia-ctk finds no libnvidia-ml."""
     assert "ERROR_LIBRARY_NOT_FOUND" in recipe_on_split_layout(installed.guest)
