@@ -1,4 +1,4 @@
-"""How long ago files changed, even if the clock is set meanwhile."""
+"""Tells how long ago files changed, even if the clock is set meanwhile."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,23 +7,27 @@ from dataclasses import dataclass, field
 @dataclass(frozen=True, slots=True)
 class _Seen:
     changed: float
-    """The change time by the wall clock, which may have been set since."""
+    """The file's change time by the wall clock, which may have been set since."""
     born: float
-    """The same moment by CLOCK_BOOTTIME, like `looked`."""
+    """The file's change time by CLOCK_BOOTTIME."""
     looked: float
+    """The time of the last observation, by CLOCK_BOOTTIME."""
 
 
 @dataclass(slots=True)
 class Ages:
-    """Remembers what this process saw of files, and uses the wall clock only for the first look at each.
+    """Remembers the change times that this process saw, so that only the first age of a file depends on the wall clock.
 
-    A file with another change time than at the last look has changed since then.
+    A file whose change time is not that of the last observation has changed since then.
     """
 
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def of(self, path: str, changed: float) -> float:
-        """Return the seconds since `changed`, a ctime, which no writer can choose. One in the future counts as old."""
+        """Return the seconds since `changed`, the file's ctime. A time in the future counts as old.
+
+        Unlike the mtime, the ctime cannot be chosen by whoever writes the file.
+        """
         age, now = abs(time.time() - changed), time.clock_gettime(time.CLOCK_BOOTTIME)
         known = self._seen.get(path)
         if known and known.changed == changed:

@@ -1,4 +1,4 @@
-"""Which driver roots are complete, and which of them machines see. Never looks at the files in them."""
+"""Observes which driver roots are complete, and which of them machines see. The files in them are never read."""
 
 import contextlib
 import stat
@@ -17,11 +17,11 @@ OVERLAY = "overlay"
 LINKED = (
     f"{STATE} is reached by a symbolic link, and systemd mounts nothing there: put a bind mount in the link's place"
 )
-"""systemd requires a canonical Where= (unit_fail_if_noncanonical in its src/core/unit.c)."""
+"""systemd requires a Where= without links (unit_fail_if_noncanonical in its src/core/unit.c)."""
 INDICES = 64
-"""Number of mount points. The index of a removed driver root is used again."""
+"""Number of mount points. The indices of removed driver roots are used again."""
 SPARE = 2
-"""One pass stages at most two driver roots per vendor: the loaded module's and the host's newer one."""
+"""Free indices that a pass needs: it stages at most two roots per vendor, for the loaded module and for newer files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Staged:
     next_index: int
     problems: tuple[str, ...] = ()
     mounted: bool = False
-    """HOST_NVIDIA is mounted, so published driver roots are mounts in it."""
+    """HOST_NVIDIA is mounted, so that published driver roots are mounts in it."""
     plain: tuple[int, ...] = ()
-    """Published as plain directories, not mounts."""
+    """Indices of driver roots that are published as plain directories, not as mounts."""
     spoiled: tuple[int, ...] = ()
-    """Incomplete, or without a manifest."""
+    """Indices of driver roots that are incomplete or have no manifest."""
     remains: tuple[str, ...] = ()
-    """Paths below STAGING and REMOVED."""
+    """Paths in STAGING and REMOVED."""
     unseen: str = ""
-    """Why some could not be observed; empty if all were."""
+    """Why some driver roots could not be observed; empty if all were."""
 
 
 def observe_staged(system: System) -> Staged:
@@ -68,7 +68,7 @@ def observe_staged(system: System) -> Staged:
             problems.append(str(error))
         except OSError as error:
             found = why_not(path, error)
-            # Anything but a file in its place, such as a directory, is damage.
+            # If there is anything but a file, such as a directory, the manifest is damaged.
             (unseen if isinstance(found, Unseen) else problems).append(found.why)
     whole = {root.index for root in roots}
     return Staged(
@@ -84,7 +84,7 @@ def observe_staged(system: System) -> Staged:
 
 
 def _remains(system: System) -> tuple[str, ...]:
-    """Return leftovers; none if the caller may not look (mode 0700), since any user may run `plan`."""
+    """Return the paths in STAGING and REMOVED; none for callers of `plan` who may not read these directories."""
     found: list[str] = []
     for place in (STAGING, REMOVED):
         with contextlib.suppress(PermissionError):
@@ -105,7 +105,7 @@ def _indices(system: System, directory: str, ending: str) -> set[int]:
 
 
 def _is_plain(index: int, system: System) -> bool:
-    """Return whether it is a directory; follow no link, since root in a machine may have put one there."""
+    """Return whether the root is a directory. A link is not followed: root in a machine may have put it there."""
     try:
         return stat.S_ISDIR(system.owner(driver_root(index))[0])
     except OSError as error:
@@ -115,7 +115,10 @@ def _is_plain(index: int, system: System) -> bool:
 
 
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
-    """Return an index above all taken ones while mount points last; skip any that a machine has blocked."""
+    """Return an index above all taken ones; when these are used up, the lowest free one.
+
+    If HOST_NVIDIA is not protected, a machine may have blocked an index by creating its directory. It is skipped.
+    """
     above = max(taken, default=-1) + 1
     free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]
     unused = (each for each in free if taken.isdisjoint(range(each, each + SPARE)))

@@ -1,4 +1,4 @@
-"""Observe the host. Each pass reads everything again, except loader caches whose files have not changed."""
+"""Observes the host. Each pass reads everything again, except loader caches whose files have not changed."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -29,16 +29,16 @@ D = TypeVar("D")
 
 
 def observe(config: Config, system: System, devices: DeviceSource, loader_cache: LoaderCache, ages: Ages) -> Facts:
-    """Return the facts of one pass; what cannot be observed is Unseen in them.
+    """Return the facts of one pass, in which everything that cannot be observed is Unseen.
 
     Raises ObservationError if the record of detached GPUs cannot be read.
     """
     owned, discarded = read_owned(system)
     recorded = () if isinstance(owned, Unseen) else tuple(owned)
-    # Include machines that are no longer configured but still have settings of ours.
+    # Include machines that are no longer configured but still have the agent's settings.
     names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
     detached = observe_detached(system)
-    # In parallel with the calls to PID 1, which take as long.
+    # The lists are made in parallel with the calls to PID 1, which take as long.
     wait_for_pci = _begin_list("the PCI devices in sysfs", devices.pci_devices)
     wait_for_drm = _begin_list("the DRM devices in sysfs", devices.drm_devices)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
@@ -87,14 +87,14 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
             for problem in (no_template, discarded, *loader_cache.skipped(), detached.problem, damage)
             if problem
         ),
-        # If unknown, reload once too often.
+        # If this is unknown, systemd reloads its units once more than needed.
         reload_owed=look(system.exists, RELOAD_OWED) is not False,
         files=observe_files(names, owned, system),
     )
 
 
 def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
-    """Return the machine's facts; if that fails, only its unit is known."""
+    """Return the machine's facts; those of its unit alone if an unexpected error occurs."""
     try:
         return observe_machine(name, unit, system, ages)
     except Exception as error:
@@ -108,8 +108,8 @@ def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
 def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
     """Begin to list devices, and return a function that waits for the list, in bounded time.
 
-    libudev reads `uevent`, which on some kernels blocks until a driver releases its device (those of 2024 with "driver
-    core: Fix uevent_show() vs driver detach race", since reverted).
+    libudev reads `uevent` files. On kernels of 2024 with "driver core: Fix uevent_show() vs driver detach race", since
+    reverted, this blocks until the driver releases its device.
     """
     try:
         wait = begin_asking_device(what, listing)

@@ -1,4 +1,4 @@
-"""Observe one machine from the host, without following any path that the machine can change."""
+"""Observes one machine from the host, without following any path that the machine can change."""
 
 import math
 
@@ -26,7 +26,7 @@ from agent.system.seen import look
 
 
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
-    """Return the machine's facts. The report stays bytes, parsed elsewhere."""
+    """Return the machine's facts. The report is not parsed here."""
     directory = report_directory(name)
     report = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{directory}/{REPORT_NAME}")
     content, age = (report[0], ages.of(directory, report[1])) if isinstance(report, tuple) else (report, 0.0)
@@ -69,7 +69,7 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 
 
 def _root(name: str, system: System) -> Seen[str]:
-    """Return its root directory; Broken for a symbolic link: nspawn and we might see different things behind it."""
+    """Return the machine's root directory; Broken for a symbolic link, which nspawn might resolve differently."""
     path = f"{MACHINE_ROOTS}/{name}"
     link = look(system.read_link, path)
     if isinstance(link, Absent | Broken | Unseen):
@@ -86,7 +86,7 @@ def _root(name: str, system: System) -> Seen[str]:
 
 
 def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
-    """Return the last grant, and its age in seconds."""
+    """Return the machine's last grant, and its age in seconds."""
     path = granted_file(name)
     found = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
     if not isinstance(found, tuple):
@@ -99,7 +99,7 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
 
 
 def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:
-    """Return the live settings, and their age in seconds."""
+    """Return the machine's live settings (None if there are none), and their age in seconds."""
     found = look(system.read_untrusted, live_file(name))
     if isinstance(found, Unseen):
         return found, math.inf
@@ -116,7 +116,7 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
 
 
 def _unknown(live: LiveSettings | Unseen | None) -> bool:
-    """Return whether no record says which settings it was started with."""
+    """Return whether the record does not say which settings the machine was started with."""
     return live is None or (isinstance(live, LiveSettings) and not live.fixed)
 
 

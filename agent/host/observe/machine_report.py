@@ -1,4 +1,4 @@
-"""Parse a machine's report. Its writer is not trusted: everything is bounded, and nothing reaches a terminal raw."""
+"""Parses a machine's report. The machine is not trusted: everything is bounded, and all texts are printable."""
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
@@ -23,14 +23,14 @@ class Report:
     boot_id: str
     agent_version: str
     conditions: tuple[Condition, ...]
-    """Each type at most once."""
+    """At most one condition of each type."""
     cdi_devices: tuple[str, ...]
     repairs: Mapping[Repair, int] = field(default_factory=dict)
-    """Counts since the machine's boot; empty from a machine half that does not count."""
+    """Numbers of repairs since the machine's boot; empty if the machine half does not count them."""
 
 
 def _printable(text: str) -> str:
-    # Also refuses Unicode's format characters, with which one text can look like another.
+    # This refuses Unicode's format characters too, with which one text can look like another.
     if not text.isprintable():
         raise ValueError(f"control characters are not allowed: {text[:80]!a}")
     return printable(text)
@@ -60,7 +60,7 @@ class _Condition(_Model):
 
 
 class _Document(_Model):
-    # Ignore further keys of a newer machine half; the size of the whole is bounded.
+    # Further keys of a newer machine half are ignored. The size of the whole report is bounded.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Annotated[int, Field(strict=True, ge=1, le=1)]
@@ -94,7 +94,7 @@ def parse_report(data: bytes) -> Report:
 
 
 def _sentence(error: ValidationError) -> str:
-    """Return the first problem, without the input, which the machine controls."""
+    """Return the first problem as a sentence, without the input, which the machine controls."""
     first: Any = error.errors(include_input=False, include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])[:200]
     return f"{ascii(key)[1:-1] or 'the document'}: {ascii(first['msg'][:200])[1:-1]}"

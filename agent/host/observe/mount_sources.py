@@ -1,4 +1,4 @@
-"""Sources of extra mounts: whether they exist, and who controls the paths to them."""
+"""Observes the sources of extra mounts: whether they exist, and who controls the paths to them."""
 
 from collections.abc import Collection
 
@@ -13,7 +13,10 @@ from agent.system.seen import look
 
 
 def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
-    """Return what each source is; Broken if it may not be mounted. In bounded time: a network mount may hang."""
+    """Return each source, by its path in the settings; Broken if it must not be mounted.
+
+    The time is bounded, because a network mount may hang.
+    """
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
     secret = {*SECRET, *_real_paths(system)} if mounts else set[str]()
     written = {mount.source for mount in mounts if not mount.read_only}
@@ -24,13 +27,13 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
 
 
 def _real_paths(system: System) -> list[str]:
-    """Return the real paths of SECRET: /var/lib/machines may be a link."""
+    """Return the real paths of SECRET: /var/lib/machines, for example, may be a link."""
     seen = (look(system.real_path, path) for path in SECRET)
     return [path for path in seen if isinstance(path, str)]
 
 
 def _source(system: System, path: str, secret: Collection[str], *, read_only: bool) -> MountSource | Broken:
-    """Return the source; Broken if it may not be mounted. Raises OSError."""
+    """Return the source; Broken if it must not be mounted. Raises OSError."""
     source = ask_source(path, lambda: _answering(system, path))
     try:
         mountable(plain(source.path), read_only=read_only, secret=secret)
@@ -38,7 +41,7 @@ def _source(system: System, path: str, secret: Collection[str], *, read_only: bo
         return Broken(str(error))
     if any(is_below(step, secret) for step in source.way):
         return Broken("the way to it leads through what rules over the host or other machines")
-    # A user who can put a link in its place chooses which part of the host root in the machine sees.
+    # A user who can replace the source by a link chooses which part of the host root in the machine sees.
     if why := ask_source(f"the way to {path}", lambda: others_way(system, path, to_it=True)):
         return Broken(f"{why}, who could lead it anywhere")
     return source

@@ -1,4 +1,4 @@
-"""Observe the files that a goal may contain, and the ownership record."""
+"""Observes the files that a goal may contain, and the ownership record."""
 
 from collections.abc import Iterable, Mapping
 
@@ -12,7 +12,7 @@ from agent.system.seen import look
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
-    """Return digests by path, and a problem or an empty string. An unusable record is discarded, never fatal."""
+    """Return the ownership record (digests by path), and a problem or an empty text. A damaged record is discarded."""
     data = look(system.read, OWNED)
     if isinstance(data, Absent):
         return {}, ""
@@ -24,7 +24,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
         why = data.why
     except DocumentError as error:
         why = str(error)
-    # Log it too: this pass replaces the file, so the pass's final facts no longer show the damage.
+    # It is logged as well: this pass replaces the file, so its final facts no longer show the damage.
     discard(OWNED, why)
     return {}, why
 
@@ -34,7 +34,7 @@ def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, sy
     wanted = {*REMEMBERED_GPUS, *(path for name in machines for path in (*machine_files(name), set_device_allow(name)))}
     if isinstance(owned, Unseen):
         contents = {path: _content(path, system) for path in sorted(wanted)}
-        # Without the record, only a file's first line tells whether it is ours.
+        # Without the record, only the first line of a file shows whether the agent wrote it.
         return {
             path: FileState(each, isinstance(each, bytes) and each.startswith(MARK)) for path, each in contents.items()
         }
@@ -48,6 +48,6 @@ def _state(path: str, digest: str | None, system: System) -> FileState:
 
 
 def _content(path: str, system: System) -> Seen[bytes]:
-    # Do not trust the directory: root in a machine can remount its handoff directory writable.
+    # The directory is not trusted: root in a machine can remount its handoff directory writable.
     found = look(system.read_untrusted, path)
     return found[0] if isinstance(found, tuple) else found

@@ -1,4 +1,4 @@
-"""Driver roots whose files differ from the host's only in their times, as after a package was reinstalled.
+"""Finds driver roots whose files differ from the host's only in their times, as after a reinstallation of a package.
 
 The agent compares the content once. If it is the same, the agent records the new times.
 """
@@ -18,10 +18,10 @@ from agent.system.deadlines import ask_device
 from agent.system.files import System
 
 LIMIT = 30.0
-"""Seconds to compare one driver, a GB from a slow disk; if it takes longer, it counts as another driver."""
+"""Seconds to compare one driver, a GB from a slow disk. If that takes longer, it counts as a different driver."""
 CHUNK = 1 << 20
 _different: set[int] = set()
-"""Hashes of failed comparisons: staging may keep failing, and each pass would read everything again."""
+"""Hashes of comparisons that found a difference. While staging keeps failing, passes need not compare again."""
 
 
 class _Times(BaseModel):
@@ -34,7 +34,7 @@ class _Times(BaseModel):
 def with_times(
     roots: Iterable[StagedRoot], vendors: Iterable[VendorFacts], system: System
 ) -> tuple[tuple[StagedRoot, ...], dict[str, bytes]]:
-    """Return the roots with the current times of the host's files, and the records of those times to write, by path."""
+    """Return the roots with the current times of the host's files, and the records of new times to write, by path."""
     noted = {root: _noted(root, system) for root in roots}
     notes: dict[str, bytes] = {}
     for vendor in vendors:
@@ -55,12 +55,12 @@ def with_times(
 
 
 def _digest(root: StagedRoot) -> str:
-    """Return a digest that identifies the manifest: another root may get the same index."""
+    """Return a digest that identifies the manifest: a later root may get the same index."""
     return hashlib.sha256(repr((root.version, root.files)).encode()).hexdigest()
 
 
 def _noted(root: StagedRoot, system: System) -> StagedRoot:
-    """Return the root with recorded times. An unusable record only costs one more comparison."""
+    """Return the root with its recorded times. An unusable record costs no more than one comparison."""
     with suppress(OSError, ValidationError):
         times = _Times.model_validate_json(system.read(times_file(root.index)))
         if times.of == _digest(root):
@@ -73,11 +73,11 @@ def _at(files: Iterable[Library], mtimes: Mapping[str, int]) -> tuple[Library, .
 
 
 def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
-    """Return whether everything but the times is the same."""
+    """Return whether the root has the same files as the host, except for their times."""
     if tuple(sorted(_at(root.files, {file.target: file.mtime_ns for file in files}))) != files:
         return False
     before = {file.target: file.mtime_ns for file in root.files}
-    # Skip files whose text we generate from the source's: that text was just compared.
+    # Files with a rewritten text need no further comparison: their text was compared above.
     renewed = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
     question = hash((system.root, root, files))
     if question in _different:
@@ -86,7 +86,7 @@ def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
     try:
         same = ask_device(what, lambda: all(_same_file(root.index, file, system) for file in renewed), LIMIT)
     except OSError:
-        # Also if the file was replaced or removed meanwhile: the next pass sees the new one.
+        # If the file was replaced or removed meanwhile, the next pass sees that.
         same = False
     if not same:
         _different.add(question)
@@ -96,7 +96,8 @@ def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
 def _same_file(index: int, file: Library, system: System) -> bool:
     with (
         system.open_public(file.source) as source,
-        # Never read files that machines can change: a plain directory counts as another driver.
+        # Not the published copy, which machines can change if it is a plain directory. Such a root has no files in
+        # TREES, and counts as different.
         system.open_public(f"{TREES}/{index}/{file.target}") as copy,
     ):
         now = os.fstat(source.fileno())

@@ -1,4 +1,4 @@
-"""Observe systemd: its version, the states of units, and the installed template of nspawn's unit."""
+"""Observes systemd: its version, the states of units, and the installed template of nspawn's unit."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,7 +23,8 @@ UNIT_DIRECTORIES = (
     "/usr/lib/systemd/system",
     "/lib/systemd/system",
 )
-"""From systemd.unit(5), in order of precedence; without transient and generated units, which are never templates."""
+"""Directories of units, in the order of precedence of systemd.unit(5). Those of transient and generated units are left
+out: they never have templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +32,21 @@ class Unit:
     """The current state of one unit."""
 
     state: Seen[str]
-    """ActiveState."""
+    """The unit's ActiveState."""
     path: str = ""
-    """Path of its object on the bus."""
+    """Path of the unit's object on the bus."""
     needs_reload: bool = False
-    """NeedDaemonReload."""
+    """The unit's NeedDaemonReload."""
     has_run: bool = False
-    """It was active in this boot, and no longer is (InactiveEnterTimestampMonotonic)."""
+    """The unit was active since the host booted, and is not now (InactiveEnterTimestampMonotonic)."""
     device_allow: tuple[DeviceAllow, ...] = ()
-    """DeviceAllow= in force, from all files and set-property."""
+    """The DeviceAllow= list in force, from all files and set-property."""
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
-    """Return each unit's state by name, with one call to PID 1 and without starting a process.
+    """Return the states of units by name, with a single call to PID 1.
 
-    Units that are not loaded are included; an alias has the state of its unit.
+    The result includes units that are not loaded. An alias has the state of its unit.
     """
     method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
     try:
@@ -54,7 +55,7 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
         return {name: Unit(Unseen(str(error))) for name in names}
     match answer:
         case ([*entries],) if len(entries) == len(names):
-            # Match by position: the answer has canonical names.
+            # Matched by position, because the answer has canonical names instead of aliases.
             return {name: _unit(name, entry) for name, entry in zip(names, entries, strict=True)}
         case _:
             return {
@@ -63,13 +64,13 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def with_properties(unit: Unit, system: System) -> Unit:
-    """Return the unit with the properties that matter for a machine's unit."""
+    """Return the unit with the properties that matter for a machine's unit; its state is Unseen if one is unknown."""
     if not isinstance(unit.state, str):
         return unit
     try:
         return replace(
             unit,
-            # Read after ActiveState: a machine that has just stopped then has a timestamp.
+            # Read after ActiveState: a machine that has just stopped has its timestamp by then.
             has_run=unit.state != "active"
             and _property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
             needs_reload=_property(system, unit.path, "Unit", "NeedDaemonReload", bool),
@@ -80,7 +81,10 @@ def with_properties(unit: Unit, system: System) -> Unit:
 
 
 def _unit(name: str, entry: object) -> Unit:
-    """Parse an entry of a(ssssssouso): name, description, LoadState, ActiveState, SubState, followed, path, job."""
+    """Return the unit in an entry of ListUnitsByNames.
+
+    An entry has name, description, LoadState, ActiveState, SubState, followed unit, path and job (ssssssouso).
+    """
     match entry:
         case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
             return Unit(_state(name, load, active), path)
@@ -98,7 +102,7 @@ def _state(name: str, load: str, active: str) -> Seen[str]:
 
 
 def _device_allow(system: System, path: str) -> tuple[DeviceAllow, ...]:
-    """Return the unit's DeviceAllow entries; systemd lists them in reverse order of the files."""
+    """Return the unit's DeviceAllow entries. systemd lists them in the reverse order of the files."""
     entries = _property(system, path, "Service", "DeviceAllow", list)
     allowed = []
     for entry in entries:
@@ -111,7 +115,7 @@ def _device_allow(system: System, path: str) -> tuple[DeviceAllow, ...]:
 
 
 def _property(system: System, path: str, interface: str, name: str, kind: type[T]) -> T:
-    """Return a property. Raises BusError, also for another type: systemd's interface is stable."""
+    """Return a property. Raises BusError, also if its type is not `kind`, because systemd's interface is stable."""
     match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
         case ((str(), value),):
             return _expected(f"{name} of {path}", value, kind)
@@ -131,13 +135,13 @@ def observe_version(system: System) -> Seen[int]:
         text = _property(system, SYSTEMD_OBJECT, "Manager", "Version", str)
     except BusError as error:
         return Unseen(f"the version of systemd: {error}")
-    # Documented as free text, but it always begins with the release number, on Debian and Ubuntu too.
+    # The version is documented as free text, but always begins with the release number, on Debian and Ubuntu too.
     match = re.match(r"v?([0-9]{1,9})(?![0-9])", text)
     return int(match[1]) if match else Broken(f"the version of systemd: no number in {text[:80]!r}")
 
 
 def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
-    """Return DeviceAllow= of the installed template."""
+    """Return the DeviceAllow= list of the installed template unit."""
     for directory in UNIT_DIRECTORIES:
         path = f"{directory}/{TEMPLATE}"
         try:
@@ -151,7 +155,7 @@ def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
 
 
 def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
-    """Return the entries in order; an empty one discards those before it (systemd.syntax(7), systemd.unit(5))."""
+    """Return the DeviceAllow= list in a unit file. An empty assignment discards those before it (systemd.syntax(7))."""
     entries: list[DeviceAllow] = []
     section = ""
     for line in _logical_lines(text):
@@ -167,7 +171,10 @@ def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
 
 
 def _logical_lines(text: str) -> Iterator[str]:
-    """Yield lines without comments and empty ones. A backslash at the end joins lines, even across comments."""
+    """Yield the lines of a unit file, without comments and empty lines.
+
+    A backslash at the end of a line joins it with the next one, even across comments.
+    """
     parts: list[str] = []
     for raw in text.split("\n"):
         line = raw.strip()
