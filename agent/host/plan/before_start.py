@@ -1,6 +1,7 @@
-"""Commands in a machine's unit before each start. They need no agent, so no fault of the agent stops the start. Pure.
+"""Makes the commands that run in a machine's unit before each start. They do not need the agent. Pure.
 
-systemd-nspawn fails if the source of one Bind= is missing: it has no optional binds.
+With them a machine starts whatever is wrong with the agent. systemd-nspawn has no optional binds: it fails if the
+source of one Bind= is missing.
 """
 
 from agent.model.paths import (
@@ -16,19 +17,19 @@ from agent.model.paths import (
 )
 
 CONFIGURED = "# As configured (nspawn.extra):"
-"""Precedes lines of .nspawn that always stay: if one of their sources is missing, nspawn does not start."""
+"""A comment before the lines of .nspawn that are never commented out: if a source is missing, nspawn does not start."""
 MISSING = "\\#missing:"
-"""Comments out a line whose source is missing; in shell quoting."""
+"""Comments out a line whose source is missing. Quoted for the shell."""
 LOCK_WAIT = 20
-"""Seconds to wait for a running pass. A pass that takes longer stages a driver: then start without the lock."""
+"""Seconds to wait for a running pass. A pass that takes longer stages a driver; the start goes on without the lock."""
 REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
-"""Small: a machine that fills it does no harm."""
+"""Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
 
 
 def before_start(machine: str) -> list[str]:
-    """Return ExecStartPre= lines that need only a shell and the base system's tools, no file of ours.
+    """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
 
-    Each may fail ("-"), and runs outside any sandbox ("+"): in a sandbox, a mount would not reach nspawn.
+    Each one may fail ("-") and runs outside the unit's sandbox ("+"), in which a mount would not reach nspawn.
     """
     return [
         "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
@@ -46,23 +47,25 @@ def _directories(machine: str) -> tuple[str, ...]:
     return (
         "umask 022",
         f"mkdir -p {HOST_NVIDIA} {handoff_directory(machine)} {report}",
-        # Remove what the machine's previous run left.
+        # Remove the reports of the machine's previous run.
         f"umount -l {report} 2>/dev/null",
         f"mount {REPORT_MOUNT} {report}",
     )
 
 
 def _binds(machine: str) -> tuple[str, ...]:
+    """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
     file, new = nspawn_file(machine), rewritten_nspawn(machine)
     return (
-        # A pass of the agent writes the same file. Without `command`, a shell that cannot open the lock ends (special
-        # built-in utilities, POSIX). With umask 077 only root can open the lock, so no other user can hold it.
+        # A pass of the agent writes the same file. Without `command`, a shell that cannot open the lock exits: `exec`
+        # is a special built-in utility (POSIX). With umask 077 only root can open the lock, so no other user can hold
+        # it.
         f"umask 077; command exec 9>>{PASS_LOCK} && flock -w {LOCK_WAIT} 9",
         "umask 022",
         f"test -s {file} || exit 0",
         f"text=$(while IFS= read -r line; do line=${{line#{MISSING}}}",
         f'case "$theirs$line" in "{CONFIGURED}") theirs=1 ;; '
-        # Without -r, `read` takes backslashes and splits at colons as nspawn does (systemd.nspawn(5), Bind=).
+        # Without -r, `read` handles backslashes and splits at colons as nspawn does (systemd.nspawn(5), Bind=).
         'Bind=*|BindReadOnly=*) printf %s "${line#*=}" | { IFS=: read source rest; test -e "$source"; } '
         f"|| line={MISSING}$line ;; esac",
         f'printf "%s\\n" "$line"; done <{file})',
@@ -79,5 +82,5 @@ def _copies(machine: str) -> tuple[str, ...]:
 def _shell(script: tuple[str, ...]) -> str:
     """Return an ExecStartPre= line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
     escaped = [line.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$") for line in script]
-    # systemd joins the lines with blanks. It takes a line that begins with # or ; as a comment, even within quotes.
+    # systemd joins the lines with blanks. A line that begins with # or ; is a comment, even within quotes.
     return "ExecStartPre=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"

@@ -1,4 +1,4 @@
-"""The difference between facts and goal: ordered steps, and what prevents them. Pure."""
+"""Compares facts with the goal: returns ordered steps, and the reasons why some are not possible. Pure."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
@@ -21,23 +21,23 @@ class Said:
     """What the machines' reports confirm."""
 
     released: Set[str] = frozenset()
-    """Machines that no longer use what was withdrawn from them."""
+    """Machines that no longer use the devices that were withdrawn from them."""
     lacking: Set[str] = frozenset()
     """Machines in which nodes of their current handoff are missing."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Unexpected errors with the report, by machine."""
+    """Unexpected errors while reading reports, by machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Steps in the order of execution, and the files that are not ours to write."""
+    """Steps in the order of execution, and the machines whose files must not be written."""
 
     actions: tuple[Action, ...]
     refused: dict[str, str | Unseen]
-    """By machine: why its files cannot be written; Unseen if they could not be read."""
+    """Why a machine's files must not be written, by machine; Unseen if they could not be read."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Unexpected errors by machine, including the plan's. Unless only the report was bad, such a machine only loses
-    what was withdrawn."""
+    """Unexpected errors by machine, including the plan's. Such a machine gets nothing new and only loses withdrawn
+    devices, unless reading its report was all that failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,18 @@ class _Steps:
     """The steps for one machine."""
 
     running: list[ChangeDevices]
+    """Changes to the running machine."""
     settings: list[WriteFile]
+    """Settings for its next start."""
     handoff: list[Action]
+    """The handoff, and records of it."""
 
 
 def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
-    """Return steps in this order: running machines, settings (for a start), driver roots, the handoffs that name them.
+    """Return the steps: first changes of running machines, then settings, driver roots, and handoffs that name them.
 
-    What no machine waits for comes last, but unused driver roots make room before a new one is staged.
+    Steps that no machine waits for come last. Only unused driver roots are removed earlier if a new one is staged,
+    which may need their space.
     """
     refused: dict[str, str | Unseen] = {}
     faults, machines = {**plan.faults, **said.faults}, []
@@ -87,9 +91,9 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     shown = [*protect(facts), *needed]
     at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
     if handoffs and not removals:
-        # A running machine does not need the reload, which blocks PID 1 and takes longer than all that the machine
-        # waits for: postpone it to the pass after the machine's answer. Not if a machine is about to start, which needs
-        # it, nor after a drop-in was removed: later passes may not look at that unit.
+        # Running machines do not need the reload, which blocks PID 1 for longer than everything else takes: leave it to
+        # the pass after their reports. A machine that is about to start does need it. It is needed too after a removal
+        # of a drop-in, because later passes may not observe that unit.
         at_end = []
     noted = record_remembered(plan.goal.remembered, facts)
     changes = (*removals, *running, *settings, *at_start, *first, *shown, *stage, *handoffs, *at_end, *noted)
@@ -105,7 +109,7 @@ def _steps(machine: MachineGoal, facts: Facts, said: Said) -> _Steps:
 
 
 def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
-    """Return whether a start of the machine would use other settings than the goal's."""
+    """Return whether a start of the machine would use settings that are not the goal's."""
     paths = (goal.nspawn.path, goal.drop_in.path)
     return any(
         isinstance(action, ReloadUnits) or (isinstance(action, WriteFile) and action.path in paths)
@@ -114,10 +118,10 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
 
 
 def startable(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether the machine's files are ours, even if older than this goal, and systemd has read the drop-in.
+    """Return whether the agent wrote the machine's files, maybe for an earlier goal, and systemd has read the drop-in.
 
-    Without .nspawn the template's settings would apply: -U, which changes the owners of all files. Without the drop-in,
-    nothing would prepare the start. Older settings are better than a node that is down.
+    Without the .nspawn file, the template's -U would change the owners of all files in the machine. Without the
+    drop-in, nothing would prepare the start. Settings of an earlier goal are better than a node that is down.
     """
     contents = [facts.files[file.path].content for file in (goal.nspawn, goal.drop_in)]
     machine = next(each for each in facts.machines if each.name == goal.name)
@@ -126,10 +130,11 @@ def startable(goal: MachineGoal, facts: Facts) -> bool:
 
 
 def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
-    """Return the handoff with our records of it. `again`: even if unchanged, so that the machine half checks its nodes.
+    """Return the steps that publish the handoff, with the agent's records of it.
 
-    The record of the grant comes first: after a crash in between, the next pass sees that the handoff is the old one.
-    `again` rewrites the record too: its time is that of the last publication.
+    The record of the grant comes first: after a crash between the two, the next pass sees that the handoff is the old
+    one. `again` publishes an unchanged handoff, so that the machine half checks its nodes. The record is rewritten too,
+    because its time shows when the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     note = WriteFile(granted_file(goal.name), render_granted(goal.granted))
@@ -139,9 +144,10 @@ def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
 
 
 def _bound_anew(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether all nodes that the machine lacked were bound since the last publication, which is then repeated.
+    """Return whether missing nodes were bound since the handoff was last published, so that it must be repeated.
 
-    This happens if a pass failed or was killed before it published, or after one that could not bind some nodes.
+    This happens if a pass failed or was killed before it published the handoff, or after a pass that could not bind
+    some nodes.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     whole = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
@@ -178,25 +184,26 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
 
 
 def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
-    """Return removals of owned files that no machine wants any longer; files of held machines stay."""
+    """Return removals of owned files that no machine needs any longer. Files of held machines stay."""
     wanted = {file.path for file in plan.goal.files()}
     wanted |= {path for name in plan.held for path in machine_files(name)}
     return [
         RemoveFile(path)
         for path, state in sorted(facts.files.items())
-        # Even if the file is gone: a removal may have been interrupted before it was recorded.
+        # A missing file is included: its removal may have been interrupted before it was recorded.
         if state.owned and path not in wanted
     ]
 
 
 def _permissions(plan: Plan, facts: Facts) -> list[RemoveFile]:
-    """Return removals of the permissions that machines got while they ran. Our drop-in outranks them, but goes too.
+    """Return removals of the permissions that machines got while they ran, for machines that are no longer configured.
 
-    They come before the settings, because only the record of the settings leads a later pass to such a machine.
+    Our drop-in, which takes precedence over these permissions, is removed as well. They must be removed before the
+    settings: without its settings, later passes do not know of such a machine.
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        # Without the template it is unknown which are ours. No machine starts without it either.
+        # Without the template it is unknown which entries the agent added. No machine starts without it either.
         return []
     configured = {machine.name for machine in plan.goal.machines} | plan.held.keys() | plan.skipped.keys()
     removals = []
@@ -206,12 +213,12 @@ def _permissions(plan: Plan, facts: Facts) -> list[RemoveFile]:
         ours = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in template}
         path = set_device_allow(machine.name)
         content = facts.files[path].content
-        # Keep a property that an administrator has set and that has no entry of ours.
+        # A property without any entry of the agent stays: an administrator has set it.
         if isinstance(content, bytes) and ours & set(content.decode(errors="replace").splitlines()):
             removals.append(RemoveFile(path))
     return removals
 
 
 def _private(path: str) -> bool:
-    """Return whether the path is in our own directory, where files need no ownership record."""
+    """Return whether the path is in the agent's own directory, where files need no ownership record."""
     return path.startswith(f"{STATE}/")

@@ -1,4 +1,4 @@
-"""Which driver roots machines were handed, and which of those on disk are no longer used. Pure."""
+"""Plans driver roots: which to publish, which handoffs have named them, and which are no longer used. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import handed_roots_file
 
 ENDED = ("inactive", "failed")
-"""ActiveState of a machine in which no process runs."""
+"""ActiveState of the unit of a machine in which no process runs."""
 
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
@@ -30,11 +30,14 @@ def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
 
 
 def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
-    """Return the step to do before a handoff is replaced: running containers still use what the old one named."""
+    """Return the step that records the roots of the current and the new handoff, if the record lacks any.
+
+    It comes before the new handoff: running containers still use the roots that the current one names.
+    """
     machine = next(each for each in facts.machines if each.name == goal.name)
     recorded = machine.handed_roots
     if not isinstance(recorded, tuple):
-        # Only the machine's start creates the record: later, it is unknown what running containers use.
+        # Only the machine's start creates the record. Later it is unknown which roots running containers use.
         return []
     new = {root.index for grant in goal.grants if (root := grant.driver_root)}
     handed = {*recorded, *(named_roots(facts, goal.name) or {}).values(), *new}
@@ -44,7 +47,10 @@ def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
 
 
 def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Action], list[Action]]:
-    """Return steps that publish roots no machine sees, as after a crash: those that handoffs name, and the others."""
+    """Return steps that publish roots that machines do not see: those that handoffs name, and the others.
+
+    `unused` has the removals; roots that are about to be removed are not published.
+    """
     going = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
     hidden = [root for root in facts.staged if root.hidden and root.index not in going]
     return (
@@ -54,19 +60,22 @@ def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Ac
 
 
 def without_plain(facts: Facts) -> Facts:
-    """Return facts without the driver roots that `protect` takes away, so that the plan stages them again."""
+    """Return facts without the plain directories that `protect` replaces, so that the plan stages them again."""
     if not _replaceable(facts):
         return facts
     return replace(facts, staged=tuple(root for root in facts.staged if root.index not in facts.plain_roots))
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories by mounts; if it fails, not again in this boot."""
+    """Return the step that replaces plain directories by mounts. After a failure, it is not repeated in this boot."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
 def _replaceable(facts: Facts) -> bool:
-    """Return whether no machine runs, every machine's settings can be planned, and the host has all needed drivers."""
+    """Return whether mounts can replace the plain directories now.
+
+    No machine runs, every machine's settings can be planned, and the host has all drivers that are needed.
+    """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
     for each in facts.machines:
@@ -78,7 +87,7 @@ def _replaceable(facts: Facts) -> bool:
 
 
 def _on_host(root: StagedRoot, facts: Facts) -> bool:
-    """Return whether the host has that driver's files, or those of the loaded module, which machines then use."""
+    """Return whether the host has the root's driver, or that of the loaded module, which machines then use instead."""
     driver = next((each.driver for each in facts.vendors if each.vendor == root.vendor), None)
     if driver is None or not isinstance(driver.user_space.files, tuple):
         return False
@@ -87,13 +96,13 @@ def _on_host(root: StagedRoot, facts: Facts) -> bool:
 
 
 def collect(goal: Goal, facts: Facts) -> list[Action]:
-    """Return removals of roots that no machine was handed since its start, except those for the host's module or files.
+    """Return removals of roots that no machine uses, and that are not those of the host's module or files.
 
-    A container that restarts in place needs the paths that it was made with, so a driver root stays while any machine
-    runs that was handed it. Remove none if something relevant could not be observed (fail static).
+    A container that restarts in place needs the paths with which it was created, so a root stays while a machine runs
+    of which any handoff named it. No root is removed if something relevant could not be observed (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
-    # Staging clears remains by itself.
+    # Staging removes these leftovers itself.
     remains = () if staging else facts.staging_remains
     actions: list[Action] = [ClearRemains(remains)] if remains else []
     used = _used(goal, facts)
@@ -106,7 +115,7 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
 
 
 def _used(goal: Goal, facts: Facts) -> set[int] | None:
-    """Return the indices that must stay; None if not all are known."""
+    """Return the indices of the roots that must stay; None if not all are known."""
     used = {root.index for root in (*goal.driver_roots, *goal.waiting_roots)}
     for machine in facts.machines:
         of_machine = _used_by(machine, facts)
@@ -125,6 +134,7 @@ def _used(goal: Goal, facts: Facts) -> set[int] | None:
 
 
 def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
+    """Return the indices of the roots that a machine uses; None if unknown."""
     named = named_roots(facts, machine.name)
     if named is None:
         return None
@@ -136,7 +146,10 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
 
 
 def _of_the_host(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
-    """Return the newest root of the module's version and of the files' version, even while no machine has a GPU."""
+    """Return the newest root of the module's version and of the files' version, which stay even without machines.
+
+    Returns None if one of the versions is unknown.
+    """
     versions = (driver.module_version, driver.user_space.version)
     unclear = any(isinstance(version, Unseen | Broken) for version in versions)
     if unclear or not isinstance(driver.user_space.files, tuple):

@@ -1,4 +1,4 @@
-"""Plan the goal: a pure function of configuration and facts. The same facts in any order give the same bytes."""
+"""Plans the goal, from configuration and facts alone. Pure: the same facts in any order give the same bytes."""
 
 import hashlib
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ class Plan:
     held: dict[str, str]
     """Machines that must not change: they are missing, in use, or could not be observed (fail static)."""
     skipped: dict[str, str]
-    """Machines without a GPU and with nothing of ours to withdraw."""
+    """Machines that get no GPU, and have no files of the agent to withdraw."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors by machine; the plan leaves such a machine as it is."""
 
 
 def plan(config: Config, facts: Facts, now: float = 0.0) -> Plan:
-    """Plan what each machine should have, and the driver roots for it. `now`: seconds since the epoch."""
+    """Return what each machine should have, and the driver roots for it. `now` is in seconds since the epoch."""
     return _plan(config, facts, now, _faults(facts))
 
 
@@ -56,7 +56,7 @@ def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault])
     template = facts.template_device_allow
     for name, settings in in_turn(config):
         if name in gone:
-            # Perhaps its file system is not mounted yet: keep our files for it.
+            # The machine's file system may not be mounted yet: keep its settings.
             held[name] = gone[name]
         elif name in faults:
             held[name] = faults[name].why
@@ -70,7 +70,7 @@ def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault])
             try:
                 machine = _machine(name, config, facts, template, roots, shares.of(name))
             except Exception as error:
-                # It keeps what it has. Plan all machines again, so that none planned before it gets any of that.
+                # The machine keeps its GPUs. Plan all machines again, so that those planned before it get none of them.
                 return _plan(config, facts, now, {**faults, name: fault("plan its settings", error)})
             shares.give(name, settings, machine.grants)
             machines.append(machine)
@@ -81,14 +81,14 @@ def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault])
 
 
 def _faults(facts: Facts) -> dict[str, Fault]:
-    """Return the faults that occurred while observing machines."""
+    """Return the unexpected errors that occurred while observing machines."""
     return {machine.name: machine.root for machine in facts.machines if isinstance(machine.root, Fault)}
 
 
 def _leaving(config: Config, facts: Facts) -> dict[str, str]:
-    """Return running machines that are no longer configured. They keep their settings.
+    """Return running machines that are no longer configured, with the reason why they keep their settings.
 
-    With the template's -U instead, nspawn would give the whole root directory to other users at the next start.
+    Without our settings, the template's -U would apply at the next start, and change the owners of all files.
     """
     return {
         machine.name: "it is not in the configuration any more, and its settings stay while it runs"
@@ -98,7 +98,7 @@ def _leaving(config: Config, facts: Facts) -> dict[str, str]:
 
 
 class _Roots:
-    """Assigns indices to driver roots that are not on disk yet, the same for all machines."""
+    """Assigns indices to driver roots that are not on disk yet. Machines with the same root get the same index."""
 
     def __init__(self, next_index: int) -> None:
         self.next_index = next_index
@@ -179,7 +179,7 @@ def _machine(
 def _grants(
     name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
 ) -> tuple[Grant, ...]:
-    """Return the grants of the vendors in the machine's handoff. One of them reports what is configured but missing."""
+    """Return the grants of the vendors in the machine's handoff. One of them reports missing GPUs of the settings."""
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
     present = named_roots(facts, name) or {}
     telling = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
@@ -189,7 +189,7 @@ def _grants(
         wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
         grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
         problems = selection.problems if vendor.vendor == telling else ()
-        # Each vendor reports its own GPUs, since its conditions name the next step.
+        # Each vendor reports its own GPUs with a wrong driver, because its conditions say what to do next.
         problems += tuple(
             other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
         )
@@ -201,23 +201,23 @@ def _grants(
 def _is_handed(vendor: VendorFacts) -> bool:
     """Return whether handoffs name the vendor. Without a GPU on the host, they omit vendors that older images lack.
 
-    A machine half that knows such a vendor removes by itself what the machine had of it.
+    A machine half that knows such a vendor then withdraws by itself what the machine had of it.
     """
     return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
 
 
 def _fixed(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
-    """Return a digest of the settings without devices: only devices can change in a running machine."""
-    # Include all configured mounts: a source that is missing now does not change the settings.
+    """Return a digest of the settings that only a restart can change: all but the devices."""
+    # All configured mounts are included: a source that is missing now does not change the settings.
     nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
-    # Not worth a restart: DevicesAllowed would call a machine that runs without these lines outdated.
+    # These lines are not worth a restart: DevicesAllowed would report a machine that runs without them as outdated.
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
     drop_in = render_drop_in(name, settings, from_template(template), whole=False)
     return hashlib.sha256(nspawn + drop_in).hexdigest()
 
 
 def _bindable(grant: Grant) -> Grant:
-    """Return the grant without nodes whose path no .nspawn file can hold; a problem names each of those."""
+    """Return the grant without nodes whose path cannot be written into a .nspawn file; these become problems."""
     refused = [node for node in grant.nodes if not bindable(node.path)]
     problems = tuple(f"{node.path!r} cannot be written into a .nspawn file" for node in refused)
     nodes = tuple(node for node in grant.nodes if node not in refused)
@@ -243,6 +243,6 @@ def _request(grant: Grant) -> Request:
 
 def _device(node: DeviceNode) -> GrantedDevice:
     number = node.number
-    # Only for MIG instances, whose nodes belong to a GPU: version 1 of the handoff had other capabilities' nodes too.
+    # The key is set only for MIG instances, whose nodes belong to a GPU: other capabilities do not need version 2.
     capability = node.capability if node.pci_address else ""
     return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)

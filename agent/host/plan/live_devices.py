@@ -1,4 +1,4 @@
-"""Changes to a machine's devices while it runs. Pure."""
+"""Plans changes to a machine's devices while it runs. Pure."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -12,10 +12,10 @@ from agent.model.live import LiveSettings
 
 
 def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: bool) -> list[ChangeDevices]:
-    """Return the change, if any; none if its live settings are unknown.
+    """Return the change of a running machine; none if nothing differs, or if its live settings are unknown.
 
-    `released`: it no longer uses what was withdrawn. `lacking`: it reports missing nodes for its current handoff. Bind
-    those once more, not in every pass.
+    `released` is whether it no longer uses withdrawn devices, `lacking` whether it reports nodes of its current handoff
+    as missing. All nodes are then bound again, but only once for each handoff.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -25,7 +25,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     allow = (*goal.live.allow, *leftover)
     noted = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in leftover}}
     rebind = lacking and before.rebound != goal.generation
-    # Clear it once the machine has all nodes: a module that is loaded again makes new nodes again.
+    # Clear `rebound` once the machine has all nodes: later they may be missing again, as after a reload of a module.
     rebound = goal.generation if rebind else "" if released and not lacking else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
     if same and noted == before.owners and not before.unsure:
@@ -36,7 +36,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
 
 
 def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
-    """Return the change for a machine with a fault: forbid the rest at once, since another machine may have it."""
+    """Return the change for a machine with a fault: only forbid, at once, devices that another machine may get."""
     wanted = {entry.node for entry in goal.live.allow}
     changes = []
     for machine in facts.machines:
@@ -49,10 +49,10 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
 
 
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
-    """Return permissions to keep for present devices that are no longer granted: CDI may still give them to a pod.
+    """Return the permissions to keep for withdrawn devices, which the CDI specification may still give to pods.
 
-    Withdraw the permission at once if the device is gone, since another may get its number; if another device already
-    has the number, as after a driver found its GPUs in another order; and if the number's owner is unknown.
+    A permission is not kept if the device is gone, because another one may get its number. Nor is it if another device
+    has the number already, as when a driver finds GPUs in another order, or if the number's owner is unknown.
     """
     present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
     known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]
@@ -68,16 +68,16 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
 def still_used(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
-    Drained GPUs have such users until the last one ends. So do devices that the template allows and that machines no
-    longer get, if the machine started with an older release's settings. These permissions are part of its settings:
-    otherwise any daemon-reload would withdraw them.
+    These are permissions for GPUs that are being drained. If an older release wrote the settings with which the machine
+    started, they are also for devices that the template allows, but that machines no longer get. They become part of
+    the machine's settings: otherwise any daemon-reload would withdraw them.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
     if live is None:
         return ()
     draining = {node_by_number(node.number): _owner(node) for node in _draining(facts)}
     may_need = draining.keys() - {entry.node for entry in allow}
-    # Keep numbers of the same GPU, and numbers without an owner: older releases did not record owners.
+    # Keep permissions whose number still belongs to the same GPU, or has no recorded owner (older releases).
     same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
     template = facts.template_device_allow
     withheld = set(template).difference(allow) if isinstance(template, tuple) else set()
@@ -85,7 +85,7 @@ def still_used(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple
 
 
 def _draining(facts: Facts) -> list[DeviceNode]:
-    """Return the nodes that the last users of draining GPUs may still open, including nodes of no single GPU."""
+    """Return the nodes that users of draining GPUs may still open, including nodes that GPUs share."""
     of_gpus = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
     return [node for node in _all_nodes(of_gpus) if facts.draining and node.pci_address in ("", *facts.draining)]
 

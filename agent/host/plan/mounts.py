@@ -1,4 +1,4 @@
-"""The extra mounts of a machine. Pure."""
+"""Plans the extra mounts of a machine. Pure."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ from agent.model.facts import Absent, Broken, Facts, MountSource, Unseen
 
 BINDS = ("Bind", "BindReadOnly")
 BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
-"""The path in such a line: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
+"""The source in such a line: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,19 +18,19 @@ class Mounts:
     """The mounts of one machine from its next start on."""
 
     found: tuple[ExtraMount, ...] = ()
-    """With the real paths of their sources: nspawn follows links as root, and they may lead elsewhere by then."""
+    """The possible mounts, with the real paths of their sources: nspawn would follow links, which may change."""
     lacking: tuple[str, ...] = ()
-    """Sources that would stop the machine's start, or may not be mounted, in words."""
+    """Sources that are missing, which would keep the machine from starting, or must not be mounted; in words."""
 
 
 def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
-    """Split the mounts into those possible now and the others. `machines`: all configured ones."""
+    """Split the mounts into those that are possible now and the others. `machines` has the settings of all machines."""
     given = _given(facts, machines) if mounts else {}
     found, lacking = [], []
     for mount in mounts:
         match facts.mount_sources.get(mount.source):
             case MountSource() as source if around := _around(source, given):
-                # Even if mounted read-only: root in a machine can remount it.
+                # A read-only mount is refused too: root in a machine can remount it writable.
                 why = f"the way to it leads through {around}, where machine {given[around]} could put a link"
                 lacking.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
@@ -43,7 +43,7 @@ def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, Mac
 
 
 def _given(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
-    """Return machines by the host paths they mount, now or once these exist: below them they can put links anywhere."""
+    """Return the machines by the host paths that they mount, or will mount: there they can put links to anywhere."""
     given = {path: name for name, settings in machines.items() for path in _named(settings)}
     seen = {source.path: given[path] for path, source in facts.mount_sources.items()
             if path in given and isinstance(source, MountSource) and not _around(source, given)}  # fmt: skip
@@ -60,5 +60,5 @@ def _named(settings: MachineSettings) -> Iterator[str]:
 
 
 def _around(source: MountSource, places: Iterable[str]) -> str:
-    """Return the first of the places that the path to the source passes through; "" for none."""
+    """Return the first of the places that the path to the source leads through; empty if there is none."""
     return next((place for place in places for step in source.way if step.startswith(f"{place.rstrip('/')}/")), "")

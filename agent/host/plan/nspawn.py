@@ -1,4 +1,4 @@
-"""Renders a machine's settings file, systemd.nspawn(5)."""
+"""Renders a machine's settings file, systemd.nspawn(5). Pure."""
 
 from agent.config.mounts import ExtraMount
 from agent.config.nspawn_settings import NspawnSettings
@@ -16,9 +16,9 @@ from agent.model.paths import (
 )
 
 SYS_MODULE = "BindReadOnly=/sys/module"
-"""The whole directory: a module that is not loaded has none of its own, and a missing source would stop the start."""
+"""Binds the whole directory: that of a module is missing until it is loaded, and a missing source stops the start."""
 TRUE = ("yes", "y", "true", "t", "on", "1")
-"""As systemd's parse_boolean."""
+"""Values that systemd's parse_boolean accepts as true."""
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
 """Settings of [Network] that imply Private=yes."""
 
@@ -26,12 +26,12 @@ HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG
 
 
 def bindable(path: str) -> bool:
-    """Return whether a Bind= line can hold the path: a line break would start another setting, blanks are stripped."""
+    """Return whether the path can be written into a Bind= line, which loses outer blanks and ends at a line break."""
     return path == path.strip() and path.isprintable() and path.startswith("/")
 
 
 def escape(path: str) -> str:
-    """Escape a path for Bind=: a colon separates, a backslash escapes, there are no specifiers (systemd.nspawn(5))."""
+    """Return the path for a Bind= line, with colons and backslashes escaped (systemd.nspawn(5))."""
     return path.replace("\\", "\\\\").replace(":", "\\:")
 
 
@@ -42,7 +42,7 @@ def render_nspawn(
     directories: tuple[ServiceDirectory, ...] = (),
     mounts: tuple[ExtraMount, ...] = (),
 ) -> bytes:
-    """Return the whole file."""
+    """Return the machine's .nspawn file."""
     sections: dict[str, list[str]] = {
         "Exec": [
             "Boot=yes",
@@ -82,10 +82,10 @@ def render_nspawn(
 
 
 def _reduced_sys(settings: NspawnSettings) -> bool:
-    """Return whether nspawn shows the machine a /sys of a few directories (mount_sysfs in nspawn-mount.c).
+    """Return whether nspawn gives the machine a /sys with only some directories (mount_sysfs in nspawn-mount.c).
 
-    It does for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if only
-    the network's part of the kernel file systems is to be writable.
+    It does so for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if
+    SYSTEMD_NSPAWN_API_VFS_WRITABLE is `network`.
     """
     network = settings.extra.get("Network", {})
     virtual_ethernet = _last(network.get("VirtualEthernet", []), _yes(settings.virtual_ethernet)).lower() in TRUE
@@ -95,7 +95,7 @@ def _reduced_sys(settings: NspawnSettings) -> bool:
 
 
 def _last(values: str | list[str], default: str) -> str:
-    """Return the last of several assignments, which is the one that counts."""
+    """Return the last of several assignments, which is the one in force; `default` if there is none."""
     return values if isinstance(values, str) else [default, *values][-1]
 
 

@@ -1,4 +1,4 @@
-"""Work out which granted GPUs to remember, and since when some are gone. Pure."""
+"""Plans the record of granted GPUs: which to remember, and since when some are lost. Pure."""
 
 from collections.abc import Container, Iterable
 
@@ -13,10 +13,10 @@ from agent.model.remembered import Remembered, RememberedGpu, render_remembered
 def remember(
     config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
 ) -> Seen[Remembered]:
-    """Return the record as it should be. `held`: machines that keep whatever they have.
+    """Return the record as it should be. `held` has the machines that keep whatever they have.
 
-    A GPU that is present but granted to no machine was withdrawn: it is not lost when it goes. Nor is a GPU that the
-    machine's settings no longer name, or that is in another slot now.
+    A missing GPU is lost, unless it was withdrawn from all machines before, the machines' settings no longer name it,
+    or it is in another slot now.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):
@@ -24,7 +24,7 @@ def remember(
     if isinstance(before, Broken):
         before = Remembered(damage=before.why)
     if not all(isinstance(vendor.devices, tuple | Absent) for vendor in facts.vendors):
-        # If listing the bus failed, every GPU would seem to be lost.
+        # If the PCI bus could not be listed, every GPU would seem to be lost.
         return before
     granted: dict[str, set[str]] = {}
     for goal in goals:
@@ -53,7 +53,7 @@ def remember(
 
 
 def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
-    """Return steps to write the copies that differ; none while there is nothing to remember."""
+    """Return the steps that write outdated copies of the record; none while there is nothing to remember."""
     files = remembered_files(remembered)
     found = {file.path: facts.files[file.path].content for file in files}
     if remembered == Remembered() and all(isinstance(each, Absent) for each in found.values()):
@@ -62,7 +62,7 @@ def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action
 
 
 def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
-    """Return both copies, in the order of writing; none if the record could not be read."""
+    """Return both copies of the record, in the order of writing; none if the record could not be read."""
     if not isinstance(remembered, Remembered):
         return ()
     content = render_remembered(remembered)
@@ -70,7 +70,7 @@ def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
 
 
 def _wanted(config: Config, machine: str, gpu: RememberedGpu) -> bool:
-    """Return whether the machine's settings still ask for a GPU that has gone."""
+    """Return whether the machine's settings still request a GPU that is missing."""
     if machine not in config.machines:
         return False
     wanted = config.machines[machine].gpus

@@ -1,4 +1,4 @@
-"""Select the GPUs, of any vendor, that a machine's settings ask for. Pure."""
+"""Selects the GPUs, of any vendor, that a machine's settings request. Pure."""
 
 from dataclasses import dataclass, replace
 
@@ -12,21 +12,22 @@ class Selection:
     """The selected GPUs of all vendors."""
 
     gpus: tuple[Gpu, ...]
-    """Including detached ones; with `count=N`, only while they drain or if no other GPU can replace them."""
+    """The GPUs, including detached ones. With `count=N`, a detached GPU is included only while it is being drained, or
+    if no other GPU can replace it."""
     problems: tuple[str, ...] = ()
-    """What the settings ask for but the host does not have, one sentence each."""
+    """Requests of the settings that the host cannot fulfil, one sentence each."""
     wrong_driver: tuple[Gpu, ...] = ()
-    """GPUs that the settings ask for, but that another driver took first."""
+    """GPUs that the settings request, but that are bound to a wrong driver."""
 
 
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
-    """Select the GPUs of one machine. `wanted`: the setting `gpus`."""
+    """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
     fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
     usable = [gpu for gpu in fitting if _counts(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
     if wanted == "all":
-        # If another vendor's GPUs are usable, this one may be meant for the host's own display.
+        # If another vendor's GPUs are usable, a GPU with a wrong driver may be meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
         return Selection(_free(usable, share), _still(usable, share), wrong_driver=missed)
     if isinstance(wanted, str):
@@ -47,20 +48,23 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
 
 
 def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
-    """Return whether `all` and `count=N` include it. An integrated GPU, for example, may have no driver on purpose."""
+    """Return whether `all` and `count=N` include the GPU.
+
+    A GPU without a driver is excluded if none is expected: an integrated GPU, for example, may lack it on purpose.
+    """
     awaited = any(vendor.driver_awaited for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or awaited or gpu.pci_address in share.has
 
 
 def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
     free = [gpu for gpu in _free(usable, share) if gpu.pci_address not in share.taken]
-    # A GPU that is plugged in at a lower address must not replace one that pods use.
-    # Nor is a draining GPU replaced before its users have ended: it may be attached again.
+    # A new GPU with a lower address must not replace one that pods use. Nor is a draining GPU replaced while it has
+    # users: it may be attached again.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
-        # By vendor before the address: an integrated GPU has a low one, and is rarely meant. By vendor also before the
-        # driver, which may come late: a machine keeps what it was given first.
+        # The vendor comes before the address: an integrated GPU has a low one, and is rarely wanted. The vendor also
+        # comes before the driver, which may load late: a machine keeps the GPU that it gets first.
         has = gpu.pci_address in share.has
         return gpu.pci_address in last, not has, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
@@ -75,7 +79,7 @@ def _free(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
 
 
 def _still(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
-    """Return why the others are not free, one sentence each."""
+    """Return one sentence for each GPU that is not free."""
     return tuple(
         f"GPU {gpu.pci_address} is {share.kept[gpu.pci_address]}" for gpu in gpus if gpu.pci_address in share.kept
     )
@@ -87,5 +91,5 @@ def _missing(name: str, present: list[Gpu]) -> str:
 
 
 def other_driver(gpu: Gpu, name: str) -> str:
-    """Return why a machine cannot get the GPU."""
+    """Return the sentence about a GPU with a wrong driver, which the settings call `name`."""
     return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"

@@ -1,8 +1,8 @@
-"""How machines share the host's GPUs if settings ask for a number of them (`count=N`). Pure.
+"""Divides the host's GPUs among machines whose settings request a number of them (`count=N`). Pure.
 
-GPUs that settings name are not available to `count=N`. A machine keeps what it has. `all` means all GPUs, even those
-that other machines have. A machine with a fault is left as it is: no other machine gets what it has, unless the
-settings of both ask for it.
+GPUs that settings name are not available to `count=N`. A machine keeps the GPUs that it has. `all` means all GPUs, even
+those that other machines have. A machine with a fault keeps its GPUs: no other machine gets one of them, unless the
+settings of both request it.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -15,17 +15,17 @@ from agent.model.live import LiveSettings
 
 
 def in_turn(config: Config) -> Iterator[tuple[str, MachineSettings]]:
-    """Return machines in the order in which they get GPUs: by name, those whose settings name GPUs first."""
+    """Return machines in the order in which they get GPUs: first those whose settings name GPUs, each group by name."""
     return iter(sorted(config.machines.items(), key=lambda each: (not isinstance(each[1].gpus, list), each[0])))
 
 
 class Shares:
-    """Tracks which GPUs are left for the next machine."""
+    """Keeps track of the GPUs that are left for the next machine."""
 
     def __init__(self, config: Config, facts: Facts, faulted: Collection[str] = ()) -> None:
         lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
         self._given = _named(facts, {gpu for each in lists for gpu in each})
-        """GPUs that settings name, including those of machines that do not exist yet, and GPUs given so far."""
+        """GPUs that settings name, also for machines that do not exist yet, and GPUs that were assigned so far."""
         self._draining = facts.draining
         machines = {each.name: each for each in facts.machines if each.name in config.machines}
         granted = {name: each.granted for name, each in machines.items()}
@@ -34,38 +34,41 @@ class Shares:
         for machine in (each for name, each in sorted(machines.items()) if name in faulted):
             self._kept |= _kept(machine, config.machines[machine.name].gpus, facts)
         self._had = {name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)}
-        # Includes machines that name GPUs by UUID, which is unknown until the driver has initialised the GPU.
+        # Needed even if settings name GPUs: a UUID is unknown until the driver has initialised the GPU.
         self._has = {name: gpus for name, gpus in self._had.items() if config.machines[name].gpus != "all"}
 
     def of(self, machine: str) -> Share:
-        """Return the share of the machine whose turn it is."""
+        """Return the share of a machine, which must be the next one in turn."""
         of_others = {gpu for name, gpus in self._has.items() if name != machine for gpu in gpus}
         has = self._had.get(machine, frozenset())
-        # A fault in another machine takes no GPU from this one.
+        # A fault in another machine does not take a GPU from this one.
         kept = {gpu: why for gpu, why in self._kept.items() if gpu not in self._holds.get(machine, ())}
         return Share(taken=frozenset(self._given | of_others), has=has, draining=has & self._draining, kept=kept)
 
     def give(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
-        """Record what the machine was given, which replaces what it had before."""
+        """Record the grants of a machine, which replace what it had before."""
         self._has.pop(machine, None)
         if settings.gpus != "all":
             self._given |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
 
 
 def _named(facts: Facts, names: Collection[str]) -> set[str]:
-    """Return the names (addresses or UUIDs), and the addresses of the GPUs with those UUIDs."""
+    """Return the names (addresses or UUIDs), with the addresses of the GPUs that these UUIDs name."""
     present = (gpu for vendor in facts.vendors for gpu in vendor.gpus)
     return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
 
 
 def _holds(machine: MachineFacts) -> set[str]:
-    """Return what it was granted, and what it may still open. Facts of a machine with a fault may be nonsense."""
+    """Return the GPUs that the machine was granted, or may still open. A faulted machine's facts may be incomplete."""
     granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
     return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
 
 
 def _kept(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
-    """Return what a machine with a fault may have and its settings do not share; any GPU if that is unknown."""
+    """Return the GPUs that a machine with a fault may have, and that its settings do not share, each with the reason.
+
+    If its grant is unknown, these are all GPUs.
+    """
     if wanted == "all":
         return {}
     holds, still = _holds(machine), f"still machine {machine.name}'s, in which something went wrong"
@@ -77,12 +80,13 @@ def _kept(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[
 
 
 def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
-    """Return the machines whose share cannot be worked out, each with the reasons.
+    """Return the machines whose share cannot be determined, each with the reasons.
 
-    A machine with `count=N` could get another's GPU, so it needs the grants of all machines, except those with `all`.
-    Others need only their own, and only if their share depends on it, as it does while another machine has a fault.
+    A machine with `count=N` could get another one's GPU, so it needs the grants of all machines, except those with
+    `all`. Other machines need only their own grant, and only if their share depends on it, for example while another
+    machine has a fault.
     """
-    # A machine gets such a GPU only if it already has it.
+    # A GPU whose driver is not expected is selected only for machines that have it already.
     unawaited = any(not gpu.driver for vendor in facts.vendors if not vendor.driver_awaited for gpu in vendor.gpus)
     unseen = {
         each.name: each.granted.why

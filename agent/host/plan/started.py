@@ -1,6 +1,6 @@
-"""Derive a running machine's live settings from copies of the files that it started with, if their record is missing.
+"""Derives a running machine's live settings from copies of the files that it started with. Pure.
 
-The record is missing if prepare@ ended too early or could not write it, or if it was damaged since. Pure.
+This is done if the record of the live settings is missing: prepare@ did not write it, or it was damaged since.
 """
 
 import re
@@ -16,16 +16,14 @@ from agent.model.goal import MachineGoal
 from agent.model.live import READ_ONLY, LiveSettings
 
 NOT_COMPARED = re.compile(rb"^(?:#.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
-"""Lines of a drop-in: devices, which can change in a running machine, preparation of the start, and comments.
-
-These differ between releases. A backslash at the end of a line continues it (systemd.syntax(7)).
-"""
+"""Lines of a drop-in that are not compared: devices, which can change in a running machine, commands before the start,
+and comments. They differ between releases. A backslash at the end continues a line (systemd.syntax(7))."""
 NODE = re.compile(rb"Bind=/dev/(?!kmsg$)")
-"""Only devices have such a line; other settings stay the same."""
+"""A line of a .nspawn file that binds a device."""
 
 
 def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
-    """Return the facts, completed for machines without a record, and faults by machine, whose facts stay."""
+    """Return the facts, with derived live settings for machines without a record, and unexpected errors by machine."""
     goals = {goal.name: goal for goal in planned.goal.machines}
     machines, faults = [], {}
     for machine in facts.machines:
@@ -39,7 +37,7 @@ def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault
 
 
 def _known(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
-    """Return its live settings: devices from the record, if there is one; settings compared with the goal again."""
+    """Return the machine's live settings: its devices from the record, if there is one, everything else derived."""
     derived = _derived(goal, machine)
     if machine.live is None or derived is None:
         return derived
@@ -47,7 +45,10 @@ def _known(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
 
 
 def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
-    """Return None if these files are unknown. `fixed` is empty if settings differ that only a start applies."""
+    """Return the live settings that follow from the files of the start; None if these are unknown.
+
+    `fixed` is empty if the files differ from the goal in settings that only a restart can change.
+    """
     if machine.started is None:
         return None
     nspawn, drop_in = machine.started[0].splitlines(), machine.started[1].decode(errors="replace")
@@ -57,14 +58,14 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     allowing = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
     allowed = [DeviceAllow.parse(line.partition("=")[2]) for line in allowing]
     numbers = {entry.node for entry in allowed}
-    # Bind daemons' directories again too: it is unknown which existed at the start.
+    # Without the directories of daemons, which are bound again: it is unknown which existed at the start.
     nodes = {
         path: number
         for path, number in goal.live.nodes.items()
         if lines[path] in nspawn and f"/dev/char/{number}" in numbers
     }
-    # We permitted whatever systemd now permits by number. The numbers' owners are unknown, so withdraw at once those
-    # that are not granted.
+    # The agent added all permissions by number. Their owners are not recorded, so those not granted are withdrawn at
+    # once.
     permitted = (*machine.device_allow, *allowed)
     ours = [entry for entry in permitted if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(ours))

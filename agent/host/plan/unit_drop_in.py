@@ -1,4 +1,4 @@
-"""Renders the drop-in for systemd-nspawn@NAME.service, systemd.unit(5)."""
+"""Renders the drop-in for systemd-nspawn@NAME.service, systemd.unit(5). Pure."""
 
 from agent.config.settings import MachineSettings
 from agent.host.plan.before_start import before_start
@@ -8,18 +8,18 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.facts import DeviceNode
 
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
-"""Prefixes of template entries that no machine gets: with them, root in a machine reaches the host's disks.
+"""Prefixes of the template's entries that no machine gets: they would give root in a machine the host's disks.
 
-They serve `systemd-nspawn --image=`. A devtmpfs in a machine has a node for each disk of the host. Root can also change
-the file behind a loop device that is mounted read-only (LOOP_CHANGE_FD, drivers/block/loop.c).
+The template has them for `systemd-nspawn --image=`. A devtmpfs in a machine has a node for each disk of the host. Root
+can also replace the file behind a loop device that is mounted read-only (LOOP_CHANGE_FD, drivers/block/loop.c).
 """
 
 
 def device_allow(
     settings: MachineSettings, template: tuple[DeviceAllow, ...], nodes: tuple[DeviceNode, ...]
 ) -> tuple[DeviceAllow, ...]:
-    """Return the whole DeviceAllow= list. `template`: the list of the installed template unit."""
-    # DevicePolicy=closed does not allow the bound node: without this, open() fails with EPERM (systemd 257).
+    """Return the machine's DeviceAllow= list. `template` is the list of the installed template unit."""
+    # DevicePolicy=closed does not allow /dev/kmsg: without this entry, open() fails with EPERM (systemd 257).
     kmsg = (DeviceAllow("/dev/kmsg", "rw"),) if settings.nspawn.kmsg else ()
     modes = {device.path: device.mode for device in settings.extra_devices}
     ours = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
@@ -32,14 +32,14 @@ def from_template(template: tuple[DeviceAllow, ...]) -> tuple[DeviceAllow, ...]:
 
 
 def node_by_number(number: DeviceNumber) -> str:
-    """Return the entry by number: systemd looks up paths when it applies the policy, and skips missing nodes."""
+    """Return the name of a device in a DeviceAllow= entry: by number, because systemd skips paths that are missing."""
     return f"/dev/char/{number.major}:{number.minor}"
 
 
 def render_drop_in(
     machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
 ) -> bytes:
-    """Return the file with the list from `device_allow`. `whole=False`: without the commands before the start."""
+    """Return the drop-in with the list from `device_allow`; without the commands before the start if not `whole`."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
@@ -66,6 +66,6 @@ def render_drop_in(
 
 
 def quote(value: str) -> str:
-    """Quote a value for a setting that splits words; specifiers and variables become literal (systemd.syntax(7))."""
+    """Return the value quoted for a setting that is split into words and expands specifiers (systemd.syntax(7))."""
     escaped = value.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{escaped}"'
