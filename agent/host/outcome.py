@@ -1,4 +1,4 @@
-"""What a pass came to, for commands, logs, metrics and pages. Pure."""
+"""The result of a pass, for commands, logs, metrics and pages. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,28 +18,28 @@ class MachineOutcome:
 
     name: str
     conditions: tuple[Condition, ...]
-    """All, Ready last, with the times of the last changes; none before the machine's first pass."""
+    """All conditions with the times of their last changes, Ready last; empty before the machine's first pass."""
     gpus: tuple[str, ...] = ()
     """PCI addresses of the granted GPUs."""
     pending: bool = False
-    """No report answers the latest handoff yet, or Ready has to settle: make another pass soon."""
+    """Another pass is needed soon: no report answers the latest handoff yet, or Ready has to settle."""
     stopped: bool = False
-    """It exists and we may write its settings, but it does not run."""
+    """The machine exists and the agent may write its settings, but it does not run."""
     startable: bool = False
-    """Our settings are in place, from this pass or an earlier one, and systemd has read its drop-in."""
+    """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """It ran in this boot of the host, and no longer runs."""
+    """The machine ran since the host booted, and does not run now."""
     lost: tuple[str, ...] = ()
-    """PCI addresses of its lost GPUs, except acknowledged ones."""
+    """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """Repairs by the machine half since the machine's boot, from its report; empty without a report."""
     starts_with: LiveSettings | None = None
-    """What a start would use now; None without a goal, and while its files differ from the goal or are not ours."""
+    """The settings that a start would use now; None if they are not the goal's, or there is no goal."""
     fault: Fault | None = None
     """An unexpected error while working on this machine."""
 
     def condition(self, kind: ConditionType) -> Condition:
-        """The condition of that type; Unknown before the machine's first pass."""
+        """Return the condition of this type; Unknown before the machine's first pass."""
         found = next((each for each in self.conditions if each.type is kind), None)
         return found or unknown(kind, Reason.NOT_EVALUATED, "this condition was not evaluated")
 
@@ -51,17 +51,17 @@ class MachineOutcome:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One pass."""
+    """The result of one pass."""
 
     facts: Facts
     machines: tuple[MachineOutcome, ...]
     actions: tuple[Done, ...] = ()
     failures: tuple[str, ...] = ()
-    """Attempts that failed, one sentence each."""
+    """Steps that failed, one sentence each."""
     duration: float = 0.0
-    """Seconds."""
+    """Seconds that the pass took."""
     finished: float = 0.0
-    """Seconds since the epoch."""
+    """When the pass ended, in seconds since the epoch."""
 
     @property
     def sentences(self) -> tuple[str, ...]:

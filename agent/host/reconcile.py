@@ -1,4 +1,4 @@
-"""One pass: observe facts, plan the goal, apply the difference, verify it, report it."""
+"""Makes a pass: observe facts, plan the goal, apply the difference, verify it, report it."""
 
 import logging
 import time
@@ -37,11 +37,11 @@ from agent.system.udev import DeviceSource
 log = logging.getLogger(__name__)
 
 LOCK_WAIT = 10.0
-"""Seconds to wait for a pass of another process."""
+"""Seconds to wait while another process makes a pass."""
 CLEAR_AGAIN = 600.0
-"""Seconds before the next attempt to remove a driver root that could not be removed: one may take a minute."""
+"""Seconds until the removal of a driver root is tried again after a failure. One attempt may take a minute."""
 REMAINS_AGAIN = 60.0
-"""The same for remains: each attempt removes some of them within a second."""
+"""Seconds until the removal of other leftovers is tried again. Each attempt removes some of them within a second."""
 BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
@@ -52,7 +52,7 @@ class Uncleared:
     """A removal that failed."""
 
     tried: float
-    """By CLOCK_MONOTONIC."""
+    """The time of the last attempt, by CLOCK_MONOTONIC."""
     why: str
 
 
@@ -60,25 +60,25 @@ class Uncleared:
 class Reconciler:
     """Brings a host to its goal.
 
-    From one pass to the next it keeps only the parsed loader cache, the ages of records, failed removals, and the
-    faults that it has logged.
+    Between passes, a Reconciler keeps only the parsed loader cache, the ages of records, failed removals, and the
+    faults that were logged.
     """
 
     config: Config
     system: System
     devices: DeviceSource
     progress: Callable[[str], None] = lambda _: None
-    """Called with each step's sentence when it begins, and with an empty text when a part of one is done."""
+    """Called with a sentence when a step begins, and with an empty text when a part of a step is done."""
     rejected: str = ""
     """What is wrong with the configuration, if the last good one is in force instead; otherwise empty."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
     ages: Ages = field(default_factory=Ages)
     uncleared: dict[Clearing, Uncleared] = field(default_factory=dict)
     told: tuple[str, ...] = ()
-    """Faults of the last pass."""
+    """Sentences on the faults of the last pass."""
 
     def look(self) -> tuple[Facts, Plan, Difference]:
-        """Return facts, plan and difference; change nothing."""
+        """Return facts, plan and difference without changing anything."""
         facts = without_plain(observe(self.config, self.system, self.devices, self.loader_cache, self.ages))
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
@@ -102,19 +102,19 @@ class Reconciler:
                 lacking |= {machine.name} if answers.lacks_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
-                # Treat it as a broken report: no report may keep a permission alive.
+                # Treat the report as broken: a report must not keep a permission alive.
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
         return Said(released, lacking, faults)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
-        """Make one pass, then start stopped machines; never restart one. Raises AgentError if no pass is possible.
+        """Make one pass, then start machines that do not run. Raises AgentError if no pass is possible.
 
-        A machine that ran in this boot was stopped by a user: only `by_hand` starts it.
+        A machine that ran since the host booted was stopped by a user: it is started only with `by_hand`.
         """
         outcome = self.reconcile()
         failures = outcome.failures
         machines = []
-        # After releasing the lock of passes: the start runs prepare@, which makes a pass of its own.
+        # After `reconcile` has released the pass lock: a start runs prepare@, which makes a pass itself.
         for machine in outcome.machines:
             if machine.stopped and machine.startable and (by_hand or not machine.has_run):
                 failures += self._start(machine.name)
@@ -123,7 +123,7 @@ class Reconciler:
         return replace(outcome, machines=tuple(machines), failures=failures)
 
     def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
-        """Bring files to the goal and judge the result. Raises AgentError if no pass is possible."""
+        """Apply the difference and return the outcome. Raises AgentError if no pass is possible."""
         started = time.monotonic()
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
@@ -146,7 +146,7 @@ class Reconciler:
         )
 
     def judge(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
-        """Return every configured machine with its conditions."""
+        """Return the outcome of every configured machine, with its conditions."""
         history, now = read_history(self.system), time.time()
         goals = {goal.name: goal for goal in planned.goal.machines}
         machines = []
@@ -194,7 +194,7 @@ class Reconciler:
         )
 
     def _tell(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:
-        """Return one sentence per fault; log the traceback of new ones."""
+        """Return one sentence per fault, and log the traceback of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         for name, sentence in sentences.items():
@@ -217,11 +217,11 @@ class Reconciler:
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         if planned.goal.machines:
-            # A Bind= whose source is missing keeps the machine from booting.
+            # If the source of a Bind= is missing, the machine does not start.
             self.system.make_directory(HOST_NVIDIA)
         failures = []
         for machine in planned.goal.machines:
-            # The machine's unit mounts a file system on the report directory before the start.
+            # Before the machine starts, its unit mounts a file system on the report directory.
             for directory in (handoff_directory(machine.name), report_directory(machine.name)):
                 try:
                     self.system.make_directory(directory)
@@ -241,7 +241,7 @@ def _again(action: Clearing) -> float:
 
 
 def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:
-    """Return the machine's parsed report; Broken if it is malformed."""
+    """Return the machine's report, parsed; Broken if it is malformed."""
     if isinstance(machine.report, Absent | Broken | Unseen):
         return machine.report
     try:

@@ -14,10 +14,11 @@ from agent.vendors.other_devices.host import OTHER
 HOST_VENDORS: tuple[HostVendor, ...] = (NVIDIA, AMD, INTEL, OTHER)
 
 Loader = Callable[[System, Callable[[], Seen[tuple[PciDevice, ...]]], Set[str], Callable[[str], None]], None]
-"""Takes the system, a lister of PCI devices, detached addresses, and a callback for progress. Raises AgentError."""
+"""Loads a vendor's kernel modules. Takes the system, a function that lists PCI devices, the addresses of detached GPUs,
+and a function that reports progress. Raises AgentError."""
 
 LOADERS: tuple[Loader, ...] = (load,)
-"""Loaders of kernel modules, used if so configured. Modules that come with the kernel load by themselves."""
+"""Loaders of kernel modules, used with driver.load_modules. The kernel loads its own modules by itself."""
 
 
 def rank(name: str) -> int:

@@ -1,4 +1,4 @@
-"""Puts complete driver roots on disk, which agent.host.apply.publishing then shows to machines; and removes them."""
+"""Stages complete driver roots on disk, and removes them. agent.host.apply.publishing shows them to machines."""
 
 import contextlib
 import os
@@ -25,18 +25,19 @@ from agent.system.files import System, remains
 from agent.system.mounts import mounted
 
 MARGIN = 64 << 20
-"""Bytes that must stay free on the file system after staging: the agent's state is there too."""
+"""Bytes that must stay free on the file system after staging, for the agent's state."""
 
 REMOVAL_LIMIT = 10.0
-"""Seconds for one removal: root in a machine may have put any number of files there. Later passes continue it."""
+"""Seconds for one removal, which later passes continue. Root in a machine may have added any number of files."""
 REMAINS_LIMIT = 1.0
-"""Seconds for a removal that no step waits for."""
+"""Seconds for a removal of leftovers, for which no step waits."""
 
 
 def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
-    """Copy (by reflink if possible), record, then complete by one rename. Raises ApplyError, OSError.
+    """Copy a driver root to disk, by reflink if possible. Raises ApplyError, OSError.
 
-    Calls `progress` after each file on disk, and after parts of large ones.
+    The root is copied to STAGING and recorded in a manifest; then a rename moves it to its place. Calls `progress`
+    after each file, and after each part of a large file.
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
@@ -64,7 +65,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
 
 
 def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> None:
-    """Copy from the descriptor that was checked: another file may take the path at any moment."""
+    """Copy a file from the descriptor that was checked: its path may lead to a different file at any moment."""
     try:
         reading = system.open_public(file.source)
     except OSError as error:
@@ -92,16 +93,16 @@ def _changed(file: Library, why: str = "") -> ApplyError:
 
 
 def _clear(system: System) -> None:
-    """Remove what an interrupted staging left behind."""
+    """Remove what an interrupted staging left."""
     for name in system.entries(STAGING):
         system.remove_tree(f"{STAGING}/{name}")
 
 
 def remove_root(index: int, system: System) -> None:
-    """Hide it from machines, then delete it. Raises AgentError, OSError.
+    """Hide a driver root from machines, then delete it. Raises AgentError, OSError.
 
-    A running container keeps its files: each is a bind mount, which holds the inode without the path. But a container
-    that restarts looks up the path again, so `agent.host.plan.driver_roots` decides which roots may go.
+    A running container keeps its files: each one is a bind mount, which does not depend on the path. A container that
+    restarts needs the paths again, so `agent.host.plan.driver_roots` decides which roots may be removed.
     """
     unpublish(index, system)
     system.make_directory(REMOVED)
@@ -111,19 +112,19 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # The second was written by an earlier release: where the files came from.
+    # The second file is from an earlier release, which recorded there where the files came from.
     for note in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(note)
-    # Remove the manifest last: without it, a root could be found only by guessing its index.
+    # The manifest is removed last: without it, a root could be found only by guessing its index.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 
 
 def protect(indices: tuple[int, ...], system: System) -> None:
-    """Move plain directories away and mount their parent. Raises AgentError, OSError.
+    """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
 
-    Mount nothing of them: root in a machine may have changed them, or still have a file open. If this is killed, or
-    PID 1 does not answer, the next pass stages again what was moved.
+    Their content is not used again: root in a machine may have changed it, or still have a file open. If this is
+    killed, or PID 1 does not answer, the next pass stages the roots again.
     """
     system.make_directory(REMOVED)
     ways = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
@@ -135,7 +136,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
             _move(removed, plain, system)
         raise ApplyError("they stay as they are", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
-        # The next pass removes what is left.
+        # The next pass removes what cannot be removed now.
         with contextlib.suppress(AgentError):
             remove_root(index, system)
 
@@ -146,10 +147,10 @@ def _move(path: str, to: str, system: System) -> None:
 
 
 def make_way(path: str, system: System) -> None:
-    """Move away a directory in the place of one of our files; the next pass removes it (`ClearRemains`).
+    """Move away a directory that is in the place of one of the agent's files. Raises OSError.
 
-    Root in a machine can put one into its handoff directory, and can make its removal slow. Until an earlier one is
-    removed, the move fails, and only that machine suffers. Raises OSError.
+    Root in a machine can put such a directory into its handoff directory, and make its removal slow. So the next pass
+    removes it (`ClearRemains`). If an earlier one was not removed yet, the move fails, and only that machine suffers.
     """
     for each in (path, remains(path)):
         if system.is_directory(each) and system.read_link(each) is None:
@@ -158,6 +159,6 @@ def make_way(path: str, system: System) -> None:
 
 
 def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
-    """Remove trees that a machine may have filled. Raises AgentError, also if `limit` seconds are too few."""
-    # rm(1), not shutil: it handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
+    """Remove trees that a machine may have filled. Raises AgentError, also if `limit` seconds are not enough."""
+    # rm(1) instead of shutil: it handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
     system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

@@ -1,6 +1,6 @@
-"""Changes the devices of a running machine, without restarting it or anything in it.
+"""Changes the devices of a running machine, without restarting the machine or anything in it.
 
-Uses the system bus, as systemctl and machinectl do: starting one of those takes ten times as long as the call.
+It calls systemd on the system bus, as systemctl and machinectl do. Starting one of these takes ten times as long.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,17 +23,18 @@ from agent.system.damage import write_record
 from agent.system.files import System
 
 CHANGE_LIMIT = 30.0
-"""Seconds. PID 1 does not answer while it reloads its units."""
+"""Seconds to wait for an answer: PID 1 does not answer while it reloads its units."""
 
 
 def change_devices(action: ChangeDevices, system: System, going_on: Callable[[], None] = lambda: None) -> None:
-    """Permit, then bind; record what succeeded even if the rest fails. Raises ApplyError, or OSError for the record.
+    """Permit devices, then bind their nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
 
-    Record first: a kill in between must not leave a permission that no record has. If the record cannot be written,
-    still forbid devices, but permit and bind nothing, which each pass would do again.
+    The intended permissions are recorded first: if the agent is killed meanwhile, no permission may be in force without
+    a record. If the record cannot be written, devices are still forbidden, but nothing is permitted or bound: each pass
+    would do so again.
     """
     before, after = action.before, action.after
-    # Drop nodes that are no longer granted: the machine half removes them by itself.
+    # Without nodes that are no longer granted: the machine half removes them itself.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     permits = before.unsure or set(before.allow) != set(after.allow)
@@ -63,13 +64,13 @@ def change_devices(action: ChangeDevices, system: System, going_on: Callable[[],
 def _bind_all(
     action: ChangeDevices, live: LiveSettings, system: System, going_on: Callable[[], None]
 ) -> tuple[LiveSettings, list[str]]:
-    """Return the record with the nodes that could be bound, and the failures."""
+    """Bind the nodes that the machine lacks. Return the record with those that could be bound, and the failures."""
     failures = []
     for path, number in action.after.nodes.items():
         if path in live.nodes:
             continue
         try:
-            # One bad node does not hold up the others.
+            # A failure does not keep the other nodes from being bound.
             _bind(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
             live = replace(live, nodes={**live.nodes, path: number})
         except BusError as error:
@@ -86,11 +87,12 @@ def _note(machine: str, live: LiveSettings, system: System) -> None:
 
 
 def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
-    """Replace the unit's whole list. Setting a list only adds to it, so an empty one comes first.
+    """Replace the unit's whole DeviceAllow= list.
 
-    One SetUnitProperties call sets both, and systemd applies it as one, so the permissions are never gone. A drop-in
-    and daemon-reload alone change nothing for a running unit (systemd 257). systemd writes the list to
-    /run/systemd/system.control, which our drop-in outranks at the machine's next start.
+    Assigning a list only adds entries, so an empty one is assigned first. systemd applies both assignments of a
+    SetUnitProperties call at once, so that no permission is ever missing. A drop-in with a daemon-reload changes
+    nothing for a running unit (systemd 257). systemd writes the list to /run/systemd/system.control; at the machine's
+    next start our drop-in takes precedence.
     """
     entries = [(entry.node, entry.permissions or "rwm") for entry in allow]
     properties = [("DeviceAllow", ("a(ss)", [])), ("DeviceAllow", ("a(ss)", entries))]
@@ -100,7 +102,7 @@ def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
 
 
 def _bind(machine: str, path: str, *, read_only: bool, system: System) -> None:
-    """Bind it to the same path in the machine, as machinectl(1) does. A second bind would cover the first."""
+    """Bind a node to the same path in the machine, as machinectl(1) does. A second bind would cover the first."""
     make_directories = True
     arguments = (machine, path, path, read_only, make_directories)
     method = f"{MACHINED_MANAGER}.BindMountMachine"

@@ -1,12 +1,12 @@
-"""Shows driver roots to machines, and hides them again.
+"""Publishes driver roots, so that machines see them, and hides them again.
 
-Each is an overlay file system without a writable layer. Root in a machine can make a bind mount writable, but not
-this: it has no layer to write to, so the kernel refuses (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA with the mount
-points is one too: otherwise root in a machine could remove a mount point, which unmounts it in all machines
-(detach_mounts in fs/namei.c), and put something else in its place.
+A published root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
+writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has the
+mount points, is such an overlay too. Otherwise root in a machine could remove a mount point, which unmounts it in all
+machines (detach_mounts in fs/namei.c), and put something else in its place.
 
-PID 1 mounts them, because the service's sandbox may not. It also does so at boot, whether or not this process runs.
-They appear in running machines by propagation.
+PID 1 mounts the roots, because the service's sandbox may not, and because it also does so at boot without the service.
+The mounts propagate into running machines.
 """
 
 import posixpath
@@ -32,9 +32,9 @@ from agent.system.mounts import mounted
 from agent.system.seen import look
 
 JOB_LIMIT = 20.0
-"""Seconds for PID 1 to mount or unmount."""
+"""Seconds that PID 1 may take to mount or unmount."""
 POLL = 0.05
-"""Seconds."""
+"""Seconds between two checks whether PID 1 has finished."""
 UNIT = """\
 # Written by unbounded-agent, do not edit. It is a mount, because root in a machine could change a plain directory.
 
@@ -53,7 +53,7 @@ TimeoutSec=15
 
 
 def publish(index: int, system: System) -> None:
-    """Mount it; if the kernel cannot, publish it as a plain directory. Raises AgentError, OSError."""
+    """Mount driver root `index`; if the kernel cannot, publish it as a plain directory. Raises AgentError, OSError."""
     staged = observe_staged(system)
     if staged.mounted or not staged.plain:
         failure = _mount(index, system)
@@ -61,16 +61,16 @@ def publish(index: int, system: System) -> None:
             return
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
             raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
-        # Remove the units before the rename: at the next boot their mounts would hide what is published now.
+        # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
         _withdraw(driver_root(index), system)
         _withdraw(HOST_NVIDIA, system)
-    # Reached also if other roots are plain directories: a mount would hide those from the machines that use them.
+    # Also if other roots are plain directories: a mount would hide those from the machines that use them.
     system.make_directory(HOST_NVIDIA)
     system.rename(f"{TREES}/{index}", driver_root(index))
 
 
 def mount_parent(system: System) -> bool:
-    """Mount HOST_NVIDIA, which hides plain directories; return whether it worked. Raises AgentError, OSError."""
+    """Mount HOST_NVIDIA, which hides plain directories in it. Return whether it worked. Raises AgentError, OSError."""
     _write_parent(system)
     _ask("StartUnit", mount_unit(HOST_NVIDIA), system)
     if HOST_NVIDIA in mounted(system, OVERLAY):
@@ -80,7 +80,7 @@ def mount_parent(system: System) -> bool:
 
 
 def unpublish(index: int, system: System) -> None:
-    """Unmount it if it is mounted. Raises ApplyError while a process has one of its files open."""
+    """Unmount driver root `index`, if it is mounted. Raises ApplyError while a process has one of its files open."""
     path = driver_root(index)
     if path in mounted(system, OVERLAY):
         failure = _ask("StopUnit", mount_unit(path), system)
@@ -90,7 +90,7 @@ def unpublish(index: int, system: System) -> None:
 
 
 def _mount(index: int, system: System) -> str:
-    """Mount it; return why that failed, or "". Raises AgentError for errors unrelated to overlay file systems."""
+    """Mount driver root `index`. Return why that failed; empty if it worked. Raises AgentError for other errors."""
     if HOST_NVIDIA not in mounted(system, OVERLAY):
         _write_parent(system)
     path, parent = driver_root(index), mount_unit(HOST_NVIDIA)
@@ -110,7 +110,7 @@ def _write_parent(system: System) -> None:
 
 
 def _write_unit(path: str, description: str, lower: str, needs: str, system: System) -> None:
-    """Write and enable a mount unit. Its path determines its content, so it needs no daemon-reload after a rewrite."""
+    """Write and enable a mount unit. Its path determines its content, so systemd need not read it again."""
     name = mount_unit(path)
     unit = UNIT.format(
         description=description, target=DRIVER_ROOTS_TARGET, needs=needs, path=path, lower=lower, nothing=NOTHING
@@ -134,10 +134,13 @@ def _wanted(name: str) -> str:
 
 
 def _ask(verb: str, unit: str, system: System) -> str:
-    """Run a job in PID 1 and wait for it; return why PID 1 refuses, or "". Raises AgentError if it does not answer."""
+    """Start or stop a unit, and wait for that. Return why PID 1 refuses; empty if it does not.
+
+    Raises AgentError if PID 1 does not answer.
+    """
     deadline = time.monotonic() + JOB_LIMIT
     try:
-        # "fail": do not replace the jobs of a host that shuts down.
+        # With "fail", the job does not replace those of a host that shuts down.
         (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
     except BusAnswerError as error:
         return f": {error}"

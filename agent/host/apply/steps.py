@@ -1,4 +1,4 @@
-"""Performs the steps in their order. Decides nothing: `agent.host.plan.diff` did."""
+"""Performs the steps that `agent.host.plan.diff` returns, in their order."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -35,23 +35,24 @@ from agent.system.seen import look
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The steps that were done, and the failures, each a sentence that names its step."""
+    """The results of the steps."""
 
     done: tuple[Action, ...]
     failures: tuple[str, ...]
+    """Sentences that name the steps that failed."""
     uncleared: dict[Clearing, str]
-    """Removals that failed, and why. They are not failures of the pass, because no machine waits for them."""
+    """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
 
 
 def apply(actions: Sequence[Action], system: System, progress: Callable[[str], None] = lambda _: None) -> Applied:
-    """Perform the steps. One bad file delays no other machine; only handoffs are left out once staging has failed.
+    """Perform the steps. A step that fails does not stop the others, except steps that depend on it.
 
-    Calls `progress` with each step's sentence, and with an empty text during a long one.
+    Calls `progress` with a sentence before each step, and with an empty text during a long one.
     """
     done: list[Action] = []
     uncleared: dict[Clearing, str] = {}
     failed: list[Action] = []
-    # Without a record the agent writes nothing, but it still forbids a device that is no longer granted.
+    # Without an ownership record, no settings are written, but devices that are no longer granted are still forbidden.
     unrecorded = _record(actions, system, finished=False) if actions else ()
     failures = [*unrecorded]
     for action in actions:
@@ -73,16 +74,17 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
 
 
 def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
+    """Return whether a step must be left out because of steps that failed, or because no record could be written."""
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
             return any(isinstance(each, Publishing) for each in failed)
         case StageDriverRoot():
-            # The roots that it would replace stay in use.
+            # The driver roots that this one would replace stay in use.
             return any(isinstance(each, ProtectDriverRoots) for each in failed)
         case WriteFile():
             return not recorded and _is_recorded(action)
         case RemoveFile():
-            # Keep the settings' record: only it leads a later pass to the machine's permissions.
+            # Without the settings, later passes would not find the permissions that could not be removed.
             return any(
                 isinstance(each, RemoveFile) and each.path.startswith(f"{RUNTIME_PROPERTIES}/") for each in failed
             )
@@ -126,12 +128,12 @@ def _write(action: WriteFile, system: System) -> None:
 
 
 def _is_recorded(write: WriteFile) -> bool:
-    """Return whether the ownership record must name the file. In our own directory every file is ours."""
+    """Return whether the ownership record must name the file. In the agent's own directory, all files are its own."""
     return not write.path.startswith(f"{STATE}/")
 
 
 def _owe_reload(path: str, system: System) -> None:
-    """Record that a reload is owed; before the change, so that no crash in between hides it."""
+    """Record that systemd must read its units again, before a file changes: a crash must not hide the change."""
     if path.startswith(UNIT_SETTINGS):
         system.write(RELOAD_OWED, b"")
 
@@ -147,9 +149,9 @@ def _failed(action: Action, error: Exception) -> AgentError:
 
 
 def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
-    """Update the ownership record: a path is in it before it is written, and until it is removed. Return failures.
+    """Update the ownership record, and return failures. A file is recorded before it is written, until it is removed.
 
-    It is a failure too if the current record cannot be read: the files that it names must not be forgotten.
+    If the current record cannot be read, that is a failure too: the files in it must not be forgotten.
     """
     try:
         before = _read_record(system)
@@ -167,10 +169,10 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
 
 
 def _read_record(system: System) -> dict[str, str]:
-    """Return the record, empty if it is missing or damaged. Raises OSError if it cannot be read."""
+    """Return the ownership record; empty if it is missing or damaged. Raises OSError if it cannot be read."""
     match look(system.read, OWNED):
         case bytes() as data:
-            # The record is a cache: the next pass adopts files that are as we would write them; the rest is not ours.
+            # Without the record, the next pass takes over the files whose content is as the agent would write it.
             with suppress(DocumentError):
                 return parse_owned(data)
         case Unseen(why):

@@ -1,4 +1,4 @@
-"""Whether a machine's report answers its current handoff. Pure."""
+"""Decides whether a machine's report answers its current handoff. Pure."""
 
 from agent.host.observe.machine_report import Report
 from agent.model.conditions import NOT_NEEDED_FOR_READY, ConditionType, Status
@@ -10,7 +10,7 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds: three reports are missing, with a margin for a slow run."""
+"""Seconds after which a report is stale: three further ones are missing, with a margin for a slow run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -23,25 +23,28 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    If it says that nodes are missing, it must also be younger than the last binding and the publication after that.
-    Only the files' times show this, since the handoff's generation stays the same.
+    A report of missing nodes must also be newer than the last binding of nodes and the handoff's publication after
+    that. Only the files' times show this, because the handoff's generation stays the same.
     """
     older = machine.report_age > min(machine.granted_age, machine.live_age)
     return report.generation == goal.generation and not (older and lacks_nodes(goal, report))
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether withdrawn devices may be forbidden: the machine half took them out of use, or had its time."""
+    """Return whether withdrawn devices may be forbidden now.
+
+    They may be once the machine half has taken them out of use, or has had enough time to do so.
+    """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True
-    # Nor wait longer for a machine that only keeps reporting: what was withdrawn may be another machine's now.
+    # Other reports do not extend that time: another machine may have the withdrawn devices by now.
     asked = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     silent = not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER
     return silent or (asked and machine.granted_age > STALE_AFTER)
 
 
 def lacks_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether the machine reports, for this very handoff, that a node is missing or wrong."""
+    """Return whether the machine reports, for this handoff, that a node is missing or wrong."""
     if not isinstance(report, Report) or report.generation != goal.generation:
         return False
     return any(

@@ -1,4 +1,4 @@
-"""Conditions that depend on time: Ready that comes and goes, and work in progress that never ends. Pure."""
+"""Adjusts conditions that depend on time: Ready that keeps being lost, and a start that does not end. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from agent.model.text import rfc3339
 WINDOW = 600.0
 """Seconds for which a loss of Ready is remembered."""
 LOSSES = 4
-"""Losses within WINDOW after which Ready has to settle. Fewer may be a repair by hand, or planned restarts."""
+"""Losses within WINDOW after which Ready has to settle. Fewer may come from manual repairs or planned restarts."""
 SETTLING = 60.0
 """Seconds without a fault until Ready is True again."""
 STARTING_LIMIT = 300.0
@@ -18,7 +18,7 @@ STARTING_LIMIT = 300.0
 
 
 def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
-    """Return the new conditions, Ready last, adjusted by those of the previous pass."""
+    """Return the new conditions, Ready last, adjusted according to those of the previous pass."""
     before = {each.type: each for each in old}
     others = [_overdue(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
     ready = next(each for each in new if each.type is ConditionType.READY)
@@ -28,11 +28,11 @@ def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) ->
 
 
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
-    """Return Ready as to be shown: False at once; True only after a delay if Ready was lost too often.
+    """Return Ready as it is to be shown: False at once, but True only after a delay if Ready was lost too often.
 
-    Only faults (False) count: Ready is Unknown while a machine answers a new handoff, which is no fault.
+    Only False counts as a loss: while a machine answers a new handoff, Ready is Unknown without a fault.
     """
-    # Drop times in the future: the clock was set back since, and they would not expire.
+    # Times in the future are dropped: the clock was set back, and they would not expire.
     losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)
     good_since = before.good_since if before and before.good_since <= now else 0.0
     if ready.status is Status.FALSE:
@@ -50,10 +50,10 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
 
 
 def _overdue(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition, False if a start has been in progress for too long."""
+    """Return the condition; False instead of Unknown if a start has been in progress for too long."""
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
-    # Transitions are those of the status, so from the second pass on, time as Unknown for another reason counts too.
+    # The transition is the status's: from the second pass on, time as Unknown for another reason counts as well.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition

@@ -1,4 +1,4 @@
-"""The condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure."""
+"""Evaluates the condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure."""
 
 from collections.abc import Sequence
 
@@ -12,14 +12,14 @@ KIND = ConditionType.GPUS_COMPLETE
 
 
 def lost_by(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
-    """Return GPUs that the machine was granted and that have left PCI, without acknowledged losses."""
+    """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
     return tuple(gpu for gpu in _of(machine, remembered) if gpu.lost)
 
 
 def with_lost(conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]) -> tuple[Condition, ...]:
-    """Return the conditions with GPUsComplete in its place. It makes Ready False only if the last GPU is lost.
+    """Return the conditions with GPUsComplete in its place.
 
-    The GPUs that the machine still has work, and Ready says so: a lost GPU does not take the whole node out of use.
+    GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
     """
     complete = _complete(machine, remembered)
     left = [gpu for gpu in _of(machine, remembered) if not gpu.lost]

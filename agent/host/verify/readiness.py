@@ -1,4 +1,4 @@
-"""The conditions of one machine, from what both halves observe. Pure."""
+"""Evaluates the conditions of one machine, from what both halves observe. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -28,7 +28,7 @@ from agent.model.reasons import Reason
 PLAIN = "another one is mounted when no machine runs and the kernel has overlay file systems: see docs/drivers/roots.md"
 
 SAID = "machine says: "
-"""Marks the machine's own words: root in the machine can write anything there."""
+"""Precedes a message from the machine, because root in the machine can write anything there."""
 
 FROM_VENDORS = (
     ConditionType.DRIVER_LOADED,
@@ -40,7 +40,7 @@ FROM_VENDORS = (
 
 
 def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU, because there is none, or none for it."""
+    """Return the conditions of a machine that gets no GPU."""
     reason, message = Reason.NO_GPU, "this host has no GPU"
     if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
         reason = Reason.GPU_DETACHED
@@ -84,7 +84,7 @@ def evaluate(
 ) -> tuple[Condition, ...]:
     """Return every condition except GPUsComplete, in the order of ConditionType, Ready last.
 
-    `refused`: why the settings cannot be written.
+    `refused` is the reason why the machine's settings cannot be written; empty if they can.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
@@ -92,7 +92,7 @@ def evaluate(
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
     if not settings.node_condition:
-        # Ignore the report: a machine half reports it only if the host half asks for it.
+        # The machine half reports this condition only if `node_condition` is set.
         message = f"machines.{goal.name}.node_condition is not set"
         inside[ConditionType.NODE_CONDITION_SET] = not_applicable(ConditionType.NODE_CONDITION_SET, message)
     conditions = [
@@ -113,7 +113,7 @@ def _without_gpus(
     report: Report | Absent | Broken | Unseen,
     refused: str | Unseen,
 ) -> tuple[Condition, ...]:
-    """Return the conditions without GPUs, with those of other devices, which do not affect Ready: it is about GPUs."""
+    """Return the conditions of a machine that gets no GPU, but may have other devices, which do not affect Ready."""
     conditions = without_gpus(settings, facts)
     inside, said = _inside(machine, goal, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
@@ -125,7 +125,7 @@ def _without_gpus(
 
 
 def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal) -> tuple[Condition, ...]:
-    """Add missing non-GPU devices and mounts to DevicesPresent's message; GPU pods do not need them."""
+    """Add missing non-GPU devices and mounts to DevicesPresent's message. The status stays: GPUs do not need them."""
     lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
     remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
     if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
@@ -135,7 +135,10 @@ def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal
 
 
 def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Condition, ...]:
-    """Mention a rejected configuration if the last good one is in force. The status stays: this harms no pod."""
+    """Add a rejected configuration to MachineRunning's message, if the last good one is in force instead.
+
+    The status stays: pods do not suffer from it.
+    """
     if not rejected:
         return conditions
     kind = ConditionType.MACHINE_RUNNING
@@ -150,7 +153,7 @@ def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Con
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
-    """Return the worst of the vendors' conditions, without vendors that have no GPU and no problem here."""
+    """Return the worst of the vendors' conditions. Vendors without a GPU or a problem in this machine do not count."""
     found = []
     for grant in grants:
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
@@ -249,7 +252,7 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
 def _inside(
     machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen
 ) -> Mapping[ConditionType, Condition]:
-    """Return what the machine half reports; Unknown if there is no current report, with the reason."""
+    """Return the conditions that the machine half reports. Without a current report, they are Unknown."""
     kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
     if machine.unit_state != "active":
         return {
