@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Telling:
-    """Remembers what it has logged."""
+    """Logs the results of passes. It remembers what it has logged."""
 
     def __init__(self) -> None:
         self.failed: tuple[str, ...] = ()
@@ -22,12 +22,12 @@ class Telling:
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
 
     def rejected(self, why: str) -> None:
-        """Log why the configuration is wrong; log nothing for an empty text."""
+        """Log why the configuration is wrong. An empty text means that it is not."""
         for line in why.splitlines():
             log.error("configuration rejected, using the last good one: %s", one_line(line))
 
     def outcome(self, outcome: Outcome) -> None:
-        """Log a completed pass."""
+        """Log what is new in the outcome of a pass."""
         self.failures(outcome.failures)
         problems = outcome.facts.all_problems()
         for sentence in problems:
@@ -42,14 +42,14 @@ class Telling:
         }
 
     def broken_off(self, error: Exception) -> str:
-        """Log why a pass did not finish, with the traceback of an unexpected error."""
+        """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
         foreseen = isinstance(error, AgentError | OSError)
         why = f"the last pass failed: {error if foreseen else in_words(error)}"
         self.failures((why,), None if foreseen else error)
         return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
-        """Log new failures of a pass; if there are none, log the end of earlier ones."""
+        """Log the failures of a pass that are new, or that earlier failures are over."""
         for sentence in failures:
             if sentence not in self.failed:
                 log.error("%s", one_line(sentence), exc_info=cause)

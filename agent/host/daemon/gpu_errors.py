@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 
 Counted: TypeAlias = Callable[[str, int, int], None]
-"""Called with the PCI address, the error's number, and how often it occurred."""
+"""Called with a GPU's PCI address, an error's number, and how often it occurred."""
 
 
 class GpuErrors:
-    """Follows the kernel log. As a source of wake-ups (agent.host.daemon.wakeups), it causes a pass for a lost GPU."""
+    """Follows the kernel log. It is an event source (agent.host.daemon.wakeups): a lost GPU causes a pass."""
 
     name = "kernel-log"
 
@@ -33,16 +33,16 @@ class GpuErrors:
         counted: Counted = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """`open_log` gets the log's path, and the number of the last known record.
+        """Begin to follow the log. `open_log` gets its path and the number of the last record that was read.
 
-        The first start in a boot of the host knows none. It skips existing records: the bindings of that time are
-        unknown.
+        At the first start after a boot, no record was read. Existing records are then skipped: it is unknown to which
+        drivers the GPUs were bound at that time.
         """
         self.counted = counted
         self.why_not = ""
         """Why the log cannot be read; empty if it can."""
         self.last: dict[str, str] = {}
-        """The latest error of each GPU with its time, by PCI address."""
+        """The last error of each GPU, with its time, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
         self._kept = log_read(system)
@@ -50,7 +50,7 @@ class GpuErrors:
         self._listen()
 
     def open(self) -> None:
-        """Begin to follow the log, unless it is followed already. Raises OSError."""
+        """Open the log, unless it is open. Raises OSError."""
         if self._log is None:
             self._listen()
         if self._log is None:
@@ -66,14 +66,14 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def asks(self) -> bool:
-        """Like `read`, but raise OSError if the log can no longer be read."""
+        """Read new records and return whether a GPU was lost. Raises OSError if the log can no longer be read."""
         lost = self.read()
         if self._log is None:
             raise OSError(self.why_not)
         return lost
 
     def read(self) -> bool:
-        """Read new records and return whether a GPU was lost. Never raises for a log that fails."""
+        """Read new records and return whether a GPU was lost. If the log fails, `why_not` has the reason."""
         if self._log is None:
             self._listen()
         if self._log is None:
@@ -85,17 +85,17 @@ class GpuErrors:
             self._lose(f"{PATH}: {error.strerror}")
             return False
         if self._sequence is not None or not self._log.behind:
-            # Otherwise the next start would report old records, still to be skipped, as new.
+            # Not while old records are being skipped: the next start would report the rest of them as new.
             self._sequence = self._log.sequence
         if self._log.overruns > before:
             log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
-        # A repeated error is one line and one check, however many records it has.
+        # An error that is repeated in many records is logged and checked once.
         times = Counter(errors(texts))
         taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
         return any([self._take(error, count, behind) for error, count in taken])
 
     def keep(self, addresses: Iterable[str]) -> None:
-        """Record for the next start of the service how far the log was read; `addresses` are the host's GPUs."""
+        """Record for the next start of the service how far the log was read. `addresses` has the host's GPUs."""
         if self._sequence is None:
             return
         if self._log is None or self._log.behind:
@@ -113,7 +113,10 @@ class GpuErrors:
             log.error("it cannot be kept how far %s was read: %s", PATH, one_line(str(problem)))
 
     def _take(self, error: GpuError, count: int, behind: bool) -> bool:
-        """Handle one error; return whether its GPU is lost. `behind`: the driver may have been bound again since."""
+        """Count and log an error, and return whether its GPU is lost.
+
+        `behind` means that the record is old, so that the GPU may have been bound to its driver again since.
+        """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
         level = logging.INFO if error.of_application else logging.WARNING
@@ -129,7 +132,10 @@ class GpuErrors:
             return False
 
     def _is_present(self, address: str) -> bool:
-        """Return whether it is on the bus, or just left it after earlier errors: the host's slots bound the series."""
+        """Return whether the GPU is on the PCI bus, or was when it had an earlier error.
+
+        This bounds the series of the metric, because a host has a limited number of slots.
+        """
         return address in self.last or look(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
 
     def _listen(self) -> None:
@@ -140,7 +146,7 @@ class GpuErrors:
         else:
             self.why_not = ""
             if self._sequence is None:
-                # Read now, so that only records written before are skipped.
+                # Read at once, so that only existing records are skipped.
                 self.read()
 
     def _lose(self, why: str) -> None:
@@ -151,6 +157,6 @@ class GpuErrors:
 
 
 def errors(texts: Iterable[str]) -> Iterator[GpuError]:
-    """Yield the errors that a vendor recognises."""
+    """Yield the GPU errors in lines of the kernel log."""
     for text in texts:
         yield from (error for vendor in HOST_VENDORS if (error := vendor.kernel_message(text)))

@@ -1,4 +1,4 @@
-"""The service: makes passes on start, events, SIGHUP and a slow timer, in one thread; reports to systemd and HTTP."""
+"""The service: makes passes at its start, after events, on SIGHUP and by a slow timer, in one thread."""
 
 import faulthandler
 import logging
@@ -40,43 +40,43 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 PROGRESS_INTERVAL = 1.0
-"""Seconds between two signs of life within a step: a driver has a hundred files."""
+"""Least seconds between two signs of life within a step. A driver, for example, has a hundred files."""
 WATCHDOG_SHARE = 5 / 12
-"""Share of the watchdog's time between two passes. With jitter, it leaves room to stop the process for a minute."""
+"""The longest delay between passes, as a share of the watchdog's time. The process may be stopped for a minute."""
 START_STEP = 120
-"""Seconds that systemd waits for the next step of a start; the same as the watchdog's."""
+"""Seconds that systemd waits for the next sign of life during the start. The watchdog's time is the same."""
 
 
 class Passes(Protocol):
-    """What the loop needs of agent.host.reconcile.Reconciler."""
+    """The part of agent.host.reconcile.Reconciler that the loop needs."""
 
     rejected: str
-    """What is wrong with the configuration, while the previous one is in force."""
+    """What is wrong with the configuration, while an earlier one is in force; otherwise empty."""
 
     def run_pass(self) -> Outcome: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds."""
+    """Intervals and limits in seconds."""
 
     interval: float = 60.0
     pending: float = 5.0
-    """Between passes while a machine has not answered its handoff, if its report would cause no event."""
+    """Delay between passes while a machine has not answered its handoff, if reports are not watched."""
     pending_watched: float = 15.0
-    """The same if reports are watched: other things that an answer waits for cause no event."""
+    """The same delay if reports are watched. Not everything that an answer waits for causes an event."""
     pending_limit: float = 120.0
-    """After this time, `interval` applies: an image without our machine half never answers."""
+    """After this time without an answer, `interval` applies: an image without our machine half never answers."""
     back_off: float = 5.0
-    """After a failure; doubled for each further one, up to `interval`."""
+    """Delay after a failed pass. Each further failure doubles it, up to `interval`."""
     jitter: float = 0.1
-    """Share by which a delay varies, so that hosts that booted together do not all work at once."""
+    """Share by which delays vary, so that hosts that booted together do not all work at the same time."""
     grace: float = 5.0
     """How long a pass may continue after SIGTERM before it is interrupted."""
 
     @property
     def evidence(self) -> float:
-        """How long an observation is valid, and how long a pass may take."""
+        """How long an observation counts as fresh, which is also how long a pass may take."""
         return 3 * self.interval
 
 
@@ -139,7 +139,7 @@ class Daemon:
                     self._metrics.convergence.begin(source, self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. If it is wrong, or its address cannot be bound, change nothing."""
+        """Read the configuration again. If it is wrong, or its address cannot be bound, keep the current one."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
@@ -160,13 +160,13 @@ class Daemon:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
         started = time.monotonic()
-        # Before the pass, so that it sees newly recorded lost GPUs.
+        # Before the pass, so that the pass sees GPUs that are newly recorded as lost.
         self._gpu_errors.read()
         try:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
         except Exception as error:
-            # Continue after any error: a restarted service would run into it again.
+            # The loop continues after any error: a restarted service would meet the same error.
             self._metrics.failed(trigger, time.monotonic() - started)
             self._why_not = self._telling.broken_off(error)
             actions: tuple[str, ...] = ()
@@ -212,30 +212,30 @@ class Daemon:
         return any(machine.pending for machine in self._machines())
 
     def _progress(self, sentence: str) -> None:
-        """Report that a step begins, or (empty text) continues: the only sign of life within a pass."""
+        """Report that a step begins, or continues if the text is empty. This is the only sign of life during a pass."""
         if sentence:
             log.info("%s", one_line(sentence))
             self._notifier.status(sentence)
         elif time.monotonic() - self._told_progress < PROGRESS_INTERVAL:
             return
         self._told_progress = time.monotonic()
-        # A first pass that copies a whole driver from a slow disk may exceed TimeoutStartSec=.
+        # The first pass may exceed TimeoutStartSec=, if it copies a whole driver from a slow disk.
         self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
 
     def _notes(self) -> tuple[health.Check, ...]:
-        """Return further lines for /readyz?verbose, which do not affect its status."""
+        """Return checks for /readyz?verbose that do not affect its status."""
         why_not = self._gpu_errors.why_not
         last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
         hanging = tuple((False, "stuck", what) for what in stuck())
         return ((not why_not, "kernel-log", why_not or "ok"), *hanging, *last)
 
     def _machines(self) -> tuple[MachineOutcome, ...]:
-        """Return every configured machine; without conditions if no pass has evaluated it yet."""
+        """Return every configured machine. A machine that no pass has evaluated yet has no conditions."""
         known = {machine.name: machine for machine in self._outcome.machines} if self._outcome else {}
         return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
-        """Give the servers both editions: the current one, and the one to show if no pass ends in time."""
+        """Give the servers two sets of pages: the current one, and one to serve if no pass ends in time."""
         too_long = f"no pass has ended for {self._timing.evidence:.0f} s"
         fresh, stale = self._edition(alive=True, why_not=self._why_not), self._edition(alive=False, why_not=too_long)
         until = time.monotonic() + self._timing.evidence
@@ -276,11 +276,11 @@ def run(
     timing: Timing | None = None,
     system: System | None = None,
 ) -> int:
-    """Serve until SIGTERM. `make` gets a callback for each step of a pass.
+    """Run the service until SIGTERM, and return the exit code. `make` gets a function that reports progress.
 
-    Raises AgentError if it cannot start, because another agent runs or the configuration is wrong.
+    Raises AgentError if the service cannot start, because another one runs or the configuration is wrong.
     """
-    # On the watchdog's SIGABRT, write the stack of each thread to the journal.
+    # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     faulthandler.enable()
     log_to(sys.stderr)
     timing, system = timing or Timing(), system or System(host_runner)

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from typing import TextIO
 
 PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3, logging.CRITICAL: 2}
-"""syslog(3) levels, as `<N>` at the start of a line (sd-daemon(3))."""
+"""Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
 STATUS_LIMIT = 500
-"""Characters of STATUS=; `systemctl status` shows one line."""
+"""Characters of STATUS=, which `systemctl status` shows in one line."""
 
 
 class Notifier:
-    """Sends to the service manager; does nothing without one."""
+    """Sends messages to the service manager. Without one, it does nothing."""
 
     def __init__(self, address: str = "") -> None:
-        """`address` as in $NOTIFY_SOCKET: a path, or `@` and a name in the abstract namespace."""
+        """Set the address as in $NOTIFY_SOCKET: a path, or `@` and a name in the abstract namespace."""
         self._address = f"\0{address[1:]}" if address.startswith("@") else address
 
     def send(self, *assignments: str) -> None:
@@ -34,7 +34,7 @@ class Notifier:
 
 
 def watchdog_interval(environment: Mapping[str, str]) -> float:
-    """Return the seconds within which systemd expects a sign of life, sd_watchdog_enabled(3); 0 if it expects none."""
+    """Return the seconds within which systemd expects a sign of life (sd_watchdog_enabled(3)); 0 if it expects none."""
     microseconds, pid = environment.get("WATCHDOG_USEC", ""), environment.get("WATCHDOG_PID", "")
     if not microseconds.isdecimal() or (pid and pid != str(os.getpid())):
         return 0.0
@@ -42,7 +42,7 @@ def watchdog_interval(environment: Mapping[str, str]) -> float:
 
 
 class PriorityFormatter(logging.Formatter):
-    """Puts the priority before each line: the journal takes every line by itself."""
+    """Puts the priority before each line, because the journal treats each line as a separate message."""
 
     def format(self, record: logging.LogRecord) -> str:
         priority = PRIORITIES.get(record.levelno, 6)
@@ -50,7 +50,7 @@ class PriorityFormatter(logging.Formatter):
 
 
 def log_to(stream: TextIO) -> None:
-    """Send this program's log to `stream`, without priorities if that is a terminal."""
+    """Write the agent's log to `stream`, without priorities if that is a terminal."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(logging.Formatter() if stream.isatty() else PriorityFormatter())
     logger = logging.getLogger("agent")

@@ -1,4 +1,4 @@
-"""SIGHUP, SIGTERM and SIGINT for the loop: flags that end a wait at once, and a pass only after a grace period."""
+"""Handles SIGHUP, SIGTERM and SIGINT for the loop. They end a wait at once, and a pass only after a grace period."""
 
 import contextlib
 import signal
@@ -14,7 +14,7 @@ class BrokenOffError(BaseException):
 
 
 class Signals:
-    """Takes the signals over from the interpreter. Create one per process."""
+    """Handles the process's signals. Create only one object."""
 
     def __init__(self, notifier: Notifier, grace: float) -> None:
         self.reload = False
@@ -24,7 +24,7 @@ class Signals:
         self._reading, self._writing = socket.socketpair()
         for end in (self._reading, self._writing):
             end.setblocking(False)
-        # The interpreter writes to it in the C handler, so no signal is lost between checking a flag and waiting.
+        # The interpreter's C handler writes to this socket: no signal is lost between checking a flag and waiting.
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGHUP, self._on_reload)
         signal.signal(signal.SIGTERM, self._on_stop)
@@ -41,13 +41,13 @@ class Signals:
         return self._reading.fileno()
 
     def drain(self) -> None:
-        """Make it unreadable again; call this before checking the flags."""
+        """Make the descriptor unreadable again. Call this before checking the flags."""
         with contextlib.suppress(BlockingIOError):
             self._reading.recv(4096)
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """Let a stop interrupt the block after the grace period. Files stay intact: writes are atomic."""
+        """Let a stop interrupt the block after the grace period. Files stay intact, because writes are atomic."""
         self._in_pass = True
         try:
             yield

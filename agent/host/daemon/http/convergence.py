@@ -1,4 +1,4 @@
-"""Measures how long host and machines take to follow an event, until the pass that leaves nothing open."""
+"""Measures the time from an event to the end of the pass after which nothing is left to do."""
 
 import time
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Convergence:
-    """Measures one convergence at a time: events that come meanwhile belong to the event that began it."""
+    """Measures one convergence at a time, from the first event. Events that come meanwhile are part of it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -22,17 +22,17 @@ class Convergence:
         self._source, self._since = "", 0.0
 
     def sources(self, names: Iterable[str]) -> None:
-        """Create the series of all sources, so that the first increase is seen."""
+        """Create the series of all sources with value 0, so that Prometheus sees the first increase."""
         for name in names:
             self._seconds.labels(name)
 
     def begin(self, source: str, since: float) -> None:
-        """Record that an event of this source was noticed; `since` is its time.monotonic()."""
+        """Record that an event of this source was noticed at `since` (time.monotonic())."""
         if not self._source:
             self._source, self._since = source, since
 
     def end(self) -> None:
-        """Record that a pass ended without a failure, and that no machine's answer is pending."""
+        """Record that a pass ended without failures or pending machines."""
         if self._source:
             self._seconds.labels(self._source).observe(time.monotonic() - self._since)
         self._source = ""

@@ -1,4 +1,4 @@
-"""The last observation as Prometheus gauges: machines, host, configuration and event sources."""
+"""Makes Prometheus gauges of the last observation: machines, host, configuration and event sources."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,22 +18,22 @@ PREFIX = "unbounded_agent"
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What the gauges show."""
+    """The values that the gauges show."""
 
     version: str
     machines: tuple[MachineOutcome, ...]
     outcome: Outcome | None = None
-    """None if there is no fresh one: gauges of the host are then omitted."""
+    """The last outcome; None if it is not fresh. Gauges of the host are then omitted."""
     observed: float = 0.0
-    """When the host was last observed, seconds since the epoch; 0 if not yet."""
+    """When the host was last observed, in seconds since the epoch; 0 if it was not observed yet."""
     config_good: bool = True
     config_loaded: float = 0.0
-    """When the configuration in force was read, seconds since the epoch."""
+    """When the configuration in force was read, in seconds since the epoch."""
     wakeups: tuple[Tally, ...] = ()
     discarded: Mapping[str, int] = field(default_factory=dict)
     """How often the agent discarded a file of its own state, by file name."""
     stuck: int = 0
-    """Reads and commands that missed their deadline and have not come back."""
+    """Number of reads and commands that missed their deadline and still hang."""
 
 
 def families(view: View) -> Iterator[Metric]:
@@ -95,7 +95,7 @@ def _counts(outcome: Outcome) -> Iterator[Metric]:
     lost = _gauge("machine_gpus_lost", "GPUs that the machine had and that left the PCI bus undetached.", "machine")
     text = "What somebody changed in the machine and was put right, since its boot."
     repairs = CounterMetricFamily(f"{PREFIX}_machine_repairs", text, labels=["machine", "what"])
-    # Only machines that ended without a failure: a failed unit needs attention.
+    # Machines whose units failed are left out: they were not stopped by a user.
     ended = {each.name for each in outcome.facts.machines if each.has_run and each.unit_state == "inactive"}
     for machine in outcome.machines:
         gpus.add_metric([machine.name], len(machine.gpus))
@@ -136,14 +136,17 @@ def _host_families(facts: Facts, machines: Iterable[MachineOutcome]) -> Iterator
 
 
 def _versions(driver: Driver) -> tuple[str, str]:
-    """Return the versions of module and libraries; empty if there is none or it could not be observed."""
+    """Return the versions of the module and the libraries; empty if missing or not observed."""
     seen = (driver.module_version, driver.user_space.version)
     module, library = (version if isinstance(version, str) else "" for version in seen)
     return module, library
 
 
 def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOutcome]) -> dict[tuple[str, str], int]:
-    """Count devices by kind and status. GPUs add up to host_pci_gpus; of other kinds only usable nodes are known."""
+    """Return the number of devices by kind and status. The numbers of GPUs add up to host_pci_gpus.
+
+    Only usable nodes of the other kinds are known.
+    """
     of_gpus = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
     granted = {address for machine in machines for address in machine.gpus}
     counts = {(str(DeviceKind.GPU), status): 0 for status in of_gpus}
@@ -152,7 +155,7 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
             status = _gpu_status(gpu, nodes)
-            # A GPU with vfio-pci for virtual machines, or an integrated one without a driver, is normal.
+            # GPUs with vfio-pci for virtual machines, or integrated ones without a driver, are no faults.
             unused = status not in ("ok", "detached") and gpu.pci_address not in granted
             counts[DeviceKind.GPU, "unused" if unused else status] += 1
         for node in nodes or ():
@@ -162,9 +165,10 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
 
 
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
-    """Return `unbound` without a kernel driver, `missing` without a usable node, `unknown` if nodes cannot be listed.
+    """Return a GPU's status.
 
-    `lost`: it has a driver, but the kernel log says that it no longer answers. `detached` outranks all others.
+    It is `detached` whatever else is true, `unbound` without a kernel driver, `lost` if the kernel log says that it no
+    longer answers, `unknown` if nodes cannot be listed, `missing` without a usable node, and otherwise `ok`.
     """
     if gpu.detached:
         return "detached"
@@ -174,7 +178,7 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
         return "lost"
     if nodes is None:
         return "unknown"
-    # Only drivers that give GPUs their own nodes number them; the GPUs of others have only DRM's render nodes.
+    # Only drivers that make their own GPU nodes have minors. GPUs of other drivers have DRM's render nodes.
     wanted = DeviceKind.DRI_RENDER if gpu.minor is None else DeviceKind.GPU
     return "ok" if any(node.kind is wanted and node.pci_address == gpu.pci_address for node in nodes) else "missing"
 

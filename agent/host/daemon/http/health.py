@@ -1,4 +1,4 @@
-"""Reports a pass to probes, `systemctl status` and the log. Pure."""
+"""Describes the result of a pass for probes, `systemctl status` and the log. Pure."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,11 +12,11 @@ from agent.model.text import one_line
 
 NO_MACHINES = "no machine is configured"
 NOT_EVALUATED = "not evaluated"
-"""Of a machine before its first pass."""
+"""Describes a machine before its first pass."""
 
 
 def status_line(machines: Iterable[MachineOutcome]) -> str:
-    """Return each machine in a few words."""
+    """Return one line that describes each machine in a few words."""
     return "; ".join(f"{machine.name}: {_in_words(machine)}" for machine in machines) or NO_MACHINES
 
 
@@ -33,7 +33,10 @@ def _in_words(machine: MachineOutcome) -> str:
 
 
 def changes(machine: MachineOutcome, told: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
-    """Yield log level and sentence of each condition that changed since it was logged; at first only Ready if True."""
+    """Yield the log level and a sentence for each condition that changed since it was logged.
+
+    Conditions that were never logged count as changed if they are not True; Ready always does.
+    """
     for each in machine.conditions:
         before = told.get(each.type)
         if before is not None and (before.status, before.reason) == (each.status, each.reason):
@@ -45,15 +48,15 @@ def changes(machine: MachineOutcome, told: Mapping[ConditionType, Condition]) ->
 
 
 Check: TypeAlias = tuple[bool, str, str]
-"""Whether the check passed, its name, and why."""
+"""Whether the check passed, the check's name, and an explanation."""
 
 
 def pages(
     machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
 ) -> dict[str, Page]:
-    """Return the health pages. `not_seen` says what was not freshly observed and why; empty if everything was.
+    """Return the health pages by path. `not_seen` says what was not freshly observed and why; empty if everything was.
 
-    `notes` appear on the verbose page of the observation and do not affect its status.
+    `notes` appear on the verbose page of /readyz and do not affect its status.
     """
     loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
     observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
@@ -64,7 +67,7 @@ def pages(
 
 
 def _checks(machine: MachineOutcome) -> Iterator[Check]:
-    """Yield the checks of a machine. Ready alone decides; the others explain."""
+    """Yield the checks of a machine. Only the first one, Ready, decides about the status; the others explain it."""
     if not machine.conditions:
         yield False, ConditionType.READY, NOT_EVALUATED
         return
@@ -79,7 +82,10 @@ def _explain(condition: Condition) -> str:
 
 
 def _both(path: str, checks: list[Check]) -> dict[str, Page]:
-    """Return the short and the verbose page. The first check decides; both explain a failure, as in Kubernetes."""
+    """Return the short and the verbose page of a path. The first check decides about the status.
+
+    Both pages explain a failure, as in Kubernetes.
+    """
     good = checks[0][0]
     lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]
     lines.append(f"{path[1:]} check {'passed' if good else 'failed'}")

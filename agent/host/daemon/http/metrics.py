@@ -1,4 +1,4 @@
-"""Outcomes as Prometheus metrics: gauges show the last outcome, counters add up all of them."""
+"""Makes Prometheus metrics of outcomes: gauges show the last outcome, counters add up all of them."""
 
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -19,15 +19,16 @@ from agent.model.reasons import Reason
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RESULTS = ("converged", "changed", "partial", "failed")
-"""In this order: nothing to do; something done; some steps or observations failed; no pass was possible."""
+"""Results of a pass: there was nothing to do, something was done, some steps or observations failed, and no pass was
+possible."""
 ACTIONS = (*get_args(ActionKind), "other")
-"""Values of actions_total's label. No action has the last kind, but dashboards may name its series."""
+"""Values of the label of actions_total. No action is of kind `other` any longer, but dashboards may use its series."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
 TEXT = "text/plain; version=0.0.4"
 
 
 def without_evidence(machine: MachineOutcome, why: str) -> MachineOutcome:
-    """Return the machine with every condition Unknown: an old observation is no evidence."""
+    """Return the machine with all conditions Unknown, because an old observation proves nothing."""
     conditions = tuple(unknown(kind, Reason.STALE_EVIDENCE, why) for kind in ConditionType)
     return MachineOutcome(machine.name, conditions)
 
@@ -42,14 +43,14 @@ def unseen(facts: Facts) -> str:
 
 
 def result(outcome: Outcome) -> str:
-    """Return one of RESULTS."""
+    """Return the result of a pass, one of RESULTS."""
     if outcome.failures or unseen(outcome.facts):
         return "partial"
     return "changed" if outcome.actions else "converged"
 
 
 class Metrics:
-    """The counters, and the rendering of everything."""
+    """Counts passes and their results, and renders the metrics page."""
 
     def __init__(self) -> None:
         # `_created` series would double the number of counters, and the text format shows them as separate metrics.
@@ -62,7 +63,7 @@ class Metrics:
         self._reloads = self._counter(
             "config_reloads_total", "Attempts to read the configuration again.", "result", ("ok", "failed")
         )
-        # Create its series as errors occur: GPUs times possible numbers would be thousands of series.
+        # Its series are created when errors occur: one for each GPU and possible number would be thousands.
         self._gpu_errors = Counter(
             f"{PREFIX}_gpu_xid_errors_total",
             "Errors of GPUs in the kernel's log.",
@@ -79,7 +80,7 @@ class Metrics:
         self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-        """Return a counter with every value of its label at 0, so that the first increase is seen."""
+        """Return a counter with a series of value 0 for each label, so that Prometheus sees the first increase."""
         counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self._registry)
         for value in values:
             counter.labels(value)
@@ -99,7 +100,7 @@ class Metrics:
         self._duration.labels(trigger).observe(duration)
 
     def gpu_error(self, address: str, number: int, times: int) -> None:
-        """Count errors of a GPU; addresses are those of the host's PCI devices, numbers below 1000."""
+        """Count errors of a GPU. Addresses are those of the host's PCI devices; numbers are below 1000."""
         self._gpu_errors.labels(address, str(number)).inc(times)
 
     def reloaded(self, good: bool) -> None:
@@ -107,7 +108,7 @@ class Metrics:
         self._reloads.labels("ok" if good else "failed").inc()
 
     def page(self, view: View, accept: str) -> Page:
-        """Return the exposition; `accept` is TEXT or OPENMETRICS."""
+        """Return the metrics page. `accept` is TEXT or OPENMETRICS."""
         gauges = Gauges(view)
         self._registry.register(gauges)
         try:

@@ -1,4 +1,4 @@
-"""HTTP for Prometheus and probes. A request executes nothing: it gets one of the pages that the loop prepared."""
+"""Serves HTTP for Prometheus and probes. A request gets one of the pages that the loop has prepared."""
 
 import contextlib
 import errno
@@ -23,22 +23,23 @@ from agent.system.sockets import listening_user
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 8
-"""Connections at a time. One more replaces an idle one, or is closed: waiting would delay others."""
+"""Connections that are served at a time. A further one replaces an idle one, or is closed: it must not wait."""
 POLL = 3600.0
-"""Seconds between serve_forever's checks whether to stop. `stop` wakes it, so a long interval costs nothing."""
+"""Seconds between the checks of serve_forever whether to stop. `stop` wakes it, so the interval can be long."""
 PLAIN = "text/plain; charset=utf-8"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
-"""Suffixes of the keys of Site.fresh: the longer form of a health page, and the other form of /metrics."""
+"""VERBOSE and OPENMETRICS are suffixes of paths in Site: the verbose form of a health page, and the OpenMetrics form of
+/metrics."""
 
 
 Request = socket.socket | tuple[bytes, socket.socket]
-"""How socketserver passes a connection."""
+"""The type in which socketserver passes a connection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One prepared answer."""
+    """A prepared answer."""
 
     status: HTTPStatus
     body: bytes
@@ -47,12 +48,12 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """All pages by path, in two editions: `stale` is shown if the loop has not published for too long."""
+    """Two sets of all pages, by path. `stale` is served if the loop has not published new pages for too long."""
 
     fresh: Mapping[str, Page] = field(default_factory=dict)
     stale: Mapping[str, Page] = field(default_factory=dict)
     fresh_until: float = 0.0
-    """time.monotonic()."""
+    """When `fresh` expires, by time.monotonic()."""
 
     def page(self, path: str, verbose: bool, openmetrics: bool, now: float) -> Page | None:
         """Return the page for a request at `now`; None for an unknown path."""
@@ -63,16 +64,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds."""
+    """Time limits in seconds."""
 
     headers: float = 1.0
-    """Until the request is complete, so that idle and trickling peers (slowloris) free their slots soon."""
+    """Limit for a complete request, so that idle and trickling peers (slowloris) free their slots soon."""
     whole: float = 5.0
-    """For a whole connection."""
+    """Limit for a whole connection."""
 
 
 class Handler(BaseHTTPRequestHandler):
-    """HTTP/1.0, one request per connection."""
+    """Handles a connection: HTTP/1.0, one request each."""
 
     server: "Server"
 
@@ -102,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send a short plain error. The base class calls this too, for malformed requests and unknown methods."""
+        """Send a short error in plain text. The base class calls this too, for malformed requests for example."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self._answer(Page(status, f"{status.phrase}\n".encode()))
 
@@ -131,22 +132,22 @@ class Handler(BaseHTTPRequestHandler):
         return "unbounded-agent"
 
     def log_message(self, *_: object) -> None:
-        """Write no access log: each scrape would be a line."""
+        """Write no access log: every scrape would add a line."""
 
 
 class Server(ThreadingMixIn, TCPServer):
-    """Listens as soon as it is created. The loop replaces `site` by one assignment."""
+    """A server that listens as soon as it is created. The loop replaces `site` by one assignment."""
 
     allow_reuse_address = True
-    # A burst overflows socketserver's 5, and a SYN that the kernel drops costs the peer a second.
+    # A burst overflows socketserver's queue of 5, and a SYN that the kernel drops costs the peer a second.
     request_queue_size = 128
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: str, limits: Limits = Limits()) -> None:
-        """`address` as in the configuration, `HOST:PORT` or `[IPv6]:PORT`.
+        """Listen on an address of the configuration, `HOST:PORT` or `[IPv6]:PORT`.
 
-        Raises AgentError if the address cannot be bound now.
+        Raises AgentError if the address cannot be bound.
         """
         host, _, port = address.rpartition(":")
         try:
@@ -174,7 +175,7 @@ class Server(ThreadingMixIn, TCPServer):
 
     @property
     def port(self) -> int:
-        """The port in use, if the address left the choice to the kernel."""
+        """The port in use. The kernel chooses it if the address has port 0."""
         return int(self.server_address[1])
 
     def process_request(self, request: Request, client_address: object) -> None:
@@ -184,7 +185,7 @@ class Server(ThreadingMixIn, TCPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            # No thread could be started (TasksMax=), so free the slot here.
+            # No thread could be started (TasksMax=), which would free the slot.
             self.peers.leave(_stream(request))
             raise
 
@@ -198,7 +199,7 @@ class Server(ThreadingMixIn, TCPServer):
         """Ignore errors, such as a peer that hangs up."""
 
     def stop(self) -> None:
-        """Stop listening; connections end by themselves within their limits."""
+        """Stop listening. Connections end by themselves within their limits."""
         # Shutting down a listening socket makes it readable, which wakes serve_forever.
         self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()
@@ -207,19 +208,19 @@ class Server(ThreadingMixIn, TCPServer):
 
 
 def _stream(request: Request) -> socket.socket:
-    """Return the connection; socketserver's type also allows datagrams."""
+    """Return the connection. socketserver's type for it also allows datagrams."""
     return request[1] if isinstance(request, tuple) else request
 
 
 class LocalServer(Server):
-    """Serves on a Unix socket that only root may connect to. Replaces a socket that an earlier process left."""
+    """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
 
     def __init__(self, directory: str, name: str, limits: Limits = Limits()) -> None:
-        """Raises AgentError if the socket cannot be created."""
+        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
         try:
             descriptor = opening.look_at(directory)
             try:
-                # Name it by descriptor: sun_path holds only 107 bytes.
+                # The path may be longer than the 107 bytes of sun_path, so the directory is given by descriptor.
                 place = f"/proc/self/fd/{descriptor}/{name}"
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(place)
@@ -233,13 +234,13 @@ class LocalServer(Server):
             ) from error
 
     def server_bind(self) -> None:
-        """Bind, never open to others: Linux gives the file the socket's own mode, less the umask (unix_bind)."""
+        """Bind the socket so that other users can never connect: its file gets the socket's mode (unix_bind)."""
         os.fchmod(self.socket.fileno(), 0o600)
         super().server_bind()
 
 
 class Endpoint:
-    """Serves the configured address; retries until it can be bound: any pod on the host's network may hold it."""
+    """A server on the configured address. It retries until it can bind it: a pod on the host's network may use it."""
 
     def __init__(self, address: str) -> None:
         self.why_not = ""
@@ -255,7 +256,7 @@ class Endpoint:
             self._server.site = site
 
     def listen(self) -> None:
-        """Start the server if there is none; log a failure once."""
+        """Start the server, unless it runs. The same failure is logged only once."""
         if self._server:
             return
         try:
@@ -266,7 +267,7 @@ class Endpoint:
             self.why_not = error.message
 
     def move(self, address: str) -> None:
-        """Serve at this address instead. If it cannot be bound, stay at the old one and raise AgentError."""
+        """Serve on another address. If it cannot be bound, raise AgentError and keep the old address."""
         if address == self._address:
             return
         server = Server(address)

@@ -1,6 +1,6 @@
-"""One JSON page for people who look into a problem: short facts, decisions, failures.
+"""Makes a JSON page for people who investigate a problem: facts, decisions and failures in short. Pure.
 
-Pure. Its keys may change: programs should read the metrics or `status --json`.
+The keys may change: programs should read the metrics or `status --json`.
 """
 
 import json
@@ -16,7 +16,7 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen,
 from agent.model.text import rfc3339
 
 PASSES = 20
-"""Passes kept: those of an event and its machine's answer, and some before."""
+"""Passes that are remembered: those of an event and the machine's answer to it, and some earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Knowledge:
     now: float
     """Seconds since the epoch."""
     why_not: str
-    """Why there is no fresh observation; empty if the last pass was completed."""
+    """Why there is no fresh observation; empty if there is one."""
     passes: Sequence[Pass]
     wakeups: Sequence[Tally]
     stuck: Sequence[str]
@@ -46,7 +46,7 @@ class Knowledge:
 
 
 def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts | None) -> Page:
-    """Return the page; `facts` are the last ones, even if old, and None before the first."""
+    """Return the page. `facts` are the last ones, even if old; None before the first observation."""
     document = {
         "version": knowledge.version,
         "written": rfc3339(knowledge.now),
@@ -73,7 +73,7 @@ def _machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
 
 
 def _condition(condition: Condition) -> dict[str, str | None]:
-    """Without its type, which is the key."""
+    """Return the condition without its type, which is the key."""
     return {key: value for key, value in condition.to_kubernetes().items() if key != "type"}
 
 
@@ -113,7 +113,7 @@ def _vendor(vendor: VendorFacts) -> dict[str, object]:
 
 
 def _plain(seen: Seen[object]) -> object:
-    """Return what was seen; or absent, broken or unseen, with the reason."""
+    """Return the value of a fact; if there is none, an object with `absent`, `broken` or `unseen` and the reason."""
     if isinstance(seen, Absent | Broken | Unseen):
         return {type(seen).__name__.lower(): seen.why}
     return seen

@@ -1,7 +1,7 @@
-"""Watches directories for names that come, go or change, with inotify(7).
+"""Watches directories for names that appear, disappear or change, with inotify(7).
 
-Not with pyroute2's Inotify: it has no non-blocking read, takes a failed inotify_add_watch(2) for a watch, and ends at
-an overflow. inotify_simple only wraps the system calls.
+inotify_simple only wraps the system calls. pyroute2's Inotify has no non-blocking read, takes a failed
+inotify_add_watch(2) for a watch, and exits at an overflow.
 """
 
 import contextlib
@@ -15,16 +15,17 @@ from agent.system import opening
 from agent.system.files import System
 
 NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.ATTRIB
-"""Without CLOSE_WRITE: every program that closes a GPU's node would cause it, even in a machine."""
+"""Events of device nodes. CLOSE_WRITE is not among them: any program that closes a GPU's node causes it."""
 FILES = NODES | flags.CLOSE_WRITE
+"""Events of regular files."""
 ANY = ""
-"""Instead of a name: the directory was replaced, or events were lost."""
+"""Stands for any name: the directory was replaced, or events were lost."""
 MOUNTS = "/proc/self/mountinfo"
-"""poll(2) returns POLLERR and POLLPRI when a mount of the process's mount namespace came or went (proc(5))."""
+"""For this file, poll(2) returns POLLERR and POLLPRI after a change of mounts in our mount namespace (proc(5))."""
 
 
 class Directories:
-    """A Source. Directories may come and go."""
+    """An event source: directories, which may appear and disappear."""
 
     def __init__(
         self,
@@ -35,14 +36,18 @@ class Directories:
         events: int = NODES,
         mounts: bool = False,
     ) -> None:
-        """`matters` gets directory and name, or ANY. `mounts`: file systems get mounted over the directories."""
+        """Set what is watched: the directories that `where` returns.
+
+        `matters` decides whether a change of a name (or ANY) in a directory needs a pass. `mounts` is whether file
+        systems may be mounted over the directories.
+        """
         self.name = name
         self._system, self._where, self._matters = system, where, matters
         self._events, self._with_mounts = events, mounts
         self._inotify: INotify | None = None
         self._mounts: int | None = None
         self._watched: dict[str, int] = {}
-        """Watch descriptors by path; an inode has only one."""
+        """Watch descriptors by path. An inode has only one."""
 
     def open(self) -> None:
         self._inotify = INotify(nonblocking=True)
@@ -53,7 +58,7 @@ class Directories:
     def close(self) -> None:
         self._watched = {}
         if self._inotify is not None:
-            # EBADF may be the reason to close it.
+            # The descriptor may be bad (EBADF): that can be the reason for closing it.
             with contextlib.suppress(OSError):
                 self._inotify.close()
         if self._mounts is not None:
@@ -69,7 +74,7 @@ class Directories:
         if self._inotify is None:
             return False
         paths = {watch: path for path, watch in self._watched.items()}
-        # A set: thousands of events for one name need one check.
+        # A set, because thousands of events for one name need only one check.
         touched: set[tuple[str, str]] = set()
         for event in self._inotify.read(timeout=0):
             if event.mask & flags.Q_OVERFLOW:
@@ -79,15 +84,15 @@ class Directories:
                 if event.mask & flags.IGNORED:
                     self._watched.pop(path, None)
         touched |= {(path, ANY) for path in self._watch(self._inotify)}
-        # A list, so that `matters` gets each name: it may keep state.
+        # A list, so that `matters` is called for each name: it may keep state.
         return any([self._matters(path, name) for path, name in sorted(touched)])
 
     def _watch(self, inotify: INotify) -> list[str]:
-        """Watch the directories that exist now; return those that were replaced or are gone."""
+        """Watch the directories that exist now. Return those that are new, were replaced, or no longer exist."""
         wanted, changed = tuple(self._where()), []
         for path in wanted:
             try:
-                # For an inode that is already watched, the kernel returns the existing watch.
+                # If the inode is watched already, the kernel returns its watch.
                 watch = inotify.add_watch(self._system.place(path), self._events | flags.ONLYDIR)
             except (FileNotFoundError, NotADirectoryError):
                 if self._forget(inotify, path):
@@ -105,7 +110,7 @@ class Directories:
         watch = self._watched.pop(path, None)
         if watch is None:
             return False
-        # EINVAL: the watch went with its directory.
+        # EINVAL: the watch was removed with its directory.
         with contextlib.suppress(OSError):
             inotify.rm_watch(watch)
         return True

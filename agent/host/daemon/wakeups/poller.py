@@ -1,4 +1,7 @@
-"""Wakes the loop before its timer does. Everything runs in the loop's thread; the loop works without any source too."""
+"""Waits for events that need a pass before the loop's timer. Everything runs in the loop's thread.
+
+The loop also works without any event source.
+"""
 
 import logging
 import math
@@ -13,13 +16,13 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 BACK_OFF = 60.0
-"""Seconds: the longest time between two attempts to open a lost source; one that works for longer counts as sound."""
+"""The longest time in seconds between two attempts to open a lost source. A source that works for longer is healthy."""
 GONE = select.POLLHUP | select.POLLNVAL
-"""Events of a dead descriptor. POLLERR is not among them: it also reports an overflow."""
+"""Events of a dead descriptor. POLLERR is not one of them: it may also mean an overflow."""
 
 
 class Source(Protocol):
-    """Something on the host that changes. Any exception, such as one from a library, means that the source is lost."""
+    """Reports changes of one kind on the host. Any exception, such as one from a library, means that it is lost."""
 
     name: str
 
@@ -28,20 +31,20 @@ class Source(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what `open` acquired, even if that failed half-way."""
+        """Release everything that `open` has acquired, even if `open` failed."""
         ...
 
     def polled(self) -> Mapping[int, int]:
-        """Return the events to wait for, as in poll(2), by file descriptor."""
+        """Return the events to wait for with poll(2), by file descriptor."""
         ...
 
     def asks(self) -> bool:
-        """Consume pending events without blocking; return whether a pass is needed. Raises OSError for a loss."""
+        """Consume pending events without blocking. Return whether a pass is needed. Raises OSError if it is lost."""
         ...
 
 
 class Interrupt(Protocol):
-    """Signals, as the wait sees them."""
+    """The part of agent.host.daemon.signals.Signals that a wait needs."""
 
     @property
     def pending(self) -> bool: ...
@@ -53,52 +56,53 @@ class Interrupt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """Seconds. Together: at most three passes for a second full of events."""
+    """When a pass begins after events, in seconds. A second full of events causes at most three passes."""
 
     quiet: float = 0.05
-    """Time without a further event before a pass: related events come together."""
+    """Time without a further event before a pass, because related events come together."""
     longest: float = 0.5
-    """Longest time from the first event to its pass, however many follow."""
+    """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
-    """Time between the starts of two passes that events cause."""
+    """The least time between the starts of two passes that events cause."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """One source, as the metrics show it."""
+    """The counts of one source, for metrics."""
 
     name: str
     watching: bool = False
     wakeups: int = 0
-    """Passes that it caused."""
+    """Number of passes that the source caused."""
     losses: int = 0
-    """Times that it broke, or could not be opened at the start."""
+    """How often the source broke, or could not be opened at the start."""
 
 
 @dataclass(slots=True)
 class _Kept:
-    """A source and when to open it again."""
+    """A source with its state. Times are by time.monotonic()."""
 
     source: Source
     tally: Tally
     failures: int = 0
-    """Losses and failed attempts to open it, in a row."""
+    """Losses and failed attempts to open the source, in a row."""
     opened: float = 0.0
+    """When the source was opened."""
     retry: float = 0.0
-    """time.monotonic()."""
+    """When a lost source is opened again."""
 
 
 @dataclass(slots=True)
 class Wakeups:
-    """All sources. A lost one is opened again, which causes a pass, since it may have missed events."""
+    """All sources. A lost one is opened again, which causes a pass, because it may have missed events."""
 
     sources: Collection[Source] = ()
     settling: Settling = field(default_factory=Settling)
     _kept: list[_Kept] = field(init=False)
     _last: float = field(init=False, default=-math.inf)
-    """When an event last led to a pass."""
+    """When an event last caused a pass, by time.monotonic()."""
     first: float = field(init=False, default=-math.inf)
-    """When the first event of the last wait was noticed, time.monotonic(); events during a pass count from its end."""
+    """When the first event of the last wait was noticed, by time.monotonic(); events during a pass at its end."""
 
     def __post_init__(self) -> None:
         self._kept = [_Kept(source, Tally(source.name)) for source in self.sources]
@@ -109,18 +113,18 @@ class Wakeups:
         return tuple(kept.tally for kept in self._kept)
 
     def watches(self, name: str) -> bool:
-        """Return whether that source exists and works."""
+        """Return whether the source of this name exists and works."""
         return any(kept.tally.watching for kept in self._kept if kept.source.name == name)
 
     def open(self) -> None:
-        """Open all sources; before the first pass, so that no event between that and the first wait is missed."""
+        """Open all sources. Call this before the first pass, so that no event before the first wait is missed."""
         for kept in self._kept:
             self._open(kept)
 
     def wait(self, seconds: float, interrupt: Interrupt) -> str:
-        """Wait for events; return the source that needs a pass. Empty if the time is over, or a signal came."""
+        """Wait for events. Return the name of the source that needs a pass; empty if time is up or a signal came."""
         deadline = time.monotonic() + seconds
-        # Include events that came during the pass. A dict keeps their order.
+        # This includes events that came during the pass. A dict keeps their order.
         asked = dict.fromkeys(self._ask(self._kept))
         self.first = last = time.monotonic()
         while not interrupt.pending:
@@ -141,12 +145,12 @@ class Wakeups:
         return next(iter(asked))
 
     def _start(self, first: float, last: float) -> float:
-        """Return when the pass for these events begins."""
+        """Return when to begin the pass for events that came between `first` and `last`."""
         settling = self.settling
         return max(min(last + settling.quiet, first + settling.longest), self._last + settling.spacing)
 
     def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Kept]:
-        """Wait for events; return the sources that have some, or that must be opened again."""
+        """Wait for events. Return the sources that have some, or that may have to be opened again."""
         owners: dict[int, _Kept] = {}
         poll = select.poll()
         poll.register(interrupt.fileno(), select.POLLIN)
@@ -166,7 +170,7 @@ class Wakeups:
         return [*ready.values(), *(kept for kept in closed if id(kept) not in ready)]
 
     def _ask(self, those: Iterable[_Kept]) -> list[str]:
-        """Return the names of the sources that need a pass: after an event, or because they may have missed some."""
+        """Return the sources that need a pass: they have an event, or were just reopened and may have missed events."""
         asking = []
         for kept in those:
             if not kept.tally.watching:
@@ -193,7 +197,7 @@ class Wakeups:
         return True
 
     def _lose(self, kept: _Kept, why: str) -> None:
-        """Log and count a loss once, close the source, and schedule its opening: at once, then ever less often."""
+        """Log and count a loss once, close the source, and set when to reopen it: at once, then less and less often."""
         now, tally = time.monotonic(), kept.tally
         if tally.watching and now - kept.opened > BACK_OFF:
             kept.failures = 0

@@ -1,4 +1,4 @@
-"""The event sources of a real host. Vendors name what to watch for them."""
+"""Makes the event sources of a real host. Vendors name what to watch for them."""
 
 import hashlib
 import time
@@ -18,18 +18,18 @@ from agent.vendors.host_vendor import HostVendor
 DEV = "/dev"
 REPORTS = "reports"
 HEARTBEAT = 90.0
-"""Seconds: a report comes every 60 s. The first one after a longer silence is news, whatever it says."""
+"""Seconds of silence after which a report needs a pass, even if its content did not change. One comes every 60 s."""
 MANY, PERIOD = 10, 60.0
-"""Number of passes that the reports of one machine may cause within so many seconds; further ones await the timer."""
+"""How many passes the reports of one machine may cause within how many seconds. Later reports wait for the timer."""
 
 NONE = b""
-"""Digest of a missing report."""
+"""Stands for the digest of a missing report."""
 
 
 def host_sources(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
 ) -> tuple[Source, ...]:
-    """Return all sources of events. `driver` returns the current configuration."""
+    """Return all event sources. `driver` returns the current settings of the driver."""
     return (
         Udev(system, tuple(pattern for vendor in vendors for pattern in vendor.module_names)),
         device_nodes(system, vendors),
@@ -43,14 +43,14 @@ def host_sources(
 
 
 def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
-    """Watch nodes that vendors name: udev has no event for drivers that make nodes without a sysfs device."""
+    """Return a source that watches vendors' device nodes: udev has no events for nodes without a sysfs device."""
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
 
     def matters(directory: str, name: str) -> bool:
         if directory == DEV:
             return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
-        # Clients may write in a directory of a daemon's sockets: only whether the directory exists matters.
+        # Clients may write in the directories of daemons' sockets, of which only the existence matters.
         return name == ANY or directory.startswith(f"{DEV}/")
 
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
@@ -59,7 +59,7 @@ def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories
 def driver_libraries(
     system: System, vendors: tuple[HostVendor, ...], driver: Callable[[], DriverSettings]
 ) -> Directories:
-    """Watch loader caches and the libraries themselves. A recreated directory is watched from the next pass on."""
+    """Return a source that watches loader caches and libraries. New directories are watched from the next pass on."""
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.library_names)
 
     def where() -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def driver_libraries(
 
 
 def machined(system: System) -> Directories:
-    """Watch systemd-machined's record of running machines: a machine that ends cannot report it."""
+    """Return a source that watches systemd-machined's record of machines, which shows when a machine stops."""
 
     def matters(_: str, name: str) -> bool:
         # Each machine has a link `unit:...` too, and temporary files begin with a dot.
@@ -82,7 +82,7 @@ def machined(system: System) -> Directories:
 
 
 def commands(system: System) -> Directories:
-    """Watch for the agent's commands that change what the service reports; ignore the service's own files."""
+    """Return a source that watches for commands of the agent that change what the service reports."""
 
     def matters(_: str, name: str) -> bool:
         return f"{RUNTIME}/{name}" == WAKE
@@ -91,7 +91,7 @@ def commands(system: System) -> Directories:
 
 
 def report_directories(system: System) -> list[str]:
-    """Return the directories that prepare@ made, of all machines, configured or not."""
+    """Return the report directories of all machines, configured or not."""
     try:
         return [report_directory(name) for name in system.entries(MACHINES_RUNTIME)]
     except FileNotFoundError:
@@ -99,7 +99,7 @@ def report_directories(system: System) -> list[str]:
 
 
 class NewReports:
-    """Tells news from heartbeats, and limits how many passes a machine can cause by writing reports."""
+    """Decides which reports need a pass, and limits how many passes a machine can cause by writing reports."""
 
     def __init__(self, system: System, clock: Callable[[], float] = time.monotonic) -> None:
         self._system, self._clock = system, clock
@@ -108,11 +108,11 @@ class NewReports:
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
 
     def matters(self, directory: str, name: str) -> bool:
-        """Return whether that machine's report has changed, or is the first after a long silence."""
+        """Return whether the report in this directory has changed, or is the first one after a long silence."""
         if name not in (REPORT_NAME, ANY):
             return False
         now, digest = self._clock(), self._digest(directory)
-        # A machine that starts for the first time has no report. That is no news: prepare@ makes a pass then.
+        # A machine that starts for the first time has no report. This needs no pass: prepare@ makes one.
         known, came = self._known.get(directory, (NONE, now))
         self._known[directory] = digest, now
         if digest == known and now - came < HEARTBEAT:
@@ -129,6 +129,6 @@ class NewReports:
         except FileNotFoundError:
             return NONE
         except OSError as error:
-            # Not a report: the pass reports what it is.
+            # It cannot be read as a report, so a pass has to report that.
             return str(error.errno).encode()
         return hashlib.sha256(content).digest()

@@ -1,4 +1,4 @@
-"""Watches devices and drivers that come and go: udevd sends an event once it is done with their nodes."""
+"""Watches devices and drivers. udevd sends an event once it has made or removed their nodes."""
 
 import contextlib
 import errno
@@ -12,22 +12,22 @@ from agent.system.files import System
 from agent.system.udev import Event, Monitor, udev_monitor
 
 CONTROL = "/run/udev/control"
-"""udevd's socket. Without it, libudev silently makes a monitor that never gets an event."""
+"""udevd's socket. If it is missing, libudev silently makes a monitor that never gets an event."""
 BATCH = 1000
-"""Events parsed at once."""
+"""Events that are parsed in one call."""
 
 
 class Udev:
-    """A Source, with libudev's monitor."""
+    """An event source: libudev's monitor."""
 
     name = "udev"
 
     def __init__(self, system: System, modules: tuple[str, ...], monitor: Callable[[], Monitor] = udev_monitor) -> None:
-        """`modules`: patterns of the kernel modules that matter."""
+        """Set what is watched. `modules` has patterns (fnmatch) of the kernel modules that matter."""
         self._system, self._modules, self._make = system, modules, monitor
         self._monitor: Monitor | None = None
         self._socket: socket.socket | None = None
-        """The monitor's socket, for what pyudev cannot do: detect an overflow, and drop events without parsing."""
+        """The monitor's socket, for what pyudev cannot do: detect an overflow, and discard events without parsing."""
 
     def open(self) -> None:
         if not self._system.exists(CONTROL):
@@ -51,7 +51,7 @@ class Udev:
             try:
                 device = self._monitor.poll(0)
             except OSError as error:
-                # pyudev's error for POLLERR has no errno; the socket has one.
+                # pyudev's error for POLLERR has no errno, but the socket has one.
                 if errno.ENOBUFS not in (error.errno, self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)):
                     raise
                 break
@@ -65,7 +65,7 @@ class Udev:
         return True
 
     def _drain(self, receiving: socket.socket) -> None:
-        """Drop the other events, since the pass observes everything: in a storm, parsing is what costs."""
+        """Discard further events without the cost of parsing them: the pass will observe everything."""
         for _ in range(100 * BATCH):
             try:
                 receiving.recv(1, socket.MSG_DONTWAIT)
@@ -79,12 +79,12 @@ class Udev:
 def matters(event: Event, modules: tuple[str, ...]) -> bool:
     """Return whether the event can change what a pass observes."""
     if event.subsystem == "drm" and event.action == "change":
-        # A monitor was plugged in (drivers/gpu/drm/drm_sysfs.c); the nodes stay the same.
+        # A display was plugged in (drivers/gpu/drm/drm_sysfs.c), which does not affect the nodes.
         return event.properties.get("HOTPLUG") != "1"
     if event.subsystem == "drivers":
-        # libudev uses this subsystem for drivers of all buses.
+        # libudev uses this subsystem for the drivers of all buses.
         return event.device_path.startswith("/bus/pci/drivers/")
     if event.subsystem == "module":
-        # A starting Kubernetes node loads dozens of other modules.
+        # The start of a Kubernetes node loads dozens of other modules.
         return any(fnmatchcase(event.device_path.removeprefix("/module/"), pattern) for pattern in modules)
     return True
