@@ -1,4 +1,4 @@
-"""The bed for the end-to-end tests: one virtual machine, booted once and put back to a snapshot before each test."""
+"""The bed for the end-to-end tests: one virtual machine, booted once and restored to a snapshot before each test."""
 
 import json
 import sys
@@ -24,16 +24,16 @@ from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
 
 INSTALLED = "installed"
-"""The host half is installed and configured; nothing of it runs, and no machine."""
+"""The host half is installed and configured; neither it nor a machine runs."""
 READY = "ready"
 """The service runs, and the machine is Ready."""
 HOSTS = frozenset({"simulated_host", "other"})
-"""Fixtures with a virtual machine; `other` is that of test_hosts."""
+"""Fixtures with a virtual machine; `other` belongs to test_hosts."""
 
 
 @dataclass
 class Bed:
-    """The simulated host as tests use it."""
+    """The simulated host, with what tests do on it."""
 
     host: SimulatedHost
 
@@ -46,42 +46,42 @@ class Bed:
         return Node(self.guest)
 
     def starts(self) -> dict[str, str]:
-        """Of the units that nobody may restart, for `restarted`."""
+        """Return when units that must not restart were started, for `restarted`."""
         return starts(self.guest)
 
     def restarted(self, before: dict[str, str]) -> str:
-        """Those units that were restarted since `before`; `nothing` where there are none."""
+        """Return the units that were restarted since `before`, or `nothing`."""
         return ", ".join(sorted(restarted(before, starts(self.guest)))) or "nothing"
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
-        """A command on the host."""
+        """Run a command on the host."""
         return self.guest.run(argv, timeout=timeout, check=check)
 
     def agent(self, *arguments: str, timeout: float = 240, check: bool = True) -> Completed:
-        """The agent's command on the host."""
+        """Run the agent's command on the host."""
         return self.run("unbounded-agent", *arguments, timeout=timeout, check=check)
 
     def conditions(self) -> dict[str, dict[str, Any]]:
-        """By type, as `status --json` has them."""
+        """Return the machine's conditions by type, as `status --json` has them."""
         found = json.loads(self.agent("status", "--json").stdout)
         return {each["type"]: each for each in found[MACHINE]}
 
     def wait_ready(self, seconds: float = 400) -> dict[str, dict[str, Any]]:
-        """Until Ready is True; fails with all conditions otherwise."""
+        """Wait until Ready is True, and return all conditions; fail with them otherwise."""
         deadline = time.monotonic() + seconds
         while True:
             conditions = self.conditions()
             if conditions["Ready"]["status"] == "True":
                 return conditions
             if time.monotonic() > deadline:
-                # Of our units alone: the guest agent logs each look at a command.
+                # Only our units: the guest agent logs each query of a command's status.
                 units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
                 journal = self.run("journalctl", "--no-pager", "-n", "60", *units, check=False).stdout
                 pytest.fail(f"not ready after {seconds} s: {self.agent('status').stdout}\n{journal}")
             time.sleep(1)
 
     def wait_served(self, seconds: float = 150) -> None:
-        """Until the service itself says that the machine is ready: it makes its passes in its own time."""
+        """Wait until the service itself reports the machine ready; it makes passes at its own pace."""
         page = f"http://127.0.0.1:9788/readyz/machines/{MACHINE}"
         fetch = ("python3", "-c", "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)", page)
         deadline = time.monotonic() + seconds
@@ -93,7 +93,7 @@ class Bed:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests with a virtual machine as `host`.
 
-    The cluster's come last: tests without a virtual machine have built Kubernetes by then, which takes ten minutes.
+    Tests of the cluster come last: by then, tests without a virtual machine have built Kubernetes (ten minutes).
     """
     items.sort(key=lambda item: "cluster" in fixtures(item))
     for item in items:
@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def fixtures(item: pytest.Item) -> list[str]:
-    """Names, also of those that its fixtures use."""
+    """Return the names of an item's fixtures, including those that they use."""
     return item.fixturenames if isinstance(item, pytest.Function) else []
 
 
@@ -110,7 +110,7 @@ def fixtures(item: pytest.Item) -> list[str]:
 def pytest_runtest_makereport(
     item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """With what failed on the simulated host, what the agent said there: the next test puts it back to a snapshot."""
+    """Add to a failure what the agent said on the simulated host: the next test restores a snapshot."""
     report = yield
     found = [each for each in item.funcargs.values() if isinstance(each, Bed | Cluster | SimulatedHost)]
     if report.when != "teardown" and report.failed and found:
@@ -148,14 +148,14 @@ def host_parts(simulated_host: SimulatedHost) -> dict[str, str]:
 
 @pytest.fixture
 def record_host(host_parts: dict[str, str], record_property: Callable[[str, object], None]) -> None:
-    """Into the test's result, from which docs/tested-with.md is made."""
+    """Record the host's versions in the test's result, from which docs/tested-with.md is made."""
     for part, version in host_parts.items():
         record_property(part, version)
 
 
 @pytest.fixture
 def measured(record_property: Callable[[str, object], None]) -> Callable[[str, object], None]:
-    """Puts what a test measured into its result, and prints it."""
+    """Return a function that records a measurement in the test's result, and prints it."""
 
     def record(name: str, value: object) -> None:
         record_property(MEASURED + name, value)
@@ -166,7 +166,7 @@ def measured(record_property: Callable[[str, object], None]) -> Callable[[str, o
 
 @pytest.fixture
 def installed(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
-    """A fresh host with its driver, where the agent is installed and has done nothing yet."""
+    """A fresh host with its driver, where the agent is installed but has never run."""
     simulated_host.restore(INSTALLED)
     yield Bed(simulated_host)
     simulated_host.pause()
@@ -177,7 +177,7 @@ def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
     """A host whose machine is ready and whose service runs."""
     simulated_host.restore(READY)
     bed = Bed(simulated_host)
-    # The clock has jumped to the present, which makes the last report an old one.
+    # The clock has jumped to the present, so the last report is outdated.
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
     yield bed
     simulated_host.pause()
@@ -187,7 +187,7 @@ def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
 def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
     """A Kubernetes cluster whose node is the ready machine, with NVIDIA's device plugin.
 
-    Its tests follow each other without a restored snapshot, which the API server's memory could not follow.
+    Its tests run without a restored snapshot in between: the API server outside the guest could not go back with it.
     """
     simulated_host.restore(READY)
     Bed(simulated_host).node.run("systemctl", "start", "unbounded-agent-gpu.service")

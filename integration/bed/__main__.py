@@ -1,4 +1,4 @@
-"""`python3 -m integration.bed`: boots a simulated GPU host by hand and runs the lines of standard input in it."""
+"""`python3 -m integration.bed`: boot a simulated GPU host and run the lines of standard input in it."""
 
 import sys
 

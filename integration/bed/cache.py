@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 UNUSED = 2 * 3600.0
-"""Seconds. Less would take away what a run of another checkout is using at this moment."""
+"""Seconds. A shorter time could remove what a run of another checkout is using."""
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def cache_root() -> Path:
-    """`$XDG_CACHE_HOME/unbounded-agent`, by default below `~/.cache` (XDG Base Directory Specification)."""
+    """Return `$XDG_CACHE_HOME/unbounded-agent`, by default below `~/.cache` (XDG Base Directory Specification)."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     root = Path(base) / "unbounded-agent"
     root.mkdir(parents=True, exist_ok=True)
@@ -26,7 +26,7 @@ def cache_root() -> Path:
 
 @contextmanager
 def step(title: str) -> Iterator[None]:
-    """Say on standard error what is being done, and how many seconds it took."""
+    """Print to standard error what is being done, and how many seconds it took."""
     print(f"==> {title} ...", file=sys.stderr, flush=True)
     started = time.monotonic()
     yield
@@ -34,7 +34,7 @@ def step(title: str) -> Iterator[None]:
 
 
 def digest(inputs: Iterable[Path | str]) -> str:
-    """A hex digest of strings, files and directory trees (names, modes and contents)."""
+    """Return a hex digest of strings, files and directory trees (names, modes and contents)."""
     total = hashlib.sha256()
     for item in inputs:
         if isinstance(item, str):
@@ -51,9 +51,9 @@ def digest(inputs: Iterable[Path | str]) -> str:
 
 
 def cached(name: str, inputs: Iterable[Path | str], build: Callable[[Path], None]) -> Path:
-    """The directory that `build` fills from `inputs`; built once, published whole by one rename.
+    """Return the directory that `build` fills from `inputs`. It is built once, and published by one rename.
 
-    Results of the same name that nobody used for UNUSED seconds are removed: they are large (gigabytes).
+    Results of the same name that have not been used for UNUSED seconds are removed: they take gigabytes.
     """
     root = cache_root()
     result = root / f"{name}-{digest(inputs)}"

@@ -12,7 +12,7 @@ from integration.bed.vm.simulated_host import SimulatedHost
 
 
 def show(guest: Guest, *argv: str, timeout: float = 300) -> None:
-    """A command on the host, with what it prints."""
+    """Run a command on the host and print its output."""
     print(f"\nsimulated-gpu-host# {' '.join(argv)}", flush=True)
     finished = guest.run(argv, timeout=timeout, check=False)
     print(finished.stderr + finished.stdout, end="", flush=True)

@@ -1,16 +1,16 @@
-"""What runs for as long as a block of code, and never longer."""
+"""Base class of what runs as long as a block of code, and no longer."""
 
 from typing import Self
 
 
 class Lifetime:
-    """A context manager, which is closed also when its start fails."""
+    """A context manager that is closed even if its start fails."""
 
     def start(self) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
-        """After any part of a start."""
+        """Stop everything, even after an incomplete start."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:

@@ -10,15 +10,15 @@ Argument = str | Path
 
 
 LIMIT = 1800.0
-"""Seconds: no build takes that long, and what hangs must not hang a test run."""
+"""Seconds. No build takes this long, and a command that hangs must not block a test run."""
 
 
 class BedError(Exception):
-    """Something in the bed failed; the text is for whoever started it."""
+    """Something in the bed failed; the text is for the person who started it."""
 
 
 class CommandError(BedError):
-    """A command of the bed failed; the text holds the command line and the end of its output."""
+    """A command failed; the text has the command line and the end of its output."""
 
 
 def run(
@@ -29,7 +29,7 @@ def run(
     stdin: str = "",
     timeout: float = LIMIT,
 ) -> str:
-    """Standard output of `argv`, without the last newline; `env` is added to this process's own.
+    """Run `argv` and return its standard output without the last newline; `env` is added to this process's variables.
 
     Raises CommandError.
     """

@@ -1,4 +1,4 @@
-"""Directories for what a run of the bed leaves on disk while it lasts."""
+"""Directories for files that a run of the bed keeps while it lasts."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def run_directory(name: str) -> Path:
-    """A new directory of this process, mode 0700. Removes those that killed processes have left under that name."""
+    """Return a new directory of this process, mode 0700. Removes those of this name that killed processes have left."""
     for directory in Path(tempfile.gettempdir()).glob(f"{name}-[0-9]*-*"):
         pid = directory.name.removeprefix(f"{name}-").partition("-")[0]
         if not Path("/proc", pid).exists():

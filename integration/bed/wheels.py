@@ -9,12 +9,12 @@ from integration.bed.cache import REPOSITORY, cached
 from integration.bed.process import CommandError
 
 PYTHON = "3.13"
-"""Of Debian 13."""
+"""Debian 13's version."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
 
 def pip(*arguments: str, modules: Path | None = None) -> None:
-    """`modules`: a directory that pip and the build backends that it starts import from."""
+    """Run pip. It and the build backends that it starts import from the directory `modules`."""
     environment = os.environ | ({"PYTHONPATH": str(modules)} if modules else {})
     argv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     if subprocess.run(argv, env=environment).returncode:
@@ -22,7 +22,7 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
 
 
 def dependencies(python: str = PYTHON) -> Path:
-    """A directory of the wheels that requirements.lock pins for that version of Python, checked by their hashes."""
+    """Return a directory of the wheels that requirements.lock pins for `python`, checked by their hashes."""
     lock = REPOSITORY / "requirements.lock"
 
     def build(target: Path) -> None:
@@ -35,7 +35,7 @@ def dependencies(python: str = PYTHON) -> Path:
 
 
 def build_backend() -> Path:
-    """A directory of the modules that requirements-build.lock pins, checked by their hashes."""
+    """Return a directory of the modules that requirements-build.lock pins, checked by their hashes."""
     lock = REPOSITORY / "requirements-build.lock"
 
     def build(target: Path) -> None:
@@ -45,7 +45,7 @@ def build_backend() -> Path:
 
 
 def agent() -> Path:
-    """The agent's own wheel, built from this checkout."""
+    """Return the agent's own wheel, built from this checkout."""
     backend = build_backend()
 
     def build(target: Path) -> None:

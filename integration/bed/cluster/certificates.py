@@ -5,14 +5,14 @@ from pathlib import Path
 
 from integration.bed.process import Argument, run
 
-# Milliseconds each, where RSA keys take seconds.
+# An elliptic-curve key takes milliseconds; an RSA key takes seconds.
 ALGORITHM = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
 DAYS = "30"
 AUTHORITY = "bed-ca"
 
 
 class Certificates:
-    """Makes its certificate authority (ca.crt, ca.key) at once; every file of it lies in `directory`."""
+    """A certificate authority (ca.crt, ca.key), made on construction. All files are in `directory`."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -23,16 +23,16 @@ class Certificates:
         )  # fmt: skip
 
     def serving(self, name: str, addresses: Sequence[str], names: Sequence[str]) -> None:
-        """NAME.crt and NAME.key of a server that is reached under those IP addresses and host names."""
+        """Write NAME.crt and NAME.key of a server that clients reach under these IP addresses and host names."""
         subjects = [*(f"IP:{address}" for address in addresses), *(f"DNS:{each}" for each in names)]
         self._signed(name, f"/CN={names[0]}", "serverAuth", f"subjectAltName={','.join(subjects)}")
 
     def client(self, name: str, user: str, group: str) -> None:
-        """NAME.crt and NAME.key of a client; Kubernetes reads the user from CN and the group from O."""
+        """Write NAME.crt and NAME.key of a client. Kubernetes reads the user from CN and the group from O."""
         self._signed(name, f"/O={group}/CN={user}", "clientAuth")
 
     def key(self, name: str) -> None:
-        """NAME.key and NAME.pub, its public half."""
+        """Write NAME.key and its public half, NAME.pub."""
         self._openssl("genpkey", "-algorithm", "EC", *ALGORITHM[2:4], "-out", self._file(f"{name}.key"))
         self._openssl("pkey", "-in", self._file(f"{name}.key"), "-pubout", "-out", self._file(f"{name}.pub"))
 

@@ -1,4 +1,4 @@
-"""A Kubernetes cluster of one node, which is the simulated host's machine: a real kubelet and a real control plane."""
+"""A Kubernetes cluster with a real kubelet and control plane. Its one node is the simulated host's machine."""
 
 import json
 import time
@@ -17,12 +17,12 @@ from integration.bed.process import Argument, CommandError, run
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.bed.vm.transfer import HOST_FROM_GUEST, send_files
 
-# What whoever provisions a node adds to the image's root file system: the kubelet's unit, the pod network.
+# Files that an administrator adds to a node's root file system: the kubelet's unit and the pod network.
 CLUSTER_FILES = Path(__file__).with_name("cluster_files")
-# What a kubelet sets where it may, and does not start without: in a machine /proc/sys is read-only.
+# The kubelet sets these itself, or does not start. In a machine it cannot: /proc/sys is read-only there.
 KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
 SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
-# What users deploy, and what only the tests need.
+# Manifests that users deploy, and those that only the tests need.
 MANIFESTS = (REPOSITORY / "deploy" / "kubernetes", Path(__file__).with_name("manifests"))
 PLUGIN = "daemonset/nvidia-device-plugin"
 RESOURCE = "nvidia.com/gpu"
@@ -30,7 +30,7 @@ PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"
 
 
 def manifest(name: str) -> str:
-    """The text of the manifest of that name; raises FileNotFoundError where no directory has it."""
+    """Return the text of the manifest of that name. Raises FileNotFoundError if no directory has it."""
     for directory in MANIFESTS:
         if (directory / f"{name}.yaml").exists():
             return (directory / f"{name}.yaml").read_text()
@@ -38,11 +38,11 @@ def manifest(name: str) -> str:
 
 
 class ClusterError(Exception):
-    """Something that was waited for did not come about; the text holds what the cluster says of it."""
+    """An expected change did not happen in time; the text has what the cluster reports."""
 
 
 class Cluster(Lifetime):
-    """The host's machine runs already, and so does containerd in it."""
+    """A cluster on `host`, whose machine and containerd run already."""
 
     def __init__(self, host: SimulatedHost) -> None:
         self.host = host
@@ -51,7 +51,7 @@ class Cluster(Lifetime):
         (self._kubelet_port,) = free_ports(1)
 
     def start(self) -> None:
-        """Until the node is Ready."""
+        """Start the cluster and wait until its node is Ready."""
         self.control_plane.start()
         self.host.qemu.forward_port(self._kubelet_port)
         with step("make the machine a node of the cluster"):
@@ -59,33 +59,33 @@ class Cluster(Lifetime):
             self.wait("node Ready", self._node_is_ready)
 
     def close(self) -> None:
-        """Ends the control plane. The machine keeps its kubelet: restore a snapshot, or end the virtual machine."""
+        """Stop the control plane. The machine keeps its kubelet: restore a snapshot, or stop the virtual machine."""
         self.control_plane.close()
         self.host.qemu.stop_forwarding(self._kubelet_port)
 
     def kubectl(self, *arguments: Argument, stdin: str = "") -> str:
-        """Standard output of a kubectl command, as the cluster's administrator."""
+        """Run kubectl as the cluster's administrator and return its standard output."""
         return self.control_plane.kubectl(*arguments, stdin=stdin)
 
     def get(self, *arguments: str) -> dict[str, Any]:
-        """The object or list that `kubectl get` finds."""
+        """Return the object or list that `kubectl get` finds."""
         found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
         return found
 
     def apply(self, *objects: str | dict[str, Any]) -> None:
-        """Applies objects, and manifests by their names in MANIFESTS."""
+        """Apply objects, and manifests by their names in MANIFESTS."""
         for each in objects:
             text = manifest(each) if isinstance(each, str) else json.dumps(each)
             self.kubectl("apply", "-f", "-", stdin=text)
 
     def allocatable(self, resource: str = RESOURCE) -> int:
-        """How many of a resource the node offers to pods."""
+        """Return how many of a resource the node offers to pods."""
         return int(self.get("node", MACHINE)["status"]["allocatable"].get(resource, 0))
 
     def deploy_plugin(self, gpus: int, **environment: str) -> None:
-        """Deploys NVIDIA's device plugin by the users' manifest, and waits until the node offers that many GPUs.
+        """Deploy NVIDIA's device plugin with the users' manifest, and wait until the node offers that many GPUs.
 
-        `environment` overrides the manifest's. The image is built locally, because the virtual machine has no network.
+        `environment` overrides the manifest's variables. The image is local: the virtual machine has no network.
         """
         plugin = yaml.safe_load(manifest("device-plugin"))
         (container,) = plugin["spec"]["template"]["spec"]["containers"]
@@ -96,27 +96,27 @@ class Cluster(Lifetime):
         self.wait_plugin(gpus)
 
     def restart_plugin(self, gpus: int) -> None:
-        """A new pod of the device plugin."""
+        """Replace the device plugin's pod, and wait until the node offers that many GPUs."""
         self.kubectl("--namespace=kube-system", "rollout", "restart", PLUGIN)
         self.wait_plugin(gpus)
 
     def delete_plugin(self, plugin: str = PLUGIN) -> None:
-        """Removes a device plugin and waits until its pod has ended."""
+        """Delete a device plugin and wait until its pod is gone."""
         self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=120s")
 
     def plugin_log(self) -> str:
-        """What the device plugin's present pod has logged."""
+        """Return the log of the device plugin's current pod."""
         return self.kubectl("--namespace=kube-system", "logs", PLUGIN)
 
     def wait_plugin(self, gpus: int) -> None:
-        """Until the present version of the plugin has registered, and the node offers that many GPUs."""
+        """Wait until the current device plugin has registered and the node offers that many GPUs."""
         self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=180s")
-        # A number alone could be that of the plugin's predecessor.
+        # The number of GPUs alone could still be that of the previous plugin.
         self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
         self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
 
     def run(self, pod: dict[str, Any]) -> str:
-        """Runs a pod to its end and removes it; its log. Raises ClusterError where it fails."""
+        """Run a pod to its end, delete it and return its log. Raises ClusterError if it fails."""
         name = pod["metadata"]["name"]
         self.apply(pod)
         try:
@@ -125,7 +125,7 @@ class Cluster(Lifetime):
             self.delete_pods(name)
 
     def finished(self, name: str, namespace: str = "default", seconds: float = 120) -> str:
-        """The log of a pod that ends by itself."""
+        """Wait until a pod ends by itself, and return its log. Raises ClusterError if it fails."""
         self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"), seconds)
         log = self.kubectl(f"--namespace={namespace}", "logs", name)
         if self.phase(name, namespace) == "Failed":
@@ -135,14 +135,14 @@ class Cluster(Lifetime):
         return log
 
     def log(self, name: str) -> str:
-        """What a pod has written; nothing where its container does not run yet."""
+        """Return what a pod has written; empty if its container does not run yet."""
         try:
             return self.kubectl("logs", name)
         except CommandError:
             return ""
 
     def versions(self) -> dict[str, str]:
-        """Of the parts, as they run."""
+        """Return the versions of the running parts, by name."""
         kubelet = self.get("node", MACHINE)["status"]["nodeInfo"]["kubeletVersion"]
         etcd = run([self.control_plane.binaries / "etcd", "--version"]).splitlines()[0]
         return {
@@ -154,16 +154,16 @@ class Cluster(Lifetime):
         }
 
     def phase(self, name: str, namespace: str = "default") -> str:
-        """Of a pod: Pending, Running, Succeeded, Failed."""
+        """Return a pod's phase: Pending, Running, Succeeded or Failed."""
         phase: str = self.get("pod", name, f"--namespace={namespace}")["status"]["phase"]
         return phase
 
     def delete_pods(self, *names: str) -> None:
-        """Removes pods and waits until their containers have ended."""
+        """Delete pods and wait until their containers have stopped."""
         self.kubectl("delete", "pod", *names, "--timeout=120s")
 
     def wait(self, what: str, reached: Callable[[], bool], seconds: float = 180) -> None:
-        """Until `reached`. Raises ClusterError with what the cluster and the kubelet say."""
+        """Wait until `reached()`. Raises ClusterError with what the cluster and the kubelet report."""
         deadline = time.monotonic() + seconds
         while not reached():
             self.control_plane.check()
@@ -172,7 +172,7 @@ class Cluster(Lifetime):
             time.sleep(0.5)
 
     def evidence(self) -> str:
-        """The cluster's pods and latest events, and the end of the kubelet's journal."""
+        """Return the cluster's pods and latest events, and the end of the kubelet's journal."""
         pods = self.kubectl("get", "pods", "--all-namespaces", "-o", "wide")
         events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
         journal = self.node.run("journalctl", "--unit=kubelet", "--no-pager", "--lines=25", check=False).stdout
@@ -196,7 +196,7 @@ class Cluster(Lifetime):
         self.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{PLUGIN_ARCHIVE}", timeout=180)
 
     def _kubelet_configuration(self) -> dict[str, Any]:
-        """As KubeletConfiguration, kubelet.config.k8s.io/v1beta1."""
+        """Return a KubeletConfiguration (kubelet.config.k8s.io/v1beta1)."""
         return {
             "apiVersion": "kubelet.config.k8s.io/v1beta1",
             "kind": "KubeletConfiguration",
@@ -204,9 +204,9 @@ class Cluster(Lifetime):
             "cgroupDriver": "systemd",
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "failSwapOn": False,
-            # Seconds count under emulation; the default is 10 s, after which the API knows of changed resources.
+            # Tells the API of changed resources sooner than the default of 10 s.
             "nodeStatusUpdateFrequency": "2s",
-            # The API server reaches it at this port of its own machine, which QEMU forwards.
+            # QEMU forwards this port of the API server's machine to the kubelet.
             "port": self._kubelet_port,
         }
 
@@ -220,7 +220,7 @@ class Cluster(Lifetime):
 
 
 def pod(name: str, *command: str, gpus: int = 0, resource: str = RESOURCE, runtime: str = "") -> dict[str, Any]:
-    """A pod of the local image with one container, which runs `command` once."""
+    """Return a pod of the local image with one container, which runs `command` once."""
     container: dict[str, Any] = {
         "name": "main",
         "image": CUDA_TEST,

@@ -1,4 +1,4 @@
-"""integration/cluster: a cluster that runs in the background for a person to try things on."""
+"""integration/cluster: a cluster in the background, to try things on."""
 
 import fcntl
 import os
@@ -20,9 +20,9 @@ from integration.bed.vm.simulated_host import SimulatedHost
 
 STATE = Path("/run/unbounded-agent-bed/cluster")
 LOG = STATE / "log"
-# Held by the background process while it lives; it holds that process's id.
+# Locked by the background process while it runs; has its process ID.
 LOCK = STATE / "lock"
-# Both appear when the cluster is ready.
+# Both exist once the cluster is ready.
 KUBECONFIG = STATE / "kubeconfig"
 KUBECTL = STATE / "kubectl"
 GPUS = 8
@@ -56,14 +56,14 @@ def main() -> None:
 
 
 def up() -> None:
-    """Starts the background process, and shows what it says until the cluster is ready."""
+    """Start the background process, and show its output until the cluster is ready."""
     if running():
         raise SystemExit("The cluster runs already; `integration/cluster down` ends it.")
     shutil.rmtree(STATE, ignore_errors=True)
     STATE.mkdir(parents=True, mode=0o700)
     with LOG.open("w") as log:
         argv = [sys.executable, "-m", "integration.bed.cluster.cluster_command", "serve"]
-        # A session of its own, so that it outlives the calling shell.
+        # In its own session, so that the process survives the calling shell.
         server = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -88,7 +88,7 @@ def down() -> None:
 
 
 def running() -> int:
-    """The background process's id; 0 where there is none."""
+    """Return the background process's ID; 0 if there is none."""
     try:
         with LOCK.open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -100,8 +100,8 @@ def running() -> int:
 
 
 def serve() -> None:
-    """Sets the cluster up, says so by KUBECTL, and keeps it until SIGTERM."""
-    # As an exception, so that every context manager ends what it started.
+    """Set up the cluster, create KUBECTL once it is ready, and keep it until SIGTERM."""
+    # SystemExit lets every context manager stop what it started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""A Kubernetes control plane beside the virtual machine: etcd, API server, controller-manager and scheduler.
+"""A Kubernetes control plane outside the virtual machine: etcd, API server, controller-manager and scheduler.
 
-All on 127.0.0.1. The simulated host reaches the API server as 10.0.2.2 (QEMU's user-mode network), and the API server
-reaches a node's kubelet under the node's name, at the port that QEMU forwards.
+All listen on 127.0.0.1. The simulated host reaches the API server as 10.0.2.2 (QEMU's user-mode network), and the
+API server reaches a node's kubelet under the node's name, at the port that QEMU forwards.
 """
 
 import base64
@@ -30,22 +30,22 @@ ADMIN = "admin"
 CONTROLLER_MANAGER = "system:kube-controller-manager"
 SCHEDULER = "system:kube-scheduler"
 KUBECTL_LIMIT = 240.0
-"""Seconds; `kubectl wait` and its like are told shorter ones."""
+"""Seconds. `kubectl wait` and similar commands get shorter timeouts."""
 
 
 class ControlPlaneError(Exception):
-    """A part of the control plane ended or does not answer; the text holds the end of its log."""
+    """A part of the control plane exited or does not answer; the text has the end of its log."""
 
 
 def node_user(node: str) -> str:
-    """The user name by which the Node authorizer knows a kubelet."""
+    """Return the user name by which the Node authorizer knows a kubelet."""
     return f"system:node:{node}"
 
 
 class ControlPlane(Lifetime):
-    """`nodes` are the names under which kubelets may register.
+    """A control plane; kubelets may register under the names in `nodes`.
 
-    Without controllers (and without a scheduler) a Node changes only by who writes it.
+    Without `controllers` there is no scheduler either, and a Node changes only when somebody writes it.
     """
 
     def __init__(self, nodes: Iterable[str], *, controllers: bool = True) -> None:
@@ -69,14 +69,14 @@ class ControlPlane(Lifetime):
                 self._start_controllers()
 
     def close(self) -> None:
-        """Ends every part and removes all that they wrote."""
+        """Stop every part and remove all files that they wrote."""
         for process in reversed(self._processes.values()):
             process.kill()
             process.wait()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start_controllers(self) -> None:
-        # Both end when the API server does not know them yet.
+        # Not before the API server is ready: both exit if it rejects them.
         for name, user, options in (
             ("kube-controller-manager", CONTROLLER_MANAGER, self._controller_options()),
             ("kube-scheduler", SCHEDULER, []),
@@ -86,11 +86,11 @@ class ControlPlane(Lifetime):
 
     @property
     def certificate_authority(self) -> str:
-        """Its certificate, in PEM."""
+        """Return the certificate of the cluster's authority, in PEM."""
         return (self.directory / "ca.crt").read_text()
 
     def kubeconfig(self, user: str = ADMIN, address: str = "127.0.0.1") -> str:
-        """A kubeconfig of `user`; `address` is where the API server is seen from the file's place."""
+        """Return a kubeconfig of `user`; `address` is where its reader finds the API server."""
         cluster = {
             "server": f"https://{address}:{self.port}",
             "certificate-authority-data": _base64(self.certificate_authority),
@@ -106,12 +106,12 @@ class ControlPlane(Lifetime):
         return json.dumps(content)
 
     def write_kubeconfig(self, user: str, path: Path) -> Path:
-        """The kubeconfig of `user` for this machine, readable only by its owner."""
+        """Write the kubeconfig of `user` for this machine, readable only by its owner, and return its path."""
         _write_private(path, self.kubeconfig(user))
         return path
 
     def kubectl(self, *arguments: Argument, stdin: str = "", user: str = ADMIN) -> str:
-        """Standard output of one kubectl command. Raises CommandError with what it printed."""
+        """Run one kubectl command and return its standard output. Raises CommandError with what it printed."""
         path = self.directory / f"{user.replace(':', '-')}.kubeconfig"
         if not path.exists():
             self.write_kubeconfig(user, path)
@@ -119,13 +119,13 @@ class ControlPlane(Lifetime):
         return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=KUBECTL_LIMIT)
 
     def check(self) -> None:
-        """Raises ControlPlaneError when a part has ended."""
+        """Raise ControlPlaneError if a part has exited."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise ControlPlaneError(f"{name} ended with status {process.returncode}; {self.evidence()}")
 
     def evidence(self) -> str:
-        """The end of each part's log, for error texts."""
+        """Return the end of each part's log, for error messages."""
         ends = []
         for name in self._processes:
             lines = (self.directory / f"{name}.log").read_text(errors="replace").splitlines()
@@ -143,7 +143,10 @@ class ControlPlane(Lifetime):
         (self.directory / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
 
     def _with_node_names(self) -> list[Argument]:
-        """A kubelet's address is that of the virtual machine's network, where only the machine itself can reach it."""
+        """Return a command prefix that makes node names resolve to 127.0.0.1.
+
+        A kubelet registers an address of the virtual machine's network, which nothing outside can reach.
+        """
         script = 'mount --bind "$0" /etc/hosts && exec "$@"'
         return ["unshare", "--mount", "sh", "-c", script, self.directory / "hosts"]
 
@@ -156,7 +159,7 @@ class ControlPlane(Lifetime):
             f"--listen-peer-urls={peers}",
             f"--initial-advertise-peer-urls={peers}",
             f"--initial-cluster=default={peers}",
-            # The data lives as long as the process.
+            # The data is not needed after etcd has exited.
             "--unsafe-no-fsync",
         ]
 
@@ -171,7 +174,7 @@ class ControlPlane(Lifetime):
             f"--token-auth-file={file['tokens.csv']}",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
-            # The device plugin's pods are privileged where it makes CDI specifications.
+            # The device plugin's pods are privileged if it writes CDI specifications.
             "--allow-privileged=true",
             f"--tls-cert-file={file['apiserver.crt']}",
             f"--tls-private-key-file={file['apiserver.key']}",
@@ -192,7 +195,7 @@ class ControlPlane(Lifetime):
         ]
 
     def _run(self, name: str, *arguments: Argument, wrapper: Iterable[Argument] = ()) -> None:
-        # setpriv: should this process be killed, the kernel ends the control plane too.
+        # setpriv: if this process is killed, the kernel kills the control plane too.
         argv = ["setpriv", "--pdeathsig", "KILL", *wrapper, self.binaries / name, *arguments]
         with (self.directory / f"{name}.log").open("wb") as log:
             self._processes[name] = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -211,7 +214,7 @@ class ControlPlane(Lifetime):
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports of 127.0.0.1 that nobody listens on at this moment."""
+    """Return TCP ports of 127.0.0.1 on which nothing listens now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

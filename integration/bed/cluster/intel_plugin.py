@@ -11,12 +11,12 @@ from integration.bed.tools import compile_go, go
 MODULE = REPOSITORY / "integration" / "go" / "intel"
 PLUGIN = "github.com/intel/intel-device-plugins-for-kubernetes"
 IMAGE = "registry.invalid/intel-gpu-plugin:local"
-# As Intel's image has it, which holds nothing else but licences.
+# Its path in Intel's image, which otherwise has only licences.
 PROGRAM = "usr/local/bin/intel_gpu_device_plugin"
 
 
 def intel_plugin() -> Path:
-    """The program, linked statically as Intel's own is."""
+    """Return the program, linked statically like Intel's own."""
 
     def build(output: Path) -> None:
         compile_go(MODULE, f"{PLUGIN}/cmd/gpu_plugin", output / "gpu_plugin", "-s -w")
@@ -25,7 +25,7 @@ def intel_plugin() -> Path:
 
 
 def intel_plugin_image() -> Path:
-    """An archive of it, to be imported by `ctr --namespace k8s.io images import`."""
+    """Return an image archive for `ctr --namespace k8s.io images import`."""
 
     def build(output: Path) -> None:
         write_image(output, "intel-gpu-plugin", IMAGE, f'["/{PROGRAM}"]', _fill)
@@ -34,9 +34,9 @@ def intel_plugin_image() -> Path:
 
 
 def intel_plugin_version() -> str:
-    """As the program itself tells it, which has no option for that: of the module that it was built from."""
-    told = run([go(), "version", "-m", intel_plugin()])
-    (version,) = (line.split()[2] for line in told.splitlines() if line.split()[1:2] == [PLUGIN])
+    """Return the version of the module that the program was built from; the program cannot print it."""
+    build_info = run([go(), "version", "-m", intel_plugin()])
+    (version,) = (line.split()[2] for line in build_info.splitlines() if line.split()[1:2] == [PLUGIN])
     return version.removeprefix("v")
 
 

@@ -17,11 +17,11 @@ PACKAGES = (
 
 
 def kubernetes() -> Path:
-    """A directory with kubelet, kubectl, etcd and the control plane, linked statically.
+    """Return a directory with kubelet, kubectl, etcd and the control plane, linked statically.
 
-    Seven minutes on two cores without Go's build cache, which is why what changes often is not among the inputs.
+    Without Go's build cache this takes seven minutes on two cores, so files that change often are not among the inputs.
     """
-    # Not the version of a checkout but of the module: hack/lib/version.sh sets these variables in a release build.
+    # hack/lib/version.sh sets these variables in a release build, from the checkout; here the version is the module's.
     version = "k8s.io/component-base/version"
     number = pinned(MODULE, KUBERNETES)
     major, minor, _ = number.split(".", 2)

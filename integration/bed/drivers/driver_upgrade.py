@@ -1,4 +1,4 @@
-"""The host's driver in another version: Debian's older branch, with the stand-in modules and NVML of that version."""
+"""Another version of the host's driver: Debian's older branch, with stand-in modules and NVML of that version."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ LOAD = """
 for module in nvidia nvidia-uvm nvidia-modeset nvidia-drm; do insmod {directory}/$module.ko; done
 /usr/lib/simulated-gpu-host/make-nodes
 """
-# The package manager takes the old files away; ldconfig -n gives the new ones their sonames, as packages have them.
+# Like a package upgrade: remove the old files, then let `ldconfig -n` make the soname links of the new ones.
 REPLACE = """
 find /{libraries} -name '*.so.{old}' -delete
 cp --preserve=timestamps {new}/* /{split}/
@@ -26,13 +26,13 @@ ldconfig
 
 
 def older_version(root: Path) -> str:
-    """The version of the older branch, which is installed next to the present one."""
+    """Return the version of the older branch, which is installed next to the current one."""
     (directory,) = (root / LIBRARIES / "nvidia").glob("tesla-*")
     return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
 
 
 def send_upgrade(guest: Guest) -> str:
-    """The other driver's files and modules, into /root of the host; their version."""
+    """Send the other driver's files and modules to /root of the host, and return its version."""
     version = older_version(crowded_root())
     directory = crowded_root() / LIBRARIES / "nvidia" / f"tesla-{version.split('.')[0]}"
     files: dict[str, Path | bytes] = {

@@ -1,4 +1,4 @@
-"""Stand-in GPUs of Intel and AMD (a simulation) that are plugged into the running simulated host."""
+"""Stand-in GPUs of Intel and AMD (a simulation), plugged into the running simulated host."""
 
 import time
 
@@ -7,33 +7,33 @@ from integration.bed.vm.simulated_host import SimulatedHost
 
 MODULE = "simulated_drm"
 INTEL, AMD, ASPEED = 0x8086, 0x1002, 0x1A03
-"""PCI vendors; the last one makes boards' management controllers."""
+"""PCI vendor IDs; ASPEED makes management controllers of server boards."""
 PARAMETER = f"/sys/module/{MODULE}/parameters/next_vendor"
-PLACE = f"/root/{MODULE}.ko"
-# At boot the device is there before the module, which gives devices their identity when they are added to the bus.
+MODULE_FILE = f"/root/{MODULE}.ko"
+# At boot the device exists before the module, which identifies devices only when they are added: remove and rescan.
 FIRST = "/etc/systemd/system/simulated-driver.service.d/drm-first.conf"
 LOAD_FIRST = f"""# Simulation
 [Service]
 ExecStartPre=modprobe drm
-ExecStartPre=insmod {PLACE}
+ExecStartPre=insmod {MODULE_FILE}
 ExecStartPre=sh -c 'echo 1 > /sys/bus/pci/devices/{{address}}/remove && echo 1 > /sys/bus/pci/rescan'
 """
 
 
 def load_drivers(host: SimulatedHost) -> None:
-    """The stand-in drivers, which no host has that does not ask for them."""
-    host.guest.write(PLACE, simulated_module("drm").read_bytes())
+    """Load the stand-in drivers, which are not on a host by default."""
+    host.guest.write(MODULE_FILE, simulated_module("drm").read_bytes())
     host.guest.run(["modprobe", "drm"])
-    host.guest.run(["insmod", PLACE])
+    host.guest.run(["insmod", MODULE_FILE])
 
 
 def load_before_nvidia(host: SimulatedHost, address: str) -> None:
-    """From the next boot on they come first, and that GPU, Intel's, gets the numbers that NVIDIA's first one had."""
+    """From the next boot on, load the stand-ins first: the GPU at `address` gets the numbers of NVIDIA's first GPU."""
     host.guest.write(FIRST, LOAD_FIRST.format(address=address).encode())
 
 
 def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 60) -> str:
-    """A GPU of that vendor in an empty port; its PCI address, once udev has made its nodes."""
+    """Plug a GPU of `vendor` into an empty port; return its PCI address once udev has made its nodes."""
     before = _with_nodes(host)
     host.guest.run(["sh", "-c", f"echo {vendor} > {PARAMETER}"])
     host.qemu.plug(port, "pci-testdev")
@@ -45,6 +45,6 @@ def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 60) -> st
 
 
 def _with_nodes(host: SimulatedHost) -> set[str]:
-    """PCI addresses of devices that have a link to a node."""
+    """Return the PCI addresses of devices that have a link to a node."""
     found = host.guest.run(["sh", "-c", "ls /dev/dri/by-path 2>/dev/null"], check=False).stdout.split()
     return {name.removeprefix("pci-").rpartition("-")[0] for name in found}

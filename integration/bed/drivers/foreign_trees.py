@@ -13,21 +13,21 @@ from integration.bed.process import run
 from integration.bed.vm.kernel_modules import toolchain
 
 SOURCE = "nvidia-graphics-drivers"
-"""Debian's source package; that of an older branch beside it has a suffix, such as -tesla-535."""
+"""Debian's source package. That of an older branch has a suffix, such as -tesla-535."""
 NOT_FOR_ARM64 = ("libnvidia-ngx1", "libnvidia-pkcs11-openssl3", "nvidia-modprobe", "nvidia-persistenced")
 FOR_I386 = (
     "libcuda1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1 libnvidia-allocator1"
     " libnvidia-egl-gbm1 libnvidia-encode1 libnvidia-fbc1 libnvidia-glvkspirv libnvidia-ml1 libnvidia-opticalflow1"
     " libnvidia-ptxjitcompiler1 nvidia-opencl-icd nvidia-vdpau-driver nvidia-vulkan-icd"
 )
-# What hosts of the bed do without: the X server's modules, tools, firmware and application profiles.
+# Parts that the bed's hosts do without: the X server's modules, tools, firmware and application profiles.
 FURTHER = "firmware-nvidia-gsp libnvidia-egl-gbm1 nvidia-cuda-mps nvidia-driver-bin xserver-xorg-video-nvidia"
 OLDER = "libnvidia-tesla-535-cuda1 libnvidia-tesla-535-ml1 libnvidia-tesla-535-nvcuvid1 libglx-nvidia-tesla-535-0"
 # For translated messages of ldconfig.
 TRANSLATIONS = "libc-l10n locales"
-# Its script makes the links of the alternatives system when it is triggered.
+# When triggered, this package's script makes the links of the alternatives system.
 ALTERNATIVE = "nvidia-alternative"
-# Below the tree's root, while the scripts run.
+# Relative to the tree's root; exists while the scripts run.
 WORK = "run/alternatives"
 STAND_INS = {
     "update-alternatives": f"""#!/{WORK}/busybox sh\necho "$*" >> /{WORK}/calls\n""",
@@ -37,13 +37,13 @@ STAND_INS = {
 
 
 def arm64_root() -> Path:
-    """Debian 13 of arm64 with the driver: files of its packages, links of the alternatives, no loader cache yet."""
+    """Return Debian 13 for arm64 with the driver: the packages' files and alternatives, without a loader cache."""
     packages = [name for name in DRIVER_PACKAGES.split() if name not in NOT_FOR_ARM64]
     packages += ["base-files", "libc-bin", "systemd-container"]
 
     def build(target: Path) -> None:
         root = target / "root"
-        # Nothing of it can run here, so it is not installed, and dpkg's records are made from the archives.
+        # No arm64 program can run here: packages are only unpacked, and dpkg's records made from the archives.
         _tree(root, "extract", "arm64", packages, "--skip=cleanup/apt/cache")
         archives = sorted((root / "var/cache/apt/archives").glob("*.deb"))
         for archive in archives:
@@ -60,7 +60,7 @@ def arm64_root() -> Path:
 
 
 def crowded_root() -> Path:
-    """Debian 13 with all of the driver in 64 and 32 bits, an older branch of it beside that, and German."""
+    """Return Debian 13 with the whole driver in 64 and 32 bits, an older branch next to it, and a German locale."""
     packages = [*DRIVER_PACKAGES.split(), *(f"{name}:i386" for name in FOR_I386.split()), *OLDER.split()]
     packages += [*FURTHER.split(), *TRANSLATIONS.split(), "systemd-container"]
 
@@ -75,7 +75,7 @@ def crowded_root() -> Path:
 
 
 def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str], *options: str) -> None:
-    # The release alone: updates and security fixes of two architectures may differ for a while, and libraries that
+    # Only the release: updates and security fixes of two architectures may differ for a while, and libraries that
     # are installed for both must have one version.
     source = f"deb http://deb.debian.org/debian {debian.SUITE} {COMPONENTS}"
     options = (f"--architectures={architectures}", *options)
@@ -83,7 +83,7 @@ def _tree(target: Path, variant: str, architectures: str, packages: Sequence[str
 
 
 def _record(root: Path, archive: Path) -> None:
-    """As dpkg keeps it: the control stanza, and the regular files with their digests (deb-md5sums(5))."""
+    """Record a package as dpkg does: its control stanza, and the regular files with their digests (deb-md5sums(5))."""
     control = run(["dpkg-deb", "--field", archive])
     if not re.search(rf"^Source: {SOURCE}", control, re.MULTILINE):
         return
@@ -96,7 +96,7 @@ def _record(root: Path, archive: Path) -> None:
 
 
 def _make_alternatives(root: Path, archive: Path) -> None:
-    """Runs the package's own script, by a shell that can run here, and does to the tree what it asks for."""
+    """Run the package's own script with a shell for this machine, and apply the calls that it makes to the tree."""
     work = root / WORK
     (work / "applets").mkdir(parents=True)
     run(["dpkg-deb", "--control", archive, work / "control"])

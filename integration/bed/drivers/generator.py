@@ -1,6 +1,6 @@
-"""Runs the real nvidia-ctk on a driver root without a virtual machine; the GPU and NVML are simulated.
+"""Run the real nvidia-ctk on a driver root without a virtual machine. The GPU and NVML are simulated.
 
-In a mount namespace of its own: there /proc/driver/nvidia has one GPU, and its nodes are copies of /dev/null.
+nvidia-ctk runs in its own mount namespace: /proc/driver/nvidia has one GPU, whose nodes are copies of /dev/null.
 """
 
 import shutil
@@ -19,7 +19,7 @@ from integration.bed.drivers.nvml import library_name, nvml
 NULL = DeviceNumber(1, 3, 0o666)
 INFORMATION = "Model: \t\t NVIDIA H100\nGPU UUID: \t {uuid}\nBus Location: \t {gpu}\nDevice Minor: \t 0\n"
 UUID = "GPU-00000000-0000-4000-8000-000000000000"
-# Arguments: driver root, its place in the machine, the machine's /run/unbounded-agent, /proc/driver; then the command.
+# Arguments: driver root, its path in the machine, the machine's /run/unbounded-agent, /proc/driver; then the command.
 NAMESPACE = """
 set -e
 root=$1 place=$2 state=$3 driver=$4
@@ -35,10 +35,10 @@ exec "$@"
 
 
 class GeneratorMachine(System):
-    """A machine of which only nvidia-ctk exists, with the driver root of a request."""
+    """A machine that has only nvidia-ctk, and the driver root of a request."""
 
     def __init__(self, work: Path, driver_root: Path, request: Request, nvidia_ctk: Path) -> None:
-        """`driver_root` is a staged one; its NVML is replaced by the stand-in."""
+        """Replace the NVML of `driver_root`, a staged driver root, with the stand-in."""
         super().__init__(self._run, str(work))
         (library,) = driver_root.glob(f"usr/lib/x86_64-linux-gnu/{library_name(request.driver_version)}")
         stand_in = nvml(library, request.driver_version)
@@ -63,7 +63,7 @@ class GeneratorMachine(System):
 
 
 def with_simulated_nodes(request: Request) -> tuple[Request, Mapping[str, DeviceNumber]]:
-    """The request with the nodes that are in that namespace, and their numbers: DRM nodes are not."""
+    """Return the request with the nodes that the namespace has, and their numbers. It has no DRM nodes."""
     dri = (DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER)
     devices = tuple(
         replace(each, major=NULL.major, minor=NULL.minor) for each in request.devices if each.kind not in dri

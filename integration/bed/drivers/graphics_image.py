@@ -1,6 +1,6 @@
-"""The image of a pod that renders: Debian's own OpenGL, EGL, GBM and Vulkan loaders, Mesa, Xvfb and tools to ask them.
+"""The image of a pod that renders: Debian's OpenGL, EGL, GBM and Vulkan loaders, Mesa, Xvfb and tools to query them.
 
-As images of applications have them: the loaders and a software renderer are the image's, the GPU's driver is not in it.
+Like an application's image, it has the loaders and a software renderer, but not the GPU's driver.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ UNNEEDED = (
 
 
 def graphics_image() -> Path:
-    """An archive of it, to be imported by `ctr --namespace k8s.io images import`."""
+    """Return an image archive for `ctr --namespace k8s.io images import`."""
 
     def build(output: Path) -> None:
         write_image(output, "graphics-test", GRAPHICS_TEST, "[]", _fill)
@@ -31,7 +31,7 @@ def graphics_image() -> Path:
 
 
 def _fill(root: Path) -> None:
-    # Not by debian_tree, which leaves out LLVM: without it Mesa has no software renderer, and does not load.
+    # Not with debian_tree: it leaves out LLVM, without which Mesa does not load.
     debian.mmdebstrap(root, "extract", PACKAGES.split(), (), debian.SUITE)
     finish_root(root, UNNEEDED)
     compile_program("gbm-probe", root / "usr" / "bin" / "gbm-probe")

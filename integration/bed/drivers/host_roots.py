@@ -10,16 +10,16 @@ from integration.bed.cache import cached
 from integration.bed.process import run
 
 Layout = Literal["split", "flat"]
-"""`split`: Debian's, over two directories and absolute links of the alternatives system. `flat`: Ubuntu's."""
+"""`split` is Debian's: two directories, and absolute links of the alternatives system. `flat` is Ubuntu's."""
 
 PYTHON = {"trixie": "3.13", "bookworm": "3.11"}
-"""The version of Python in each suite that can be a host."""
+"""The version of Python in each suite that a host can have."""
 
 SYSTEM_PACKAGES = (
     "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
     " qemu-guest-agent prometheus"
 )
-# NVIDIA's driver of Debian's non-free component, everything but the kernel module.
+# NVIDIA's driver from Debian's non-free component, without the kernel module.
 DRIVER_PACKAGES = (
     "libcuda1 libcudadebugger1 libegl-nvidia0 libgles-nvidia1 libgles-nvidia2 libglx-nvidia0 libnvcuvid1"
     " libnvidia-allocator1 libnvidia-api1 libnvidia-cfg1 libnvidia-encode1 libnvidia-fbc1 libnvidia-glvkspirv"
@@ -36,18 +36,18 @@ ALTERNATIVES = ("/etc/alternatives/nvidia", "/etc/alternatives/glx")
 
 
 def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
-    """A cached tree, to be copied before it is changed. Ubuntu's layout is made here, from Debian's packages."""
+    """Return a cached tree: copy it before you change it. Ubuntu's layout is made from Debian's packages."""
     packages = f"{SYSTEM_PACKAGES} {DRIVER_PACKAGES}"
 
     def build(target: Path) -> None:
         debian.debian_tree(target / "root", "essential", packages.split(), COMPONENTS, suite=suite)
 
     def build_flat(target: Path) -> None:
-        # Hard links: files are moved about, and none is written to.
+        # Hard links suffice: files are moved but never written.
         run(["cp", "-al", split, target / "root"])
         flatten(target / "root")
 
-    # A name for each, since the cache keeps only the newest result of a name.
+    # Each kind has its own name: the cache keeps only the newest result of a name.
     split = cached(f"host-root-{suite}", [packages, COMPONENTS, suite, Path(debian.__file__)], build) / "root"
     if layout == "split":
         return split
@@ -55,7 +55,7 @@ def host_root(layout: Layout = "split", suite: str = debian.SUITE) -> Path:
 
 
 def driver_version(root: Path) -> str:
-    """By the name of the one real libcuda: the suite's security updates change it."""
+    """Return the version in the name of the one real libcuda; security updates change it."""
     found = {path.name.removeprefix("libcuda.so.") for path in (root / LIBRARIES).rglob("libcuda.so.*.*")}
     if len(found) != 1:
         raise ValueError(f"{root / LIBRARIES} has libcuda in the versions {sorted(found)}, not in one")
@@ -63,9 +63,9 @@ def driver_version(root: Path) -> str:
 
 
 def flatten(root: Path) -> None:
-    """Rearranges Debian's driver as Ubuntu packages it: every real file with its soname link in one directory.
+    """Rearrange Debian's driver as Ubuntu packages it: every real file with its soname link in one directory.
 
-    Placement after the file lists of Ubuntu 24.04's libnvidia-compute, -gl, -decode and nvidia-utils; versions, file
+    Placement follows the file lists of Ubuntu 24.04's libnvidia-compute, -gl, -decode and nvidia-utils. Versions, file
     contents and the set of files stay Debian's.
     """
     for directory in ("usr/bin", "usr/lib", "usr/share"):

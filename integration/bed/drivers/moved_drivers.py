@@ -1,6 +1,6 @@
-"""The driver of Debian's packages, moved to where other distributions and systems keep it: simulated layouts.
+"""Debian's packaged driver, moved to where other distributions and systems keep it: simulated layouts.
 
-File contents, versions and the set of files stay Debian's; where each one goes is after the sources that are named.
+File contents, versions and the set of files stay Debian's. The sources that are named determine where each goes.
 """
 
 import json
@@ -14,14 +14,14 @@ from integration.bed.process import run
 
 LIBRARIES_32 = Path("usr/lib/i386-linux-gnu")
 Places = Callable[[str], str]
-"""From a path below a driver root, as it is planned for Debian's layout, to one below the host's; empty: left out."""
+"""Maps a path in a driver root planned for Debian's layout to a path in the host's root; empty: no such file."""
 
 TALOS = "usr/local/glibc/usr/lib"
 CONTAINER = "run/nvidia/driver"
 
 
 def talos(target: str) -> str:
-    """siderolabs/extensions, nvidia-gpu: no 32-bit set, no X server, no OpenCL file, no DLLs."""
+    """Follow siderolabs/extensions' nvidia-gpu: no 32-bit libraries, X server, OpenCL file or DLLs."""
     if target.startswith((str(LIBRARIES_32), "usr/lib/xorg", "usr/share/X11", "etc/OpenCL", f"{LIBRARIES}/nvidia")):
         return ""
     for start, place in (
@@ -36,7 +36,7 @@ def talos(target: str) -> str:
 
 
 def fedora(target: str) -> str:
-    """nvidia-driver.spec of NVIDIA's and negativo17's RPM packages; `_libdir` is /usr/lib64, and /usr/lib for i686."""
+    """Follow nvidia-driver.spec of NVIDIA's and negativo17's RPMs: `_libdir` is /usr/lib64, and /usr/lib for i686."""
     for start, place in (
         (f"{LIBRARIES}/", "usr/lib64/"),
         (f"{LIBRARIES_32}/", "usr/lib/"),
@@ -48,12 +48,12 @@ def fedora(target: str) -> str:
 
 
 def driver_container(target: str) -> str:
-    """gpu-driver-container's Ubuntu images: what is Ubuntu's layout, below a root of its own."""
+    """Follow gpu-driver-container's Ubuntu images: Ubuntu's layout in a directory of its own."""
     return f"{CONTAINER}/{target}"
 
 
 def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
-    """All of it; a driver of another version that lies beside it goes."""
+    """Move the whole driver, and remove a driver of another version next to it."""
     moved = root / "moved"
     files = list(files)
     for file in files:
@@ -72,19 +72,19 @@ def move_driver(root: Path, files: Iterable[Library], place: Places) -> None:
             for path in (root / directory).rglob(pattern):
                 path.unlink()
     shutil.rmtree(root / "usr/lib/nvidia", ignore_errors=True)
-    # What led to it, above all the links of the alternatives system.
+    # Links that led to the driver, above all those of the alternatives system.
     run(["find", root / "usr", root / "etc", "-xtype", "l", "-delete"])
     for path in moved.rglob("*"):
         if path.is_symlink() or path.is_file():
-            # /lib is a link, which is followed.
-            (there := root / path.relative_to(moved)).parent.mkdir(parents=True, exist_ok=True)
-            path.rename(there)
+            # mkdir follows the link /lib.
+            (target := root / path.relative_to(moved)).parent.mkdir(parents=True, exist_ok=True)
+            path.rename(target)
     shutil.rmtree(moved)
 
 
-def as_rpm_packages_have_it(root: Path, version: str) -> None:
-    """What nvidia-driver.spec changes: paths in Vulkan's files, one for each architecture, and libGLX_nvidia's name."""
-    # Fedora's glibc looks there without being told.
+def apply_rpm_changes(root: Path, version: str) -> None:
+    """Make nvidia-driver.spec's changes: paths in Vulkan's files, one per architecture, and libGLX_nvidia's name."""
+    # Fedora's glibc searches this directory by default.
     (root / "etc/ld.so.conf.d/lib64.conf").write_text("/usr/lib64\n")
     icd = root / "usr/share/vulkan/icd.d/nvidia_icd.json"
     document = json.loads(icd.read_text())

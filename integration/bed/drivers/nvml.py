@@ -17,7 +17,7 @@ def library_name(version: str) -> str:
 
 
 def nvml(original: Path, version: str) -> Path:
-    """The stand-in's file. `original` is NVIDIA's library, from which only the list of function names is taken."""
+    """Return the stand-in library. `original` is NVIDIA's, from which only the list of function names is taken."""
 
     def build(target: Path) -> None:
         root = toolchain()
@@ -26,7 +26,7 @@ def nvml(original: Path, version: str) -> Path:
         shutil.copytree(SOURCES, work)
         sources = "\n".join(path.read_text() for path in work.glob("*.c"))
         missing = [name for name in exported_functions(original) if not re.search(rf"\b{name}\b", sources)]
-        # Go programs bind NVML's names lazily: one that is absent would end the process instead of giving an error.
+        # Go programs bind NVML's functions lazily: a call of a missing one would kill the process.
         (work / "not_supported.c").write_text("".join(NOT_SUPPORTED.format(name=name) for name in missing))
         flags = ["-std=c11", "-D_POSIX_C_SOURCE=200809L", "-O1", "-Wall", "-Wextra", "-Wno-missing-prototypes"]
         flags += ["-Werror", "-fPIC", "-shared", "-fvisibility=hidden", f'-DNVIDIA_VERSION="{version}"']
@@ -41,7 +41,7 @@ def nvml(original: Path, version: str) -> Path:
 
 
 def exported_functions(library: Path) -> list[str]:
-    """The nvml* functions in the dynamic symbol table of a library."""
+    """Return the nvml* functions in the dynamic symbol table of a library."""
     table = run(["readelf", "--dyn-syms", "--wide", library])
     functions = re.findall(r"\bFUNC\s+GLOBAL\s+DEFAULT\s+\d+\s+(nvml\w+)", table)
     if not functions:

@@ -1,4 +1,4 @@
-"""buildah with an image storage of the bed's own below the cache, so that it never touches the user's images."""
+"""buildah with its own image storage in the bed's cache, separate from the user's images."""
 
 import os
 from collections.abc import Iterator
@@ -10,14 +10,14 @@ from integration.bed.process import Argument, CommandError, run
 
 
 def buildah(*arguments: Argument) -> str:
-    """Standard output of one buildah command."""
+    """Run one buildah command and return its standard output."""
     return run(["buildah", *arguments], env=_environment())
 
 
 def build(name: str, base: str) -> str:
-    """The image that containerfiles/build makes of containerfiles/NAME on `base`; unchanged layers are reused."""
+    """Return the image that containerfiles/build makes from containerfiles/NAME on `base`; unchanged layers stay."""
     run([REPOSITORY / "containerfiles" / "build", name, base], env=_environment())
-    # Layers of earlier builds that no image uses any more.
+    # Layers of earlier builds that no image uses now.
     buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"
 
@@ -32,7 +32,7 @@ def import_root(image: str, root: Path, *settings: str) -> None:
 
 
 def has_image(image: str) -> bool:
-    """Whether the storage holds the image; it may have been emptied while the rest of the cache was kept."""
+    """Return whether the storage has the image: it may have been emptied while the rest of the cache was kept."""
     try:
         buildah("inspect", "--type", "image", "--format", "{{.FromImageID}}", image)
     except CommandError:
@@ -42,7 +42,7 @@ def has_image(image: str) -> bool:
 
 @contextmanager
 def working_container(image: str) -> Iterator[str]:
-    """A container of the image, to be changed or looked into; removed afterwards."""
+    """Yield a container of the image, to be changed or inspected; remove it afterwards."""
     container = buildah("from", "--pull=never", image)
     try:
         yield container

@@ -1,4 +1,4 @@
-"""containerd of several releases, each in a root file system of its own: real programs of Debian and of upstream."""
+"""containerd of several releases, each in its own root file system: real programs from Debian and upstream."""
 
 import shutil
 from pathlib import Path
@@ -10,14 +10,14 @@ from integration.bed.tools import go
 
 MODULE = REPOSITORY / "integration" / "go" / "containerd"
 UPSTREAM = "github.com/containerd/containerd/v2/cmd/containerd"
-# base-files for the links /lib and /lib64, without which no program finds its loader.
+# base-files has the links /lib and /lib64, without which no program finds its loader.
 PACKAGES = ("base-files", "containerd", "runc", "crun")
 
 
 def debian_root(suite: str) -> Path:
-    """A root with containerd, runc and crun as a Debian suite packages them; unpacked, not configured.
+    """Return a root with containerd, runc and crun from a Debian suite, unpacked but not configured.
 
-    trixie has containerd 1.7, whose files are of version 2; sid has 2.1, whose files are of version 3.
+    trixie has containerd 1.7, whose configuration is of version 2; sid has 2.1, with version 3.
     """
 
     def build(target: Path) -> None:
@@ -29,11 +29,11 @@ def debian_root(suite: str) -> Path:
 
 
 def upstream_root() -> Path:
-    """A root with only the containerd that integration/go/containerd/go.mod pins, whose files are of version 4."""
+    """Return a root with only the containerd of integration/go/containerd/go.mod; its configuration is of version 4."""
 
     def build(target: Path) -> None:
         program = target / "root/usr/bin/containerd"
-        # Static, so that it runs in a root without a C library.
+        # Static, because the root has no C library.
         argv: list[str | Path] = [go(), "build", "-o", program, "-ldflags", "-s -w", UPSTREAM]
         flags = "-mod=readonly -trimpath -buildvcs=false"
         run(argv, cwd=MODULE, env={"GOTOOLCHAIN": "local", "GOFLAGS": flags, "GOWORK": "off", "CGO_ENABLED": "0"})

@@ -1,4 +1,4 @@
-"""The machine of the simulated GPU host: a root file system from containerfiles/, on a disk of its own."""
+"""The machine of the simulated GPU host: a root file system from containerfiles/, on its own disk."""
 
 import shutil
 from pathlib import Path
@@ -14,15 +14,15 @@ CONTAINERFILE = "agent-ubuntu2404-nvidia"
 NAME = "gpu-node"
 LABEL = "machines"
 DISK_SIZE = "4G"
-# What the bed adds to the image as whoever provisions a node would: settings, and the unit that imports the pod images.
+# Files that the bed adds to the image, as an administrator would: settings, and the unit that imports pod images.
 MACHINE_FILES = Path(__file__).with_name("machine_files")
-# They start when a snapshot is restored and the clock jumps, and would take the emulated processor from the tests.
+# When a snapshot is restored and the clock jumps, these would start and take the emulated processor from the tests.
 DISTURBING_TIMERS = ("apt-daily.timer", "apt-daily-upgrade.timer", "dpkg-db-backup.timer", "fstrim.timer")
 POD_IMAGES = "var/lib/unbounded-agent-bed/images"
 
 
 def machines_disk() -> Path:
-    """A sparse raw ext4 disk image labelled `machines`; mounted at /var/lib/machines it holds the machine NAME."""
+    """Return a sparse raw ext4 image labelled `machines`; mounted at /var/lib/machines, it has the machine NAME."""
     inputs: list[Path | str] = [
         *(REPOSITORY / directory for directory in ("agent", "containerfiles", "systemd/machine")),
         *(MACHINE_FILES, Path(__file__), Path(buildah.__file__)),
@@ -32,14 +32,14 @@ def machines_disk() -> Path:
 
 
 def debian_base() -> Path:
-    """A minimal Debian root with apt, which stands in for Ubuntu's image."""
+    """Return a minimal Debian root with apt, which stands in for Ubuntu's image."""
     return cached("machine-base", [Path(debian.__file__)], _build_debian) / "root"
 
 
 def _build_debian(output: Path) -> None:
     root = output / "root"
     debian.debian_tree(root, "minbase", ["ca-certificates"])
-    # The build machine's name and resolver are not the machine's, and nspawn makes its device nodes.
+    # The build machine's host name and resolver do not belong in the image, and nspawn makes the device nodes.
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).unlink()
     shutil.rmtree(root / "dev")
@@ -72,7 +72,7 @@ def _make_file_system(root: Path, image: Path) -> None:
     tree = image.with_name("tree")
     (tree / NAME).mkdir(parents=True)
     image.touch()
-    # mke2fs copies one directory and everything below it, so the root is bound to where it belongs on the disk.
+    # mke2fs copies one directory tree, so the root is mounted at its place on the disk.
     script = 'mount --bind "$1" "$2/$3" && mkfs.ext4 -q -L "$4" -d "$2" "$5" "$6"'
     run(["unshare", "--mount", "sh", "-c", script, "sh", root, tree, NAME, LABEL, image, DISK_SIZE])
     shutil.rmtree(tree)

@@ -12,7 +12,7 @@ from integration.bed.vm.guest import Completed, Guest
 MACHINE = "gpu-node"
 KIND = "nvidia.com/gpu"
 
-# One call into the machine for a whole pod, and few of crictl: under emulation each takes seconds.
+# One call into the machine for a whole pod, and few crictl calls: under emulation each takes seconds.
 START = "container=$(crictl run --no-pull {handler} {directory}/container.json {directory}/pod.json)\n"
 FOLLOW = """
 crictl logs --follow "$container"
@@ -22,16 +22,16 @@ exit "$(crictl inspect -o go-template --template '{{.status.exitCode}}' "$contai
 
 @dataclass(frozen=True)
 class Pod:
-    """What a pod with one container asks for."""
+    """The request of a pod with one container."""
 
     command: tuple[str, ...]
     cdi: tuple[str, ...] = ()
-    """CDI device names, as a device plugin's answer puts them into the CRI; of KIND such as `1` or a UUID."""
+    """CDI devices of KIND, such as `1` or a UUID, or full names, as a device plugin's answer puts them into the CRI."""
     runtime: str = ""
-    """runtimeClassName's handler."""
+    """The handler of its RuntimeClass."""
     environment: dict[str, str] = field(default_factory=dict)
     user: int = 0
-    """Not root: without its rights, and in no group but its own."""
+    """User and group ID of the container's process."""
     image: str = CUDA_TEST
 
 
@@ -43,37 +43,37 @@ class Node:
         self.machine = machine
 
     def run(self, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
-        """A command in the machine, as root."""
+        """Run a command in the machine, as root."""
         inside = ("systemd-run", f"--machine={self.machine}", "--pipe", "--wait", "--quiet", "--collect")
-        # systemd would put its own idea of ${...} into a script's text before the shell sees it; systemd-run has an
-        # option against that since version 254.
+        # systemd would expand ${...} in a script before the shell sees it; systemd-run can prevent that since version
+        # 254.
         literally = [word.replace("$", "$$") for word in argv]
         return self._guest.run((*inside, *literally), timeout=timeout, check=check)
 
     def shell(self, script: str, timeout: float = 60, check: bool = True) -> Completed:
-        """A script in the machine."""
+        """Run a shell script in the machine."""
         return self.run("/bin/sh", "-c", script, timeout=timeout, check=check)
 
     def pod(self, pod: Pod, timeout: float = 120, check: bool = True) -> Completed:
-        """Run a pod to its end; status and output are the container's."""
+        """Run a pod to its end, and return its container's status and output."""
         return self.shell(_start_script(pod) + FOLLOW, timeout, check)
 
     def start_pod(self, pod: Pod, timeout: float = 120) -> str:
-        """Start a pod that goes on; its container's ID."""
+        """Start a pod that keeps running, and return its container's ID."""
         return self.shell(_start_script(pod) + 'echo "$container"', timeout).stdout.strip()
 
     def in_container(self, container: str, *argv: str, timeout: float = 60, check: bool = True) -> Completed:
-        """A command in a running container."""
+        """Run a command in a running container."""
         return self.run("crictl", "exec", "--sync", container, *argv, timeout=timeout, check=check)
 
     def spec(self) -> dict[str, Any]:
-        """The published CDI specification."""
+        """Return the published CDI specification."""
         found: dict[str, Any] = json.loads(self.run("cat", "/etc/cdi/nvidia.yaml").stdout)
         return found
 
 
 def _start_script(pod: Pod) -> str:
-    """Shell lines that start a pod, and set $container."""
+    """Return shell lines that start a pod and set $container."""
     name = f"test-{secrets.token_hex(4)}"
     directory = f"/tmp/{name}"
     files = {"pod": _pod_config(name), "container": _container_config(pod)}
@@ -88,7 +88,7 @@ def _pod_config(name: str) -> dict[str, Any]:
     return {
         "metadata": {"name": name, "uid": name, "namespace": "default", "attempt": 0},
         "log_directory": f"/tmp/{name}",
-        # The bed has no pod network: 2 is NODE (CRI, NamespaceMode). runc's systemd cgroup driver wants a slice.
+        # The bed has no pod network; 2 is NODE (CRI's NamespaceMode). runc's systemd cgroup driver needs a slice.
         "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
     }
 

@@ -1,7 +1,7 @@
-"""A machine without a virtual machine, as far as the condition on its Node goes: namespaces with the machine half.
+"""A machine in namespaces instead of a virtual machine, to test the condition on its Node.
 
-Real are the API server that it talks to, kubectl and the program under test. Simulated are the kubelet, a process of
-that name which only sleeps, and its cgroup.
+The API server, kubectl and the program under test are real. Simulated are the kubelet, a process of that name that
+only sleeps, and its cgroup.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from agent.system.spawn_runner import MachineRunner
 from integration.bed.cache import REPOSITORY
 
 HOST_NAME = "GPU-Node"
-"""A kubelet registers under it in lower case."""
+"""A kubelet registers under this name in lower case."""
 SCRIPT = """
 set -eu
 root=$1 kubectl=$2 python=$3 host_name=$4
@@ -50,7 +50,7 @@ exit $status
 
 
 class NodeNamespace:
-    """The files of one machine below `root`; each run is of fresh namespaces, as of a fresh service."""
+    """The files of one machine below `root`. Each run has new namespaces, as each start of the service has."""
 
     def __init__(self, root: Path, kubectl: Path) -> None:
         self._root, self._kubectl = root, kubectl
@@ -59,20 +59,20 @@ class NodeNamespace:
             self._system.make_directory(directory)
 
     def judge(self, ready: Condition, judged: float | None = None) -> None:
-        """Publish a verdict, as the host half does."""
+        """Publish the host status, as the host half does."""
         verdict = judgement(ready, time.time() if judged is None else judged)
         self._system.write(JUDGEMENT, render_judgement(verdict))
 
     def withdraw(self) -> None:
-        """Publish none any more."""
+        """Remove the published host status."""
         self._system.remove(JUDGEMENT)
 
     def boot(self) -> None:
-        """What a boot of the machine clears."""
+        """Remove what a boot of the machine clears."""
         self._system.remove_tree(f"{RUNTIME}/state")
 
     def run(self, *kubelet_arguments: str) -> str:
-        """One run of the service beside a kubelet that was started with those arguments; its lines for the journal."""
+        """Run the service once next to a kubelet with these arguments; return its lines for the journal."""
         (self._root / "started").unlink(missing_ok=True)
         script = SCRIPT.format(runtime=shlex.quote(RUNTIME), state=shlex.quote(STATE))
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -88,13 +88,13 @@ class NodeNamespace:
         return finished.stderr
 
     def reported(self) -> tuple[str, str, str]:
-        """Status, reason and message of NodeConditionSet as the machine's report would have them."""
+        """Return status, reason and message of NodeConditionSet as the machine's report would have them."""
         condition = reported(self._system, Notes(self._system), time.time())
         assert condition is not None
         return condition.status, condition.reason, condition.message
 
     def age_notes(self, seconds: float) -> None:
-        """Let that much time have passed since what is noted."""
+        """Make the notes older."""
         notes = Notes(self._system)
         noted = notes.load(NOTE)
         noted["applied"]["heartbeat"] -= seconds

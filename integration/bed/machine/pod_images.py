@@ -11,25 +11,25 @@ from integration.bed.process import run
 from integration.bed.tools import device_plugin
 
 SOURCES = Path(__file__).parent / "pods"
-# What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache; and a shell.
+# What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache, and a shell.
 CUDA_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
 UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
 
 PAUSE = "registry.invalid/pause:local"
 CUDA_TEST = "registry.invalid/cuda-test:local"
 DEVICE_PLUGIN = "registry.invalid/device-plugin:local"
-# As NVIDIA's image has it.
+# As in NVIDIA's image.
 DEVICE_PLUGIN_ENTRY_POINT = '["nvidia-device-plugin"]'
 
 
 def pod_images() -> Path:
-    """A directory with pause.tar and cuda-test.tar, to be imported by `ctr --namespace k8s.io images import`."""
+    """Return a directory with pause.tar and cuda-test.tar, for `ctr --namespace k8s.io images import`."""
     inputs = [SOURCES, Path(__file__), Path(debian.__file__)]
     return cached("pod-images", inputs, _build)
 
 
 def device_plugin_image() -> Path:
-    """An archive of NVIDIA's device plugin, which only a cluster needs: its program on the base of cuda-test."""
+    """Return an image archive of NVIDIA's device plugin on the base of cuda-test; only a cluster needs it."""
 
     def build(output: Path) -> None:
         write_image(output, "device-plugin", DEVICE_PLUGIN, DEVICE_PLUGIN_ENTRY_POINT, _fill_device_plugin)
@@ -44,7 +44,7 @@ def _build(output: Path) -> None:
 
 
 def write_image(output: Path, name: str, image: str, entry_point: str, fill: Callable[[Path], None]) -> None:
-    """The archive NAME.tar in `output`, of the root file system that `fill` makes."""
+    """Write the archive NAME.tar to `output`, with the root file system that `fill` makes."""
     root = output / name
     fill(root)
     import_root(image, root, "--entrypoint", entry_point, "--cmd", "", "--env", "PATH=/usr/bin:/usr/sbin")
@@ -68,13 +68,13 @@ def _fill_device_plugin(root: Path) -> None:
 
 
 def _fill_base(root: Path) -> None:
-    # Unpacked, not configured: the packages' own scripts would need a whole system.
+    # Unpacked but not configured: the packages' own scripts would need a complete system.
     debian.debian_tree(root, "extract", CUDA_PACKAGES)
     finish_root(root, UNNEEDED)
 
 
 def finish_root(root: Path, unneeded: Iterable[str]) -> None:
-    """Without those directories; with busybox for whatever the packages have no program for, and a loader cache."""
+    """Remove `unneeded` directories; add busybox for programs that the packages lack, and a loader cache."""
     for name in ("hostname", "resolv.conf"):
         (root / "etc" / name).unlink()
     for directory in unneeded:
@@ -84,12 +84,12 @@ def finish_root(root: Path, unneeded: Iterable[str]) -> None:
         link = root / "usr" / "bin" / applet
         if not link.exists() and not (root / "usr" / "sbin" / applet).exists():
             link.symlink_to("busybox")
-    # CDI's update-ldcache hook renews the loader cache only in a container that has one.
+    # CDI's update-ldcache hook updates the loader cache only in a container that has one.
     run(["ldconfig", "-r", root])
 
 
 def compile_program(name: str, program: Path, *options: str) -> None:
-    """One of the C programs beside this file."""
+    """Compile one of the C programs in SOURCES."""
     run(["gcc", "-O2", "-Wall", "-Wextra", "-Werror", "-s", *options, "-o", program, SOURCES / f"{name}.c"])
 
 

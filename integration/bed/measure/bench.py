@@ -1,6 +1,6 @@
-"""Measures how GPUs are set up in a machine, and how they come to a running one, against bare tools in one run.
+"""Measure set-up and hot-plug of GPUs in a machine, relative to bare tools in the same run.
 
-Absolute times are those of an emulated processor and say little; the ratios compare what ran side by side.
+Absolute times are those of an emulated processor and mean little; the ratios compare what ran side by side.
 """
 
 import argparse
@@ -19,17 +19,17 @@ from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
 
 ROUNDS = 15
-"""Of each a pair: the ratio is taken within it, as the speed of an emulated processor changes from minute to minute."""
+"""Pairs of runs. A ratio is taken within a pair: the speed of an emulated processor changes from minute to minute."""
 LINKS = 60
-"""What a driver of these days has; every link is one call into the machine."""
+"""As many as a current driver has; each link is one call into the machine."""
 PAIRS = 4
-"""GPUs that are plugged in: as many as the virtual machine has empty ports."""
+"""GPUs to plug in: as many as the virtual machine has empty ports."""
 IDLE = 600.0
 """Seconds."""
 
 
 def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
-    """On a host with the flat layout, where the agent is installed and has done nothing yet."""
+    """Measure the set-up on a host with the flat layout, where the agent is installed but has never run."""
     measures = _staging(guest)
     guest.run(["unbounded-agent", "apply"], timeout=300)
     floor, setup = [], []
@@ -52,7 +52,7 @@ def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
 
 
 def recipe_on_split_layout(guest: Guest) -> str:
-    """What nvidia-ctk says after the recipe on a host with Debian's layout; raises ValueError when it succeeds."""
+    """Return what nvidia-ctk says after the recipe on a host with Debian's layout. Raises ValueError if it succeeds."""
     guest.run(["unbounded-agent", "apply"], timeout=300)
     ended = script(guest, "recipe", "0", timeout=300, check=False)
     if ended.status == 0:
@@ -90,7 +90,7 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
 
 
 def main() -> None:
-    """Prints one line for each measure, or with --json one object."""
+    """Print one line for each measurement, or with --json one object."""
     parser = argparse.ArgumentParser(prog="integration/bench", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measures a running machine that follows its host, against bare tools in the same run; and what the service costs."""
+"""Measure how a running machine follows its host, relative to bare tools, and what the service costs."""
 
 import statistics
 
@@ -8,7 +8,7 @@ from integration.bed.vm.qemu import PORTS
 from integration.bed.vm.simulated_host import SimulatedHost
 
 QUIET = 4.0
-"""Seconds without a pass: those that udev's events asked for are over, so that the node's appearing starts its own."""
+"""Seconds without a pass: by then, the passes for udev's events are over, and the new node starts its own."""
 READY = """
 page=http://127.0.0.1:9788/readyz/machines/gpu-node
 until python3 -c "import urllib.request; urllib.request.urlopen('$page', timeout=10)" 2>/dev/null; do sleep 1; done
@@ -16,10 +16,10 @@ until python3 -c "import urllib.request; urllib.request.urlopen('$page', timeout
 
 
 def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
-    """On a ready machine: GPUs are plugged into empty ports, one after the other, `pairs` of them at most.
+    """Plug up to `pairs` GPUs into empty ports of a ready machine's host, one after the other.
 
-    Each one's node comes to the machine twice, by the agent and then by set-property and bind alone, and nvidia-ctk
-    runs in between: ratios are taken within such a pair, as an emulated processor's speed changes all the time.
+    Each GPU's node comes to the machine twice: by the agent, then by set-property and bind alone; nvidia-ctk runs in
+    between. Ratios are taken within such a pair: the speed of an emulated processor changes all the time.
     """
     opened, bare, ready, ctk = [], [], [], []
     for port in [port for port in range(PORTS) if port not in host.gpus][:pairs]:
@@ -41,10 +41,10 @@ def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
 
 
 def measure_idle(guest: Guest, seconds: float) -> Measures:
-    """The host half's service while nothing changes on the host."""
+    """Measure the host half's service while nothing changes. Raises ValueError without a pass or a count."""
     guest.run(["sh", "-c", READY], timeout=200)
     found = numbers(script(guest, "idle", str(seconds), timeout=seconds + 200))
-    # Else nothing was shown: the count is of that process which a pass is known to start.
+    # One pass is known to start a process: if that is not counted, counting does not work.
     if not found["counted_processes"] or not found["passes"]:
         raise ValueError(f"processes are not counted, or no pass was made: {found}")
     return {
@@ -58,7 +58,7 @@ def measure_idle(guest: Guest, seconds: float) -> Measures:
 
 
 def _plug(host: SimulatedHost, port: int) -> None:
-    """A further GPU, up to its driver; its node is not made yet."""
+    """Plug in one more GPU and wait for its driver; its node is not made yet."""
     host.qemu.plug(port)
     bound = f"until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(host.gpus)}; do sleep 0.5; done"
     host.guest.run(["sh", "-c", bound], timeout=60)

@@ -10,17 +10,17 @@ Measures = dict[str, float | int | str]
 
 
 def script(guest: Guest, name: str, *arguments: str, timeout: float = 120, check: bool = True) -> Completed:
-    """Runs one on the host, with the machine's name in front of the arguments."""
+    """Run a script on the host; its first argument is the machine's name."""
     path = f"/root/bench/{name}"
     guest.write(path, (SCRIPTS / name).read_bytes(), 0o755)
     return guest.run([path, MACHINE, *arguments], timeout=timeout, check=check)
 
 
 def numbers(ended: Completed) -> dict[str, float]:
-    """Of lines "<name> <number>"."""
+    """Return the numbers of lines `NAME NUMBER`."""
     return {name: float(value) for name, value in (line.split() for line in ended.stdout.splitlines())}
 
 
 def seconds(ended: Completed) -> float:
-    """Of the line "seconds <number>"."""
+    """Return the number of the line `seconds NUMBER`."""
     return numbers(ended)["seconds"]

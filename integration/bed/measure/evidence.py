@@ -1,4 +1,4 @@
-"""What a failed test leaves behind of its bed: what the agent said, on the host and in the machine."""
+"""Evidence for a failed test: what the agent said, on the host and in the machine."""
 
 from integration.bed.machine.node import MACHINE
 from integration.bed.vm.guest import Guest, GuestError
@@ -11,11 +11,11 @@ COMMANDS = {
         "journalctl", "--no-pager", "-o", "short-precise", "-n", LINES, "-u", "unbounded-agent-gpu", "-M", MACHINE,
     ),
 }  # fmt: skip
-"""By title. The machine's journal is read on the host, for which nothing of the machine has to answer."""
+"""Commands by title. The machine's journal is read on the host, so that nothing in the machine needs to answer."""
 
 
 def evidence(guest: Guest) -> list[tuple[str, str]]:
-    """Titles and texts; a command that cannot run says why instead."""
+    """Return titles and texts; if a command cannot run, its text says why."""
     return [(title, _said(guest, argv)) for title, argv in COMMANDS.items()]
 
 

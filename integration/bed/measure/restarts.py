@@ -1,4 +1,4 @@
-"""When units were started, on the host and in its machine: compared before and after what may restart nothing."""
+"""When units of the host and its machine were started, to show that something restarted none of them."""
 
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.vm.guest import Guest
@@ -9,11 +9,11 @@ CONTAINERD = "containerd.service"
 ON_HOST = (AGENT, MACHINE_UNIT)
 IN_MACHINE = (CONTAINERD, "kubelet.service", "dbus.service")
 SHOW = ("systemctl", "show", "--property=Id,MainPID,NRestarts,ExecMainStartTimestampMonotonic")
-"""systemctl(1): an empty line between two units. One that is not installed has been started at 0."""
+"""Prints an empty line between two units (systemctl(1)). A unit that is not installed has start time 0."""
 
 
 def starts(guest: Guest) -> dict[str, str]:
-    """By unit: process, restarts by systemd itself, and the start of its main process in microseconds."""
+    """Return by unit: its main process, restarts by systemd itself, and the process's start in microseconds."""
     node = Node(guest)
     text = guest.run((*SHOW, *ON_HOST)).stdout + "\n" + node.run(*SHOW, *IN_MACHINE).stdout
     found = {}
@@ -21,10 +21,10 @@ def starts(guest: Guest) -> dict[str, str]:
         properties = dict(line.split("=", 1) for line in block.splitlines())
         found[properties.pop("Id")] = " ".join(f"{key}={value}" for key, value in sorted(properties.items()))
     if set(found) != {*ON_HOST, *IN_MACHINE}:
-        raise ValueError(f"systemctl show told of other units: {text}")
+        raise ValueError(f"systemctl show printed other units: {text}")
     return found
 
 
 def restarted(before: dict[str, str], after: dict[str, str]) -> set[str]:
-    """Units whose main process is another one."""
+    """Return the units whose main process has changed."""
     return {unit for unit in before if before[unit] != after[unit]}

@@ -1,4 +1,4 @@
-"""Hours of change on the simulated GPU host with three machines: what the agent holds must not grow."""
+"""Hours of change on the simulated GPU host with three machines: what the agent uses must not grow."""
 
 import argparse
 import json
@@ -23,11 +23,11 @@ MACHINES = (MACHINE, "second", "third")
 CONFIGURATION = "".join(f"[machines.{name}]\n" for name in MACHINES)
 SCRIPTS = Path(__file__).with_name("soak_scripts")
 PORT = 8
-"""An empty one: the host begins with GPUs in 0 to 7."""
+"""An empty port: the host begins with GPUs in 0 to 7."""
 ALLOWED = {"resident_kib": 0.1, "bytes_var": 0.01}
-"""Growth as a share of what there was after the warm-up: Python gives little memory back, directories no blocks."""
-# Each machine from the one image, with its changes in a file system of its own. Private: else what is mounted upon the
-# root directory would be mounted upon the image as well (shared subtrees).
+"""Fraction by which a number may grow after the warm-up: Python returns little memory, and directories no blocks."""
+# All machines share one image, and each has its own overlay. Private: otherwise a mount on a machine's root directory
+# would appear on the image as well (shared subtrees).
 ROOTS = """
 mkdir -p /run/image
 mount --bind --make-private /var/lib/machines/{image} /run/image
@@ -39,7 +39,7 @@ for machine in {machines}; do
     mount -t overlay -o lowerdir=/run/image,upperdir=$changes/upper,workdir=$changes/work overlay $root
 done
 """
-# With directories, as some names are in two of them; posix: with all digits of their times.
+# With directories: some names are in two of them. `posix` keeps all digits of the times.
 SAVE = """
 cd /
 find {libraries} -name '*.so.{version}' -print0 |
@@ -52,8 +52,8 @@ ldconfig -n /{split}
 ldconfig
 """
 LOAD_ORIGINAL = "/usr/lib/simulated-gpu-host/load-driver"
-# Whoever has a node open for a moment, such as a machine's look whether it opens, keeps the modules. Not modprobe: it
-# removes DRM's modules as well, which insmod does not load again.
+# A process that has a node open, if only to check it, keeps the modules loaded: hence the retries. Not `modprobe -r`:
+# it would remove DRM's modules as well, which insmod does not load again.
 UNLOADED = """
 for try in $(seq 60); do
     for module in nvidia_drm nvidia_modeset nvidia_uvm nvidia; do
@@ -79,22 +79,22 @@ class Soak:
     host: SimulatedHost
     deadline: float
     versions: tuple[str, str]
-    """The driver's: as the host began, and the other one."""
+    """Versions of the driver: the one that the host began with, and the other one."""
     current: int = 0
-    """Which of them it has."""
+    """Index of the version that the host has now."""
     done: dict[str, int] = field(default_factory=dict)
-    """Rounds by what they change."""
+    """Rounds, by what they change."""
 
     @property
     def guest(self) -> Guest:
         return self.host.guest
 
     def follow(self, gpus: int) -> None:
-        """Until every machine has that many GPUs of the present driver, and is ready."""
+        """Wait until every machine has that many GPUs of the current driver and is ready."""
         self._script("follow", str(gpus), self.versions[self.current], *MACHINES, timeout=700)
 
     def hotplug(self) -> None:
-        """A GPU appears in all machines, then leaves without `gpus detach`."""
+        """Plug in a GPU, which appears in all machines, then unplug it without `gpus detach`."""
         self.host.qemu.plug(PORT)
         self.guest.run(["sh", "-c", BOUND.format(count=len(self.host.gpus))], timeout=120)
         self.guest.run(["/usr/lib/simulated-gpu-host/make-nodes"])
@@ -103,7 +103,7 @@ class Soak:
         self.follow(len(self.host.gpus))
 
     def switch_driver(self) -> None:
-        """There and back: two switches."""
+        """Switch to the driver's other version; a second call switches back."""
         old, self.current = self.versions[self.current], 1 - self.current
         if self.current:
             files = REPLACE.format(old=old, new=UPGRADE, libraries=LIBRARIES, split=SPLIT_LIBRARIES)
@@ -117,12 +117,12 @@ class Soak:
         self.follow(len(self.host.gpus))
 
     def report(self) -> None:
-        """Each machine once."""
+        """Let each machine report once."""
         for machine in MACHINES:
             Node(self.guest, machine).run("systemctl", "start", "unbounded-agent-gpu.service", timeout=240)
 
     def rounds(self, what: str, count: int, change: Callable[[], None]) -> None:
-        """As many as are asked for, or as the time allows; drivers are left as they were found."""
+        """Repeat `change` `count` times, or as often as time allows. The driver's version ends as it began."""
         self.done[what] = 0
         with step(f"{count} of {what}"):
             while self.done[what] < count and (time.monotonic() < self.deadline or self.current):
@@ -130,7 +130,7 @@ class Soak:
                 self.done[what] += 1
 
     def measure(self) -> Measured:
-        """When nothing is left to do."""
+        """Return the measurements, once nothing is left to do."""
         self.follow(len(self.host.gpus))
         path = "/root/bench/quiet"
         self.guest.write(path, (SCRIPTS.with_name("bench_scripts") / "quiet").read_bytes(), 0o755)
@@ -143,7 +143,7 @@ class Soak:
 
 
 def growth(before: Measured, after: Measured) -> dict[str, object]:
-    """What grew beyond ALLOWED: numbers by how much, lists by the new entries."""
+    """Return what grew beyond ALLOWED: numbers by how much, lists by their new entries."""
     grown: dict[str, object] = {}
     for name, then in before.items():
         now = after[name]
@@ -202,7 +202,7 @@ def _run(options: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> int:
-    """Prints one JSON object; exit code 1 if something has grown."""
+    """Print one JSON object; return 1 if something has grown."""
     parser = argparse.ArgumentParser(prog="integration/soak", description=__doc__)
     parser.add_argument("--cycles", type=int, default=200, help="GPUs that are plugged in and out (default: 200)")
     parser.add_argument("--switches", type=int, default=50, help="of the host's driver (default: 50)")

@@ -1,6 +1,6 @@
-"""Makes docs/tested-with.md from the results of a test run: what passed, with which versions of the real parts.
+"""Make docs/tested-with.md from the results of a test run: what passed, with which versions of the real parts.
 
-Tests say what they ran with by pytest's `record_property(part, version)`, which puts it into the JUnit XML file.
+Tests record what they ran with by pytest's `record_property(part, version)`, which writes it to the JUnit XML file.
 """
 
 import argparse
@@ -9,7 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 
 MEASURED = "measured: "
-"""Begins the names of those properties that are no parts with their versions."""
+"""Prefix of properties that are measurements, not versions of parts."""
 HEADER = """# Tested with
 
 `integration/tested-with` writes this page from test results; do not edit it. A row says that these tests passed with
@@ -28,9 +28,9 @@ packages, in 64 and 32 bits, also moved to the places where Fedora's packages, T
 
 
 def table(*results: Path) -> str:
-    """The document from JUnit XML files.
+    """Return the document made from JUnit XML files.
 
-    Raises ValueError when a test failed, was skipped, or none says what it ran with.
+    Raises ValueError if a test failed or was skipped, or if none recorded what it ran with.
     """
     rows: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: defaultdict(int))
     cases = ((each, case) for each in results for case in ElementTree.parse(each).getroot().iter("testcase"))

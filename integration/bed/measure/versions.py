@@ -1,4 +1,4 @@
-"""The versions of the real parts that a test ran with, read from these parts themselves."""
+"""The versions of the real parts that a test ran with, read from the parts themselves."""
 
 import re
 
@@ -22,12 +22,12 @@ echo "NVIDIA Container Toolkit=$(nvidia-ctk --version | head -1)"
 
 
 def host_versions(guest: Guest) -> dict[str, str]:
-    """By part, of a host whose driver is loaded."""
+    """Return versions by part, of a host whose driver is loaded."""
     return _parse(guest.run(["sh", "-c", HOST]).stdout)
 
 
 def machine_versions(node: Node) -> dict[str, str]:
-    """By part, of a running machine."""
+    """Return versions by part, of a running machine."""
     return _parse(node.shell(MACHINE).stdout)
 
 

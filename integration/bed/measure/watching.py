@@ -1,4 +1,4 @@
-"""Follows a change: when a node opens, and what the metrics say meanwhile."""
+"""Follow a change: when a node can be opened, and what the metrics say meanwhile."""
 
 import json
 import time
@@ -9,8 +9,8 @@ from integration.bed.machine.node import MACHINE
 from integration.bed.vm.guest import Completed, Guest
 
 UNIT = "watching"
-# One program for both, in this order, so that what the metrics claim can be held against what the node does after it.
-# The machine is on the host's network, and shares its CLOCK_MONOTONIC.
+# One program reads the metrics, then opens the node, so that a claim of the metrics can be compared with what the
+# node does afterwards. The machine uses the host's network and its CLOCK_MONOTONIC.
 SCRIPT = f"""
 import http.client, json, os, re, sys, time, urllib.request
 def value(page, name):
@@ -37,24 +37,24 @@ while True:
 
 @dataclass(frozen=True)
 class Sample:
-    """A moment at which something was another than before."""
+    """A moment at which a value had changed."""
 
     time: float
     """Seconds of the guest's CLOCK_MONOTONIC."""
     ready: int | None
-    """The metric; None when the page was not served, or did not have it."""
+    """The metric; None if the page was not served or did not have it."""
     gpus: int | None
-    """Granted ones, by the metrics."""
+    """The number of granted GPUs, by the metrics."""
     opens: bool
 
 
 def uptime(guest: Guest) -> float:
-    """Seconds of the guest's clock, which its CLOCK_MONOTONIC is too as long as it is not suspended (proc(5))."""
+    """Return the guest's clock in seconds, equal to CLOCK_MONOTONIC while the guest is not suspended (proc(5))."""
     return float(guest.read("/proc/uptime").split()[0])
 
 
 class Watching:
-    """A context manager: watches that node and the metrics until its end; `run` is the host's or the machine's."""
+    """Samples a node and the metrics while the context is open; `run` runs commands on the host or in the machine."""
 
     def __init__(self, run: Callable[..., Completed], node: str) -> None:
         self._run, self._node = run, node
@@ -68,13 +68,13 @@ class Watching:
         self._run("systemctl", "stop", UNIT)
 
     def samples(self) -> list[Sample]:
-        """All that were taken."""
+        """Return all samples so far."""
         lines = self._run("journalctl", "--output=cat", f"--unit={UNIT}", "--no-pager").stdout.splitlines()
-        # systemd's own lines of the unit are no lists.
+        # systemd's own lines about the unit are not lists.
         return [Sample(*json.loads(line)) for line in lines if line.startswith("[")]
 
     def wait(self, wanted: Callable[[Sample], bool], since: float, seconds: float = 240) -> float:
-        """Until it is so; how long after `since` (by `uptime`) that was first seen."""
+        """Wait for a sample that is `wanted`; return its time after `since` (by `uptime`)."""
         deadline = time.monotonic() + seconds
         while True:
             samples = self.samples()
@@ -83,7 +83,7 @@ class Watching:
             assert time.monotonic() < deadline, samples
             time.sleep(0.5)
 
-    def told_ready(self) -> str:
-        """What the metric machine_ready was, one after the other: `1, 0, 1`."""
+    def ready_history(self) -> str:
+        """Return the values of the metric machine_ready in order: `1, 0, 1`."""
         values = ["none" if each.ready is None else str(each.ready) for each in self.samples()]
         return ", ".join(each for each, before in zip(values, ["", *values], strict=False) if each != before)

@@ -21,7 +21,7 @@ class GuestError(BedError):
 
 @dataclass(frozen=True)
 class Completed:
-    """A command's end: exit status, or minus the signal's number."""
+    """The result of a command. `status` is its exit status, or minus the signal's number."""
 
     status: int
     stdout: str
@@ -29,7 +29,7 @@ class Completed:
 
 
 class Guest:
-    """The guest of a running QEMU. Connects when first used and again after a reboot or a restored snapshot."""
+    """The guest of a running QEMU. Connects on first use, and again after a reboot or a restored snapshot."""
 
     def __init__(self, qemu: Qemu) -> None:
         self._qemu = qemu
@@ -41,7 +41,7 @@ class Guest:
             self._socket = None
 
     def wait(self, timeout: float) -> None:
-        """Until the agent answers on a fresh, synchronized connection. Raises GuestError."""
+        """Wait until the agent answers on a new, synchronized connection. Raises GuestError."""
         deadline = time.monotonic() + timeout
         while True:
             self.close()
@@ -57,7 +57,7 @@ class Guest:
                 time.sleep(0.2)
 
     def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
-        """Runs `argv` as root. Raises GuestError when it is late or, with `check`, when its status is not 0."""
+        """Run `argv` as root. Raises GuestError if it takes too long or, with `check`, if its status is not 0."""
         pid = self.start(argv, stdin)
         deadline = time.monotonic() + timeout
         pause = 0.02
@@ -80,9 +80,9 @@ class Guest:
         return completed
 
     def start(self, argv: Sequence[str], stdin: str = "") -> int:
-        """Starts `argv` as root and does not wait for its end. Returns its process id."""
+        """Start `argv` as root, and return its process ID without waiting for its end."""
         arguments: JSONObject = {"path": argv[0], "arg": list(argv[1:]), "capture-output": True}
-        # The agent's own environment has no PATH of a login and a C locale without UTF-8.
+        # The agent's own environment has no login PATH, and a C locale without UTF-8.
         arguments["env"] = ["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin", "LANG=C.UTF-8", "HOME=/root"]
         if stdin:
             arguments["input-data"] = base64.b64encode(stdin.encode()).decode()
@@ -90,7 +90,7 @@ class Guest:
         return pid
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
-        """Writes a file (not atomically) and makes its directory where it is missing."""
+        """Write a file (not atomically), and create its directory if it is missing."""
         self.run(["mkdir", "-p", path.rpartition("/")[0] or "/"])
         handle = self._call("guest-file-open", {"path": path, "mode": "w"})
         for start in range(0, len(content), CHUNK):
@@ -100,7 +100,7 @@ class Guest:
         self.run(["chmod", f"{mode:o}", path])
 
     def read(self, path: str) -> bytes:
-        """A file's content. Raises GuestError where it cannot be opened."""
+        """Return a file's content. Raises GuestError if the file cannot be opened."""
         handle = self._call("guest-file-open", {"path": path, "mode": "r"})
         content = b""
         while True:
@@ -113,7 +113,7 @@ class Guest:
         return content
 
     def set_clock(self) -> None:
-        """To this machine's time; after a restored snapshot the guest's clock stands at the time of the snapshot."""
+        """Set the guest's clock to this machine's time: after a restore it shows the time of the snapshot."""
         self.run(["date", "--utc", "--set", f"@{time.time():.3f}"])
 
     def _synchronize(self, timeout: float) -> JSONSocket:

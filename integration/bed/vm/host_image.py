@@ -15,7 +15,7 @@ DISK_SIZE = "12G"
 AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
-# Installed for the tests to start. nvidia-persistenced would talk to a real driver.
+# Tests start these. nvidia-persistenced would need a real driver.
 DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
 # Not needed here; under emulation every process at boot costs about 0.2 s.
 MASKED_UNITS = (
@@ -36,15 +36,15 @@ MASKED_UNITS = (
     "systemd-networkd.service",
     "systemd-pstore.service",
 )
-# Of systemd's generators, which run at boot and at every daemon-reload, only this one has something to do here.
+# systemd's generators run at boot and at every daemon-reload; only this one has something to do here.
 KEPT_GENERATOR = "systemd-fstab-generator"
 
 
 def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: str = debian.SUITE) -> Path:
-    """A raw ext4 image, to be used only as the backing file of an overlay.
+    """Return a raw ext4 image, to be used only as the backing file of an overlay.
 
-    `wheels` is a directory with the agent's locked dependencies for the suite's Python, put into the environment
-    AGENT_ENVIRONMENT.
+    `wheels` is a directory with the agent's locked dependencies for the suite's Python; they are installed into the
+    environment AGENT_ENVIRONMENT.
     """
 
     def build(target: Path) -> None:
@@ -55,7 +55,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
         _install_modules(root, modules)
         _set_units(root)
         run(["chroot", root, "systemd-machine-id-setup"])
-        # Else the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
+        # Otherwise the first boot of every overlay rebuilds the loader cache and more (ConditionNeedsUpdate, 10 s).
         run(["chroot", root, "ldconfig"])
         for directory in ("etc", "var"):
             (root / directory / ".updated").touch()
@@ -74,7 +74,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
     inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
     if wheels is not None:
         inputs.append(wheels)
-    # A name for each kind, since the cache keeps only the newest result of a name.
+    # Each kind has its own name: the cache keeps only the newest result of a name.
     name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
     return cached(name, inputs, build) / "host.ext4"
 

@@ -14,7 +14,7 @@ CONFIGURATION = f"[machines.{MACHINE}]\n"
 
 
 def install(guest: Guest, configuration: str = CONFIGURATION) -> None:
-    """Everything but a start: `unbounded-agent apply` or the service is the next step."""
+    """Install everything but start nothing: `unbounded-agent apply` or the service is the next step."""
     wheel = wheels.agent()
     files = [wheel, REPOSITORY / "requirements.lock"]
     files += [path for path in (REPOSITORY / "systemd").iterdir() if path.is_file()]

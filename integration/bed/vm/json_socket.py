@@ -1,4 +1,4 @@
-"""A unix socket that carries one JSON object per line: QEMU's monitor (QMP) and its guest agent both speak so."""
+"""A unix socket that carries one JSON object per line, as QEMU's monitor (QMP) and guest agent do."""
 
 import json
 import select
@@ -12,7 +12,7 @@ JSONObject = dict[str, Any]
 
 
 class ClosedError(Exception):
-    """The other end closed the connection: QEMU has gone."""
+    """The other end closed the connection: QEMU has exited."""
 
 
 class JSONSocket:
@@ -32,7 +32,7 @@ class JSONSocket:
         self._socket.close()
 
     def send(self, message: JSONObject, prefix: bytes = b"", timeout: float = 10) -> None:
-        """Raises TimeoutError when nobody reads, ClosedError when the other end has gone."""
+        """Send an object. Raises TimeoutError if nothing reads it, ClosedError if QEMU has exited."""
         self._socket.settimeout(timeout)
         try:
             self._socket.sendall(prefix + json.dumps(message).encode() + b"\n")
@@ -40,7 +40,7 @@ class JSONSocket:
             raise ClosedError(str(error)) from error
 
     def receive(self, timeout: float) -> JSONObject:
-        """The next object. Lines that are not JSON (the rest of an interrupted answer) are dropped."""
+        """Return the next object. Lines that are not JSON (the rest of an interrupted answer) are dropped."""
         deadline = time.monotonic() + timeout
         while True:
             line, separator, rest = self._buffer.partition(b"\n")

@@ -1,4 +1,4 @@
-"""Builds the stand-in NVIDIA kernel modules (a simulation) against the very kernel that the simulated host boots."""
+"""Build the stand-in NVIDIA kernel modules (a simulation) for the kernel that the simulated host boots."""
 
 import lzma
 import shutil
@@ -13,13 +13,13 @@ SOURCES = SIMULATION / "kernel"
 DRIVER_VERSION = "550.163.01"
 IDENTITY_MODULE = "gpu_identity.ko"
 
-# linux-headers-amd64 depends on linux-image-amd64, so both come at one version.
+# linux-headers-amd64 depends on linux-image-amd64, so both have the same version.
 TOOLCHAIN_PACKAGES = (
     "base-files bash binutils busybox-static coreutils cpio findutils gcc-14 grep kmod libc6-dev linux-headers-amd64"
     " make mawk perl-base sed"
 )
 
-# ext4 and virtio_blk are modules in Debian's kernel; in the order of their dependencies.
+# ext4 and virtio_blk are modules in Debian's kernel; each comes after those that it depends on.
 BOOT_MODULES = (
     "kernel/drivers/block/virtio_blk.ko",
     "kernel/lib/crc16.ko",
@@ -28,7 +28,7 @@ BOOT_MODULES = (
     "kernel/fs/jbd2/jbd2.ko",
     "kernel/fs/ext4/ext4.ko",
 )
-# gpu_identity comes first: no driver and no udev has seen the PCI devices then.
+# gpu_identity comes first: no driver and no udev has seen the PCI devices by then.
 INIT = """#!/bin/busybox sh
 /bin/busybox mount -t devtmpfs dev /dev
 for module in {modules}; do /bin/busybox insmod /modules/$module || echo "initramfs: cannot load $module"; done
@@ -38,7 +38,7 @@ exec /bin/busybox switch_root /root /sbin/init
 
 
 def toolchain() -> Path:
-    """A cached chroot with gcc, make, kernel headers and the kernel itself (/boot, /lib/modules)."""
+    """Return a cached chroot with gcc, make, kernel headers and the kernel itself (/boot, /lib/modules)."""
 
     def build(target: Path) -> None:
         root = target / "root"
@@ -52,35 +52,35 @@ def toolchain() -> Path:
 
 
 def kernel_release() -> str:
-    """The release of the kernel in the toolchain, as `uname -r` shows it in the host."""
+    """Return the release of the kernel in the toolchain, as `uname -r` shows it on the host."""
     (release,) = (path.name for path in (toolchain() / "usr/lib/modules").iterdir())
     return release
 
 
 def kernel_modules(version: str = DRIVER_VERSION) -> Path:
-    """A cached directory with gpu_identity.ko and the stand-in nvidia*.ko of that driver version."""
+    """Return a cached directory with gpu_identity.ko and the stand-in nvidia*.ko of that driver version."""
 
     def build(target: Path) -> None:
-        for module in _made(SOURCES, f"kernel-{version}", f"NVIDIA_VERSION={version}"):
+        for module in _build_modules(SOURCES, f"kernel-{version}", f"NVIDIA_VERSION={version}"):
             shutil.copy2(module, target)
 
     return cached(f"kernel-modules-{version}", [str(toolchain()), version, SOURCES], build)
 
 
 def simulated_module(directory: str) -> Path:
-    """The cached stand-in module `simulated_DIRECTORY.ko` of integration/simulation/DIRECTORY."""
+    """Return the cached stand-in module `simulated_DIRECTORY.ko` of integration/simulation/DIRECTORY."""
     sources = SIMULATION / directory
     name = f"simulated_{directory}.ko"
 
     def build(target: Path) -> None:
-        (module,) = _made(sources, f"simulated-{directory}")
+        (module,) = _build_modules(sources, f"simulated-{directory}")
         shutil.copy2(module, target)
 
     return cached(f"simulated-{directory}", [str(toolchain()), sources], build) / name
 
 
-def _made(sources: Path, name: str, *variables: str) -> list[Path]:
-    """The modules of a directory with a Kbuild, made below the toolchain's /build."""
+def _build_modules(sources: Path, name: str, *variables: str) -> list[Path]:
+    """Build the modules of a directory with a Kbuild below the toolchain's /build, and return them."""
     work = toolchain() / "build" / name
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(sources, work)
@@ -91,7 +91,7 @@ def _made(sources: Path, name: str, *variables: str) -> list[Path]:
 
 
 def boot_files() -> Path:
-    """A cached directory with `vmlinuz` and `initrd`: a small one of ours, which boots seconds faster than Debian's."""
+    """Return a cached directory with `vmlinuz` and our small `initrd`, which boots seconds faster than Debian's."""
 
     def build(target: Path) -> None:
         root = toolchain()

@@ -10,11 +10,11 @@ from integration.bed.process import BedError
 from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket, JSONValue
 
 PORTS = 12
-# /dev/kvm is not used even where it exists: on some machines it opens, and a stock kernel then dies while it boots.
+# /dev/kvm is never used: on some machines it can be opened, but a stock kernel then crashes while it boots.
 MACHINE = ("-accel", "tcg,thread=multi", "-cpu", "max", "-machine", "q35", "-smp", "2")
 # no_timer_check: on a loaded machine the emulated timer is late, and the kernel would doubt its interrupt routing.
-# clocksource=hpet: QEMU's TSC goes on counting over loadvm. A restored guest would find itself minutes later, and its
-# watchdogs kill what runs.
+# clocksource=hpet: QEMU's TSC keeps counting across loadvm. A restored guest would see its clock jump by minutes, and
+# its watchdogs would kill what runs.
 KERNEL_ARGUMENTS = (
     "console=ttyS0 quiet no_timer_check mitigations=off net.ifnames=0 systemd.show_status=false clocksource=hpet"
 )
@@ -29,7 +29,7 @@ def gpu_id(port: int) -> str:
 
 
 class Qemu:
-    """Starts on construction; `close` ends and reaps it. `disks` are qcow2 files in the order vda, vdb, ..."""
+    """Starts on construction; `close` stops and reaps the process. `disks` are qcow2 files for vda, vdb, ..."""
 
     def __init__(
         self, directory: Path, boot: Path, disks: Iterable[Path], ports: Iterable[int], *,
@@ -55,7 +55,7 @@ class Qemu:
             raise
 
     def close(self) -> None:
-        """Ends the machine like a power cut; the process is reaped before this returns."""
+        """Stop the machine like a power cut, and reap the process."""
         try:
             self.execute("quit", timeout=5)
         except (QemuError, ClosedError):
@@ -68,7 +68,7 @@ class Qemu:
         self._monitor.close()
 
     def execute(self, command: str, timeout: float = 30, **arguments: JSONValue) -> Any:  # noqa: ANN401
-        """The return value of a QMP command, whose shape is the command's. Raises QemuError."""
+        """Return the value of a QMP command, whose shape depends on the command. Raises QemuError."""
         try:
             self._monitor.send({"execute": command, "arguments": arguments})
             return self._answer(command, timeout)
@@ -76,12 +76,12 @@ class Qemu:
             raise QemuError(f"QMP {command} {arguments}: {error}; {self.evidence()}") from error
 
     def plug(self, port: int, model: str = "edu") -> None:
-        """Hot-plugs a simulated GPU into an empty port (0 to PORTS - 1). Of a snapshot all have the default model."""
+        """Hot-plug a simulated GPU into an empty port (0 to PORTS - 1). Snapshots need the default `model`."""
         self.execute("device_add", driver=model, id=gpu_id(port), bus=f"port{port}")
         self.plugged.add(port)
 
     def unplug(self, port: int, timeout: float = 60) -> None:
-        """Asks the guest to let a GPU go and waits until it has: about 5 s, the attention button's delay in PCIe."""
+        """Ask the guest to release a GPU and wait until it has: about 5 s, the delay of PCIe's attention button."""
         self.execute("device_del", id=gpu_id(port))
         deadline = time.monotonic() + timeout
         while self._exists(gpu_id(port)):
@@ -94,20 +94,20 @@ class Qemu:
         self._human(f"savevm {name}", timeout)
 
     def loadvm(self, name: str, timeout: float = 120) -> None:
-        """The plugged devices must be those of the snapshot. The guest's clock then stands at the snapshot's time."""
+        """Restore a snapshot; the same devices must be plugged. The guest's clock then shows the snapshot's time."""
         self._human(f"loadvm {name}", timeout)
 
     def forward_port(self, port: int) -> None:
-        """Connections to that TCP port of 127.0.0.1 reach the guest's same port, until `stop_forwarding`."""
+        """Forward connections to that TCP port of 127.0.0.1 to the guest's same port, until `stop_forwarding`."""
         self._human(f"hostfwd_add net tcp:127.0.0.1:{port}-:{port}", 30)
 
     def stop_forwarding(self, port: int) -> None:
-        # It reports success too.
+        # Not _human(): this command also prints text if it succeeds.
         arguments: JSONObject = {"command-line": f"hostfwd_remove net tcp:127.0.0.1:{port}"}
         self.execute("human-monitor-command", **arguments)
 
     def evidence(self) -> str:
-        """The end of the serial console and of QEMU's own messages, for error texts."""
+        """Return the end of the serial console and of QEMU's own messages, for error messages."""
         serial = self.serial_log.read_bytes()[-3000:].decode(errors="replace") if self.serial_log.exists() else ""
         state = "running" if self._process.poll() is None else f"ended with status {self._process.returncode}"
         return f"QEMU is {state}: {self._stderr.read_text()[-1000:]!r}\nend of the serial console:\n{serial}"
@@ -132,7 +132,7 @@ class Qemu:
                     raise QemuError(f"cannot connect to QEMU's monitor {path}: {error}; {self.evidence()}") from error
                 time.sleep(0.05)
         try:
-            # With -loadvm the greeting comes only when the snapshot has been read.
+            # With -loadvm the greeting comes only after the snapshot has been read.
             monitor.receive(timeout=120)
             monitor.send({"execute": "qmp_capabilities"})
             monitor.receive(timeout=10)
@@ -153,7 +153,7 @@ class Qemu:
 def _command_line(
     qemu: Qemu, monitor: Path, boot: Path, disks: Iterable[Path], memory_mib: int, append: str
 ) -> list[str]:
-    # setpriv: should this process be killed, the kernel ends QEMU too.
+    # setpriv: if this process is killed, the kernel kills QEMU too.
     argv = ["setpriv", "--pdeathsig", "KILL", "qemu-system-x86_64", *MACHINE, "-m", str(memory_mib)]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-serial", f"file:{qemu.serial_log}"]
     argv += ["-qmp", f"unix:{monitor},server=on,wait=off", "-rtc", "base=utc"]

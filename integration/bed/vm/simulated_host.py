@@ -15,14 +15,14 @@ from integration.bed.vm.host_image import host_image
 from integration.bed.vm.kernel_modules import boot_files
 from integration.bed.vm.qemu import Qemu
 
-# An emulated machine is slow, and slower still beside a build on the same two cores.
+# An emulated machine is slow, and slower still next to a build on the same two cores.
 BOOT_SECONDS = 300.0
 
 
 class SimulatedHost(Lifetime):
-    """`host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
+    """A host on copies of images: `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
 
-    Neither is written to: both lie under overlays of this host's own, which go with it.
+    Neither image is written to: overlays of this host take the changes, and are removed with it.
     """
 
     def __init__(
@@ -45,25 +45,25 @@ class SimulatedHost(Lifetime):
         self.guest = Guest(self.qemu)
 
     def start(self) -> None:
-        """Until it answers; the virtual machine runs since this object was made."""
+        """Wait until the virtual machine answers; its construction has started it."""
         with step("boot the simulated GPU host (its processor is emulated)"):
             self.wait()
 
     def close(self) -> None:
-        """Ends the virtual machine and removes its overlays."""
+        """Stop the virtual machine and remove its overlays."""
         self.guest.close()
         self.qemu.close()
         shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def gpus(self) -> list[int]:
-        """The hot-plug ports that hold a simulated GPU."""
+        """Return the hot-plug ports that hold a simulated GPU."""
         return sorted(self.qemu.plugged)
 
     def wait(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
-        """Until systemd has started everything. Raises GuestError when a unit failed, naming it.
+        """Wait until systemd has started everything. Raises GuestError, which names the units that failed.
 
-        Units whose names begin with `may_fail` are what a test has broken.
+        Units whose names begin with `may_fail` may fail: a test has broken them.
         """
         deadline = time.monotonic() + timeout
         self.guest.wait(timeout)
@@ -79,9 +79,9 @@ class SimulatedHost(Lifetime):
         raise GuestError(f"the simulated host is {state!r}; failed units: {units}\n{journal.stdout}")
 
     def reboot(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
-        """Restarts the guest through its own systemd and waits until it is up again, as `wait` does."""
+        """Restart the guest through its own systemd, and wait until it is up again, as `wait` does."""
         before = self._boot_id()
-        # Not run(): a question about the process's end could reach the agent of the next boot.
+        # Not run(): its query of the process's status could reach the agent of the next boot.
         self.guest.start(["systemctl", "--no-block", "reboot"])
         deadline = time.monotonic() + timeout
         while True:
@@ -91,22 +91,22 @@ class SimulatedHost(Lifetime):
                 if self._boot_id() != before:
                     break
             except GuestError:
-                # The agent ends in the midst of an answer while the guest shuts down.
+                # The agent may exit in the middle of an answer while the guest shuts down.
                 if time.monotonic() > deadline:
                     raise
         self.wait(max(1.0, deadline - time.monotonic()), may_fail)
 
     def snapshot(self, name: str) -> None:
-        """Saves memory, devices and disks; with them go the set of plugged GPUs and what runs in the guest."""
+        """Save memory, devices and disks, with the set of plugged GPUs and what runs in the guest."""
         self.qemu.savevm(name)
         self._snapshots[name] = frozenset(self.qemu.plugged)
 
     def pause(self) -> None:
-        """Until the next `restore`, the guest takes no processor time: two emulated machines starve each other."""
+        """Stop the guest's processors until the next `restore`: two emulated machines starve each other."""
         self.qemu.execute("stop")
 
     def restore(self, name: str) -> None:
-        """Back to a snapshot of this host. Starts a new QEMU when GPUs were plugged or unplugged since."""
+        """Return to a snapshot of this host. Starts a new QEMU if GPUs were plugged or unplugged since."""
         ports = self._snapshots[name]
         self.guest.close()
         if ports == self.qemu.plugged:
@@ -131,7 +131,7 @@ class SimulatedHost(Lifetime):
     def _overlay(self, name: str, image: Path) -> Path:
         overlay = self.directory / f"{name}.qcow2"
         try:
-            # The cache may drop the image while this host still runs.
+            # The cache may remove the image while this host still runs.
             kept = self.directory / f"{name}.image"
             kept.hardlink_to(image.resolve())
             image = kept

@@ -1,4 +1,4 @@
-"""Large files into the virtual machine through its network card, which is far faster than its guest agent."""
+"""Send large files to the virtual machine through its network card, far faster than through its guest agent."""
 
 import io
 import socket
@@ -10,11 +10,11 @@ from pathlib import Path
 from integration.bed.vm.guest import Guest
 
 HOST_FROM_GUEST = "10.0.2.2"
-"""127.0.0.1 of this machine, seen through QEMU's user-mode network."""
+"""127.0.0.1 of this machine, as the guest sees it through QEMU's user-mode network."""
 
 
 def send_files(guest: Guest, files: Mapping[str, Path | bytes], directory: str, timeout: float = 240) -> None:
-    """Writes `files`, by their paths below `directory` of the guest. A file keeps its mode; text is for root alone."""
+    """Write `files`, by their paths below `directory` of the guest. A file keeps its mode; bytes are for root alone."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(timeout)
         sender = threading.Thread(target=_serve, args=(server, files), daemon=True)

@@ -19,7 +19,7 @@ from integration.bed.drivers.moved_drivers import (
     CONTAINER,
     TALOS,
     Places,
-    as_rpm_packages_have_it,
+    apply_rpm_changes,
     driver_container,
     fedora,
     move_driver,
@@ -97,7 +97,7 @@ def test_a_driver_container(place: Path, tmp_path: Path) -> None:
 def test_fedora(place: Path, tmp_path: Path) -> None:
     """lib64, 32 bits in lib, paths in Vulkan's files, and a library whose real file has the soname's name."""
     host = moved(place, fedora)
-    as_rpm_packages_have_it(host.tree.tree, host.version)
+    apply_rpm_changes(host.tree.tree, host.version)
     run(["chroot", host.tree.tree, "ldconfig"])
     found = planned(host.tree, host.version)
     expect_found(found, "the host's loader cache")

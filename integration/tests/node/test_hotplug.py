@@ -82,7 +82,7 @@ def comes_and_goes(bed: Bed, measured: Callable[[str, object], None]) -> None:
         made = plug(bed)
         measured("seconds to open", f"{watching.wait(lambda now: now.opens, made):.1f}")
         measured("seconds to ready", f"{watching.wait(usable, made):.1f}")
-        measured("ready meanwhile", watching.told_ready())
+        measured("ready meanwhile", watching.ready_history())
         assert not [each for each in watching.samples() if claimed(each)]
     wait_for_gpus(bed, 9)
     new = nodes(bed) - before

@@ -65,7 +65,7 @@ def test_restarts_of_machined_dbus_and_containerd(ready: Bed, measured: Measured
         made = plug(ready)
         measured("seconds to open", f"{watching.wait(lambda now: now.opens, made):.1f}")
         measured("seconds to ready", f"{watching.wait(usable, made):.1f}")
-        measured("ready meanwhile", watching.told_ready())
+        measured("ready meanwhile", watching.ready_history())
         assert not [each for each in watching.samples() if claimed(each)]
     assert ready.restarted(before) == CONTAINERD
     measured("restarted", ready.restarted(restarted))
@@ -91,7 +91,7 @@ def test_a_service_that_stands_still_for_a_minute(ready: Bed, measured: Measured
         went_on = uptime(ready.guest)
         measured("seconds to open", f"{watching.wait(lambda now: now.opens, went_on):.1f}")
         measured("seconds to ready", f"{watching.wait(usable, went_on):.1f}")
-        measured("ready meanwhile", watching.told_ready())
+        measured("ready meanwhile", watching.ready_history())
         assert not [each for each in watching.samples() if claimed(each)]
     measured("restarted", ready.restarted(before))
     assert ready.restarted(before) == "nothing"
@@ -113,7 +113,7 @@ def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> Non
         measured("seconds to its next start", f"{again - reboot:.1f}")
         measured("seconds to not ready", f"{lost:.1f}")
         measured("seconds to ready", f"{lost + back:.1f}")
-        measured("ready meanwhile", watching.told_ready())
+        measured("ready meanwhile", watching.ready_history())
     expect_all_ways(ready)
     assert AGENT not in ready.restarted(before)
 
