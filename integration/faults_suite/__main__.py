@@ -17,18 +17,18 @@ from integration.faults_suite.faults import faults
 from integration.faults_suite.fuzz import Fuzz, fuzz
 from integration.faults_suite.interception import Strike
 from integration.faults_suite.parsers import PARSERS
-from integration.faults_suite.points import Finding, Told, strike, tell
+from integration.faults_suite.points import Baseline, Finding, record_baseline, strike
 from integration.faults_suite.stories import PLACES, STEADY, STORIES
 
 INPUTS, QUICK_INPUTS = 20_000, 200
-"""Mutated inputs per parser."""
+"""Mutated inputs for each parser."""
 QUICK_CRASHES, QUICK_FAULTS, QUICK_DAMAGE = 11, 101, 23
-"""Tries one in so many. Prime, so that no step of a repeated sequence is always left out."""
+"""A quick run tries one in so many. Prime: another step could always leave out the same part of a repeated sequence."""
 
 
 @dataclass(slots=True)
 class Totals:
-    """What the suite tried, and the results."""
+    """How much the suite tried, and the results."""
 
     crash_points: int = 0
     converged: int = 0
@@ -55,14 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="a sample of each scenario, in minutes")
     parser.add_argument("--json", action="store_true", help="print the totals as one object, in the last line")
     options = parser.parse_args(arguments)
-    totals = run(quick=options.quick, hear=lambda line: print(line, file=sys.stderr, flush=True))
+    totals = run(quick=options.quick, report=lambda line: print(line, file=sys.stderr, flush=True))
     for finding in totals.findings:
         print(finding, file=sys.stderr)
-    print(json.dumps(totals.as_json) if options.json else in_words(totals))
+    print(json.dumps(totals.as_json) if options.json else summary(totals))
     return 1 if totals.findings else 0
 
 
-def in_words(totals: Totals) -> str:
+def summary(totals: Totals) -> str:
     return (
         f"{totals.converged} of {totals.crash_points} crash points converge; "
         f"{totals.faults_wrong} of {totals.faults} faults came out wrong; "
@@ -70,80 +70,80 @@ def in_words(totals: Totals) -> str:
     )
 
 
-def run(*, quick: bool, hear: Callable[[str], None] = lambda _: None) -> Totals:
+def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
     """Run everything, in as many processes as there are processors."""
     totals = Totals()
-    # Fork before anything here starts a thread: a fork would not have it.
+    # Fork before anything here starts a thread: threads do not survive a fork.
     with multiprocessing.get_context("fork").Pool() as pool:
         for name in STORIES:
-            _crashes_and_faults(pool, totals, hear, name, *((QUICK_CRASHES, QUICK_FAULTS) if quick else (1, 1)))
+            _crashes_and_faults(pool, totals, report, name, *((QUICK_CRASHES, QUICK_FAULTS) if quick else (1, 1)))
         for name in STEADY:
-            _damages(pool, totals, hear, name, QUICK_DAMAGE if quick else 1)
-        _fuzzed(pool, totals, hear, QUICK_INPUTS if quick else INPUTS)
+            _damage_files(pool, totals, report, name, QUICK_DAMAGE if quick else 1)
+        _fuzz_parsers(pool, totals, report, QUICK_INPUTS if quick else INPUTS)
     totals.attacks, succeeded = attacks()
     totals.attacks_succeeded = len(succeeded)
     totals.findings += [Finding("attack", name, ("it succeeds: run this test",)) for name in succeeded]
-    hear(f"attacks: {totals.attacks}, {len(succeeded)} succeed")
+    report(f"attacks: {totals.attacks}, {len(succeeded)} succeed")
     return totals
 
 
 def _crashes_and_faults(
-    pool: Pool, totals: Totals, hear: Callable[[str], None], name: str, crashes: int, failures: int
+    pool: Pool, totals: Totals, report: Callable[[str], None], name: str, crashes: int, failures: int
 ) -> None:
     began = time.monotonic()
-    told = pool.apply(_told, (name,))
-    totals.findings += [Finding(name, "without any strike", told.faults)] if told.faults else []
-    points, failing = crash_points(told, crashes), faults(told, failures)
-    left, wrong = _tried(pool, name, points), _tried(pool, name, failing)
+    baseline = pool.apply(_baseline, (name,))
+    totals.findings += [Finding(name, "without any strike", baseline.faults)] if baseline.faults else []
+    points, failing = crash_points(baseline, crashes), faults(baseline, failures)
+    left, wrong = _strike_all(pool, name, points), _strike_all(pool, name, failing)
     totals.crash_points += len(points)
     totals.converged += len(points) - len(left)
     totals.faults += len(failing)
     totals.faults_wrong += len(wrong)
     totals.findings += [*left, *wrong]
-    hear(
+    report(
         f"{name}: {len(points)} crash points, {len(left)} do not converge; {len(failing)} faults, {len(wrong)} wrong "
         f"({time.monotonic() - began:.0f} s)"
     )
 
 
-def _damages(pool: Pool, totals: Totals, hear: Callable[[str], None], name: str, every: int) -> None:
+def _damage_files(pool: Pool, totals: Totals, report: Callable[[str], None], name: str, every: int) -> None:
     began = time.monotonic()
-    tried = damages(pool.apply(_told, (name,)).state, PLACES[name], every)
-    wrong = _tried(pool, name, tried)
+    tried = damages(pool.apply(_baseline, (name,)).state, PLACES[name], every)
+    wrong = _strike_all(pool, name, tried)
     totals.faults += len(tried)
     totals.faults_wrong += len(wrong)
     totals.findings += wrong
-    hear(f"{name}: {len(tried)} damaged files, {len(wrong)} wrong ({time.monotonic() - began:.0f} s)")
+    report(f"{name}: {len(tried)} damaged files, {len(wrong)} wrong ({time.monotonic() - began:.0f} s)")
 
 
-def _fuzzed(pool: Pool, totals: Totals, hear: Callable[[str], None], inputs: int) -> None:
+def _fuzz_parsers(pool: Pool, totals: Totals, report: Callable[[str], None], inputs: int) -> None:
     began = time.monotonic()
     wrong = [found for found in pool.imap(fuzz, [Fuzz(name, inputs) for name in PARSERS], chunksize=1) if found]
     # The totals leave out inputs: their number is arbitrary.
     totals.faults += len(PARSERS)
     totals.faults_wrong += len(wrong)
     totals.findings += wrong
-    hear(
+    report(
         f"parsers: {inputs} inputs for each of {len(PARSERS)}, {len(wrong)} parsers wrong "
         f"({time.monotonic() - began:.0f} s)"
     )
 
 
-def _tried(pool: Pool, name: str, whats: Sequence[Strike | Damage]) -> list[Finding]:
-    return [found for found in pool.imap(_try, [(name, each) for each in whats], chunksize=4) if found]
+def _strike_all(pool: Pool, name: str, strikes: Sequence[Strike | Damage]) -> list[Finding]:
+    return [found for found in pool.imap(_try, [(name, each) for each in strikes], chunksize=4) if found]
 
 
 @lru_cache(maxsize=2)
-def _told(name: str) -> Told:
-    """Once in each process and scenario."""
-    return tell(STORIES.get(name) or STEADY[name])
+def _baseline(name: str) -> Baseline:
+    """Return the scenario's baseline, recorded once in each process."""
+    return record_baseline(STORIES.get(name) or STEADY[name])
 
 
 def _try(task: tuple[str, Strike | Damage]) -> Finding | None:
     name, what = task
     if isinstance(what, Damage):
-        return damage(STEADY[name], _told(name), what)
-    return strike(STORIES[name], _told(name), what)
+        return damage(STEADY[name], _baseline(name), what)
+    return strike(STORIES[name], _baseline(name), what)
 
 
 if __name__ == "__main__":

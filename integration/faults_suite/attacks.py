@@ -1,6 +1,6 @@
-"""Runs and counts the tests that attack: those in tests/ with `attack` in their names.
+"""Run and count the tests that attack: those in tests/ with `attack` in their names.
 
-Those that need a real machine run on the bed, with integration/test.
+Attacks that need a real machine run on the bed, with integration/test.
 """
 
 import subprocess
@@ -13,7 +13,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def attacks() -> tuple[int, list[str]]:
-    """How many attacks ran, and which of them succeeded."""
+    """Return how many attacks ran, and which of them succeeded."""
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory, "attacks.xml")
         command = (sys.executable, "-m", "pytest", "tests", "-q", "-k", "attack", f"--junit-xml={report}")

@@ -1,4 +1,4 @@
-"""Damages state files like a failing disk, an older release or a careless administrator."""
+"""Damage state files like a failing disk, an older release or a careless administrator."""
 
 import hashlib
 import os
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.model.paths import nspawn_file, unit_drop_in
-from integration.faults_suite.points import Finding, Story, Told, directory, silence
+from integration.faults_suite.points import Baseline, Finding, Story, directory, silence
 from integration.faults_suite.trees import differences, snapshot
 from tests.fakes.gpu_host import MACHINE
 
@@ -58,20 +58,20 @@ KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO":
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 OTHERS = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
-"""What leaves nothing of ours: in the place of settings, which administrators write too, it is somebody's and stays."""
+"""Damages that leave nothing of ours. Administrators write settings files too, so such a file is foreign and stays."""
 REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """To one file."""
+    """A kind of damage to one file."""
 
     path: str
     how: str
 
     @property
     def by_somebody(self) -> bool:
-        """Whether that is what ForeignFile says."""
+        """Whether ForeignFile must be reported."""
         return self.path in SETTINGS and self.how in OTHERS
 
     def do(self, tree: Path) -> None:
@@ -81,23 +81,23 @@ class Damage:
         else:
             mode = stat.S_IMODE(place.stat().st_mode)
             content = CONTENTS[self.how](place.read_bytes())
-            # As a careless administrator would: another file in its place.
+            # As a careless administrator would: replace the file.
             place.unlink()
             place.write_bytes(content)
             place.chmod(mode)
 
 
 def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> list[Damage]:
-    """Every damage to every file of ours."""
+    """Return every damage to every file of ours."""
     files = [path for path, text in sorted(state.items()) if path.startswith(places) and FILE.match(text)]
     found = [Damage(path, how) for path in files for how in (*CONTENTS, *KINDS)]
     return [each for each in found if int(hashlib.sha256(repr(each).encode()).hexdigest(), 16) % every == 0]
 
 
-def damage(story: Story, told: Told, what: Damage) -> Finding | None:
-    """The story's work on a world with that damage and no other change.
+def damage(story: Story, baseline: Baseline, what: Damage) -> Finding | None:
+    """Run the story's work on a world with that damage and no other change.
 
-    What is left of the record may differ, as what it cached is found out again: a driver root may have another index.
+    The record may differ afterwards, because it is a cache that is filled again: a driver root may get another index.
     """
     wrong: list[str] = []
     with directory() as place, silence():
@@ -111,11 +111,11 @@ def damage(story: Story, told: Told, what: Damage) -> Finding | None:
         else:
             now = world.conditions()
             wrong += world.faults()
-            wrong += [f"{each} was taken away" for each in sorted(told.rights - world.rights())]
+            wrong += [f"{each} was taken away" for each in sorted(baseline.rights - world.rights())]
             if "bit" not in what.how:
-                # Only a digest can tell an intact document with another value.
-                expected = told.conditions | (REFUSED if what.by_somebody else {})
-                wrong += [f"{kind} is {now.get(kind)}" for kind, said in expected.items() if now.get(kind) != said]
+                # Otherwise only a digest would reveal that a value in an intact document has changed.
+                expected = baseline.conditions | (REFUSED if what.by_somebody else {})
+                wrong += [f"{kind} is {now.get(kind)}" for kind, wanted in expected.items() if now.get(kind) != wanted]
             if what.by_somebody:
                 wrong += differences(settings, snapshot(world.tree / "etc/systemd"))
     return Finding(story.name, f"{what.path} is {what.how}", tuple(wrong)) if wrong else None

@@ -1,9 +1,9 @@
-"""Makes calls fail, each with every error in its manual page that a disk or a kernel under load returns."""
+"""Make calls fail, each with every error in its manual page that a disk or a kernel under load returns."""
 
 from errno import EACCES, EDQUOT, EIO, EMFILE, ENOMEM, ENOSPC, EROFS
 
 from integration.faults_suite.interception import TORN, Call, Strike
-from integration.faults_suite.points import Told
+from integration.faults_suite.points import Baseline
 
 CHANGES = (ENOSPC, EIO, EROFS, EDQUOT)
 WRITING = {
@@ -22,19 +22,19 @@ WRITING = {
     "run": (EIO, ENOMEM),
     "call": (EIO,),
 }
-"""For `run` and `call`: a program that cannot start, and a service that refuses."""
+"""`run` stands for a program that cannot start, and `call` for a service that refuses."""
 READING = (EIO, EACCES)
 
 
-def faults(told: Told, every: int = 1) -> list[Strike]:
-    """Every changing call with its errors; every distinct look once, since each pass repeats the same looks."""
+def faults(baseline: Baseline, every: int = 1) -> list[Strike]:
+    """Return every writing call with each of its errors, and every distinct reading call once: passes repeat those."""
     strikes = [
         Strike(number, code, torn=call.name in TORN and code != EIO)
-        for number, call in enumerate(told.writing)
+        for number, call in enumerate(baseline.writing)
         for code in WRITING[call.name]
     ]
     first: dict[Call, int] = {}
-    for number, call in enumerate(told.reading):
+    for number, call in enumerate(baseline.reading):
         first.setdefault(call, number)
     strikes += [Strike(number, code, writing=False) for number in first.values() for code in READING]
     return strikes[::every]

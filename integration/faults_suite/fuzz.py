@@ -1,4 +1,4 @@
-"""Mutates the input of parsers: they may only raise our own errors, and take linear time at most."""
+"""Mutate the input of parsers, which may only raise our own errors, and take linear time at most."""
 
 import random
 import time
@@ -16,37 +16,37 @@ TOKENS = (
     "\u202e".encode(), "\u0663".encode(), b"../" * 20, b"%s%n", b"[" * 3000, b'{"a":' * 3000, b"a." * 2000,
 )  # fmt: skip
 SMALL, LARGE = 1 << 17, 1 << 20
-"""Bytes; the larger one is the most that the agent reads of any file."""
+"""Bytes. LARGE is the most that the agent reads of any file."""
 SLACK = 3.0
-"""Factor on eight times the smaller input's time: a busy machine sometimes takes twice as long."""
+"""LARGE may take eight times as long as SMALL, times this factor: a busy machine sometimes takes twice as long."""
 QUICKLY = 0.25
-"""Seconds for the larger input; a parser that is faster is never slow."""
+"""Seconds for LARGE; a parser that is faster is never called slow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fuzz:
-    """A number of mutations for one parser, from its own seed."""
+    """A number of mutations for one parser, seeded with its name."""
 
     parser: str
     inputs: int
 
 
 def fuzz(what: Fuzz) -> Finding | None:
-    """The parser's name and the input's number reproduce every input."""
+    """Return a finding if an input fails or takes too long. Parser name and input number reproduce an input."""
     parse, choose = PARSERS[what.parser], random.Random(what.parser)
     corpus = [path.read_bytes() for path in sorted((CORPUS / what.parser).iterdir())]
     wrong = []
     for number in range(what.inputs):
-        data = corpus[number] if number < len(corpus) else _mutated(choose, corpus)
-        if words := _tried(parse, data):
-            wrong.append(f"input {number}, {data[:80]!r}: {words}")
+        data = corpus[number] if number < len(corpus) else _mutate(choose, corpus)
+        if error := _failure(parse, data):
+            wrong.append(f"input {number}, {data[:80]!r}: {error}")
     for name, unit in _repeated(corpus):
-        if words := _slow(parse, unit):
-            wrong.append(f"{name}: {words}")
+        if error := _slow(parse, unit):
+            wrong.append(f"{name}: {error}")
     return Finding(f"parser {what.parser}", f"{len(wrong)} of {what.inputs} inputs", tuple(wrong)) if wrong else None
 
 
-def _tried(parse: object, data: bytes) -> str:
+def _failure(parse: object, data: bytes) -> str:
     assert callable(parse)
     try:
         parse(data)
@@ -57,7 +57,7 @@ def _tried(parse: object, data: bytes) -> str:
     return ""
 
 
-def _mutated(choose: random.Random, corpus: list[bytes]) -> bytes:
+def _mutate(choose: random.Random, corpus: list[bytes]) -> bytes:
     data = choose.choice(corpus)
     for _ in range(choose.choice((1, 1, 2, 4))):
         start = choose.randrange(len(data) + 1)
@@ -108,5 +108,5 @@ def _slow(parse: object, unit: bytes) -> str:
 def _seconds(parse: object, unit: bytes, size: int) -> float:
     data = (unit * (size // len(unit) + 1))[:size]
     began = time.process_time()
-    _tried(parse, data)
+    _failure(parse, data)
     return time.process_time() - began

@@ -29,7 +29,7 @@ class HostDevices:
         host.bus.unit("systemd-nspawn@another.service", "inactive")
 
     def install(self, version: str, old: str = "") -> None:
-        """A driver's files, each name as Debian has it; the loaded module stays what it is."""
+        """Install a driver's files, with names as in Debian; the loaded module stays the same."""
         listing = []
         for name, number in (("cuda", "1"), ("nvidia-ml", "1"), ("nvidia-ptxjitcompiler", "1")):
             for path in self.tree.glob(f"{LIBRARIES[1:]}/lib{name}.so*"):
@@ -44,7 +44,7 @@ class HostDevices:
         cache.write_text(f"{version} {old}")
 
     def plug(self, address: str) -> None:
-        """The sysfs identity that marks a GPU as detached."""
+        """Add the sysfs device by which the agent notices that a detached GPU is back."""
         self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
 
     def add_gpu(self, address: str, minor: int) -> None:

@@ -19,7 +19,7 @@ def _nothing(world: HostWorld) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The state before, the change, and what the agent does then."""
+    """The state before, the change, and what the agent does afterwards."""
 
     name: str
     before: Callable[[HostWorld], None]
@@ -27,7 +27,7 @@ class Scenario:
     work: Callable[[HostWorld], None] = HostWorld.converge
     """The work in which a call is killed or fails."""
     again: Callable[[HostWorld], None] = HostWorld.converge
-    """What the service or an administrator does after that."""
+    """What the service or an administrator does after `work`."""
 
 
 def _upgrade(world: HostWorld) -> None:
@@ -36,7 +36,7 @@ def _upgrade(world: HostWorld) -> None:
 
 
 def _swap(world: HostWorld) -> None:
-    """The driver was loaded again, and each GPU has the other's minor number."""
+    """Load the driver again, with the minor numbers of the two GPUs swapped."""
     host = world.host
     for minor, address in ((1, FIRST), (0, SECOND)):
         host.file(f"/proc/driver/nvidia/gpus/{address}/information", INFORMATION.format(minor=minor, address=address))
@@ -64,7 +64,7 @@ def _restart_with_more(world: HostWorld) -> None:
 
 def _detach(world: HostWorld) -> None:
     ending = detach(SECOND, world.configured(), FAST)
-    # If a call in it was struck, it only has to report that.
+    # If the strike was in one of its calls, detach only has to report that.
     if not ending.done and not world.watch.struck:
         world.wrong.append(f"gpus detach: {'; '.join(ending.sentences)}")
     world.converge()
@@ -72,7 +72,7 @@ def _detach(world: HostWorld) -> None:
 
 def _attach(world: HostWorld) -> None:
     ending = attach(SECOND, world.configured(), FAST)
-    # If a call in it was struck, it only has to report that.
+    # If the strike was in one of its calls, attach only has to report that.
     if not ending.done and not world.watch.struck:
         world.wrong.append(f"gpus attach: {'; '.join(ending.sentences)}")
     world.converge()
@@ -101,7 +101,7 @@ SCENARIOS = (
     Scenario("detach", HostWorld.converge, _nothing, _detach, _detach),
     Scenario("attach", _detach, _nothing, _attach, _attach),
     Scenario("node condition", HostWorld.converge, _node_condition),
-    Scenario("node condition taken back", _with_node_condition, _no_node_condition),
+    Scenario("node condition withdrawn", _with_node_condition, _no_node_condition),
     Scenario("start of the machine", HostWorld.converge, _restart),
     Scenario("start with another GPU", HostWorld.converge, _restart_with_more),
 )

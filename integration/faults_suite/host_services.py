@@ -1,4 +1,4 @@
-"""systemd, machined and commands of a simulated host, which survive a kill of the agent."""
+"""Simulated systemd, machined and commands of a simulated host, which survive a kill of the agent."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ from tests.fakes.host import CHANGES, JOB_VERBS, Host, ScriptedBus, ScriptedRunn
 
 
 class Site(Protocol):
-    """What happens to the machine when they are called."""
+    """How the simulated services act on the machine."""
 
     tree: Path
     watch: Watch
@@ -27,7 +27,7 @@ class Site(Protocol):
 
 
 class Bus(ScriptedBus):
-    """PID 1 and machined, which remember the calls."""
+    """PID 1 and machined; the world applies their calls."""
 
     def __init__(self, world: Site) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class Bus(ScriptedBus):
         what = f"{name} {' '.join(str(each) for each in arguments if isinstance(each, str))}"
         try:
             if method not in (*CHANGES, *JOB_VERBS):
-                watch.look("call", what)
+                watch.before_read("call", what)
             else:
-                watch.effect("call", what)
+                watch.before_write("call", what)
         except OSError as error:
             raise (BusAnswerError if method in (*CHANGES, *JOB_VERBS) else BusError)(
                 f"{what}: {error.strerror}"
@@ -66,9 +66,9 @@ class Runner(ScriptedRunner):
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         watch = self.world.watch
         if argv[-1] == "-p":
-            watch.look("run", " ".join(argv))
+            watch.before_read("run", " ".join(argv))
         else:
-            watch.effect("run", " ".join(argv))
+            watch.before_write("run", " ".join(argv))
         with watch.pause():
             match argv:
                 case ("systemctl", "daemon-reload"):
@@ -88,10 +88,10 @@ class Runner(ScriptedRunner):
 
 
 class SimulatedHost(Host):
-    """Including the mounted file systems."""
+    """A host whose mounts are simulated too."""
 
     world: Site
 
     def is_mount(self, path: str) -> bool:
-        self.world.watch.look("is_mount", path)
+        self.world.watch.before_read("is_mount", path)
         return path in self.world.mounts or super().is_mount(path)

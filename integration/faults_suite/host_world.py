@@ -1,6 +1,6 @@
-"""A simulated host for the host half's scenarios: its machine starts, gets nodes and answers.
+"""A simulated host for the host half's scenarios: its machine starts, gets nodes and reports.
 
-The trees and the agent's code are real; systemd, machined and the machine are played here, and outlive a kill.
+The trees and the agent's code are real; systemd, machined and the machine are simulated, and survive a kill.
 """
 
 import json
@@ -36,13 +36,13 @@ from tests.fakes.gpu_host import MACHINE, UNITS, units
 
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
 TICK = 0.012
-"""Seconds: the kernel dates files by timer ticks, and later files must be younger."""
+"""Seconds. The kernel dates files by timer ticks, and a later file must have a later date."""
 PASSES = 14
-"""Passes until nothing changes; more than any scenario needs."""
+"""Passes until nothing changes: more than any scenario needs."""
 
 
 class HostWorld(HostDevices):
-    """Two GPUs, a small driver, a machine."""
+    """A host with two GPUs, a small driver and one machine."""
 
     def __init__(self, directory: Path) -> None:
         tree = directory / "host"
@@ -50,18 +50,18 @@ class HostWorld(HostDevices):
         self.watch = Watch("/nowhere")
         self.mounts: set[str] = set()
         self.nodes: dict[str, list[str]] = {}
-        """In the running machine: the mounts at each path, the top one last."""
+        """The running machine's mounts at each path, the top one last."""
         self.allowed: frozenset[str] = frozenset()
-        self.starting = self.lacking = False
+        self.starting = self.missing_nodes = False
         self.loaded: bytes | None = None
-        """The drop-in as PID 1 read it last."""
-        self.said: set[tuple[str, str, str]] = set()
+        """The drop-in as PID 1 last read it."""
+        self.false_conditions: set[tuple[str, str, str]] = set()
         """Type, reason and message of conditions that were False."""
         self.last: tuple[MachineOutcome, ...] = ()
         self.errors: list[str] = []
         """Failures that passes reported."""
         self.wrong: list[str] = []
-        """Things that happened but must never happen."""
+        """Things that must never happen, but did."""
         self.machines: dict[str, dict[str, object]] = {MACHINE: {}}
         super().__init__(SimulatedHost(tree, runner=Runner(self)), tree)
         self.host.world, self.host.bus = self, Bus(self)
@@ -89,14 +89,15 @@ class HostWorld(HostDevices):
     def bind(self, path: str) -> None:
         number = self._number(path)
         mounted = self.nodes.setdefault(path, [])
-        # Where it said that some are missing, all are bound once more. And once where a bind could not be noted, or who
-        # was to note it was killed: nothing tells the host half then what is mounted in the machine.
-        if mounted.count(number) > int(path not in self._noted()) and not self.lacking:
+        # A second bind is right if the machine has reported missing nodes: then all are bound again. It is also right
+        # if the first one could not be noted, or the process that was to note it was killed: then the host half cannot
+        # know what is mounted in the machine.
+        if mounted.count(number) > int(path not in self._noted()) and not self.missing_nodes:
             self.wrong.append(f"{path} was bound {mounted.count(number) + 1} times")
         mounted.append(number)
 
     def _noted(self) -> Mapping[str, str]:
-        """The nodes that the host half knows to be bound."""
+        """Return the nodes that the host half has noted as bound."""
         content = self._content(live_file(MACHINE))
         return parse_live(content).nodes if content else {}
 
@@ -111,13 +112,13 @@ class HostWorld(HostDevices):
     # ---- the machine
 
     def start(self) -> None:
-        """What `systemctl start` does, whoever calls it: prepare@, then the machine, even if prepare@ failed."""
+        """Act as `systemctl start`, whoever calls it: prepare@, then the machine, even if prepare@ failed."""
         self.starting = False
         units(self.host, "activating")
         try:
             prepare(MACHINE, self.configured())
         except (AgentError, OSError):
-            # The unit only wants this service; its output is in the journal.
+            # The unit only wants (Wants=) this service; its output is in the journal.
             pass
         finally:
             with self.watch.pause():
@@ -139,7 +140,7 @@ class HostWorld(HostDevices):
         self._set_permissions([tuple(each.split(" ", 1)) for each in entries])  # type: ignore[misc]
 
     def _before_start(self, loaded: str) -> None:
-        """The drop-in's ExecStartPre= lines; only their directories and copies show in the tree."""
+        """Run the drop-in's ExecStartPre= lines, as far as they change the tree: directories and copies."""
         for directories in re.findall(r"mkdir -p ([^;]*)", loaded):
             for each in directories.split():
                 self.host.make_directory(each)
@@ -153,7 +154,7 @@ class HostWorld(HostDevices):
     def _set_permissions(self, entries: list[tuple[str, str]]) -> None:
         self.allowed = frozenset(" ".join(entry) for entry in entries)
         units(self.host, "active")
-        # systemd's own order is the reverse of that in the files.
+        # systemd lists them in the reverse order of the files.
         self.host.bus.unit(UNITS[0], "active", device_allow=entries[::-1])
 
     def stop(self) -> None:
@@ -172,11 +173,11 @@ class HostWorld(HostDevices):
         try:
             return parse_handoff(content) if content else None
         except DocumentError:
-            # Then the machine half reports nothing.
+            # The machine half reports nothing then.
             return None
 
     def answer(self) -> None:
-        """The machine half's run: unmounts what is no longer granted, and reports what is missing."""
+        """Run the machine half: unmount what is no longer granted, and report what is missing."""
         with self.watch.pause():
             handoff = self.handoff()
             if not self.running or handoff is None:
@@ -187,12 +188,12 @@ class HostWorld(HostDevices):
                 else {}
             )
             self.nodes = {path: numbers for path, numbers in self.nodes.items() if path in devices}
-            lacking = [path for path, number in devices.items() if self.nodes.get(path, [""])[-1] != number]
-            self.lacking = bool(lacking)
+            missing_nodes = [path for path, number in devices.items() if self.nodes.get(path, [""])[-1] != number]
+            self.missing_nodes = bool(missing_nodes)
             kind = ConditionType.DEVICES_ALLOWED
             allowed = true(kind, Reason.OPENED, "simulated")
-            if lacking:
-                allowed = false(kind, Reason.WRONG_NODE, ", ".join(lacking))
+            if missing_nodes:
+                allowed = false(kind, Reason.WRONG_NODE, ", ".join(missing_nodes))
             others = (each for each in IN_MACHINE if each is not kind)
             conditions = (allowed, *(Condition(each, Status.TRUE, "Fine", "simulated") for each in others))
             time.sleep(TICK)
@@ -205,14 +206,14 @@ class HostWorld(HostDevices):
 
     def configured(self) -> Reconciler:
         config = Config.model_validate({"machines": self.machines})
-        return Reconciler(config, self.host, self.host, self._hear)
+        return Reconciler(config, self.host, self.host, self._answer_when_waiting)
 
-    def _hear(self, sentence: str) -> None:
+    def _answer_when_waiting(self, sentence: str) -> None:
         if sentence.startswith("wait") and not sentence.startswith("wait for the driver"):
             self.answer()
 
     def converge(self) -> None:
-        """The service's passes, with what happens between them, until nothing is left to do."""
+        """Run passes, and what happens between them, until nothing is left to do."""
         self.agent = self.configured()
         quiet, left = 0, ""
         for _ in range(PASSES):
@@ -223,10 +224,12 @@ class HostWorld(HostDevices):
             self.last = outcome.machines
             self.errors += [*outcome.failures, *outcome.facts.problems]
             conditions = [each for machine in outcome.machines for each in machine.conditions]
-            self.said |= {(each.type, each.reason, each.message) for each in conditions if each.status is Status.FALSE}
+            self.false_conditions |= {
+                (each.type, each.reason, each.message) for each in conditions if each.status is Status.FALSE
+            }
             left = _words(outcome)
-            still = not outcome.actions and not outcome.failures and not self.starting
-            quiet = quiet + 1 if still and not any(each.pending for each in outcome.machines) else 0
+            idle = not outcome.actions and not outcome.failures and not self.starting
+            quiet = quiet + 1 if idle and not any(each.pending for each in outcome.machines) else 0
             if quiet == 2:
                 return
         self.wrong.append(f"no end after {PASSES} passes: {left}")
@@ -234,7 +237,7 @@ class HostWorld(HostDevices):
     # ---- what it came to
 
     def faults(self) -> list[str]:
-        """What is wrong with this state, whatever came before."""
+        """Return what is wrong with this state, whatever happened before."""
         handed, handoff = self._content(handed_roots_file(MACHINE)), self.handoff()
         named = (
             [each.driver_root.rpartition("/")[2] for each in handoff.requests if each.driver_root] if handoff else []
@@ -246,23 +249,24 @@ class HostWorld(HostDevices):
         return [*self.wrong, *temporary(self.tree), *(lost if self.running else [])]
 
     def rights(self) -> set[str]:
-        """The nodes and permissions that pods have here, and their driver."""
+        """Return the nodes and permissions that pods have, and their GPUs."""
         handoff = self.handoff()
         requests = handoff.requests if handoff and self.running else ()
         nodes = {f"{path} {numbers[-1]}" for path, numbers in self.nodes.items()}
         return nodes | set(self.allowed) | {gpu for each in requests for gpu in each.gpus}
 
     def conditions(self) -> dict[str, tuple[str, str]]:
-        """Status and reason by type, as the last pass had them."""
+        """Return status and reason by type, from the last pass."""
         return {each.type: (each.status, each.reason) for each in self.last[0].conditions} if self.last else {}
 
     def state(self) -> dict[str, str]:
-        """What the comparison of two runs uses."""
+        """Return the state that is compared between two runs."""
         mounts = " ".join(sorted((*self.mounts, *self.host.bus.mounts.mounted.values())))
         found = numbered(snapshot(self.tree) | {"mounts": mounts}, MANIFESTS)
         for path in [*found]:
-            # Leave out what the machine was started with: a killed start has other settings than a later one. And the
-            # record of driver roots, which is begun at a start alone: without it none is removed until the next one.
+            # Leave out the settings that the machine started with: they differ if a start was killed. Leave out the
+            # record
+            # of driver roots too: only a start begins it, and without it none is removed until the next start.
             if "/started." in path or path == handed_roots_file(MACHINE):
                 del found[path]
         if (live := live_file(MACHINE)) in found:
@@ -276,7 +280,7 @@ class HostWorld(HostDevices):
 
 
 def _unordered(text: str) -> str:
-    """The note of what a machine has, without order, and without the generation of the last new binds."""
+    """Return the record of a machine's devices sorted, and without the generation of the last repeated binds."""
     mode, _, content = text.partition(" ")
     try:
         live = json.loads(content)

@@ -1,8 +1,8 @@
-"""Counts the system calls that the agent makes below a tree, and kills it at one of them or makes that one fail.
+"""Count the agent's system calls below a tree, and kill the agent at one of them or make that call fail.
 
-Below our own wrapper: the functions of `os`, and `open`, are replaced in this process. A kill is as SIGKILL: from that
-call on nothing is changed any more, whatever `finally` and `except` clauses still try. The state after a call is that
-before the next one, so that each state is tried once.
+The functions of `os`, and `open`, are replaced in this process. A kill acts like SIGKILL: nothing changes after that
+call, whatever `finally` and `except` clauses try. The state after a call is the state before the next one, so only
+kills before a call are tried.
 """
 
 import builtins
@@ -26,19 +26,19 @@ WRITING = (
 READING = ("stat", "lstat", "fstat", "readlink", "listdir", "scandir", "statvfs", "access", "getxattr")
 OPEN_TO_WRITE = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 TORN = ("write", "copy_file_range")
-"""Calls that a kill or a full disk can end in the middle."""
+"""Calls that a kill or a full disk can interrupt halfway."""
 
 Attribute: TypeAlias = Any
-"""A function of a module; the replaced functions have all kinds of signatures."""
+"""A function of a module: the replaced functions have many different signatures."""
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL; none of our code catches it."""
+    """Stands for SIGKILL; none of our code catches this exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call that the agent makes."""
+    """One call of the agent."""
 
     name: str
     what: str
@@ -50,12 +50,12 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """What happens at one call."""
+    """A kill or an error at one call."""
 
     number: int
     """Index among the writing or the reading calls, from 0."""
     code: int = 0
-    """errno; 0 kills."""
+    """errno; 0 means a kill."""
     writing: bool = True
     torn: bool = False
     """Strike after half of the bytes are written."""
@@ -73,8 +73,8 @@ class Watch:
     dead: bool = False
     paused: int = 0
 
-    def effect(self, name: str, what: str) -> bool:
-        """The agent is about to make a writing call; True to tear it. Raises Killed or OSError."""
+    def before_write(self, name: str, what: str) -> bool:
+        """Count a writing call that the agent is about to make; return whether to tear it. Raises Killed or OSError."""
         if self.paused:
             return False
         if self.dead:
@@ -82,8 +82,8 @@ class Watch:
         self.writing.append(Call(name, what))
         return self._meet(len(self.writing) - 1, writing=True)
 
-    def look(self, name: str, what: str) -> None:
-        """The agent is about to make a reading call. Raises OSError."""
+    def before_read(self, name: str, what: str) -> None:
+        """Count a reading call that the agent is about to make. Raises OSError."""
         if not self.paused and not self.dead:
             self.reading.append(Call(name, what))
             self._meet(len(self.reading) - 1, writing=False)
@@ -99,7 +99,7 @@ class Watch:
         return False
 
     def end(self) -> None:
-        """The strike itself."""
+        """Kill the agent or raise the error."""
         assert self.strike
         if not self.strike.code:
             self.dead = True
@@ -108,7 +108,7 @@ class Watch:
         raise OSError(self.strike.code, os.strerror(self.strike.code), self.struck.what)
 
     def below(self, where: object) -> str | None:
-        """The path in the tree that an argument means, if any."""
+        """Return the path in the tree that an argument denotes, or None."""
         if isinstance(where, int) and not isinstance(where, bool):
             where = f"/proc/self/fd/{where}"
         if not isinstance(where, str | os.PathLike):
@@ -125,7 +125,7 @@ class Watch:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Others make the calls in this block, not the agent."""
+        """Do not count calls in this block: others make them, not the agent."""
         self.paused += 1
         try:
             yield
@@ -139,7 +139,7 @@ REAL_THREAD: dict[str, Attribute] = {name: getattr(threading.Thread, name) for n
 
 
 class _Writer:
-    """A file open for writing, without a buffer: a kill would lose it, or the interpreter's end would write it."""
+    """A file open for writing without a buffer: a kill would lose the buffer, or Python would write it at exit."""
 
     def __init__(self, watch: Watch, raw: Attribute) -> None:
         self._watch, self._raw = watch, raw
@@ -152,7 +152,7 @@ class _Writer:
 
     def write(self, content: bytes) -> int:
         path = self._watch.below(self._raw.fileno())
-        if path is not None and self._watch.effect("write", path):
+        if path is not None and self._watch.before_write("write", path):
             self._raw.write(content[: len(content) // 2])
             self._watch.end()
         left = memoryview(content)
@@ -165,12 +165,12 @@ class _Writer:
 
 
 def _resolves() -> bool:
-    """Whether the caller follows links below a test's tree, as the kernel does on a real host."""
+    """Return whether the caller resolves links below a test's tree, as the kernel does on a real host."""
     caller = sys._getframe(2).f_code
     return caller.co_name == "_resolve" and caller.co_filename.endswith("rooted.py")
 
 
-def _there(path: Attribute, *, dir_fd: int | None = None) -> bool:
+def _exists(path: Attribute, *, dir_fd: int | None = None) -> bool:
     try:
         REAL["lstat"](path, dir_fd=dir_fd)
     except OSError:
@@ -185,10 +185,10 @@ def _writing(watch: Watch, name: str) -> Callable[..., Attribute]:
         if path is None and options.get("dir_fd") is not None:
             directory = watch.below(options["dir_fd"])
             path = None if directory is None else f"{directory}/{arguments[0]}"
-        if name in ("unlink", "remove") and path is not None and not _there(*arguments, **options):
-            # This changes nothing: the caller only makes sure that nothing is there.
+        if name in ("unlink", "remove") and path is not None and not _exists(*arguments, **options):
+            # The caller makes sure that the file does not exist; this call changes nothing.
             path = None
-        if path is not None and watch.effect(name, path):
+        if path is not None and watch.before_write(name, path):
             if name == "copy_file_range":
                 half = os.fstat(arguments[0]).st_size // 2
                 REAL[name](*arguments[:2], half)
@@ -201,7 +201,7 @@ def _writing(watch: Watch, name: str) -> Callable[..., Attribute]:
 def _reading(watch: Watch, name: str) -> Callable[..., Attribute]:
     def call(*arguments: Attribute, **options: Attribute) -> Attribute:
         if arguments and not _resolves() and (path := watch.below(arguments[0])) is not None:
-            watch.look(name, path)
+            watch.before_read(name, path)
         return REAL[name](*arguments, **options)
 
     return call
@@ -211,9 +211,9 @@ def _open(watch: Watch) -> Callable[..., int]:
     def call(path: Attribute, flags: int, *arguments: Attribute, **options: Attribute) -> int:
         if (where := watch.below(path)) is not None:
             if flags & OPEN_TO_WRITE:
-                watch.effect("open", where)
+                watch.before_write("open", where)
             else:
-                watch.look("open", where)
+                watch.before_read("open", where)
         return int(REAL["open"](path, flags, *arguments, **options))
 
     return call
@@ -225,10 +225,10 @@ def _open_file(watch: Watch) -> Callable[..., Attribute]:
         if where is None:
             return REAL_OPEN(file, mode, *arguments, **options)
         if not set(mode) & set("wxa+"):
-            watch.look("read", where)
+            watch.before_read("read", where)
             return REAL_OPEN(file, mode, *arguments, **options)
         if not isinstance(file, int):
-            watch.effect("open", where)
+            watch.before_write("open", where)
         return _Writer(watch, REAL_OPEN(file, mode, 0))
 
     return call
@@ -237,7 +237,7 @@ def _open_file(watch: Watch) -> Callable[..., Attribute]:
 def _ioctl(watch: Watch) -> Callable[..., Attribute]:
     def call(descriptor: Attribute, request: int, argument: Attribute = 0, *rest: Attribute) -> Attribute:
         if watch.below(descriptor) is not None:
-            # No FICLONE here: what the suite tries must not depend on a file system with reflinks.
+            # FICLONE is never available, so that the calls do not depend on a file system with reflinks.
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         return REAL_IOCTL(descriptor, request, argument, *rest)
 
@@ -246,7 +246,7 @@ def _ioctl(watch: Watch) -> Callable[..., Attribute]:
 
 @contextmanager
 def watched(watch: Watch, *, in_order: bool = False) -> Iterator[Watch]:
-    """Until the block ends. `in_order`: run threads that the caller joins at once, so that calls have an order."""
+    """Watch calls until the block ends. `in_order`: run threads that the caller joins at once, for a fixed order."""
     for name in WRITING:
         setattr(os, name, _writing(watch, name))
     for name in READING:
@@ -268,7 +268,7 @@ def watched(watch: Watch, *, in_order: bool = False) -> Iterator[Watch]:
 
 
 def _start(thread: threading.Thread) -> None:
-    # A daemon thread makes calls for others until the process ends.
+    # A daemon thread makes calls for others until the process exits.
     if thread.daemon:
         REAL_THREAD["start"](thread)
     else:

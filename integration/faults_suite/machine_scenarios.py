@@ -27,7 +27,7 @@ WITH_INSTANCES = replace(MIG_REQUEST, devices=DEVICES)
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """Like the host half's: the state before, the change, and what the agent does then."""
+    """Like the host half's: the state before, the change, and what the agent does afterwards."""
 
     name: str
     before: Callable[[MachineWorld], None]
@@ -135,25 +135,25 @@ def _judge(world: MachineWorld) -> None:
 
 def _judged(world: MachineWorld) -> None:
     _judge(world)
-    world.tell_node()
+    world.update_node()
 
 
 def _unwanted(world: MachineWorld) -> None:
     world.machine.drop(JUDGEMENT)
 
 
-SETTLE, TELL = MachineWorld.settle, MachineWorld.tell_node
+SETTLE, UPDATE_NODE = MachineWorld.settle, MachineWorld.update_node
 SCENARIOS = (
     Scenario("first run", _nothing, _nothing),
     Scenario("first run with a configuration of containerd", _nothing, _main),
     Scenario("new handoff: GPU added", _one, _add),
     Scenario("new handoff: GPU removed", SETTLE, _remove),
-    Scenario("new handoff: no GPU any more", SETTLE, _remove_all),
+    Scenario("new handoff: no GPU left", SETTLE, _remove_all),
     Scenario("new handoff: another driver", SETTLE, _switch),
     Scenario("containerd's configuration replaced", SETTLE, _main),
     Scenario("spec changed by somebody", SETTLE, _edit_spec),
     Scenario("links removed by somebody", SETTLE, _edit_links),
     Scenario("MIG instances made", _without_instances, _instances, start=_mig),
-    Scenario("condition on the Node", _nothing, _judge, TELL, start=_node),
-    Scenario("condition on the Node taken back", _judged, _unwanted, TELL, start=_node),
+    Scenario("condition on the Node", _nothing, _judge, UPDATE_NODE, start=_node),
+    Scenario("condition on the Node withdrawn", _judged, _unwanted, UPDATE_NODE, start=_node),
 )

@@ -17,27 +17,27 @@ from integration.faults_suite.trees import normal, snapshot, temporary
 from tests.fakes.machine import GPUS, LIBRARIES, REQUEST, ROOT, VERSION, Machine, gpu_machine, nvidia_ctk, systemctl
 
 RUNS = 3
-"""Runs of the machine half: by the path unit, then by the timer."""
+"""Runs of the machine half: one by the path unit, then by the timer."""
 READS = ("-p", "show", "--version", "dump", "list", "get")
 READERS = ("nvidia-smi", "open_nodes")
 COMPARED = ("granted-", "char-links-", "withdrawn")
-"""Notes whose content runs compare; the others only save work, and contain times and inode numbers."""
+"""Notes whose content is compared; the others only save work, and have times and inode numbers."""
 
 
 class MachineWorld:
-    """A machine with the System that the agent has of it."""
+    """A machine, with the System through which the agent sees it."""
 
     def __init__(self, machine: Machine, spec: Callable[[], dict[str, Any]]) -> None:
         self.machine, self.tree = machine, machine.tree
         self.watch = Watch("/nowhere")
         self.spec = spec
         self.started = 10
-        """When containerd started, microseconds by CLOCK_MONOTONIC."""
+        """When containerd started, in microseconds of CLOCK_MONOTONIC."""
         self.restarts = 0
         self.last: dict[str, tuple[str, str]] = {}
         self.errors: list[str] = []
         """Exceptions that ended runs."""
-        self.said: set[tuple[str, str, str]] = set()
+        self.false_conditions: set[tuple[str, str, str]] = set()
         """Type, reason and message of conditions that were False."""
         machine._runner = self._run
         machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, self._generated(argv)))
@@ -45,7 +45,7 @@ class MachineWorld:
 
     def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
         reads = any(word in argv for word in READS) or any(name in word for name in READERS for word in argv)
-        (self.watch.look if reads else self.watch.effect)("run", " ".join(argv)[:120])
+        (self.watch.before_read if reads else self.watch.before_write)("run", " ".join(argv)[:120])
         with self.watch.pause():
             return self.machine._answer(argv, timeout)
 
@@ -56,7 +56,7 @@ class MachineWorld:
         return systemctl("active", self.started)(argv)
 
     def _generated(self, argv: tuple[str, ...]) -> dict[str, Any]:
-        """What the generator makes of the present nodes: it leaves out a device if one of its nodes is missing."""
+        """Return nvidia-ctk's output for the current nodes. It leaves out a device if one of its nodes is missing."""
         spec = self.spec()
         nodes = {*self.machine.nodes}
         root = next((each.partition("=")[2] for each in argv if each.startswith("--driver-root=")), ROOT)
@@ -78,31 +78,31 @@ class MachineWorld:
         return moved
 
     def _numbered(self, node: dict[str, Any]) -> dict[str, Any]:
-        """With real numbers: in the recording all nodes were 1:3."""
+        """Return a node with its real number: in the recording all nodes were 1:3."""
         number = self.machine.nodes[node["path"]]
         now = {"major": number.major, "minor": number.minor, "fileMode": number.mode}
         return {key: now.get(key, value) for key, value in node.items()}
 
     def settle(self) -> None:
-        """The machine half's runs. An exception that ends one goes to the journal; then the next one runs."""
+        """Run the machine half. An exception that ends a run goes to the journal, and the next run follows."""
         for _ in range(RUNS):
             try:
                 run(self.machine)
             except (AgentError, OSError) as error:
                 self.errors.append(str(error))
             else:
-                self._hear()
+                self._read_report()
 
-    def _hear(self) -> None:
+    def _read_report(self) -> None:
         with self.watch.pause():
             conditions = self.machine.report()["conditions"]
         self.last = {each["type"]: (each["status"], each["reason"]) for each in conditions}
-        self.said |= {
+        self.false_conditions |= {
             (each["type"], each["reason"], each["message"]) for each in conditions if each["status"] == "False"
         }
 
-    def tell_node(self) -> None:
-        """Runs of the unit that sets the condition on the Node."""
+    def update_node(self) -> None:
+        """Run the unit that sets the condition on the Node."""
         for _ in range(RUNS):
             try:
                 node_condition.run(self.machine, time.time())
@@ -113,14 +113,14 @@ class MachineWorld:
         return temporary(self.tree)
 
     def rights(self) -> set[str]:
-        """The devices that pods can ask for, and the driver's files that are linked."""
+        """Return the devices that pods can request, and the driver's files that are linked."""
         links = {each.name for each in (self.tree / LIBRARIES).glob("*") if each.is_symlink()}
         spec = self.tree / "etc/cdi/nvidia.yaml"
         devices = json.loads(spec.read_text())["devices"] if spec.is_file() else []
         return links | {device["name"] for device in devices}
 
     def conditions(self) -> dict[str, tuple[str, str]]:
-        """Status and reason by type, as the last run reported them."""
+        """Return status and reason by type, from the last run."""
         return self.last
 
     def state(self) -> dict[str, str]:
@@ -136,13 +136,13 @@ class MachineWorld:
 
 
 def one_gpu() -> Request:
-    """Only the first of the two GPUs."""
+    """Return a request for only the first of the two GPUs."""
     devices = tuple(each for each in REQUEST.devices if each.pci_address != GPUS[1])
     return Request("nvidia", GPUS[:1], devices, VERSION, ROOT, REQUEST.files)
 
 
 def stage(machine: Machine, version: str, root: str) -> Request:
-    """Another driver, in its own driver root."""
+    """Put another driver into its own driver root, load it, and return the request for it."""
     files = tuple(
         GrantedFile(each.target.replace(VERSION, version), each.link.replace(VERSION, version))
         for each in REQUEST.files
@@ -159,13 +159,13 @@ def stage(machine: Machine, version: str, root: str) -> Request:
 
 
 def load(machine: Machine, version: str) -> None:
-    """The module that is loaded."""
+    """Load the kernel module of that version."""
     machine.put("/sys/module/nvidia/version", f"{version}\n")
     machine.put("/proc/driver/nvidia/version", f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}\n")
 
 
 def begin(directory: Path, spec: Callable[[], dict[str, Any]]) -> MachineWorld:
-    """Before its first run, with the nodes that nspawn has bound."""
+    """Return a machine before its first run, with the nodes that nspawn has bound."""
     world = MachineWorld(gpu_machine(directory / "machine"), spec)
     world.machine.mounts += [each.path for each in REQUEST.devices]
     return world

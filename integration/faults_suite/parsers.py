@@ -54,7 +54,7 @@ def _no_program(argv: tuple[str, ...], timeout: float) -> NoReturn:
 
 
 def _spec(data: bytes) -> object:
-    """As the generator writes it: at least JSON."""
+    """Check a specification as nvidia-ctk writes it: at least JSON."""
     try:
         spec = json.loads(data)
     except (ValueError, RecursionError):
@@ -64,7 +64,7 @@ def _spec(data: bytes) -> object:
 
 
 def _toml(data: bytes) -> object:
-    """containerd's main file: read, then edited."""
+    """Read and edit containerd's main file."""
     document = files.parse("config.toml", data)
     tables.imports("/etc/containerd/config.toml", document)
     return files.with_import(data, "/etc/containerd/conf.d/*.toml")

@@ -1,4 +1,4 @@
-"""Runs a scenario with a strike at one call, and judges the result."""
+"""Run a scenario with a strike at one call, and check the result."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ from integration.faults_suite.trees import differences
 
 MEMORY = Path("/dev/shm")
 UNDONE = ("NotGiven", "NotStaged")
-"""Reasons for work that is not done yet; they claim nothing about a look."""
+"""Reasons for work that is not done yet; they claim nothing about an observation."""
 SHOWN = 6
 """Differences to show per run."""
 
@@ -27,7 +27,7 @@ class World(Protocol):
     tree: Path
     watch: Watch
 
-    said: set[tuple[str, str, str]]
+    false_conditions: set[tuple[str, str, str]]
     errors: list[str]
 
     def faults(self) -> list[str]: ...
@@ -51,7 +51,7 @@ class Story:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Baseline:
     """A run without a strike: its calls and its result."""
 
     writing: tuple[Call, ...]
@@ -59,13 +59,13 @@ class Told:
     state: dict[str, str]
     rights: frozenset[str]
     conditions: dict[str, tuple[str, str]]
-    said: frozenset[tuple[str, str]]
+    false_conditions: frozenset[tuple[str, str]]
     faults: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was wrong in it."""
+    """What was wrong in one run."""
 
     story: str
     how: str
@@ -77,19 +77,19 @@ class Finding:
 
 
 def directory() -> tempfile.TemporaryDirectory[str]:
-    """In memory if possible: a run makes a thousand files."""
+    """Return a temporary directory, in memory if possible: a run makes a thousand files."""
     return tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None)
 
 
 @contextmanager
 def silence() -> Iterator[None]:
-    """What the agent writes to the journal."""
+    """Discard what the agent writes to the journal."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
-def tell(story: Story) -> Told:
-    """Without a strike; repeats the work once, as every struck run does."""
+def record_baseline(story: Story) -> Baseline:
+    """Run the scenario without a strike, and record its calls and result. Repeats the work once, as struck runs do."""
     with directory() as place, silence():
         world = story.begin(Path(place))
         world.watch = Watch(str(world.tree))
@@ -97,35 +97,39 @@ def tell(story: Story) -> Told:
             story.work(world)
         watch, world.watch = world.watch, Watch("/nowhere")
         story.again(world)
-        said = frozenset((kind, reason) for kind, reason, _ in world.said)
-        return Told(
+        false_conditions = frozenset((kind, reason) for kind, reason, _ in world.false_conditions)
+        return Baseline(
             tuple(watch.writing),
             tuple(watch.reading),
             world.state(),
             frozenset(world.rights()),
             world.conditions(),
-            said,
+            false_conditions,
             tuple(world.faults()),
         )
 
 
-def _facts(world: World, told: Told, how: Strike) -> list[str]:
-    """Conditions that hide that a call failed, and report its effect as a fact."""
+def _facts(world: World, baseline: Baseline, how: Strike) -> list[str]:
+    """Return conditions that hide the failed call, and report its effect as a fact."""
     if how.writing:
         return []
     words = os.strerror(how.code)
     if any(words in error for error in world.errors):
         return []
-    new = [each for each in world.said if each[:2] not in told.said and words not in each[2] and each[1] not in UNDONE]
+    new = [
+        each
+        for each in world.false_conditions
+        if each[:2] not in baseline.false_conditions and words not in each[2] and each[1] not in UNDONE
+    ]
     return [f"{kind} is False {reason}, as if that had been seen: {message}" for kind, reason, message in sorted(new)]
 
 
-def strike(story: Story, told: Told, how: Strike) -> Finding | None:
-    """One run with a strike, then a clean one; None if the result is that of a run without a strike."""
+def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
+    """Run the scenario with a strike, then without; return None if the result is the baseline's."""
     what: list[str] = []
     with directory() as place, silence():
         world = story.begin(Path(place))
-        kept = world.rights() & told.rights
+        kept = world.rights() & baseline.rights
         watch = world.watch = Watch(str(world.tree), how)
         try:
             with watched(watch, in_order=story.in_order):
@@ -133,27 +137,27 @@ def strike(story: Story, told: Told, how: Strike) -> Finding | None:
         except Killed:
             pass
         except (AgentError, OSError):
-            # The command line and the service report these and survive.
+            # The command line and the service survive these, and report them.
             pass
         except Exception:
             what.append(f"an unexpected exception: {traceback.format_exc(limit=-4)}")
         world.watch = Watch("/nowhere")
         if how.code:
             what += [f"{each} was taken away" for each in sorted(kept - world.rights())]
-            what += _facts(world, told, how)
-        what += clean(story, world, told)
+            what += _facts(world, baseline, how)
+        what += clean(story, world, baseline)
     if watch.struck is None:
         what.append("the call was not made: the calls differ from run to run")
     return Finding(story.name, _words(how, watch), tuple(what)) if what else None
 
 
-def clean(story: Story, world: World, told: Told) -> list[str]:
-    """Differences from a run without a strike, once nothing fails any more."""
+def clean(story: Story, world: World, baseline: Baseline) -> list[str]:
+    """Return differences from the baseline after another run, in which nothing fails."""
     try:
         story.again(world)
     except Exception:
         return [f"the clean run ends: {traceback.format_exc(limit=-4)}"]
-    return [*world.faults(), *differences(told.state, world.state())]
+    return [*world.faults(), *differences(baseline.state, world.state())]
 
 
 def _words(how: Strike, watch: Watch) -> str:

@@ -20,7 +20,7 @@ def _host(scenario: host_scenarios.Scenario) -> Story:
         scenario.change(world)
         return world
 
-    return Story(f"host: {scenario.name}", begin, _of(scenario.work), _of(scenario.again))
+    return Story(f"host: {scenario.name}", begin, _for_any_world(scenario.work), _for_any_world(scenario.again))
 
 
 def _machine(scenario: machine_scenarios.Scenario) -> Story:
@@ -30,10 +30,12 @@ def _machine(scenario: machine_scenarios.Scenario) -> Story:
         scenario.change(world)
         return world
 
-    return Story(f"machine: {scenario.name}", begin, _of(scenario.work), _of(scenario.work), in_order=True)
+    return Story(
+        f"machine: {scenario.name}", begin, _for_any_world(scenario.work), _for_any_world(scenario.work), in_order=True
+    )
 
 
-def _of(step: Callable[[Any], None]) -> Callable[[World], None]:
+def _for_any_world(step: Callable[[Any], None]) -> Callable[[World], None]:
     return step
 
 
@@ -54,7 +56,7 @@ def _served(directory: Path) -> World:
     return world
 
 
-CONVERGE, SETTLE = _of(HostWorld.converge), _of(MachineWorld.settle)
+CONVERGE, SETTLE = _for_any_world(HostWorld.converge), _for_any_world(MachineWorld.settle)
 STEADY = {
     story.name: story
     for story in (

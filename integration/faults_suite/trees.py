@@ -19,11 +19,11 @@ VARYING = (
     (re.compile(r'"digest": "[0-9a-f]{64}"'), '"digest": "DIGEST"'),
     (re.compile(r'"losses": \[[^]]*\]'), '"losses": []'),
 )
-"""Differ between runs: times, inode numbers, and counts of repairs, which may miss the killed one."""
+"""Parts that differ between runs: times, inode numbers, and counts of repairs, which may lack the killed one."""
 
 
 def snapshot(tree: Path) -> dict[str, str]:
-    """Type, mode and content of everything, by path."""
+    """Return type, mode and content of everything, by path."""
     found = {}
     for directory, directories, files in os.walk(tree):
         for name in (*directories, *files):
@@ -54,20 +54,20 @@ GENERATION = re.compile(r"\b[0-9a-f]{16}\b")
 
 
 def numbered(found: dict[str, str], manifests: str) -> dict[str, str]:
-    """Numbers driver roots by their order: a half-made one may have used up an index, and that is no difference."""
+    """Number driver roots by their order: an incomplete one may have used up an index, which is not a difference."""
     known = sorted(int(path[len(manifests) + 1 : -5]) for path in found if re.fullmatch(f"{manifests}/\\d+.json", path))
     ranks = {str(index): str(rank) for rank, index in enumerate(known)}
 
     def rank(text: str) -> str:
         return INDEX.sub(lambda match: re.sub(r"\d+$", lambda one: ranks.get(one[0], one[0]), match[0]), text)
 
-    # The directory for removals: made with the first one, and empty.
-    there = {path: text for path, text in found.items() if path != REMOVED}
-    return {rank(path): GENERATION.sub("GENERATION", rank(text)) for path, text in there.items()}
+    # The directory for removals: made on the first removal, and left empty.
+    kept = {path: text for path, text in found.items() if path != REMOVED}
+    return {rank(path): GENERATION.sub("GENERATION", rank(text)) for path, text in kept.items()}
 
 
 def differences(expected: dict[str, str], found: dict[str, str]) -> list[str]:
-    """One line per difference."""
+    """Return one line for each difference."""
     lines = []
     for path in sorted(expected.keys() | found.keys()):
         before, after = expected.get(path), found.get(path)
@@ -87,5 +87,5 @@ def _short(before: str | None, after: str | None) -> str:
 
 
 def temporary(tree: Path) -> list[str]:
-    """Temporary files of a killed writer."""
+    """Return lines that name temporary files of a killed writer."""
     return [f"{path.relative_to(tree)}: a temporary file is left" for path in tree.rglob(f"*{NEW}")]
