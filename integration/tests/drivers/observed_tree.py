@@ -1,4 +1,4 @@
-"""A tree of real packages as a host to observe: its own ldconfig runs, and the kernel's part is synthetic."""
+"""A tree of real packages as a host to observe. Its own ldconfig runs; what the kernel shows is synthetic."""
 
 import shutil
 from pathlib import Path
@@ -21,7 +21,7 @@ QEMU_ARM64 = "qemu-aarch64-static"
 
 
 class TreeRunner(ScriptedRunner):
-    """The tree's own ldconfig runs, in the environment that the agent gives to every program."""
+    """Runs the tree's own ldconfig, in the environment that the agent gives to every program."""
 
     def __init__(self, tree: Path, *prefix: str) -> None:
         super().__init__()
@@ -29,14 +29,14 @@ class TreeRunner(ScriptedRunner):
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv[0] == "/sbin/ldconfig":
-            # Run in the tree, it knows no path of the machine that it stands on.
+            # ldconfig runs inside the tree, where this machine's paths do not exist.
             arguments = (each.removeprefix(str(self._tree)) for each in argv[1:])
             return host_runner((*self._prefix, *arguments), timeout)
         return super().__call__(argv, timeout)
 
 
 class Tree(Host):
-    """A copy of a tree, whose files share their data with the original: nothing may be written in place."""
+    """A copy of a tree that shares the files' data with the original: never write to a file in place."""
 
     def __init__(self, tree: Path, architecture: str = "amd64") -> None:
         self.tree = tree
@@ -46,7 +46,7 @@ class Tree(Host):
         machine = {"amd64": "x86_64", "arm64": "aarch64"}[architecture]
         super().__init__(tree, machine, TreeRunner(tree, *self.ldconfig))
         run(self.ldconfig)
-        # systemd does not run here; what it would say is no subject of these tests.
+        # systemd does not run here; its answers do not matter to these tests.
         units = [machine_unit(MACHINE), *(service for vendor in HOST_VENDORS for service in vendor.services)]
         for unit in units:
             self.bus.unit(unit, "inactive")
@@ -54,7 +54,7 @@ class Tree(Host):
         self.make_directory(f"/var/lib/machines/{MACHINE}")
 
     def look(self, module: str) -> Facts:
-        """One pass with that version of the kernel module and one GPU."""
+        """Observe the tree with that version of the kernel module and one GPU."""
         for directory in ("proc", "sys", "dev"):
             shutil.rmtree(self.tree / directory, ignore_errors=True)
         self.pci = self.drm = ()

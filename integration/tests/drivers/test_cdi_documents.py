@@ -1,6 +1,6 @@
-"""CDI specs as they are published, against the Container Device Interface's own library: its form, its versions.
+"""Published CDI specifications, checked by the Container Device Interface's own library.
 
-The real nvidia-ctk makes them of driver roots that were staged from trees of real packages; the GPU and NVML are
+The real nvidia-ctk makes them from driver roots that were staged from trees of real packages. The GPU and NVML are
 simulated, and there is no virtual machine.
 """
 
@@ -42,28 +42,28 @@ TREES = {
 
 @pytest.fixture
 def copy() -> Iterator[Path]:
-    """A place beside the cached trees, for hard links to them."""
+    """A path on the same file system as the cached trees, for hard links to them."""
     with tempfile.TemporaryDirectory(prefix=".documents-", dir=cache_root()) as directory:
         yield Path(directory) / "root"
 
 
 def validate(directory: Path, *specs: object) -> None:
-    """Raises when the library refuses one, or would take it in a lower version."""
+    """Raise if the library rejects a specification, or would accept it with a lower version."""
     paths = [directory / f"{index}.json" for index in range(len(specs))]
     for path, spec in zip(paths, specs, strict=True):
         path.write_text(json.dumps(spec))
     run([bed_tools() / "cdi-validate", *paths])
 
 
-def refused(directory: Path, spec: object) -> str:
-    """The library's words."""
+def rejected(directory: Path, spec: object) -> str:
+    """Return the library's error message."""
     with pytest.raises(Exception, match="cdi-validate") as caught:
         validate(directory, spec)
     return str(caught.value)
 
 
 def installed_version(root: Path) -> str:
-    """Of the driver that the tree's loader finds."""
+    """Return the version of the driver that the tree's loader finds."""
     found = {path.resolve().name for path in (root / "usr/lib/x86_64-linux-gnu").glob("nvidia/current/libcuda.so.1")}
     found = found or {path.resolve().name for path in (root / "usr/lib/x86_64-linux-gnu").glob("libcuda.so.1")}
     (name,) = found
@@ -96,22 +96,22 @@ def test_specs_of_every_tree(copy: Path, tmp_path: Path, name: str) -> None:
 
 
 def test_recorded_specs(tmp_path: Path) -> None:
-    """With DRM nodes and their groups, with MIG devices, and with the device for no GPU."""
+    """The recordings have DRM nodes and their groups, MIG devices, and the device for no GPU."""
     recorded = [json.loads(path.read_text()) for path in sorted(SPEC.parent.glob("*.json"))]
     specs = [with_no_gpu(each.get("spec", each)) for each in recorded]
     assert len(specs) >= 3
     validate(tmp_path, *(settled(each) for each in specs))
 
 
-def test_versions_are_those_of_the_library(tmp_path: Path) -> None:
-    """For every feature that asks for a version; what is written is enough and not more."""
+def test_versions_are_the_ones_that_the_library_requires(tmp_path: Path) -> None:
+    """Every feature that needs a version gets that version and no higher one."""
     validate(tmp_path, *(settled(document) for document, _ in VERSIONS.values()))
 
 
-def test_the_library_refuses_what_is_not_in_this_form(tmp_path: Path) -> None:
-    """Else the tests before would prove nothing."""
+def test_the_library_rejects_invalid_documents(tmp_path: Path) -> None:
+    """The other tests prove something only if the library can fail."""
     document: Any = settled(VERSIONS["recorded with DRM nodes"][0])
-    assert "must be at least v0.7.0" in refused(tmp_path, document | {"cdiVersion": "0.6.0"})
-    assert "and 0.7.0 is enough" in refused(tmp_path, document | {"cdiVersion": "1.0.0"})
+    assert "must be at least v0.7.0" in rejected(tmp_path, document | {"cdiVersion": "0.6.0"})
+    assert "and 0.7.0 is enough" in rejected(tmp_path, document | {"cdiVersion": "1.0.0"})
     document["devices"][0]["containerEdits"] = {}
-    assert "empty device edits" in refused(tmp_path, settled(document))
+    assert "empty device edits" in rejected(tmp_path, settled(document))

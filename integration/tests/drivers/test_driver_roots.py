@@ -1,4 +1,4 @@
-"""Drivers that are elsewhere than in Debian's and Ubuntu's layouts: found, planned, and through the real nvidia-ctk.
+"""Drivers in other places than Debian's and Ubuntu's: they are found, planned, and listed by the real nvidia-ctk.
 
 Without a virtual machine, on simulated layouts (moved_drivers.py); test_talos_driver.py carries one to a pod.
 """
@@ -36,7 +36,7 @@ NATIVE, I386 = (f"usr/lib/{TRIPLETS[architecture]}" for architecture in ("amd64"
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Beside the cached trees, for hard links to them."""
+    """A directory on the same file system as the cached trees, for hard links to them."""
     with tempfile.TemporaryDirectory(prefix=".driver-root-", dir=cache_root()) as directory:
         yield Path(directory)
 
@@ -52,7 +52,7 @@ class Moved:
 
     @property
     def expected(self) -> set[str]:
-        """Targets: those of Debian's layout, but for what this one leaves out."""
+        """Return the targets of Debian's layout, except those that this layout leaves out."""
         return {target for target in self.debian.files if self.places(target)}
 
 
@@ -70,7 +70,7 @@ def expect_found(found: Planned, where: str) -> None:
 
 
 def test_talos(place: Path, tmp_path: Path) -> None:
-    """No loader cache at all. The spec is that of any other host: nothing of Talos's paths is in it."""
+    """Talos has no loader cache, and its paths do not appear in the specification."""
     host = moved(place, talos)
     (host.tree.tree / "etc/ld.so.cache").unlink()
     found = planned(host.tree, host.version)
@@ -83,7 +83,7 @@ def test_talos(place: Path, tmp_path: Path) -> None:
 
 
 def test_a_driver_container(place: Path, tmp_path: Path) -> None:
-    """With a loader cache of its own, which the host's ldconfig prints."""
+    """A driver container has its own loader cache, which the host's ldconfig can print."""
     host = moved(place, driver_container)
     run(["cp", "-r", *(host.tree.tree / "etc").glob("ld.so.conf*"), host.tree.tree / CONTAINER / "etc"])
     run(["chroot", host.tree.tree, "ldconfig"])
@@ -95,7 +95,7 @@ def test_a_driver_container(place: Path, tmp_path: Path) -> None:
 
 
 def test_fedora(place: Path, tmp_path: Path) -> None:
-    """lib64, 32 bits in lib, paths in Vulkan's files, and a library whose real file has the soname's name."""
+    """Libraries are in lib64 and, for 32 bits, lib; Vulkan's files have paths, and a real file has a soname's name."""
     host = moved(place, fedora)
     apply_rpm_changes(host.tree.tree, host.version)
     run(["chroot", host.tree.tree, "ldconfig"])
@@ -117,13 +117,13 @@ def test_fedora(place: Path, tmp_path: Path) -> None:
 
 
 def expect_as_on_debian(spec: dict[str, Any], host: Moved, place: Path, tmp_path: Path) -> None:
-    """What pods get is the same, and under the same names, as on a host with Debian's own layout."""
+    """Assert that pods get the same files, under the same names, as on a host with Debian's own layout."""
     tree = Tree(linked(crowded_root(), place / "debian"))
     found = planned(tree, host.version)
     (tmp_path / "debian").mkdir()
     usual = specified(tree, found, tmp_path / "debian")
     everything = {*mounts(usual), *links_in_pods(usual)}
-    # By directory too: nvidia-cdi-hook and the agent make links that are not in the driver root.
+    # Also directories: nvidia-cdi-hook and the agent make links that are not in the driver root.
     left_out = {f"/{target}" for target in host.debian.files if not host.places(target)}
     left_out |= {each for each in everything if not host.places(each.lstrip("/"))}
     assert {*mounts(spec), *links_in_pods(spec)} == everything - left_out
@@ -131,11 +131,11 @@ def expect_as_on_debian(spec: dict[str, Any], host: Moved, place: Path, tmp_path
 
 
 def mounts(spec: dict[str, Any]) -> list[str]:
-    """Paths in containers."""
+    """Return the paths of mounts in containers."""
     return [each["containerPath"] for each in spec["containerEdits"]["mounts"]]
 
 
 def links_in_pods(spec: dict[str, Any]) -> list[str]:
-    """That nvidia-cdi-hook makes."""
+    """Return the links that nvidia-cdi-hook makes."""
     arguments = (argument for hook in spec["containerEdits"]["hooks"] for argument in hook["args"])
     return [argument.partition("::")[2] for argument in arguments if "::" in argument]

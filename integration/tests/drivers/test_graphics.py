@@ -1,7 +1,7 @@
-"""Graphics in a pod with a GPU: the loaders of its image find NVIDIA's driver and load it, and why Mesa answers.
+"""Graphics in a pod with a GPU: its image's loaders find and load NVIDIA's driver, or the reason why Mesa answers.
 
-There is no GPU, so NVIDIA's libraries cannot start and render nothing: what is shown is what is loaded, and in which
-order. The image's loaders, Mesa and X server are Debian's; the driver's files are real.
+There is no GPU, so NVIDIA's libraries cannot initialise or render. The tests show which libraries are loaded, and in
+which order. The image's loaders, Mesa and X server are Debian's; the driver's files are real.
 """
 
 import re
@@ -25,41 +25,41 @@ pytestmark = pytest.mark.scenario("000")
 ARCHIVE = "var/lib/unbounded-agent-bed/graphics-test.tar"
 LIBRARIES = "/usr/lib/x86_64-linux-gnu"
 NAME = "__GLX_VENDOR_LIBRARY_NAME"
-# Without its abstract socket, which is not in the pod's file system: here pods share the node's network.
+# No abstract socket: pods share the node's network here, so it would be visible to all of them.
 X_SERVER = "Xvfb :99 -screen 0 64x64x24 -nolisten local >/tmp/xvfb.log 2>&1 & exec sleep infinity"
 WAIT = "for _ in $(seq 300); do test -e /tmp/.X11-unix/X99 && exit; sleep 0.2; done; cat /tmp/xvfb.log"
 INITIALISED = re.compile(r"calling init: \S+/([^/\s]+)$", re.MULTILINE)
-"""Of ld.so(8) with LD_DEBUG=files: said of each library once it is loaded, with all that it needs."""
+"""Printed by ld.so(8) with LD_DEBUG=files for each library, once it is loaded with all that it needs."""
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a program said, and the libraries that it loaded, in their order."""
+    """A program's output, and the libraries that it loaded, in order."""
 
     output: str
     libraries: list[str]
 
     def has(self, *parts: str) -> bool:
-        """Whether libraries with these names, or the beginning of them, were loaded in this order."""
+        """Return whether libraries whose names begin like this were loaded in this order."""
         places = [next((at for at, name in enumerate(self.libraries) if name.startswith(part)), -1) for part in parts]
         return -1 not in places and places == sorted(places)
 
 
 @dataclass(frozen=True)
 class Shell:
-    """In a running container, as `kubectl exec` has it."""
+    """A shell in a running container, as with `kubectl exec`."""
 
     node: Node
     container: str
 
     def run(self, script: str) -> str:
-        """What it says, whatever its exit status: without a GPU most programs fail."""
-        # Where a command fails, crictl says nothing but that. It adds line breaks of its own.
+        """Return a script's output, whatever its exit status: without a GPU most programs fail."""
+        # If a command fails, crictl prints only that. It also adds line breaks.
         script = f"({script}) 2>&1 || true"
         return self.node.in_container(self.container, "sh", "-c", script, timeout=120).stdout.strip()
 
     def loaded(self, command: str, environment: str = "") -> Loaded:
-        """By a command."""
+        """Return what a command loads."""
         trace = "/tmp/loaded"
         said = self.run(f"rm -f {trace}.*; {environment} LD_DEBUG=files LD_DEBUG_OUTPUT={trace} {command}")
         return Loaded(said, INITIALISED.findall(self.run(f"grep -h 'calling init' {trace}.*")))
@@ -67,7 +67,7 @@ class Shell:
 
 @pytest.fixture(scope="module")
 def host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> Iterator[SimulatedHost]:
-    """A ready host whose node has the image. These tests follow each other without a restored snapshot."""
+    """A ready host whose node has the image. These tests run without a restored snapshot in between."""
     simulated_host.restore(READY)
     bed = Bed(simulated_host)
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
@@ -87,7 +87,7 @@ def bed(host: SimulatedHost, record_host: None, record_property: Callable[[str, 
 
 
 def start(host: SimulatedHost, **environment: str) -> Shell:
-    """A pod with GPU 1 of 8, and an X server that knows of no GPU."""
+    """Start a pod with GPU 1 of 8, and an X server that knows no GPU."""
     node = Bed(host).node
     pod = Pod(("sh", "-c", X_SERVER), cdi=("1",), environment={"DISPLAY": ":99"} | environment, image=GRAPHICS_TEST)
     shell = Shell(node, node.start_pod(pod))
@@ -97,12 +97,12 @@ def start(host: SimulatedHost, **environment: str) -> Shell:
 
 @pytest.fixture(scope="module")
 def shell(host: SimulatedHost) -> Shell:
-    """Where nothing is configured."""
+    """A pod without graphics settings."""
     return start(host)
 
 
-def test_the_driver_is_there(bed: Bed, shell: Shell) -> None:
-    """The first three steps of debugging: nvidia-smi, the libraries, what the loaders are configured by."""
+def test_the_driver_is_present(bed: Bed, shell: Shell) -> None:
+    """The first three steps of debugging: nvidia-smi, the libraries, the files that configure the loaders."""
     assert shell.run("nvidia-smi -L").count("UUID: GPU-") == 1
     mounts = shell.run("cat /proc/self/mountinfo")
     assert re.search(rf" {LIBRARIES}/libGLX_nvidia\.so\.\S+ ro,.*lowerdir\S*/trees/0\b", mounts)
@@ -121,16 +121,16 @@ def test_vulkan_loads_nvidia(bed: Bed, shell: Shell) -> None:
     assert "Found ICD manifest file /etc/vulkan/icd.d/nvidia_icd.json" in found.output
     assert "Found manifest file /etc/vulkan/implicit_layer.d/nvidia_layers.json" in found.output
     assert found.has("libnvidia-glcore.so.", "libGLX_nvidia.so.0"), found
-    # Without a GPU the driver offers the loader nothing.
+    # Without a GPU, the driver offers nothing to the loader.
     assert "Could not get 'vkCreateInstance' via 'vk_icdGetInstanceProcAddr' for ICD libGLX_nvidia.so.0" in found.output
 
 
 def test_egl_loads_nvidia_before_mesa(bed: Bed, shell: Shell) -> None:
-    """By the numbers of its files, for all platforms; the device platform of one that works would be NVIDIA's."""
+    """The numbers in the file names give the order. With a working GPU, the device platform would be NVIDIA's."""
     found = shell.loaded("eglinfo -B")
     assert found.has("libEGL_nvidia.so.0", "libnvidia-eglcore.so.", "libEGL_mesa.so.0"), found
     assert "Device platform:" in found.output
-    # What answers instead, as NVIDIA's has no GPU.
+    # Mesa answers instead, because NVIDIA's driver has no GPU.
     assert "renderer: llvmpipe" in found.output
     alone = shell.loaded("eglinfo -B", "__EGL_VENDOR_LIBRARY_FILENAMES=/usr/share/glvnd/egl_vendor.d/10_nvidia.json")
     assert (alone.has("libEGL_nvidia.so.0"), alone.has("libEGL_mesa.so.0")) == (True, False), alone
@@ -138,15 +138,15 @@ def test_egl_loads_nvidia_before_mesa(bed: Bed, shell: Shell) -> None:
     assert "llvmpipe" not in alone.output
 
 
-def test_gbm_loads_the_backend_of_the_node_s_driver(bed: Bed, shell: Shell) -> None:
-    """libgbm asks the kernel whose node it is; NVIDIA's backend then finds a driver that is none."""
+def test_gbm_loads_the_backend_of_the_nodes_driver(bed: Bed, shell: Shell) -> None:
+    """libgbm asks the kernel for the node's driver; NVIDIA's backend then finds that the stand-in is not a real one."""
     found = shell.loaded("gbm-probe /dev/dri/renderD129")
     assert found.has("libgbm.so.1", "nvidia-drm_gbm.so", "dri_gbm.so"), found
     assert "DRM_IOCTL_NVIDIA_GET_DEV_INFO failed" in found.output
 
 
-def test_glx_asks_the_x_server_and_ends_on_llvmpipe(bed: Bed, shell: Shell) -> None:
-    """The seed's surprise: all of the driver is there, and Mesa answers, as Xvfb names no other vendor."""
+def test_glx_asks_the_x_server_and_falls_back_to_llvmpipe(bed: Bed, shell: Shell) -> None:
+    """The whole driver is present, but Mesa answers: Xvfb names no other vendor."""
     found = shell.loaded("glxinfo -B")
     assert "OpenGL renderer string: llvmpipe" in found.output
     assert found.has("libGLX.so.0", "libGLX_mesa.so.0"), found
@@ -154,13 +154,13 @@ def test_glx_asks_the_x_server_and_ends_on_llvmpipe(bed: Bed, shell: Shell) -> N
     forced = shell.loaded("glxinfo -B", f"{NAME}=nvidia")
     assert forced.has("libGLX.so.0", "libnvidia-glcore.so.", "libGLX_nvidia.so.0"), forced
     assert not forced.has("libGLX_mesa.so.0"), forced
-    # NVIDIA's library speaks for a GPU that is not there, to an X server that does not know it.
+    # NVIDIA's library asks for a GPU that does not exist, of an X server that does not know it.
     assert "X_GLXCreateNewContext" in forced.output
     assert "llvmpipe" not in forced.output
 
 
 def configure(bed: Bed, setting: str) -> None:
-    """Until the published specification has the setting, or no such setting where it is empty."""
+    """Wait until the published specification has the setting, or no such setting if it is empty."""
     line = f'pod_environment.nvidia = {{ {NAME} = "{setting}" }}\n' if setting else ""
     bed.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + line).encode())
     bed.run("systemctl", "reload", "unbounded-agent.service")
@@ -171,8 +171,8 @@ def configure(bed: Bed, setting: str) -> None:
         time.sleep(0.5)
 
 
-def test_the_vendor_by_configuration(bed: Bed, host: SimulatedHost, shell: Shell) -> None:
-    """For new pods, without a word in their manifests and without any restart; it outranks what a pod says."""
+def test_the_configuration_chooses_the_vendor(bed: Bed, host: SimulatedHost, shell: Shell) -> None:
+    """New pods get the setting without any change to their manifests or any restart. It overrides what a pod says."""
     before = bed.starts()
     try:
         configure(bed, "nvidia")

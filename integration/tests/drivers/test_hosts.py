@@ -1,4 +1,4 @@
-"""Other hosts than that of the other tests: Debian 12, and Ubuntu's flat layout of the driver. One after the other."""
+"""Hosts that differ from the other tests' host: Debian 12, and Ubuntu's flat layout of the driver."""
 
 import json
 import re
@@ -25,7 +25,7 @@ from integration.tests.node.test_published_roots import driver_root, expect_unch
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 GRANTED = (1, 4)
-"""Of eight GPUs, by their index."""
+"""Indices of granted GPUs, of eight."""
 CONFIGURATION = f'[machines.{MACHINE}]\ngpus = ["0000:02:00.0", "0000:05:00.0"]\n'
 UNIT = f"systemd-nspawn@{MACHINE}.service"
 OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
@@ -37,7 +37,7 @@ FLAT: tuple[Layout, str] = ("flat", "trixie")
 
 @pytest.fixture(scope="module", params=[DEBIAN_12, FLAT], ids=["debian-12", "flat"])
 def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
-    """A host with its driver and the installed agent, to which two of the eight GPUs' addresses are configured."""
+    """A host with its driver and the installed agent, configured with the addresses of two of the eight GPUs."""
     layout, suite = request.param
     image, machines = host_image(wheels.dependencies(PYTHON[suite]), layout=layout, suite=suite), machines_disk()
     with SimulatedHost(image, machines, memory_mib=3072) as host:
@@ -47,13 +47,13 @@ def other(request: pytest.FixtureRequest) -> Iterator[Bed]:
 
 @pytest.fixture(autouse=True)
 def versions(other: Bed, record_property: Callable[[str, object], None]) -> None:
-    """What the host says of itself, into the test's report."""
+    """Record the host's versions in the test's result."""
     for part, version in host_versions(other.guest).items():
         record_property(part, version)
 
 
 def staged_libraries(bed: Bed) -> set[str]:
-    """Real files of the driver's version, as the machine was handed them."""
+    """Return the driver-versioned library files in the machine's handoff, as paths in the driver root."""
     handoff: dict[str, Any] = json.loads(bed.guest.read(handoff_file(MACHINE)))
     (granted,) = handoff["requests"]
     suffix = f".so.{granted['driver_version']}"
@@ -61,7 +61,7 @@ def staged_libraries(bed: Bed) -> set[str]:
 
 
 def test_apply_makes_the_machine_ready_and_a_pod_sees_its_gpu(other: Bed) -> None:
-    """One command, as on the host of the other tests; the spec has every library that was staged."""
+    """One command suffices, as on the host of the other tests. The specification has every staged library."""
     other.agent("apply", timeout=400)
     conditions = other.conditions()
     assert {kind for kind, each in conditions.items() if each["status"] == "False"} <= {"PersistenceMode"}
@@ -77,8 +77,8 @@ def test_apply_makes_the_machine_ready_and_a_pod_sees_its_gpu(other: Bed) -> Non
     assert all("path" in result for result in found["load"].values()), found["load"]
 
 
-def test_the_unit_allows_what_its_template_does_and_the_granted_nodes_only(other: Bed) -> None:
-    """systemd 252's template differs from 257's (no /dev/fuse); ours repeats the installed one's, without disks."""
+def test_the_unit_allows_only_its_templates_devices_and_the_granted_ones(other: Bed) -> None:
+    """systemd 252's template differs from 257's (no /dev/fuse). Ours repeats the installed one, without disks."""
     template = other.run("systemctl", "cat", "systemd-nspawn@.service").stdout
     wanted = re.findall(r"^DeviceAllow=(\S.*)$", template, re.MULTILINE)
     effective = other.run("systemctl", "show", UNIT, "--property=DeviceAllow", "--value").stdout
@@ -95,7 +95,7 @@ def test_the_unit_allows_what_its_template_does_and_the_granted_nodes_only(other
 
 
 def test_the_service_adopts_the_running_machine(other: Bed) -> None:
-    """A start of the service and a daemon-reload restart nothing; pods still open their GPUs after both."""
+    """A start of the service and a daemon-reload restart nothing, and pods still open their GPUs afterwards."""
     started = other.run("systemctl", "show", UNIT, "--property=ActiveEnterTimestampMonotonic").stdout
     other.run("systemctl", "enable", "--now", "unbounded-agent.service", timeout=240)
     other.wait_served()
@@ -109,8 +109,8 @@ def test_the_service_adopts_the_running_machine(other: Bed) -> None:
 
 
 @pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
-def test_a_driver_root_comes_to_the_running_machine_and_cannot_be_changed(other: Bed) -> None:
-    """A unit that systemd 252 has never read is started without a daemon-reload."""
+def test_a_running_machine_gets_a_driver_root_that_it_cannot_change(other: Bed) -> None:
+    """systemd 252 starts a unit that it has never read without a daemon-reload."""
     started = other.starts()
     other.run("rm", "-r", f"{TREES}/0")
     other.agent("apply", timeout=400)
@@ -122,7 +122,7 @@ def test_a_driver_root_comes_to_the_running_machine_and_cannot_be_changed(other:
 
 @pytest.mark.parametrize("other", [DEBIAN_12], ids=["debian-12"], indirect=True)
 def test_a_gpu_comes_and_goes(other: Bed, measured: Callable[[str, object], None]) -> None:
-    """systemd 252 changes the devices of the running machine as 257 does; first the six others by configuration."""
+    """systemd 252 changes a running machine's devices as 257 does. First, the configuration adds the six other GPUs."""
     started = other.starts()
     other.guest.write("/etc/unbounded-agent/config.toml", ALL_GPUS.encode())
     other.run("systemctl", "reload", "unbounded-agent.service")

@@ -1,7 +1,7 @@
-"""Host layouts of the driver, as trees of real packages that the agent observes and plans; the GPUs are synthetic.
+"""Layouts of the driver on hosts: trees of real packages that the agent observes and plans. The GPUs are synthetic.
 
-Without a virtual machine: test_hosts.py stages and runs what is only planned here, but for the last test, in which the
-real nvidia-ctk makes a spec of a staged driver root.
+There is no virtual machine: test_hosts.py stages and runs what is only planned here. In the last test, the real
+nvidia-ctk makes a specification from a staged driver root.
 """
 
 import json
@@ -37,13 +37,13 @@ pytestmark = pytest.mark.scenario("002")
 
 NVIDIA = NvidiaMachine()
 TRIPLETS = {"amd64": "x86_64-linux-gnu", "arm64": "aarch64-linux-gnu", "i386": "i386-linux-gnu"}
-# As readelf(1) names them.
+# The names that readelf(1) prints.
 PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i386": "Intel 80386"}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the machine would get, and what its condition would be."""
+    """What the machine would get, and its condition."""
 
     goal: MachineGoal
     libraries: Condition
@@ -51,7 +51,7 @@ class Planned:
 
     @property
     def files(self) -> dict[str, Library]:
-        """By target; none when no driver root is planned."""
+        """Return the planned files by target; empty if no driver root is planned."""
         root = self.goal.grants[0].driver_root
         return {file.target: file for file in root.files} if root else {}
 
@@ -66,7 +66,7 @@ def planned(tree: Tree, module: str) -> Planned:
 
 @pytest.fixture
 def copy() -> Iterator[Path]:
-    """A place beside the cached trees, for hard links to them."""
+    """A path on the same file system as the cached trees, for hard links to them."""
     with tempfile.TemporaryDirectory(prefix=".layout-", dir=cache_root()) as directory:
         yield Path(directory) / "root"
 
@@ -77,13 +77,13 @@ def linked(root: Path, copy: Path) -> Path:
 
 
 def current_version(root: Path, architecture: str = "amd64") -> str:
-    """Of the driver in Debian's layout."""
+    """Return the version of the driver in Debian's layout."""
     directory = root / "usr/lib" / TRIPLETS[architecture] / "nvidia/current"
     return (directory / "libcuda.so.1").readlink().name.removeprefix("libcuda.so.")
 
 
 def packaged(root: Path, version: str, architecture: str = "amd64") -> set[str]:
-    """Names of the libraries that the driver's packages of that version ship, by dpkg's own records."""
+    """Return the names of the libraries in the driver's packages of that version, from dpkg's records."""
     names: set[str] = set()
     for stanza in (root / "var/lib/dpkg/status").read_text().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in stanza.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
@@ -95,7 +95,7 @@ def packaged(root: Path, version: str, architecture: str = "amd64") -> set[str]:
 
 
 def _packages(root: Path, version: str, *sources: str) -> Iterator[tuple[str, str]]:
-    """Name and architecture of what was built of these source packages in that version."""
+    """Yield name and architecture of packages built from these source packages in that version."""
     for stanza in (root / "var/lib/dpkg/status").read_text().split("\n\n"):
         fields = dict(line.split(": ", 1) for line in stanza.splitlines() if re.match(r"[A-Z][\w-]*: ", line))
         source = fields.get("Source", fields.get("Package", "")).partition(" ")[0]
@@ -104,7 +104,7 @@ def _packages(root: Path, version: str, *sources: str) -> Iterator[tuple[str, st
 
 
 def _files(root: Path, package: str, architecture: str) -> set[str]:
-    """Regular files of an installed package, by dpkg's list, which has conffiles too."""
+    """Return the regular files of an installed package. dpkg's list has conffiles too, unlike its digests."""
     directory = root / "var/lib/dpkg/info"
     (record,) = (
         path for name in (f"{package}:{architecture}", package) if (path := directory / f"{name}.list").exists()
@@ -126,14 +126,14 @@ def _shipped(root: Path, package: str, architecture: str) -> set[str]:
 def expect_complete(
     tree: Tree, found: Planned, shipped: set[str], architecture: str = "amd64", reason: str = "Present"
 ) -> None:
-    """Every library that the packages ship, for that processor and no other, each to be found by its soname."""
+    """Assert that every library in the packages is found by its soname, for this processor and no other."""
     assert (found.libraries.status, found.libraries.reason) == (Status.TRUE, reason), found.libraries
     assert found.problems == ()
     directory = f"usr/lib/{TRIPLETS[architecture]}/"
     here = {target: file for target, file in found.files.items() if target.startswith(directory) and ".so" in target}
     real = {target.rpartition("/")[2]: file for target, file in here.items() if not file.link}
     assert shipped - real.keys() == set()
-    # Of NVIDIA's external platform libraries, which are packages of their own.
+    # Libraries of NVIDIA's external platforms are in packages of their own.
     assert {name for name in real.keys() - shipped if not name.startswith("libnvidia-egl-")} == set()
     for name, file in real.items():
         header = run(["readelf", "--file-header", "--dynamic", tree.tree / file.source.lstrip("/")])
@@ -146,7 +146,7 @@ def expect_complete(
 
 @pytest.mark.parametrize(("layout", "suite"), [("split", "trixie"), ("flat", "trixie"), ("split", "bookworm")])
 def test_layouts_of_distributions(copy: Path, layout: Layout, suite: str) -> None:
-    """Debian 13 and 12 as packaged, and the flat layout: all that the packages ship, and no 32-bit file."""
+    """Debian 13 and 12 as packaged, and the flat layout, have all libraries of the packages and no 32-bit file."""
     packages = host_root("split", suite)
     version = current_version(packages)
     tree = Tree(linked(host_root(layout, suite), copy))
@@ -157,7 +157,7 @@ def test_layouts_of_distributions(copy: Path, layout: Layout, suite: str) -> Non
 
 
 def test_arm64(copy: Path) -> None:
-    """A tree of foreign packages; the loader cache by its own ldconfig, emulated: amd64's own does not know it."""
+    """The tree's own ldconfig, emulated, writes the loader cache: amd64's does not know arm64's libraries."""
     packages = arm64_root()
     version = current_version(packages, "arm64")
     tree = Tree(linked(packages, copy), "arm64")
@@ -173,7 +173,7 @@ def test_arm64(copy: Path) -> None:
 
 
 def test_both_architectures_of_one_host(copy: Path) -> None:
-    """32-bit libraries are handed over beside the others, each in its own directory."""
+    """32-bit libraries are handed over too, each architecture in its own directory."""
     packages = crowded_root()
     tree = Tree(linked(packages, copy))
     current = current_version(packages)
@@ -183,9 +183,9 @@ def test_both_architectures_of_one_host(copy: Path) -> None:
 
 
 def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
-    """What the alternatives system chose is the driver; the other one's files in the same directories are not taken.
+    """The alternatives system chooses the driver; the other one's files in the same directories are left out.
 
-    Where the loaded module is the other one's, not even the host's own programs work: the condition says so.
+    If the loaded module is the other driver's, not even the host's own programs work, and the condition says so.
     """
     packages = crowded_root()
     current, older = current_version(packages), older_version(packages)
@@ -201,14 +201,14 @@ def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
     run(["chroot", tree.tree, "update-alternatives", "--set", "nvidia", f"/usr/lib/nvidia/tesla-{older.split('.')[0]}"])
     run(tree.ldconfig)
     chosen = planned(tree, older)
-    # Firmware, Xorg's modules and profiles are installed for the other one alone.
+    # Only the current driver has firmware, Xorg's modules and profiles installed.
     expect_complete(tree, chosen, packaged(packages, older), reason="PartlyOtherVersion")
     assert f"/lib/firmware/nvidia/{current}/gsp_ga10x.bin" in chosen.libraries.message
     assert not [target for target in chosen.files if current in target]
 
 
 def test_two_drivers_in_the_loader_cache(copy: Path) -> None:
-    """As after the runfile: another version in /usr/local/lib, which the loader takes first. The module decides."""
+    """As after the runfile: the loader prefers another version in /usr/local/lib, but the module decides."""
     packages = crowded_root()
     current, older = current_version(packages), older_version(packages)
     tree = Tree(linked(packages, copy))
@@ -226,7 +226,7 @@ def test_two_drivers_in_the_loader_cache(copy: Path) -> None:
 
 @pytest.mark.parametrize("module", ["current", "older"])
 def test_a_cuda_compatibility_directory(copy: Path, module: str) -> None:
-    """libcuda of another version, first in the loader cache: never the driver, not even where it fits the module."""
+    """A libcuda of another version is first in the loader cache. It is never used, even if it matches the module."""
     packages = crowded_root()
     current, older = current_version(packages), older_version(packages)
     tree = Tree(linked(packages, copy))
@@ -246,7 +246,7 @@ def test_a_cuda_compatibility_directory(copy: Path, module: str) -> None:
 
 
 def test_translated_messages(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a German host ldconfig prints a German header; the agent asks in the C locale and reads the listing."""
+    """On a German host, ldconfig's header is German. The agent runs it in the C locale and can read the listing."""
     packages = crowded_root()
     tree = Tree(linked(packages, copy))
     german = run([*tree.ldconfig, "-p"], env={"LC_ALL": "de_DE.UTF-8", "LANGUAGE": "de"})
@@ -258,7 +258,7 @@ def test_translated_messages(copy: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _put_libraries(tree: Tree, version: str, directory: str, *patterns: str) -> None:
-    """Libraries of a version in another directory, each with its soname's link; links of the alternatives are left."""
+    """Put a version's libraries into another directory, with soname links, but without the alternatives' links."""
     target = tree.tree / directory
     target.mkdir(parents=True, exist_ok=True)
     for place in (LIBRARIES, LIBRARIES / "nvidia" / f"tesla-{version.split('.')[0]}"):
@@ -269,18 +269,18 @@ def _put_libraries(tree: Tree, version: str, directory: str, *patterns: str) -> 
     run(tree.ldconfig)
 
 
-# ---- what pods get, by the real nvidia-ctk
+# ---- what pods get through the real nvidia-ctk
 
 NO_PART_OF_PODS = re.compile(
-    # Documentation, and what sets the host up.
+    # Documentation, and files that set up the host.
     r"/usr/share/(doc|bug|lintian|man|initramfs-tools)/.*|.*\.1\.gz|/etc/init\.d/.*|/usr/lib/systemd/.*"
-    # Of the kernel module, for the administrator, and Debian's checks; the firmware is beside it.
+    # For the administrator of the kernel module, and Debian's checks; the firmware itself does count.
     r"|/usr/lib/nvidia/(check-for|alternate|pre-install).*|.*/nvidia-bug-report\.sh|.*/nvidia\.ids"
 )
 
 
 def test_pods_get_everything_that_the_driver_ships(copy: Path, tmp_path: Path) -> None:
-    """Each file of the packages in 64 and 32 bits is in the spec: by the real nvidia-ctk, or added, and all judged."""
+    """Each 64-bit and 32-bit file of the packages is in the specification: nvidia-ctk lists it or the agent adds it."""
     packages = crowded_root()
     current = current_version(packages)
     tree = Tree(linked(packages, copy))
@@ -292,7 +292,7 @@ def test_pods_get_everything_that_the_driver_ships(copy: Path, tmp_path: Path) -
     sources = {f"{request.driver_root}/{target}": file.source for target, file in found.files.items()}
     given = {sources[path] for path in mounts}
     shipped: set[str] = set()
-    # Packages of their own have versions of their own.
+    # Separate packages have separate versions.
     versions = {SOURCE: current, "nvidia-persistenced": current, "nvidia-egl-gbm": "", "egl-wayland": ""}
     for source, version in versions.items():
         of_source = set(_packages(packages, version, source))
@@ -305,7 +305,7 @@ def test_pods_get_everything_that_the_driver_ships(copy: Path, tmp_path: Path) -
 
 
 def specified(tree: Tree, found: Planned, work: Path) -> dict[str, Any]:
-    """The driver root, staged, and what the real nvidia-ctk and the agent make of it; judged, and valid to CDI."""
+    """Stage the driver root; return the specification by the real nvidia-ctk and the agent: verified, and valid CDI."""
     (grant,) = found.goal.grants
     assert grant.driver_root
     stage(grant.driver_root, tree)
@@ -327,7 +327,7 @@ def specified(tree: Tree, found: Planned, work: Path) -> dict[str, Any]:
 
 
 def expect_groups(container_paths: Collection[str], version: str) -> None:
-    """One file of each group where its users look for it."""
+    """Assert that one file of each group is where its users look for it."""
     assert set(container_paths) >= {
         "/etc/vulkan/icd.d/nvidia_icd.json",
         "/etc/vulkan/implicit_layer.d/nvidia_layers.json",

@@ -1,6 +1,6 @@
-"""Another driver's libraries on the host, earlier in its loader cache: pods get the loaded driver's, all of them.
+"""With another driver's libraries earlier in the host's loader cache, pods get all files of the loaded driver.
 
-Also its 32-bit libraries and configuration, and the socket of a daemon that is simulated.
+This includes 32-bit libraries, configuration, and the socket of a simulated daemon.
 """
 
 import re
@@ -20,10 +20,10 @@ pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 OLDER = "usr/lib/x86_64-linux-gnu/nvidia/tesla-535"
 COMPATIBILITY = "usr/local/cuda/compat"
-"""Where NVIDIA's cuda-compat packages have a libcuda of another driver."""
+"""NVIDIA's cuda-compat packages put a libcuda of another driver here."""
 X86_32 = "usr/lib/i386-linux-gnu"
 SOCKET = "/run/nvidia-persistenced/socket"
-# A new directory with a new socket, as each start of nvidia-persistenced makes it.
+# Each start makes a new directory with a new socket, like nvidia-persistenced.
 LISTEN = """
 import os, shutil, socket, sys
 shutil.rmtree(os.path.dirname(sys.argv[1]), ignore_errors=True)
@@ -39,20 +39,20 @@ LOOK = f"cat /etc/vulkan/icd.d/nvidia_icd.json; readlink -f /{X86_32}/libnvidia-
 
 
 def start_daemon(bed: Bed, answer: str) -> None:
-    """Simulates nvidia-persistenced, of which only the socket is looked at; one that runs already ends."""
+    """Start a simulated nvidia-persistenced, in place of one that runs; only its socket matters."""
     unit = "simulated-persistenced.service"
     bed.run("systemctl", "stop", unit, check=False)
     bed.run("systemd-run", "--collect", f"--unit={unit}", "python3", "-c", LISTEN, SOCKET, answer)
     bed.run("sh", "-c", f"until test -S {SOCKET}; do sleep 0.2; done")
 
 
-def test_the_specification_is_of_the_loaded_driver(installed: Bed) -> None:
-    """Beside an older driver in /usr/local/lib and a CUDA compatibility directory; and it is the whole driver."""
+def test_the_specification_has_the_loaded_driver_only(installed: Bed) -> None:
+    """An older driver in /usr/local/lib and a CUDA compatibility directory are ignored, and no file is missing."""
     older = [path for path in (crowded_root() / OLDER).iterdir() if not path.is_symlink()]
     files = {f"usr/local/lib/{path.name}": path for path in older}
     files |= {f"{COMPATIBILITY}/{path.name}": path for path in older if path.name.startswith("libcuda.so.")}
     (narrow,) = (crowded_root() / X86_32 / "nvidia/current").glob("libnvidia-ml.so.*.*")
-    # By the host's version, which a security update may have changed.
+    # Named with the host's version, which a security update may have changed.
     library = library_name(driver_version(host_root()))
     files[f"{X86_32}/{library}"] = narrow
     send_files(installed.guest, files, "/")
@@ -77,12 +77,12 @@ def test_the_specification_is_of_the_loaded_driver(installed: Bed) -> None:
     assert not [path for path in mounted if ".so.535." in path]
     installed.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
     expect_gpus(probe(installed.node, cdi=("1",)), {1})
-    expect_all_of_it(installed, library)
+    expect_the_whole_driver(installed, library)
     expect_the_socket_to_follow(installed)
 
 
-def expect_all_of_it(bed: Bed, library: str) -> None:
-    """In a pod: Vulkan's ICD, a 32-bit library that the loader knows, the socket."""
+def expect_the_whole_driver(bed: Bed, library: str) -> None:
+    """Assert that a pod has Vulkan's ICD, a 32-bit library that its loader knows, and the socket."""
     seen = bed.node.pod(Pod(("sh", "-c", LOOK), cdi=("1",))).stdout
     assert '"library_path": "libGLX_nvidia.so.0"' in seen
     assert f"\n/{X86_32}/{library}\n" in seen
@@ -92,7 +92,7 @@ def expect_all_of_it(bed: Bed, library: str) -> None:
 
 
 def expect_the_socket_to_follow(bed: Bed) -> None:
-    """A daemon that starts anew makes another directory, which is bound in the running machine; nothing restarts."""
+    """Assert that the new directory of a restarted daemon is bound in the running machine; nothing else restarts."""
     assert bed.node.run("python3", "-c", CONNECT, SOCKET).stdout.strip() == "first"
     start_daemon(bed, "second")
     bed.agent("apply")

@@ -1,4 +1,4 @@
-"""A host whose driver is where Talos has it, without an entry in the loader's cache: from there into a pod."""
+"""A host whose driver is where Talos has it, without an entry in the loader cache: its files reach a pod."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from integration.tests.kubernetes.test_pods import expect_gpus, look
 
 pytestmark = pytest.mark.scenario("001")
 
-# Debian's own links of the alternatives system then lead nowhere. The last line: what Talos has no counterpart of.
+# Then the links of Debian's alternatives system are dangling. The last line removes what Talos does not have.
 REST = """
 find /usr /etc -xdev -xtype l -delete
 rm -rf /usr/lib/nvidia /{libraries}/nvidia
@@ -33,11 +33,11 @@ library_directories = ["/{TALOS}", "/{TALOS}64"]
 binary_directories = ["/usr/local/glibc/usr/bin"]
 data_directories = ["/usr/local/glibc/etc", "/usr/local/glibc/usr/share", "/usr/local/share"]
 """
-"""What is found there without it."""
+"""Settings that name where Talos has the driver."""
 
 
 def move(bed: Bed) -> str:
-    """A shell script on the host, by what the agent has staged; the driver's version."""
+    """Move the driver on the host, with the paths that the agent has staged; return the driver's version."""
     (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
     manifest = f"{MANIFESTS}/{request['driver_root'].rpartition('/')[2]}.json"
     root = parse_manifest(manifest, bed.guest.read(manifest))
@@ -57,7 +57,7 @@ def in_pods(spec: dict[str, Any]) -> set[str]:
 
 
 def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
-    """Until the driver is found in that place; the condition's message."""
+    """Wait until the driver is found in that place, and return the condition's message."""
     deadline = time.monotonic() + seconds
     while f"({place})" not in (message := bed.conditions()["LibrariesPresent"]["message"]):
         assert time.monotonic() < deadline, message
@@ -66,12 +66,12 @@ def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
 
 
 def staged(bed: Bed) -> set[str]:
-    """Indices of the driver roots that the published spec's mounts are of."""
+    """Return the indices of the driver roots that the published specification mounts from."""
     return {each["hostPath"].split("/")[3] for each in bed.node.spec()["containerEdits"]["mounts"]}
 
 
 def test_a_pod_sees_its_gpu(ready: Bed) -> None:
-    """The driver moves under a running machine, which keeps its own copy of that version until the place is named."""
+    """The driver moves while a machine runs, which keeps its copy of that version until a setting names the place."""
     before, starts = ready.node.spec(), ready.starts()
     version = move(ready)
     assert f"driver {version} from /{TALOS}, /{TALOS}64 (Talos)" in wait_found(ready, "Talos")
@@ -88,7 +88,7 @@ def test_a_pod_sees_its_gpu(ready: Bed) -> None:
     spec = ready.node.spec()
     assert in_pods(spec) == {path for path in in_pods(before) if talos(path.lstrip("/"))}
     ready.node.run("ls", "--", *(each["hostPath"] for each in spec["containerEdits"]["mounts"]))
-    # As the plugin's strategies have it: cdi-cri and cdi-annotations, then envvar.
+    # As the device plugin's strategies do: cdi-cri and cdi-annotations first, then envvar.
     expect_gpus(look(ready.node, cdi=("1",)).probe, {1})
     expect_gpus(look(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "2"}).probe, {2})
     assert ready.restarted(starts) == "nothing"

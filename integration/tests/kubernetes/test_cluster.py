@@ -1,4 +1,4 @@
-"""The user's own truth test: a real Kubernetes cluster, NVIDIA's device plugin, `kubectl apply`, and pods on GPUs."""
+"""A user's whole setup: a real Kubernetes cluster, NVIDIA's device plugin, `kubectl apply`, and pods on GPUs."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -26,16 +26,16 @@ NUMBER = len(GPUS)
 INTEL_PLUGIN, INTEL_RESOURCE = "daemonset/intel-gpu-plugin", "gpu.intel.com/i915"
 INTEL_ARCHIVE = "var/lib/unbounded-agent-bed/intel-gpu-plugin.tar"
 PLUGIN_SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
-# Two of the three strategies give a pod its devices through CDI, whatever its runtime class. NVIDIA's default names
-# them in a variable, which only NVIDIA's runtime reads.
+# Two of the three strategies give a pod its devices through CDI, whatever its runtime class. The plugin's default
+# names them in a variable, which only NVIDIA's runtime reads.
 STRATEGIES = {"cdi-cri": "", "cdi-annotations": "", "envvar": "nvidia"}
 XID_DOUBLE_BIT_ECC = 48
-"""Critical to the plugin; the machine stays ready, which 79 (off the bus) would end for the tests behind it."""
+"""Critical to the plugin, but the machine stays ready: 79 (off the bus) would end that for the following tests."""
 
 
 @pytest.fixture(scope="module")
 def versions(cluster: Cluster) -> dict[str, str]:
-    """Of the parts that run here."""
+    """Versions of the parts that run here."""
     return cluster.versions() | host_versions(cluster.host.guest) | machine_versions(cluster.node)
 
 
@@ -43,7 +43,7 @@ def versions(cluster: Cluster) -> dict[str, str]:
 def _alone(
     cluster: Cluster, versions: dict[str, str], record_property: Callable[[str, object], None]
 ) -> Iterator[None]:
-    """Each test leaves no pod that holds a GPU, whether it passed or not."""
+    """Record versions, and delete all pods after each test, because they hold GPUs."""
     for part, version in versions.items():
         record_property(part, version)
     yield
@@ -52,21 +52,21 @@ def _alone(
 
 @pytest.fixture
 def bed(cluster: Cluster) -> Bed:
-    """The host that the cluster's node runs on, as it is: nothing is restored."""
+    """The host of the cluster's node, without restoring a snapshot."""
     return Bed(cluster.host)
 
 
 def expect_one_gpu(bed: Bed, seen: Look) -> str:
-    """Exactly one of the host's GPUs opens, and nvidia-smi lists just that one; its UUID."""
+    """Assert that exactly one of the host's GPUs opens, and that nvidia-smi lists only that one; return its UUID."""
     (uuid,) = seen.uuids
     expect_gpus(seen.probe, {uuids(bed.run("nvidia-smi", "-L").stdout).index(uuid)})
     return uuid
 
 
 def wait_condition(cluster: Cluster, bed: Bed, kind: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """A condition once it is as wanted; the machine's half looks at once instead of by its timer.
+    """Wait until `reached` accepts a condition, and return it. Runs the machine half without waiting for its timer.
 
-    Ready must be True at every look: nothing that is waited for here may touch it.
+    Ready must stay True: none of these changes may affect it.
     """
     found: dict[str, Any] = {}
 
@@ -96,7 +96,7 @@ def configure(bed: Bed, text: str) -> None:
 
 
 def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
-    """Plugged into the running host; by a restart of the device plugin alone, and only where that is configured."""
+    """A GPU is plugged into the running host. Only a restart of the device plugin offers it, and only if configured."""
     cluster.apply(pod("holder", "sleep", "infinity", gpus=1))
     cluster.wait("a pod holds a GPU", lambda: cluster.phase("holder") == "Running")
     holder = cluster.get("pod", "holder")["status"]["containerStatuses"]
@@ -112,14 +112,14 @@ def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
         configure(bed, CONFIGURATION + "restart_device_plugin = true\n")
         cluster.wait("nine GPUs allocatable", lambda: cluster.allocatable() == NUMBER + 1)
         wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] == "True")
-        # All that the first pod has left: the ninth is among them.
+        # These are all that the first pod has left, so the ninth is among them.
         seen = uuids(cluster.run(pod("others", "nvidia-smi", "-L", gpus=NUMBER)))
         assert (len(set(seen)), ninth in seen) == (NUMBER, True)
         assert cluster.get("pod", "holder")["status"]["containerStatuses"] == holder
         assert bed.restarted(at_start) == "nothing"
     finally:
         configure(bed, CONFIGURATION)
-        # It has the GPU open, and the driver lets none go that is in use.
+        # The plugin has the GPU open, and the driver does not release a GPU in use.
         cluster.delete_plugin()
         bed.host.qemu.unplug(PORT)
     cluster.deploy_plugin(NUMBER)
@@ -127,15 +127,15 @@ def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
 
 
 def unscheduled(cluster: Cluster, name: str) -> str:
-    """Why the scheduler has not found a node for a pod, in its words."""
+    """Return the scheduler's message about why a pod has no node."""
     conditions = cluster.get("pod", name)["status"].get("conditions", [])
     return "".join(each.get("message", "") for each in conditions if each["type"] == "PodScheduled")
 
 
 def test_eight_pods_get_one_gpu_each_and_the_ninth_waits(cluster: Cluster, bed: Bed) -> None:
-    """Until one of the eight ends."""
+    """The ninth pod runs once one of the eight ends."""
     names = [f"one-gpu-{index}" for index in range(NUMBER)]
-    # An empty line ends what a pod shows.
+    # An empty line ends a pod's output.
     cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
     cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
     cluster.apply(pod("ninth", "nvidia-smi", "-L", gpus=1))
@@ -155,13 +155,13 @@ def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
 
 
 def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
-    """The device plugin's own health checks, through NVML's events; the Xid is a simulated one."""
+    """The device plugin's own health check sees a simulated Xid through NVML's events."""
     assert "Ignoring the following XIDs for health checks" in cluster.plugin_log()
     bed.run("sh", "-c", f"echo 3 {XID_DOUBLE_BIT_ECC} >/sys/module/nvidia/parameters/simulated_xid")
     cluster.wait("one GPU is unhealthy", lambda: cluster.allocatable() == NUMBER - 1)
     unhealthy = uuids(bed.run("nvidia-smi", "-L").stdout)[3]
     assert f"Xid={XID_DOUBLE_BIT_ECC} on Device={unhealthy}" in cluster.plugin_log()
-    # The plugin itself never takes that back: its documentation advises a restart.
+    # The plugin never reports the GPU healthy again: its documentation advises a restart.
     cluster.restart_plugin(NUMBER)
 
 
@@ -170,7 +170,7 @@ def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
     "strategy", ["cdi-cri", pytest.param("cdi-annotations", marks=pytest.mark.exhaustive), "envvar"]
 )
 def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
-    # What the strategy before has left is no proof of this one.
+    # Otherwise a file of the previous strategy could make this one pass.
     cluster.delete_plugin()
     bed.node.run("rm", "--force", PLUGIN_SPEC)
     cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY=strategy)
@@ -181,9 +181,9 @@ def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> No
 
 
 def expect_whole_specification(bed: Bed) -> None:
-    """The plugin makes a specification of its own, by way of the machine's links: it must name the same libraries.
+    """Assert that the plugin's own specification, made through the machine's links, names the same libraries as ours.
 
-    But for those that nvidia-ctk, of whose code it is made, leaves out and the agent adds.
+    Except those that nvidia-ctk, whose code the plugin uses, leaves out and the agent adds.
     """
     found = json.loads(bed.node.run("cat", PLUGIN_SPEC).stdout)
     libraries = library_names(found)
@@ -196,14 +196,14 @@ def expect_whole_specification(bed: Bed) -> None:
 
 
 def library_names(specification: dict[str, Any]) -> set[str]:
-    """The file names of the shared libraries that a CDI specification mounts."""
+    """Return the file names of the shared libraries that a CDI specification mounts."""
     names = (mount["hostPath"].rpartition("/")[2] for mount in specification["containerEdits"]["mounts"])
     return {name for name in names if ".so." in name}
 
 
 @pytest.mark.scenario("000")
 def test_pods_of_a_gaming_node(cluster: Cluster, versions: dict[str, str]) -> None:
-    """Under NVIDIA's default strategy: the first pod gets one GPU; the second names all, and finds graphics."""
+    """With NVIDIA's default strategy, the first pod gets one GPU; the second names all, and finds graphics."""
     cluster.deploy_plugin(NUMBER, DEVICE_LIST_STRATEGY="envvar")
     cluster.apply("gpu-test", "gpu-opengl-test")
     table = cluster.finished("gpu-test")
@@ -214,13 +214,13 @@ def test_pods_of_a_gaming_node(cluster: Cluster, versions: dict[str, str]) -> No
     for library in ("libGLX_nvidia.so.0", "libEGL_nvidia.so.0"):
         assert f"{library} (libc6,x86-64) => " in graphics
     assert "renderD128" in graphics
-    # What the pod itself says outranks what was allocated to it.
+    # What the pod requests itself overrides what was allocated to it.
     assert graphics.count("UUID: GPU-") == NUMBER
 
 
 @pytest.mark.scenario("003")
 def test_a_node_kept_for_gpu_pods(cluster: Cluster) -> None:
-    """By a taint, which the node itself may not set: only a pod that tolerates it, in a privileged namespace, runs."""
+    """A taint, which the node itself may not set, admits only a pod that tolerates it, in a privileged namespace."""
     taint = ("taint", "node", MACHINE, "gpu=true:NoSchedule")
     with pytest.raises(CommandError, match="is not allowed to modify taints"):
         cluster.control_plane.kubectl(*taint, user=node_user(MACHINE))
@@ -247,7 +247,7 @@ def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> 
 
 
 def plugin_process(bed: Bed, program: str = "nvidia-device-plugin") -> str:
-    """Its process id on the host, or ""."""
+    """Return the plugin's process ID on the host, or ""."""
     return bed.run("pgrep", "--full", program, check=False).stdout.strip()
 
 
@@ -258,9 +258,9 @@ def kill_plugin(bed: Bed, program: str = "nvidia-device-plugin") -> str:
 
 
 def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -> None:
-    """Plugin killed, plugin gone, plugin started, kubelet restarted; Ready does not change meanwhile."""
+    """The plugin is killed, removed and started, then the kubelet is restarted; Ready does not change."""
     ready = bed.wait_ready()["Ready"]
-    # By SIGKILL it leaves its socket behind. The kubelet starts it again at once, but for the second time after 10 s.
+    # A killed plugin leaves its socket. The kubelet restarts the plugin at once, but the second time only after 10 s.
     killed = kill_plugin(bed)
     cluster.wait("the kubelet has started the plugin again", lambda: plugin_process(bed) not in ("", killed))
     kill_plugin(bed)
@@ -281,8 +281,8 @@ def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -
     assert (after["status"], after["lastTransitionTime"]) == ("True", ready["lastTransitionTime"])
 
 
-def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
-    """The condition on the Node object: while all is well, when nvidia-ctk fails, and after; then it is taken back."""
+def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: Bed) -> None:
+    """The condition on the Node follows: all is well, nvidia-ctk fails, recovers; then the condition is withdrawn."""
 
     def on_node() -> dict[str, Any]:
         conditions = cluster.get("node", MACHINE)["status"]["conditions"]
@@ -312,7 +312,7 @@ def test_the_node_says_whether_and_why_not(cluster: Cluster, bed: Bed) -> None:
 
 @pytest.fixture
 def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> Iterator[str]:
-    """PCI address of one more GPU, of Intel's, in the machine, which has the image of Intel's device plugin."""
+    """One more GPU, of Intel's, in the machine, which has the image of Intel's device plugin; its PCI address."""
     record_property("Intel GPU device plugin", intel_plugin_version())
     send_files(bed.guest, {INTEL_ARCHIVE: intel_plugin_image()}, f"/var/lib/machines/{MACHINE}")
     bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{INTEL_ARCHIVE}", timeout=180)
@@ -324,14 +324,14 @@ def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], N
     finally:
         cluster.kubectl("--namespace=kube-system", "delete", INTEL_PLUGIN, "--ignore-not-found", "--timeout=120s")
         bed.host.qemu.unplug(PORT)
-        # What the plugin leaves: it writes a specification when a pod gets a GPU, and is gone before it could clean up.
+        # The plugin wrote a specification for the pod's GPU, and is removed before it can clean up.
         bed.node.shell("rm -f /var/run/cdi/intel.cdi.k8s.io-* /var/lib/kubelet/device-plugins/gpu.intel.com-*")
     wait_for_specs(bed, "nvidia")
 
 
 @pytest.mark.scenario("004")
 def test_intels_device_plugin(cluster: Cluster, bed: Bed, intel: str) -> None:
-    """Beside NVIDIA's: it offers Intel's GPU, and a pod gets this GPU's nodes and no others; then it is killed."""
+    """Next to NVIDIA's plugin, it offers Intel's GPU, and a pod gets only this GPU's nodes; then it is killed."""
     before = bed.conditions()["GPUsAdvertised"]
     assert (before["status"], INTEL_RESOURCE in before["message"]) == ("True", False), before
     cluster.apply("intel-gpu-plugin")
@@ -349,7 +349,7 @@ def test_intels_device_plugin(cluster: Cluster, bed: Bed, intel: str) -> None:
     assert {path for path, result in found.items() if result == "OK"} == set(own)
     assert {result for path, result in found.items() if path not in own} == {"ENOENT"}
 
-    # For good, as the kubelet would start it again. It leaves its socket behind.
+    # Killed and then deleted, because the kubelet would restart it. It leaves its socket.
     kill_plugin(bed, "intel_gpu_device_plugin")
     cluster.delete_plugin(INTEL_PLUGIN)
     down = wait_condition(cluster, bed, "GPUsAdvertised", lambda each: each["status"] != "True")

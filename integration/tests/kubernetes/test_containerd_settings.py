@@ -1,6 +1,6 @@
-"""The agent's settings in containerd 1.7, 2.1 and 2.4: real programs, whose own `config dump` is the judge.
+"""The agent's settings in containerd 1.7, 2.1 and 2.4: checked by the real programs' own `config dump`.
 
-No virtual machine: the machine half's step runs on a root file system, and containerd is run inside it by chroot(1).
+There is no virtual machine: the machine half's step runs on a root file system, and containerd inside it by chroot(1).
 """
 
 import re
@@ -110,7 +110,7 @@ class ContainerdMachine:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.spawned: list[tuple[str, ...]] = []
-        # Only looked for here: containerd starts it for containers, not for `config dump`.
+        # Only its existence matters here: containerd starts it for containers, not for `config dump`.
         (root / HANDLER[1:]).write_text("")
         self.version = str(re.findall(r"\d+\.\d+\.\d+", self.tool("containerd", "--version"))[0])
 
@@ -118,7 +118,7 @@ class ContainerdMachine:
         return System(self._runner).run(*argv)
 
     def reset(self, files: Files) -> None:
-        """A machine that nobody has settled yet, with these files."""
+        """Return to a machine where the agent has never run, with these files."""
         for directory in (
             "etc/containerd",
             "etc/cri",
@@ -136,19 +136,19 @@ class ContainerdMachine:
         place.write_text(text)
 
     def settle(self, vendor: str = "nvidia", *, default: bool = False, drop_in: str = "") -> Condition:
-        """One run's step, with notes and ownership as a new process reads them."""
+        """Run the step once, with notes and ownership as a new process reads them."""
         self.spawned.clear()
         system, known = System(self._runner, str(self.root)), machine_vendor(vendor)
         assert known
         return configure_vendor(system, Notes(system), Owned(system), known, default=default, chosen=drop_in)
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Inode and text of all that is below /etc/containerd: a file that was written again has another inode."""
+        """Return inode and text of each file below /etc/containerd; a rewritten file has another inode."""
         found = [path for path in (self.root / "etc/containerd").rglob("*") if path.is_file()]
         return {f"/{path.relative_to(self.root)}": (path.stat().st_ino, path.read_text()) for path in found}
 
     def dump(self) -> dict[tuple[str, ...], Any]:
-        """All values of `containerd config dump` by their path."""
+        """Return all values of `containerd config dump` by path."""
         text = self.tool("containerd", "--config", MAIN, "config", "dump")
         return dict(leaves(tomllib.loads(text)))
 
@@ -166,13 +166,13 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 
 
 def texts(dump: dict[tuple[str, ...], Any]) -> set[str]:
-    """All strings, also those in lists."""
+    """Return all strings, including those in lists."""
     found = (value if isinstance(value, list) else [value] for value in dump.values())
     return {str(each) for value in found for each in value}
 
 
 def expect_configured(machine: ContainerdMachine, *, default: bool = False) -> dict[tuple[str, ...], Any]:
-    """Settle twice; what containerd itself makes of it has ours and all that was there before."""
+    """Settle twice; assert that containerd's own dump has our settings and all that it had before."""
     before = machine.dump() if (machine.root / MAIN[1:]).exists() else {}
     texts_before = {path: text for path, (_, text) in machine.files().items()}
     condition = machine.settle(default=default)
@@ -183,10 +183,10 @@ def expect_configured(machine: ContainerdMachine, *, default: bool = False) -> d
             assert after.get(path) == value, path
     ours = {path[-1]: value for path, value in after.items() if "nvidia" in path or path[-1] in OURS}
     assert ours["BinaryName"] == HANDLER
-    # Gone in containerd 2.4, where CDI is always on.
+    # Not in containerd 2.4, where CDI is always enabled.
     assert ours.get("enable_cdi", release(machine) >= (2, 4)) is True
     assert {"/etc/cdi", "/var/run/cdi"} <= set(ours["cdi_spec_dirs"])
-    # The user's default runtime uses runc's shim too.  containerd 2 fills in defaults, all empty, for runc alone.
+    # The user's default runtime uses runc's shim too. containerd 2 fills in defaults, all empty, but only for runc.
     runtime = "crun" if any("crun" in path for path in before) else "runc"
     options = {path[-1]: value for path, value in after.items() if path[-3:-1] == (runtime, "options") and value}
     copied = {path[-1]: value for path, value in after.items() if path[-3:-1] == ("nvidia", "options") and value}
@@ -225,7 +225,7 @@ def release(machine: ContainerdMachine) -> tuple[int, ...]:
 
 
 def versions(machine: ContainerdMachine) -> list[int]:
-    """Of the files that this containerd reads, without the undocumented first."""
+    """Return the versions of files that this containerd reads, except the undocumented first."""
     if release(machine) < (2,):
         return [2]
     return [2, 3] if release(machine) < (2, 3) else [2, 3, 4]
@@ -237,14 +237,13 @@ def user(version: int) -> str:
 
 @pytest.mark.parametrize("text", [None, "", "# nothing but a comment\n", IMPORTS, '[debug]\nlevel = "info"\n'])
 def test_main_file_without_settings(machine: ContainerdMachine, text: str | None) -> None:
-    """Absent, empty, comments only, imports only, and without any plug-in's table."""
+    """The main file is missing, empty, or has only comments, only imports, or no plugin's table."""
     machine.reset({} if text is None else {MAIN: text})
     expect_configured(machine)
 
 
 @pytest.mark.parametrize("default", [False, True])
 def test_users_settings_survive(machine: ContainerdMachine, default: bool) -> None:
-    """In every version of the file that this containerd reads."""
     for version in versions(machine):
         machine.reset({MAIN: f"# top\nversion = {version}\n{user(version)}"})
         after = expect_configured(machine, default=default)
@@ -254,7 +253,7 @@ def test_users_settings_survive(machine: ContainerdMachine, default: bool) -> No
 
 
 def test_registry_mirrors_survive(machine: ContainerdMachine) -> None:
-    """Settings of the image service, which containerd 2 has in a table of its own."""
+    """containerd 2 has the image service's settings in a table of their own."""
     machine.reset({MAIN: f"version = 2\n{MIRRORS}"})
     assert "https://mirror.example" in texts(expect_configured(machine))
 
@@ -271,7 +270,7 @@ def test_registry_mirrors_survive(machine: ContainerdMachine) -> None:
     ids=["conf.d", "relative, and one without a match", "file", "relative file", "directory's pattern"],
 )
 def test_settings_in_imported_files_survive(machine: ContainerdMachine, imports: str, path: str) -> None:
-    """The user's own files are neither lost nor touched."""
+    """The user's own files are neither lost nor changed."""
     for version in versions(machine):
         files = {MAIN: f"version = {version}\n{imports}\n", path: f"version = {version}\n{user(version)}"}
         machine.reset(files)
@@ -279,14 +278,14 @@ def test_settings_in_imported_files_survive(machine: ContainerdMachine, imports:
 
 
 def test_imported_file_alone_has_the_version(machine: ContainerdMachine) -> None:
-    """A main file without tables names none: the imported file's version is that of the configuration."""
+    """A main file without tables has no version: the imported file's version is the configuration's."""
     machine.reset({MAIN: IMPORTS, f"{CONF_D}/10-user.toml": f"version = 2\n{USER_2}"})
     assert texts(expect_configured(machine)) >= USER_VALUES
 
 
 @pytest.mark.parametrize("path", [f"{CONF_D}/99-zz.toml", "/etc/containerd/nested/user.toml"])
-def test_file_behind_ours(machine: ContainerdMachine, path: str) -> None:
-    """containerd 1.7 would replace our table by that of a file loaded later; 2.x only the values that both have."""
+def test_file_loaded_after_ours(machine: ContainerdMachine, path: str) -> None:
+    """containerd 1.7 would replace our table with that of a later file; 2.x replaces only values that both have."""
     files = {MAIN: f"version = 2\n{IMPORTS}", path: f"version = 2\n{USER_2}"}
     if "nested" in path:
         files[f"{CONF_D}/10-user.toml"] = 'version = 2\nimports = ["../nested/*.toml"]\n'
@@ -306,8 +305,8 @@ def test_file_behind_ours(machine: ContainerdMachine, path: str) -> None:
 
 
 @pytest.mark.scenario("001")
-def test_drop_in_at_a_configured_place(machine: ContainerdMachine) -> None:
-    """Talos's directory and suffix: containerd loads it there, and the former one is gone; then the way back."""
+def test_drop_in_at_a_configured_path(machine: ContainerdMachine) -> None:
+    """containerd loads the drop-in from Talos's directory with its suffix, and the former file is gone; then back."""
     for version in versions(machine):
         machine.reset({MAIN: f"# top\nversion = {version}\n{user(version)}"})
         expect_configured(machine)
@@ -345,10 +344,10 @@ BROKEN = "version = 2\n\nx = = 1\n"
     ids=["main", "imported", "missing import", "imports", "version 9", "cri disabled", "version 1"],
 )
 @pytest.mark.parametrize("settled", [False, True], ids=["never settled", "settled before"])
-def test_what_cannot_be_used_is_named_and_left(
+def test_unusable_files_are_named_and_left_alone(
     machine: ContainerdMachine, files: Files, said: str, settled: bool
 ) -> None:
-    """The message has the file and the line; no file changes; mending it converges."""
+    """The message has the file and the line, and no file changes. Once they are repaired, settings converge."""
     good = {MAIN: f"version = 2\n{IMPORTS}{USER_2}"}
     machine.reset(good if settled else {})
     if settled:
@@ -370,7 +369,7 @@ def test_what_cannot_be_used_is_named_and_left(
 
 @pytest.mark.scenario("004")
 def test_a_vendor_without_a_runtime_needs_cdi_alone(machine: ContainerdMachine) -> None:
-    """Nothing else changes, another vendor's runtime may come and go beside it, and what is settled starts nothing."""
+    """Nothing else changes, another vendor's runtime may come and go, and a settled configuration runs no program."""
     for version in versions(machine):
         machine.reset({MAIN: f"version = {version}\n{user(version)}"})
         before = machine.dump()

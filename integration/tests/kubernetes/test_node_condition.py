@@ -1,6 +1,6 @@
-"""The condition on the Node, against a real API server: with a kubelet's identity, NodeRestriction and kubectl.
+"""The condition on the Node, on a real API server: with a kubelet's identity, NodeRestriction and kubectl.
 
-No virtual machine is needed; what stands in for the machine is said in integration/bed/machine/node_namespace.py.
+No virtual machine is needed: integration/bed/machine/node_namespace.py says what stands in for the machine.
 """
 
 import json
@@ -41,7 +41,7 @@ def control_plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def nodes(control_plane: ControlPlane) -> Iterator[None]:
-    """Two Nodes as kubelets register them, with what others have put there."""
+    """Two Nodes as kubelets register them, with fields that others have set."""
     for name in (NODE, OTHER):
         metadata = {"name": name, "labels": {"example.com/rack": "7"}, "annotations": {"example.com/note": "x"}}
         node = {
@@ -63,12 +63,12 @@ def machine(control_plane: ControlPlane, tmp_path: Path) -> NodeNamespace:
 
 @pytest.fixture
 def kubeconfig(control_plane: ControlPlane, tmp_path: Path) -> str:
-    """That of NODE's kubelet."""
+    """The option that names the kubeconfig of NODE's kubelet."""
     return f"--kubeconfig={control_plane.write_kubeconfig(node_user(NODE), tmp_path / 'kubelet.conf')}"
 
 
 def look(control_plane: ControlPlane, name: str = NODE) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """The Node without what changes by itself and without our condition, and our condition."""
+    """Return the Node without our condition and without what changes by itself; and our condition."""
     node: dict[str, Any] = json.loads(control_plane.kubectl("get", "node", name, "--output=json"))
     for key in ("managedFields", "resourceVersion"):
         node["metadata"].pop(key, None)
@@ -111,13 +111,13 @@ def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
 
 
 @pytest.mark.usefixtures("nodes")
-def test_unchanged_verdict_is_a_heartbeat_every_five_minutes(
+def test_unchanged_status_is_a_heartbeat_every_five_minutes(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
 ) -> None:
     machine.judge(GOOD)
     machine.run(kubeconfig)
     _, first = look(control_plane)
-    # Kubernetes keeps whole seconds.
+    # Kubernetes stores whole seconds.
     time.sleep(1.1)
     machine.judge(GOOD)
     machine.run(kubeconfig)
@@ -144,7 +144,7 @@ def test_silent_host_makes_it_unknown(control_plane: ControlPlane, machine: Node
 
 @pytest.mark.usefixtures("nodes")
 def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
-    """The kubelet's own patches and ours do not undo each other."""
+    """The kubelet's patches and ours do not undo each other."""
     machine.judge(GOOD)
     machine.run(kubeconfig)
     kubelets = {**KUBELETS_OWN, "status": "False", "reason": "KubeletNotReady", "message": "PLEG is not healthy"}
@@ -162,10 +162,10 @@ def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: N
 
 
 @pytest.mark.usefixtures("nodes")
-def test_another_node_is_refused_and_the_refusal_is_reported(
+def test_another_nodes_name_is_refused_and_reported(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
 ) -> None:
-    """A kubelet whose --hostname-override does not fit its credentials."""
+    """The kubelet's --hostname-override does not match its credentials."""
     before = look(control_plane, OTHER)
     machine.judge(GOOD)
     journal = machine.run(kubeconfig, f"--hostname-override={OTHER}")
@@ -179,26 +179,24 @@ def test_another_node_is_refused_and_the_refusal_is_reported(
 
 
 def test_node_that_has_not_registered(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
-    """The kubelet makes its Node; we never do."""
+    """The kubelet creates its Node; the agent never does."""
     machine.judge(GOOD)
     machine.run(kubeconfig)
     assert machine.reported()[:2] == ("False", "NodeNotRegistered")
     assert control_plane.kubectl("get", "nodes", "--output=name") == ""
     machine.withdraw()
     journal = machine.run(kubeconfig)
-    assert "NotApplicable" in journal, "without the Node there is nothing to take back"
+    assert "NotApplicable" in journal, "without the Node there is nothing to withdraw"
 
 
 @pytest.mark.usefixtures("nodes")
-def test_credentials_and_addresses_that_are_no_good(
-    control_plane: ControlPlane, machine: NodeNamespace, tmp_path: Path
-) -> None:
+def test_wrong_credentials_and_addresses(control_plane: ControlPlane, machine: NodeNamespace, tmp_path: Path) -> None:
     text = control_plane.kubeconfig(node_user(NODE))
     token = json.loads(text)["users"][0]["user"]["token"]
     machine.judge(GOOD)
     for wrong, reason in (
         (text.replace(token, "0" * 32), "Refused"),
-        # Nobody listens on the discard port.
+        # Nothing listens on the discard port.
         (text.replace(f":{control_plane.port}", ":9"), "APIUnreachable"),
         ("{", "APIUnreachable"),
     ):

@@ -1,4 +1,4 @@
-"""What pods see of the GPUs, through the CRI: exactly what was granted, and nothing without a grant."""
+"""What pods see of the GPUs through the CRI: exactly what was granted, and nothing without a grant."""
 
 import json
 import re
@@ -22,7 +22,7 @@ LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 PROBE = ("gpu-probe", *GPUS, *CONTROL, *LIBRARIES)
 SEPARATOR = "\n---\n"
-# All in one pod: under emulation each pod takes seconds.
+# All checks in one pod: under emulation each pod takes seconds.
 LOOK = f"set -e; {shlex.join(PROBE)}; echo; echo ---; nvidia-smi -L; echo ---; cat /proc/self/mountinfo"
 
 
@@ -32,7 +32,7 @@ class Look:
 
     probe: dict[str, Any]
     uuids: list[str]
-    """As nvidia-smi lists them."""
+    """The GPUs that nvidia-smi lists."""
     mounts: set[str]
     """Mount points, except those below /dev, /proc and /sys."""
 
@@ -42,16 +42,16 @@ def look(node: Node, **pod: Any) -> Look:  # noqa: ANN401
 
 
 def seen_in(output: str) -> Look:
-    """What the script LOOK printed."""
+    """Return what the script LOOK printed."""
     found, listing, mountinfo = output.split(SEPARATOR)
     points = {line.split()[4] for line in mountinfo.splitlines()}
-    # Where runc may not make nodes it binds them, which makes them mount points, and another set for each grant.
+    # If runc may not make nodes, it binds them: then they are mount points too, and differ for each grant.
     kernel = re.compile("/(dev|proc|sys)(/|$)")
     return Look(json.loads(found), uuids(listing), {each for each in points if not kernel.match(each)})
 
 
 def probe(node: Node, **pod: Any) -> dict[str, Any]:  # noqa: ANN401
-    """What gpu-probe finds in a pod: node by node, library by library."""
+    """Return what gpu-probe finds in a pod, by node and by library."""
     found: dict[str, Any] = json.loads(node.pod(Pod(PROBE, **pod)).stdout)
     return found
 
@@ -66,7 +66,7 @@ def expect_gpus(found: dict[str, Any], granted: set[int]) -> None:
 
 
 def uuids(listing: str) -> list[str]:
-    """Of the lines of `nvidia-smi -L`: GPU 0: NAME (UUID: GPU-...)."""
+    """Return the UUIDs in lines of `nvidia-smi -L`: GPU 0: NAME (UUID: GPU-...)."""
     return [line.split("UUID: ")[1].rstrip(")") for line in listing.splitlines() if line]
 
 
@@ -77,16 +77,16 @@ def _record_machine(ready: Bed, record_property: Callable[[str, object], None]) 
 
 
 def test_one_gpu_by_cdi_name(ready: Bed) -> None:
-    """GPU 1 of 8 opens, the seven others do not, the libraries load by their plain names, nvidia-smi lists one GPU."""
+    """GPU 1 of 8 opens, the other seven do not, libraries load by their plain names, and nvidia-smi lists one GPU."""
     seen = look(ready.node, cdi=("1",))
     expect_gpus(seen.probe, {1})
     assert seen.uuids == [uuids(ready.run("nvidia-smi", "-L").stdout)[1]]
 
 
 def test_runtime_class_gives_our_spec_and_nothing_else(ready: Bed) -> None:
-    """runtimeClassName: nvidia with NVIDIA_VISIBLE_DEVICES as index, UUID and all; nvidia-smi lists just those GPUs.
+    """With runtimeClassName nvidia, NVIDIA_VISIBLE_DEVICES may be an index, a UUID or `all`.
 
-    nvidia-container-runtime must not make a spec of its own in memory: its mounts are those of our spec.
+    nvidia-container-runtime must not make its own specification in memory: the mounts are those of ours.
     """
     known = uuids(ready.run("nvidia-smi", "-L").stdout)
     assert len(set(known)) == len(GPUS)
@@ -100,7 +100,7 @@ def test_runtime_class_gives_our_spec_and_nothing_else(ready: Bed) -> None:
 
 
 def test_without_a_grant_nothing_is_seen(ready: Bed) -> None:
-    """Neither runc nor the nvidia runtime give a pod anything that it did not ask for."""
+    """Neither runc nor the nvidia runtime gives a pod anything that it did not request."""
     for runtime in ("", "nvidia"):
         found = probe(ready.node, runtime=runtime)
         assert set(found["open"].values()) == {"ENOENT"}
@@ -108,5 +108,5 @@ def test_without_a_grant_nothing_is_seen(ready: Bed) -> None:
 
 
 def test_none_gives_the_driver_and_no_gpu(ready: Bed) -> None:
-    """NVIDIA_VISIBLE_DEVICES=none, which images set: the driver's files, and no GPU."""
+    """Images set NVIDIA_VISIBLE_DEVICES=none to get the driver's files without a GPU."""
     expect_gpus(probe(ready.node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "none"}), set())

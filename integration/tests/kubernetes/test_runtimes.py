@@ -1,4 +1,4 @@
-"""The machine with other container runtimes than the other tests': containerd 2 with a newer runc, and crun."""
+"""The machine with container runtimes that the other tests do not have: containerd 2 with a newer runc, and crun."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 ROOT = f"/var/lib/machines/{MACHINE}"
 MAIN = f"{ROOT}/etc/containerd/config.toml"
 CONTAINERD_2 = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr", "usr/sbin/runc")
-# And the one library of it that the machine's other packages do not bring.
+# With the one library of crun that the machine's other packages lack.
 CRUN = ("usr/bin/crun", "usr/lib/x86_64-linux-gnu/libyajl.so.2")
 
 RUNTIME_2 = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes.crun'
@@ -52,29 +52,29 @@ Record = Callable[[str, object], None]
 
 
 def record_versions(node: Node, record: Record) -> dict[str, str]:
-    """What the machine's parts say of themselves by now."""
+    """Record the current versions of the machine's parts."""
     versions = machine_versions(node)
     for part, version in versions.items():
         record(part, version)
     return versions
 
 
-def bring(bed: Bed, root: Path, names: tuple[str, ...]) -> None:
-    """Programs of a Debian suite, in place of the machine's own."""
+def install_programs(bed: Bed, root: Path, names: tuple[str, ...]) -> None:
+    """Replace the machine's programs with those of a Debian suite."""
     send_files(bed.guest, {name: (root / name).resolve() for name in names}, ROOT)
 
 
 def expect_pods(node: Node, *runtimes: str) -> None:
-    """GPU 1 by its CDI name under each runtime, and GPU 2 by runtimeClassName."""
+    """Assert that pods get GPU 1 by its CDI name under each runtime, and GPU 2 by runtimeClassName."""
     for runtime in runtimes:
         expect_gpus(probe(node, cdi=("1",), runtime=runtime), {1})
     expect_gpus(probe(node, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "2"}), {2})
 
 
 def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> None:
-    """An upgrade in place: the settings that were written for 1.7 are replaced before containerd 2 reads them."""
+    """After an upgrade in place, the settings for 1.7 are replaced before containerd 2 reads them."""
     machines_own = machine_versions(ready.node)
-    bring(ready, debian_root("sid"), CONTAINERD_2)
+    install_programs(ready, debian_root("sid"), CONTAINERD_2)
     ready.guest.write(MAIN, MAIN_3.encode())
     ready.node.run("systemctl", "restart", "containerd.service", timeout=240)
     ready.wait_ready()
@@ -89,10 +89,10 @@ def test_containerd_2_with_a_newer_runc(ready: Bed, record_property: Record) -> 
     expect_pods(ready.node, "", "nvidia")
 
 
-def test_crun_by_a_runtime_of_the_users_and_under_nvidias(installed: Bed, record_property: Record) -> None:
-    """With runc taken away nothing but crun can have run the pods. It makes device nodes itself: hence `rwm`."""
+def test_crun_as_the_users_runtime_and_under_nvidias(installed: Bed, record_property: Record) -> None:
+    """runc is moved away, so crun must have run the pods. crun makes device nodes itself: hence `rwm`."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION_RWM.encode())
-    bring(installed, debian_root("trixie"), CRUN)
+    install_programs(installed, debian_root("trixie"), CRUN)
     installed.guest.write(MAIN, installed.guest.read(MAIN) + CRUN_2.encode())
     installed.agent("apply", timeout=400)
     node = installed.node

@@ -1,4 +1,4 @@
-"""A machine comes up with its host, and keeps its GPUs as long as it can, whatever is wrong with the agent."""
+"""A machine starts with its host, and keeps its GPUs as long as possible, whatever is wrong with the agent."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ METRICS = (
 
 
 def wait_for_machine(bed: Bed, seconds: int = 240) -> float:
-    """Until its own systemd has started everything; when that was, in seconds since the host's boot."""
+    """Wait until the machine's systemd has started everything; return the seconds since the host's boot."""
     up = f"systemctl is-active --quiet {MACHINE_UNIT} && systemctl -M {MACHINE} is-active --quiet multi-user.target"
     bed.run("sh", "-c", f"until {up}; do sleep 1; done", timeout=seconds)
     return uptime(bed.guest)
@@ -32,7 +32,7 @@ def wait_for_machine(bed: Bed, seconds: int = 240) -> float:
 def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_agent(
     ready: Bed, measured: Measured
 ) -> None:
-    """Before the second boot a node goes for good that its settings name."""
+    """Before the second boot, a node that the settings name disappears for good."""
     ready.run("machinectl", "enable", MACHINE)
     ready.guest.write(CONFIGURATION, f"[machines.{MACHINE}]\nspeed = 9\n".encode())
     ready.run("sync")
@@ -40,8 +40,8 @@ def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_age
     measured("seconds to a machine with a wrong configuration", f"{wait_for_machine(ready):.0f}")
     ready.wait_served()
     assert "unbounded_agent_config_last_reload_successful 0.0" in ready.run(*METRICS).stdout
-    told = ready.run("journalctl", "-b", "--no-pager", "-u", f"unbounded-agent-prepare@{MACHINE}").stdout
-    assert "speed: unknown key" in told
+    journal = ready.run("journalctl", "-b", "--no-pager", "-u", f"unbounded-agent-prepare@{MACHINE}").stdout
+    assert "speed: unknown key" in journal
     known = json.loads(ready.run("cat", "/run/unbounded-agent/conditions.json").stdout)[MACHINE]
     assert "LastGoodSettings" in {each["reason"] for each in known}
     expect_by_cdi(ready)
@@ -60,6 +60,6 @@ def test_a_host_that_reboots_with_a_wrong_configuration_and_then_without_the_age
     assert "tmpfs" in mounted
     assert "size=1024k" in mounted
     assert ready.run("cmp", settings, f"/run/unbounded-agent/machines/{MACHINE}/started.nspawn").status == 0
-    # What the driver makes in time is bound, and works: nothing has changed but the agent.
+    # Nodes that the driver makes in time are bound, and work: only the agent is missing.
     if "Bind=/dev/nvidia1" in lines:
         expect_by_cdi(ready)

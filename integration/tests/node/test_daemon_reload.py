@@ -1,4 +1,4 @@
-"""systemd reads its files again, on the host and in the machine, and nobody's GPU goes for a moment."""
+"""systemd reads its files again on the host and in the machine, and no GPU is unavailable for a moment."""
 
 import json
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from integration.conftest import Bed
 pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 
 RELOADS = 50
-"""On each side."""
+"""Reloads on each side."""
 NOT_GRANTED = "/dev/nvidia-caps/nvidia-cap1"
 LOOK = f"""
 import collections, os, time
@@ -26,7 +26,7 @@ while not os.path.exists("/run/enough"):
     time.sleep(0.02)
 print(*(f"{{number}} {{what}}" for what, number in sorted(found.items())), sep="\\n")
 """
-# Programs that make units: under emulation they take most of a reload.
+# Generators take most of a reload under emulation.
 MASK_GENERATORS = """
 mkdir -p /run/systemd/system-generators
 for each in /usr/lib/systemd/system-generators/*; do ln -s /dev/null /run/systemd/system-generators/${each##*/}; done
@@ -39,17 +39,17 @@ wait $! && systemctl daemon-reexec
 """
 
 
-def looks(bed: Bed) -> dict[str, int]:
-    """How often each thing happened to the program in the machine."""
+def outcomes(bed: Bed) -> dict[str, int]:
+    """Return how often each outcome happened to the program in the machine."""
     lines = bed.node.run("journalctl", "--output=cat", "--unit=looking", "--no-pager").stdout.splitlines()
-    # Between systemd's own lines of the unit.
+    # The program's lines are between systemd's own lines about the unit.
     words = (line.partition(" ") for line in lines)
     return {what: int(number) for number, _, what in words if number.isdigit()}
 
 
 def test_a_hundred_reloads(ready: Bed, measured: Callable[[str, object], None]) -> None:
-    """A program in the machine and a pod open their GPU all the while; what is not granted opens at no time."""
-    # Its node is there, so that only the unit's device policy is between.
+    """A program in the machine and a pod open their GPU all the time; what is not granted never opens."""
+    # The node exists in the machine, so only the unit's device policy blocks it.
     ready.run("machinectl", "--mkdir", "bind", MACHINE, NOT_GRANTED)
     loop = "while :; do gpu-probe /dev/nvidia0 /dev/nvidia1; echo; sleep 0.5; done"
     pod = ready.node.start_pod(Pod(("sh", "-c", loop), cdi=("0",)))
@@ -59,7 +59,7 @@ def test_a_hundred_reloads(ready: Bed, measured: Callable[[str, object], None]) 
     ready.node.run(*looking)
     ready.run("sh", "-c", BOTH, timeout=600)
     ready.node.shell("touch /run/enough; while systemctl --quiet is-active looking; do sleep 0.2; done")
-    numbers = looks(ready)
+    numbers = outcomes(ready)
     assert set(numbers) == {"/dev/nvidia0 opened", f"{NOT_GRANTED} Operation not permitted"}, numbers
     assert numbers["/dev/nvidia0 opened"] > RELOADS
     log = ready.node.run("crictl", "logs", pod).stdout

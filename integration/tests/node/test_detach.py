@@ -1,4 +1,4 @@
-"""Planned removal of a GPU: who has it open, what each policy does then, and that it comes back when plugged again."""
+"""Planned removal of a GPU: who has it open, what each policy does, and that the GPU returns when plugged in again."""
 
 import json
 import re
@@ -18,13 +18,13 @@ POLICY = "/etc/unbounded-agent/config.d/50-detach.toml"
 
 
 def address(bed: Bed) -> str:
-    """Of the GPU behind NODE, as the host's driver tells it."""
+    """Return the PCI address of the GPU behind NODE, from the host's driver."""
     found = bed.run("sh", "-c", f"grep -l 'Device Minor:.*{PORT}$' /proc/driver/nvidia/gpus/*/information").stdout
     return found.split("/")[5]
 
 
 def holder(text: str, container: str) -> tuple[str, str]:
-    """PID on the host and in the machine of the line that names the container's process."""
+    """Return the holder's PID on the host and in the machine, from the line that names its container."""
     place = rf"machine {MACHINE} \(there PID (?P<inner>\d+)\), container {container}: {NODE}"
     found = re.search(rf"PID (?P<pid>\d+) \(sleep\), {place}", text)
     assert found, text
@@ -46,7 +46,7 @@ def stop(bed: Bed, container: str) -> None:
 
 
 def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
-    """Refused with all that has to be known as long as a pod has it open; then taken, and nothing is restarted."""
+    """While a pod has the GPU open, detach refuses and names the pod. Later it works, and nothing is restarted."""
     before, at_start, pci = nodes(ready), ready.starts(), address(ready)
     pod = ready.node.start_pod(Pod(HOLD, cdi=(str(PORT),)))
     refused = ready.agent("gpus", "detach", pci, check=False)
@@ -75,7 +75,7 @@ def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
 
 
 def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:
-    """Drained, its users keep it and nobody else gets it; by force, they keep what they have open, and are named."""
+    """A drained GPU stays with its users, and nobody else gets it. By force, users keep what is open, and are named."""
     pci, table = address(ready), f"[machines.{MACHINE}]\n"
     pod = ready.node.start_pod(Pod(HOLD, cdi=(str(PORT),)))
     ready.guest.write(POLICY, f'{table}on_detach = "drain-wait"\ndrain_wait = 1\n'.encode())

@@ -1,4 +1,4 @@
-"""What somebody changes in the machine: noticed, put right, counted and told; pods and containerd go on."""
+"""Changes that somebody makes in the machine are repaired, counted and logged; pods and containerd keep running."""
 
 import json
 import re
@@ -34,7 +34,7 @@ ONE_BY_ONE = (
     ("containerd", f"sed -i 's/enable_cdi = true/enable_cdi = false/' {DROP_IN}"),
     ("containerd", f"sed -i '/^imports/d' {MAIN}"),
 )
-# As a tool for configuration would, which knows nothing of imports.
+# Acts like a configuration management tool that does not know of imports.
 ANOTHER_MAIN = f"""
 sed -e '/^imports/d' -e 's/sandbox_image = /max_container_log_line_size = 8192\\n&/' {MAIN} > {MAIN}.new
 mv {MAIN}.new {MAIN}
@@ -46,7 +46,7 @@ Measured = Callable[[str, object], None]
 
 
 def repairs(bed: Bed) -> dict[str, int]:
-    """By what was put right, as the host's metrics say."""
+    """Return the number of repairs by what was repaired, from the host's metrics."""
     page = bed.run("python3", "-c", FETCH).stdout
     return {what: int(float(count)) for what, count in COUNTED.findall(page)}
 
@@ -54,23 +54,23 @@ def repairs(bed: Bed) -> dict[str, int]:
 def wait_for_repairs(bed: Bed, wanted: dict[str, int], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while (found := repairs(bed)) != wanted:
-        assert time.monotonic() < deadline, f"{found} instead of {wanted}\n{told(bed)}"
+        assert time.monotonic() < deadline, f"{found} instead of {wanted}\n{logged(bed)}"
         time.sleep(1)
 
 
-def told(bed: Bed) -> str:
-    """In the machine's journal."""
+def logged(bed: Bed) -> str:
+    """Return the machine half's lines in the machine's journal."""
     return bed.node.run("journalctl", "--output=cat", "--unit=unbounded-agent-gpu", "--no-pager").stdout
 
 
 def last_trigger(bed: Bed) -> str:
-    """When the machine half's timer last started it."""
+    """Return when the machine half's timer last started it."""
     show = ("systemctl", "show", "--value", "--property=LastTriggerUSecMonotonic", "unbounded-agent-gpu.timer")
     return bed.node.run(*show).stdout.strip()
 
 
 def settle(bed: Bed) -> None:
-    """The machine half looks now instead of at its timer."""
+    """Run the machine half now, without waiting for its timer."""
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", timeout=120)
 
 
@@ -80,7 +80,7 @@ def expect_new_pods(bed: Bed) -> None:
 
 
 def test_the_timer_finds_what_somebody_changed(ready: Bed, measured: Measured) -> None:
-    """All at once, and nobody starts anything; containerd never loaded what was changed, so that it goes on too."""
+    """All changes at once, without starting the machine half. containerd never loaded them, so it keeps running."""
     ready.wait_served()
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))
     before, none, triggered = ready.starts(), repairs(ready), last_trigger(ready)
@@ -90,7 +90,7 @@ def test_the_timer_finds_what_somebody_changed(ready: Bed, measured: Measured) -
     wait_for_repairs(ready, dict.fromkeys(none, 1))
     measured("seconds to the metrics", f"{uptime(ready.guest) - changed:.1f}")
     assert last_trigger(ready) != triggered
-    lines = told(ready)
+    lines = logged(ready)
     for sentence in (f"changed {SPEC}", f"changed {LINK}", f"removed {DROP_IN}", f"changed {RUNTIME}"):
         assert f"repaired: somebody {sentence}" in lines
     ready.wait_served()
@@ -101,7 +101,7 @@ def test_the_timer_finds_what_somebody_changed(ready: Bed, measured: Measured) -
     expect_new_pods(ready)
 
 
-def test_each_change_is_put_right_alone(ready: Bed, measured: Measured) -> None:
+def test_each_change_alone_is_repaired(ready: Bed, measured: Measured) -> None:
     before, counts = ready.starts(), dict(repairs(ready))
     for what, script in ONE_BY_ONE:
         ready.node.shell(script)
@@ -114,8 +114,8 @@ def test_each_change_is_put_right_alone(ready: Bed, measured: Measured) -> None:
     expect_new_pods(ready)
 
 
-def test_containerd_restarted_with_another_main_file(ready: Bed, measured: Measured) -> None:
-    """It has the other settings and ours; a file that is not ours to edit is named."""
+def test_containerd_restarted_with_a_rewritten_main_file(ready: Bed, measured: Measured) -> None:
+    """The new process has the administrator's settings and ours; a file that we may not edit is named."""
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))
     before, counts = ready.starts(), dict(repairs(ready))
     starts = "journalctl --output=cat --unit=containerd --no-pager _PID=1 | grep -c ^Started"
@@ -136,8 +136,8 @@ def test_containerd_restarted_with_another_main_file(ready: Bed, measured: Measu
     expect_new_pods(ready)
 
 
-def test_containerd_restarted_by_another_file_than_its_main_one(ready: Bed) -> None:
-    """Not ours to follow: named, and Ready is not claimed."""
+def test_containerd_restarted_with_a_different_main_file(ready: Bed) -> None:
+    """Another file is not ours to follow: it is named, and Ready is not True."""
     override = f"[Service]\nExecStart=\nExecStart=/usr/bin/containerd --config {OTHER}\n"
     ready.node.shell(f"cp {MAIN} {OTHER}; mkdir -p {OVERRIDE.rpartition('/')[0]}; printf %s '{override}' > {OVERRIDE}")
     ready.node.shell("systemctl daemon-reload; systemctl restart containerd.service", timeout=120)

@@ -1,6 +1,6 @@
-"""A sample of the proof suite, in which nothing may be wrong; integration/faults tries everything.
+"""A sample of the fault suite finds nothing wrong; integration/faults tries everything.
 
-See docs/reliability.md. It needs no bed.
+See docs/reliability.md. This needs no virtual machine.
 """
 
 import json
@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_nothing_is_left_wrong_by_kills_failing_calls_damage_and_strange_input() -> None:
-    """What is wrong is named by scenario, number of the call, call and difference."""
+    """The output names what is wrong by scenario, number of the call, call and difference."""
     command = (sys.executable, "-m", "integration.faults_suite", "--quick", "--json")
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     print(done.stdout.strip())

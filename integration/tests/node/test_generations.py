@@ -1,6 +1,6 @@
-"""Upgrades of the host's driver under a running machine: the next set waits, and comes with its kernel module at once.
+"""Upgrades of the host's driver under a running machine: the new files wait for their kernel module.
 
-The upgrade goes from Debian's current driver to its older branch 535, which is packaged beside it; the kernel modules
+The upgrade goes from Debian's current driver to its older branch 535, which is packaged next to it; the kernel modules
 and NVML are the simulation's, in the same two versions.
 """
 
@@ -31,7 +31,7 @@ def current_version() -> str:
 
 
 def start_pod(bed: Bed, name: str) -> str:
-    """A pod of GPU 1 that stays; its container's id."""
+    """Start a pod with GPU 1 that keeps running, and return its container's ID."""
     pod = {
         "metadata": {"name": name, "uid": name, "namespace": "work", "attempt": 0},
         "linux": {"cgroup_parent": "test.slice", "security_context": {"namespace_options": {"network": 2}}},
@@ -48,7 +48,7 @@ def start_pod(bed: Bed, name: str) -> str:
 
 
 def reboot(bed: Bed, container: str) -> None:
-    """The machine, which would wait 90 s for the container: its sleep ignores SIGTERM, as process 1."""
+    """Reboot the machine. Stop the container first: its sleep ignores SIGTERM as process 1, which would cost 90 s."""
     before = bed.run(*UNITS.split()).stdout.strip()
     bed.node.run("crictl", "stop", "--timeout", "0", container)
     bed.run("machinectl", "reboot", MACHINE)
@@ -57,7 +57,7 @@ def reboot(bed: Bed, container: str) -> None:
 
 
 def expect_driver(bed: Bed, version: str) -> None:
-    """A new pod sees its GPU through NVML, and has the files of that driver alone."""
+    """Assert that a new pod sees its GPU through NVML, and has only files of that driver."""
     seen = look(bed.node, cdi=("1",))
     expect_gpus(seen.probe, {1})
     assert len(seen.uuids) == 1
@@ -67,14 +67,14 @@ def expect_driver(bed: Bed, version: str) -> None:
 
 
 def granted(bed: Bed) -> dict[str, Any]:
-    """The request that the machine was handed."""
+    """Return the request that the machine was handed."""
     (request,) = json.loads(bed.guest.read(handoff_file(MACHINE)))["requests"]
     found: dict[str, Any] = request
     return found
 
 
 def wait_named(bed: Bed, pod: str, seconds: float = 120) -> str:
-    """Until the machine half names the pod as one to be recreated; the condition's message."""
+    """Wait until the machine half names the pod as outdated; return the condition's message."""
     deadline = time.monotonic() + seconds
     while True:
         message: str = bed.conditions()["CDISpecCurrent"]["message"]
@@ -85,7 +85,7 @@ def wait_named(bed: Bed, pod: str, seconds: float = 120) -> str:
 
 
 def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> None:
-    """Machine and containerd go on; a running pod keeps its files; the old set goes with the machine's next reboot."""
+    """Machine and containerd keep running, and a running pod its files; the machine's reboot removes the old ones."""
     old, new = current_version(), send_upgrade(ready.guest)
     container = start_pod(ready, "before")
     started = ready.starts()
@@ -100,7 +100,7 @@ def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> No
     assert ready.guest.read(handoff_file(MACHINE)) == before
     expect_driver(ready, old)
 
-    # The service runs meanwhile: whatever held a node would keep its module.
+    # The service runs meanwhile: a process that held a node would keep its module loaded.
     assert ready.run("sh", "-c", HOLDERS).stdout == ""
     ready.run("sh", "-ec", UNLOAD + LOAD.format(directory=MODULES), timeout=120)
     ready.agent("apply", timeout=400)
@@ -127,7 +127,7 @@ def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> No
 
 
 def test_other_majors_after_a_reload(ready: Bed) -> None:
-    """nvidia-uvm's and nvidia-caps' numbers are dynamic: another module takes the first one in between."""
+    """nvidia-uvm's and nvidia-caps' numbers are dynamic: here another module takes the first one between two loads."""
     start_pod(ready, "before")
     started = ready.starts()
     before = {device["path"]: (device["major"], device["minor"]) for device in granted(ready)["devices"]}

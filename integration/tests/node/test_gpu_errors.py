@@ -1,4 +1,4 @@
-"""Errors of GPUs in the kernel's log: the driver's count, those that user space writes there do not."""
+"""Errors of GPUs in the kernel log: those of the driver count, those that user space writes there do not."""
 
 import re
 import time
@@ -21,14 +21,14 @@ def page(bed: Bed, path: str) -> str:
 
 
 def counted(bed: Bed) -> dict[tuple[str, int], float]:
-    """Errors by PCI address and Xid."""
+    """Return the number of errors by PCI address and Xid."""
     series = r'^unbounded_agent_gpu_xid_errors_total\{gpu="([^"]+)",xid="(\d+)"\} (\S+)$'
     found = re.findall(series, page(bed, "/metrics"), re.MULTILINE)
     return {(gpu, int(xid)): float(value) for gpu, xid, value in found}
 
 
 def raise_xid(bed: Bed, minor: int, xid: int) -> None:
-    """Simulation: the stand-in module writes what the real one would."""
+    """Simulation: let the stand-in module write what the real one would."""
     bed.run("sh", "-c", f"echo {minor} {xid} >/sys/module/nvidia/parameters/simulated_xid")
 
 
@@ -51,17 +51,17 @@ def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) 
     pass_until(ready, lambda: bool(counted(ready)))
     assert counted(ready) == {(FIRST, PAGE_FAULT): 1}
     assert f"[+]gpu {FIRST} Xid {PAGE_FAULT}: " in page(ready, "/readyz?verbose")
-    assert ready.wait_ready()["DevicesPresent"]["reason"] == "Present", "an application's fault is no GPU's"
+    assert ready.wait_ready()["DevicesPresent"]["reason"] == "Present", "an application's fault is not the GPU's"
     raise_xid(ready, 1, OFF_THE_BUS)
     pass_until(ready, lambda: ready.conditions()["Ready"]["status"] == "False")
     lost = ready.conditions()["DevicesPresent"]
     assert lost["reason"] == "GPUFallenOffBus"
     assert SECOND in lost["message"]
-    # Another driver's turn, or a repaired GPU's: the kernel binds the driver anew.
+    # As if a GPU had been repaired: the kernel binds its driver again.
     for step in ("unbind", "bind"):
         ready.run("sh", "-c", f"echo {SECOND} >/sys/bus/pci/drivers/nvidia/{step}")
     pass_until(ready, lambda: ready.conditions()["DevicesPresent"]["status"] == "True")
-    # While the service is down nobody listens; it looks behind at its start.
+    # Nothing listens while the service is down, so it reads earlier messages when it starts.
     ready.run("systemctl", "stop", AGENT)
     raise_xid(ready, 2, OFF_THE_BUS)
     ready.run("systemctl", "start", AGENT, timeout=240)

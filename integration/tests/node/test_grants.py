@@ -1,4 +1,4 @@
-"""A machine gets the GPUs that it was given, and the kernel keeps it from the others."""
+"""A machine gets the GPUs that it was given, and the kernel blocks the others."""
 
 import time
 
@@ -15,21 +15,21 @@ OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
 def test_a_machine_with_one_of_eight_gpus(installed: Bed) -> None:
-    """By PCI address: its node opens, another one is neither there nor can be made, and the spec names one GPU."""
+    """Given by PCI address: its node opens, another cannot even be made, and the specification names one GPU."""
     installed.guest.write("/etc/unbounded-agent/config.toml", f'[machines.gpu-node]\ngpus = ["{SECOND}"]\n'.encode())
     installed.agent("apply")
     node = installed.node
     uuid = node.run("nvidia-smi", "-L").stdout.split("UUID: ")[1].split(")")[0]
     assert set(each["name"] for each in node.spec()["devices"]) == {"0", uuid, "all", "none"}
     node.run("python3", "-c", OPEN, "/dev/nvidia1")
-    # Root in the machine has CAP_MKNOD; that it may not use it here is the unit's device policy.
+    # Root in the machine has CAP_MKNOD; the unit's device policy keeps it from using that here.
     made = node.run("mknod", "/dev/nvidia0", "c", "195", "0", check=False)
     assert made.status != 0
     assert "Operation not permitted" in made.stderr
 
 
 def test_an_unknown_gpu_is_named_and_holds_up_nothing(installed: Bed) -> None:
-    """A condition, not a guess; the machine starts with the GPU that is there."""
+    """There is a condition instead of a guess, and the machine starts with the GPU that exists."""
     text = f'[machines.gpu-node]\ngpus = ["{SECOND}", "0000:7f:00.0"]\n'
     installed.guest.write("/etc/unbounded-agent/config.toml", text.encode())
     finished = installed.agent("apply", check=False)
@@ -38,13 +38,13 @@ def test_an_unknown_gpu_is_named_and_holds_up_nothing(installed: Bed) -> None:
     installed.node.run("python3", "-c", OPEN, "/dev/nvidia1")
 
 
-def test_a_machine_that_has_left_keeps_no_permission(ready: Bed) -> None:
-    """What was set while it ran outlives it until the host's reboot, and would apply to its next start."""
+def test_a_removed_machine_keeps_no_permission(ready: Bed) -> None:
+    """Permissions that were set while it ran would apply to its next start, until the host reboots."""
 
     def allowed() -> str:
         return ready.run("systemctl", "show", "--property=DeviceAllow", UNIT).stdout
 
-    # As the service does for a GPU that comes.
+    # As the service does for a GPU that is plugged in.
     ready.run("systemctl", "set-property", "--runtime", UNIT, "DeviceAllow=/dev/char/195:0 rw")
     ready.run("systemctl", "stop", UNIT, timeout=120)
     assert "/dev/char/195:0" in ready.run("cat", SET).stdout
@@ -54,7 +54,7 @@ def test_a_machine_that_has_left_keeps_no_permission(ready: Bed) -> None:
     while ready.run("test", "-e", SET, check=False).status == 0 or "/dev/char/195:" in allowed():
         assert time.monotonic() < deadline, ready.run("journalctl", "-u", "unbounded-agent", "-n", "20").stdout
         time.sleep(0.5)
-    # Those of the installed template, which a start without settings of ours has.
+    # These are the installed template's, which apply to a start without our settings.
     assert "char-pts rw" in allowed()
 
 
@@ -83,9 +83,9 @@ for node in ("loop-control", "loop0", "mapper/control", "vda"):
 assert libc.mount(None, b"/proc/sys", None, 32 | 4096, None) == 0
 os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
 """
-"""In the machine, as root: what it may not do by its capabilities and devices, of the host's whole devtmpfs too.
+"""What root in the machine may not do, by its capabilities and devices, even with the host's whole devtmpfs.
 
-Last, what docs/security.md says that root may do all the same. MS_REMOUNT | MS_BIND is 32 | 4096 (mount.h).
+Last, what docs/security.md says that root may do nevertheless. MS_REMOUNT | MS_BIND is 32 | 4096 (mount.h).
 """
 
 

@@ -1,4 +1,4 @@
-"""No GPU is a skip; half a driver is not ready, says why and what to do next. Nothing is broken by either."""
+"""Without a GPU, nothing is set up. With half a driver, a machine is not ready, with the reason and what to do next."""
 
 import json
 
@@ -20,8 +20,8 @@ def doctor(bed: Bed) -> str:
     return finished.stdout
 
 
-def test_no_gpu_is_skipped_and_said(installed: Bed) -> None:
-    """The whole pipeline is left out: exit code 0, and not one file is written."""
+def test_a_host_without_gpus_is_skipped_and_reported(installed: Bed) -> None:
+    """Exit code 0, and no file is written."""
     remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
     installed.run(
         "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -rf /dev/nvidia*; {remove}; true"
@@ -47,7 +47,7 @@ def test_libraries_without_the_module(installed: Bed) -> None:
 
 
 def test_the_module_without_nodes(installed: Bed) -> None:
-    """What would make a CDI specification without devices."""
+    """Otherwise there would be a CDI specification without devices."""
     installed.run("sh", "-c", "rm /dev/nvidia[0-9]*")
     assert installed.conditions()["DevicesPresent"]["reason"] == "NodesMissing"
     found = doctor(installed)
@@ -69,7 +69,7 @@ def test_a_host_without_faults(ready: Bed) -> None:
 
 
 def test_the_module_without_libraries(installed: Bed) -> None:
-    """Without the two that matter, and then without any."""
+    """First the two that matter are missing, then all."""
     for reason, names in (
         ("LibrariesBroken", ("libcuda.so*", "libnvidia-ml.so*")),
         ("NotInstalled", ("*nvidia*", "libcuda*", "libnvcuvid*", "libnvoptix*")),
@@ -99,7 +99,7 @@ def test_the_module_without_libraries(installed: Bed) -> None:
 
 
 def test_a_module_of_another_version(installed: Bed) -> None:
-    """The stand-in module in an older version, under the libraries of Debian 13."""
+    """The stand-in module has an older version than Debian 13's libraries."""
     installed.run("sh", "-c", UNLOAD)
     for module in ("nvidia", "nvidia-uvm", "nvidia-modeset"):
         content = (kernel_modules(OLDER) / f"{module}.ko").read_bytes()
@@ -139,12 +139,12 @@ def test_bad_configuration_changes_nothing(installed: Bed, text: str, named: str
 
 
 def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
-    """In sentences; apply needs root and says so."""
+    """apply needs root, and says so."""
     as_user = ("runuser", "-u", "nobody", "--", "unbounded-agent")
     planned = installed.run(*as_user, "plan").stdout
     assert "would write /etc/systemd/nspawn/gpu-node.nspawn" in planned
     assert "would stage nvidia driver 550.163.01 as driver root 0" in planned
-    # /var/lib/machines has mode 0700: whether the machine is there cannot be seen, whether it runs can.
+    # /var/lib/machines has mode 0700: a user cannot see whether the machine exists, but whether it runs.
     assert "would start machine gpu-node" in planned
     refused = installed.run(*as_user, "apply", check=False)
     assert refused.status == 1

@@ -1,4 +1,4 @@
-"""GPUs that come and go while machine, containerd and pods run: by PCI Express hot-plug of the virtual machine."""
+"""GPUs come and go while machine, containerd and pods run: by PCI Express hot-plug of the virtual machine."""
 
 import json
 import re
@@ -14,18 +14,18 @@ from integration.conftest import Bed
 pytestmark = pytest.mark.scenario("002")
 
 PORT = 8
-"""An empty one: the host begins with GPUs in 0 to 7."""
+"""An empty port: the host begins with GPUs in 0 to 7."""
 GPUS = tuple(f"/dev/nvidia{minor}" for minor in range(PORT + 1))
 OPEN = "import os, sys; os.close(os.open(sys.argv[1], os.O_RDWR))"
 
 
 def nodes(bed: Bed) -> set[str]:
-    """GPU nodes of the machine."""
+    """Return the GPU nodes of the machine."""
     return set(bed.node.shell("ls -d /dev/nvidia[0-9]* /dev/dri/renderD*").stdout.split())
 
 
 def uuid_of(bed: Bed, minor: int) -> str:
-    """Of the GPU with that device minor, as the host's driver tells it."""
+    """Return the UUID of the GPU with that device minor, from the host's driver."""
     text = bed.run("sh", "-c", "cat /proc/driver/nvidia/gpus/*/information").stdout
     found = re.finditer(r"GPU UUID:\s*(?P<uuid>\S+).*?Device Minor:\s*(?P<minor>\d+)", text, re.DOTALL)
     return next(str(match["uuid"]) for match in found if int(match["minor"]) == minor)
@@ -36,7 +36,7 @@ def opens(bed: Bed, path: str) -> bool:
 
 
 def wait_for_gpus(bed: Bed, count: int, seconds: float = 150) -> None:
-    """Until the machine is ready with that many GPUs in its CDI spec."""
+    """Wait until the machine is ready with that many GPUs in its CDI specification."""
     deadline = time.monotonic() + seconds
     while True:
         listed = bed.node.run("nvidia-ctk", "cdi", "list", check=False).stdout
@@ -52,7 +52,7 @@ def journal(bed: Bed) -> str:
 
 
 def plug(bed: Bed, port: int = PORT) -> float:
-    """One more GPU; when (by `uptime`) its node was made, as NVIDIA's programs make it."""
+    """Plug in one more GPU, and make its node as NVIDIA's programs do; return when that was, by `uptime`."""
     bed.host.qemu.plug(port)
     deadline = time.monotonic() + 60
     bound = f"test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(bed.host.gpus)}"
@@ -65,17 +65,17 @@ def plug(bed: Bed, port: int = PORT) -> float:
 
 
 def usable(sample: Sample) -> bool:
-    """The ninth GPU opens in the machine, and the metrics say that it is ready with nine."""
+    """Return whether the ninth GPU opens in the machine, and the metrics say that the machine is ready with nine."""
     return sample.opens and sample.ready == 1 and sample.gpus == PORT + 1
 
 
 def claimed(sample: Sample) -> bool:
-    """What may not be: ready with a GPU that does not open."""
+    """Return whether the metrics say ready with nine GPUs but the ninth does not open: that must never happen."""
     return sample.ready == 1 and sample.gpus == PORT + 1 and not sample.opens
 
 
 def comes_and_goes(bed: Bed, measured: Callable[[str, object], None]) -> None:
-    """Permitted, bound, in the spec, usable by a pod; then withdrawn. Nothing is restarted for it."""
+    """Assert that a GPU is permitted, bound, listed and usable by a pod, and later withdrawn, without any restart."""
     before, at_start = nodes(bed), bed.starts()
     pod = bed.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))
     with Watching(bed.node.run, GPUS[PORT]) as watching:
@@ -89,7 +89,7 @@ def comes_and_goes(bed: Bed, measured: Callable[[str, object], None]) -> None:
     assert GPUS[PORT] in new
     assert len(new) == 2, "the GPU's own node and its render node"
     assert all(opens(bed, path) for path in new)
-    # By its UUID: the index is nobody's identity.
+    # By its UUID, because an index does not identify a GPU.
     found = json.loads(bed.node.pod(Pod(("gpu-probe", *GPUS), cdi=(uuid_of(bed, PORT),))).stdout)["open"]
     assert [path for path, result in found.items() if result == "OK"] == [GPUS[PORT]]
     bed.host.qemu.unplug(PORT)

@@ -1,4 +1,4 @@
-"""The service looks again when something changes: seen by what started its passes, whatever they took."""
+"""The service makes a pass when something changes: its metrics say what started each pass."""
 
 import re
 import time
@@ -19,13 +19,13 @@ COUNTED = re.compile(r'^unbounded_agent_wakeups_total\{source="(?P<source>[^"]+)
 
 
 def wakeups(bed: Bed) -> dict[str, int]:
-    """Passes that events asked for, by source."""
+    """Return the number of passes that events caused, by source."""
     page = bed.run("python3", "-c", FETCH).stdout
     return {each["source"]: int(float(each["count"])) for each in COUNTED.finditer(page)}
 
 
 def wait_for_wakeup(bed: Bed, source: str, after: int, seconds: float = 90) -> dict[str, int]:
-    """Until that source has asked for more passes than `after`."""
+    """Wait until that source has caused more passes than `after`."""
     deadline = time.monotonic() + seconds
     while (found := wakeups(bed))[source] <= after:
         assert time.monotonic() < deadline, f"{source}: no pass within {seconds} s: {found}"
@@ -39,7 +39,7 @@ def report_of_a_stopped_containerd(bed: Bed) -> None:
 
 CHANGES: tuple[tuple[str, Callable[[Bed], object]], ...] = (
     ("loader-cache", lambda bed: bed.run("ldconfig")),
-    # A minor that no GPU has: nothing is granted, but it was looked at.
+    # No GPU has this minor: nothing is granted, but the node causes a pass.
     ("device-nodes", lambda bed: bed.run("mknod", "/dev/nvidia99", "c", "195", "99")),
     ("device-nodes", lambda bed: bed.run("rm", "/dev/nvidia99")),
     ("udev", lambda bed: bed.run("udevadm", "trigger", "--action=change", "--subsystem-match=pci")),
@@ -60,7 +60,7 @@ subprocess.run(["udevadm", "trigger", "--action=change", "--subsystem-match=tty"
 
 
 def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
-    """In the sandbox, with real udev, inotify and mounts; no other source than the one that changed asks."""
+    """In the service's sandbox, with real udev, inotify and mounts. Only the source that changed causes a pass."""
     ready.wait_served()
     for source, change in CHANGES:
         before = wakeups(ready)
@@ -70,11 +70,11 @@ def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
         assert set(others.values()) == {0}, (source, others)
 
 
-def test_what_is_none_of_ours_causes_no_pass(ready: Bed) -> None:
+def test_unrelated_changes_cause_no_pass(ready: Bed) -> None:
     ready.wait_served()
     before = wakeups(ready)
     ready.run("python3", "-c", NOISE)
-    # An event of ours, behind all those in the queues.
+    # An event that does concern us, behind all those in the queues.
     ready.run("ldconfig")
     after = wait_for_wakeup(ready, "loader-cache", before["loader-cache"])
     assert after["loader-cache"] == before["loader-cache"] + 1

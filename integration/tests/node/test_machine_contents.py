@@ -1,4 +1,4 @@
-"""What a machine's image or its owner put there: left alone, named with what to do, and shown by what pods get."""
+"""Foreign content in a machine's image: it is left alone and named with advice, and what pods get shows the effect."""
 
 import json
 import time
@@ -23,26 +23,26 @@ REFRESH_UNITS = ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service")
 
 
 def settle(bed: Bed) -> dict[str, dict[str, Any]]:
-    """The machine half looks now instead of at its timer; the conditions after that."""
+    """Run the machine half now, without waiting for its timer; return the conditions after that."""
     bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", timeout=120)
     return bed.conditions()
 
 
 def spec_with(ours: dict[str, Any], **gpus: str) -> str:
-    """A spec with devices of ours under other names: NAME="1" has what our device 1 has."""
+    """Return a specification with our devices under other names: NAME="1" has what our device 1 has."""
     by_name = {device["name"]: device["containerEdits"] for device in ours["devices"]}
     devices = [{"name": name, "containerEdits": by_name[other]} for name, other in gpus.items()]
     return json.dumps({**ours, "devices": devices})
 
 
 def cannot_start(node: Node, name: str) -> str:
-    """The words of the CRI for a pod that asks for a device which no runtime gives it."""
+    """Assert that a pod with a device that no runtime knows does not start; return the CRI's message."""
     finished = node.pod(Pod(("true",), cdi=(name,)), check=False)
     assert finished.status != 0
     return finished.stderr
 
 
-# ---- who wins among CDI specs, by NVIDIA's own reader of them
+# ---- which CDI specification wins, by NVIDIA's own reader
 
 
 def names(*directories: Path) -> set[str]:
@@ -51,8 +51,8 @@ def names(*directories: Path) -> set[str]:
     return {line.partition("=")[2] for line in run(argv).splitlines() if line.startswith(KIND)}
 
 
-def test_rules_that_conditions_are_judged_by(tmp_path: Path) -> None:
-    """One directory: a name in two files is nobody's; a further directory outranks; what is not valid is skipped."""
+def test_nvidia_ctk_ranks_specs_as_conditions_assume(tmp_path: Path) -> None:
+    """Within one directory, a name in two files is dropped; a later directory outranks; invalid files are skipped."""
     edits = {"env": ["A=B"]}
     etc, run_ = tmp_path / "etc", tmp_path / "run"
     for path, devices in ((etc / "a.json", "12"), (etc / "b.yaml", "23"), (run_ / "c.json", "1")):
@@ -67,11 +67,11 @@ def test_rules_that_conditions_are_judged_by(tmp_path: Path) -> None:
     assert names(etc, run_) == {"1", "3"}
 
 
-# ---- in the bed
+# ---- on the bed
 
 
 def test_cuda_stub_in_the_image(ready: Bed) -> None:
-    """A file, a foreign link and a directory in place of libcuda.so.1; pods have the driver's own all the same."""
+    """A file, a foreign link and a directory take the place of libcuda.so.1; pods still have the driver's own."""
     for make, said in (
         (f"echo stub > {CUDA}", f"{CUDA} (a file)"),
         (f"mkdir -p /opt/stubs && echo stub > /opt/stubs/libcuda.so && ln -s /opt/stubs/libcuda.so {CUDA}",
@@ -94,7 +94,7 @@ def test_cuda_stub_in_the_image(ready: Bed) -> None:
 
 
 def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
-    """Runtimes drop the names of both files; the others go on working."""
+    """Runtimes drop names that are in both files; other names still work."""
     theirs = f"{ROOT}/etc/cdi/site.json"
     ready.guest.write(theirs, spec_with(ready.node.spec(), **{"1": "1", "site": "2"}).encode())
     assert f"unresolvable CDI devices {KIND}=1" in cannot_start(ready.node, "1")
@@ -111,7 +111,7 @@ def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
 
 
 def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
-    """A pod that asks for GPU 1 gets what the other file has under this name; one that is broken harms nobody."""
+    """A pod that requests GPU 1 gets the other file's device of this name. A broken file has no effect."""
     ready.node.shell(f"mkdir -p /var/run/cdi && printf %s {KIND!r} > /var/run/cdi/broken.json")
     theirs = spec_with(ready.node.spec(), **{"1": "5"})
     script = f"cat > {REFRESHED} <<'EOF'\n{theirs}\nEOF"
@@ -128,10 +128,10 @@ def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
 
 
 def test_nvidias_own_refresh_service(ready: Bed) -> None:
-    """The units of NVIDIA's packages, which the image masks: named while they are only enabled, and when they ran."""
+    """The image masks these units of NVIDIA's packages. They are named if they are enabled, and again once they ran."""
     source = Path(run([go(), "list", "-m", "-f", "{{.Dir}}", TOOLKIT], cwd=MODULE)) / "deployments/systemd"
     for unit in REFRESH_UNITS:
-        # The mask is a link in the same place.
+        # The mask is a link at the same path.
         ready.run("rm", f"{ROOT}/etc/systemd/system/{unit}")
         ready.guest.write(f"{ROOT}/etc/systemd/system/{unit}", (source / unit).read_bytes())
     ready.node.run("systemctl", "enable", *REFRESH_UNITS)
@@ -151,7 +151,7 @@ def test_nvidias_own_refresh_service(ready: Bed) -> None:
 
 
 def test_image_without_our_half(ready: Bed) -> None:
-    """Nothing in the machine answers: said as that, with what to do."""
+    """Nothing in the machine answers: the condition says so, with advice."""
     ready.run("sh", "-c", f"rm -rf {ROOT}/usr/lib/unbounded-agent; find {ROOT}/etc {ROOT}/usr/lib/systemd "
               "-name 'unbounded-agent*' -delete -o -name '50-unbounded-agent.conf' -delete")  # fmt: skip
     ready.run("systemctl", "restart", f"systemd-nspawn@{MACHINE}.service", timeout=200)

@@ -1,7 +1,7 @@
-"""MIG instances and IMEX channels that an administrator makes and destroys while machine and pods run.
+"""An administrator makes and removes MIG instances and IMEX channels while machine and pods run.
 
-The instances are the simulation's, made step by step as NVML does it. NVIDIA's own nvidia-modprobe makes the nodes, and
-who may open what is decided by the kernel's device policy, CDI and runc.
+The instances are the simulation's, made step by step as NVML does. NVIDIA's own nvidia-modprobe makes the nodes; the
+kernel's device policy, CDI and runc decide who may open what.
 """
 
 import json
@@ -18,15 +18,15 @@ pytestmark = pytest.mark.scenario("002")
 
 MAKE_NODES = "/usr/lib/simulated-gpu-host/make-nodes"
 CAPS = {minor: f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (1, 12, 13, 21, 22)}
-"""mig/config; gi1 and its ci0, gi2 and its ci0 of the first GPU, by the driver's table of all possible ones."""
+"""mig/config, gi1 and its ci0, gi2 and its ci0 of the first GPU, by the driver's table of all possible ones."""
 NODES = ("/dev/nvidia0", "/dev/nvidia1", *CAPS.values())
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 SECONDS = 150
-"""An instance that goes makes no event: until the next pass by the timer, in an emulated machine."""
+"""An instance that is destroyed makes no event: the timer's next pass finds out, in an emulated machine."""
 
 
 def mig(bed: Bed, *words: object) -> None:
-    """A step by an administrator's hand, in the simulation's words."""
+    """Do an administrator's step, in the simulation's terms."""
     step = " ".join(map(str, words))
     bed.run("sh", "-c", f"echo {step} > /proc/driver/nvidia/simulated_mig")
 
@@ -39,7 +39,7 @@ def wait_until(bed: Bed, what: str, holds: Callable[[], bool], seconds: float = 
 
 
 def names(bed: Bed) -> set[str]:
-    """Of the devices of the published CDI spec."""
+    """Return the names of the devices in the published CDI specification."""
     return {each["name"] for each in bed.node.spec()["devices"]}
 
 
@@ -58,7 +58,7 @@ def opened(output: str) -> set[str]:
 
 
 def test_a_mig_device_is_made_and_destroyed_by_hand(ready: Bed) -> None:
-    """Not before it is whole; then a pod gets its GPU and its own two capabilities. Nothing is restarted for it."""
+    """It is offered only when complete. A pod then gets its GPU and its own two capabilities, without any restart."""
     at_start = ready.starts()
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("1",)))
     mig(ready, "enable", 0)
@@ -93,8 +93,8 @@ def test_a_mig_device_is_made_and_destroyed_by_hand(ready: Bed) -> None:
     assert "restart" not in journal(ready)
 
 
-def test_an_instance_without_a_node_is_named_and_comes_with_it(ready: Bed) -> None:
-    """The driver made the instance, nobody made its nodes yet; the other GPUs go on."""
+def test_an_instance_without_a_node_is_named_and_published_with_it(ready: Bed) -> None:
+    """The driver has made the instance, but its nodes are not made yet; other GPUs keep working."""
     mig(ready, "enable", 0)
     mig(ready, "create-gi", 0, 1, 1)
     mig(ready, "create-ci", 0, 1, 0, 1)
@@ -107,7 +107,7 @@ def test_an_instance_without_a_node_is_named_and_comes_with_it(ready: Bed) -> No
 
 
 def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
-    """Where the configuration asks for them: the node appears in the running machine, opens, and is taken back."""
+    """If the configuration asks for channels, the node appears in the running machine, opens, and is withdrawn."""
     at_start = ready.starts()
     ready.guest.write("/etc/unbounded-agent/config.toml", f"[machines.{MACHINE}]\nimex_channels = true\n".encode())
     ready.run("systemctl", "reload", "unbounded-agent.service", timeout=120)
@@ -116,5 +116,5 @@ def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
     opens = ("python3", "-c", OPEN, CHANNEL)
     wait_until(ready, "given", lambda: ready.node.run(*opens, check=False).status == 0 and is_ready(ready))
     ready.run("rm", CHANNEL)
-    wait_until(ready, "taken back", lambda: ready.node.run("test", "-e", CHANNEL, check=False).status != 0)
+    wait_until(ready, "withdrawn", lambda: ready.node.run("test", "-e", CHANNEL, check=False).status != 0)
     assert ready.restarted(at_start) == "nothing"

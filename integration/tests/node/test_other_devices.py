@@ -1,4 +1,4 @@
-"""Devices that are no GPUs, and mounts, in a real machine on a real kernel."""
+"""Devices other than GPUs, and mounts, in a real machine on a real kernel."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from integration.conftest import Bed
 
 CONFIG = "/etc/unbounded-agent/config.toml"
 LATENCY = "/dev/cpu_dma_latency"
-"""A miscellaneous device of kernels with power management; four bytes can be read of it (kernel/power/qos.c)."""
+"""A miscellaneous device of kernels with power management, from which four bytes can be read (kernel/power/qos.c)."""
 SETTINGS = f"""\
 [machines.gpu-node]
 devices = ["gdrcopy"]
@@ -29,11 +29,11 @@ devices = ["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 cdi_modes = ["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
 imex_channels = true
 """
-OF_THE_KERNEL = (
+KERNEL_NODES = (
     *("/dev/kvm", "/dev/net/tun", "/dev/vhost-net", "/dev/vhost-vsock"),
     *("/dev/infiniband/rdma_cm", "/dev/infiniband/uverbs0"),
 )
-"""By the kernel's real drivers: KVM on the emulated processor, RDMA over Ethernet on the loopback interface."""
+"""Nodes of the kernel's real drivers: KVM on the emulated processor, RDMA over Ethernet on the loopback interface."""
 SIMULATED = ("/dev/accel/accel0", "/dev/gdrdrv", "/dev/nvidia-fs0", "/dev/nvidia-fs1")
 SWITCH = ("/dev/nvidia-nvswitch0", "/dev/nvidia-nvswitchctl")
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
@@ -45,10 +45,10 @@ make /dev/nvidia-nvswitchctl nvidia-nvswitch 255
 make /dev/nvidia-caps-imex-channels/channel0 nvidia-caps-imex-channels 0
 """
 KVM_VERSION = "import fcntl, os; print(fcntl.ioctl(os.open('/dev/kvm', os.O_RDWR), 0xAE00))"
-"""KVM_GET_API_VERSION, which is 12 for good (Documentation/virt/kvm/api.rst)."""
+"""KVM_GET_API_VERSION, which is always 12 (Documentation/virt/kvm/api.rst)."""
 
 
-def test_what_settings_name_is_there_and_what_lacks_stops_nothing(installed: Bed) -> None:
+def test_configured_devices_are_present_and_missing_ones_stop_nothing(installed: Bed) -> None:
     installed.run("mkdir", "-p", "/srv/models", "/home/user/data")
     installed.run("chown", "1000", "/home/user")
     installed.guest.write("/srv/models/weights", b"some")
@@ -70,49 +70,49 @@ def test_what_settings_name_is_there_and_what_lacks_stops_nothing(installed: Bed
 
 
 def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None:
-    """Not by an event: the service finds nodes that are named by path in its passes."""
+    """No event is needed: passes of the service find nodes that are configured by path."""
     before = ready.starts()
     ready.guest.write(CONFIG, f'[machines.gpu-node]\nextra_devices = [{{ path = "{LATE}" }}]\n'.encode())
     minor = ready.run("stat", "--format=%T", LATENCY).stdout.strip()
     ready.run("mknod", LATE, "c", "10", str(int(minor, 16)))
-    look(ready)
+    reconcile(ready)
     wait_until(ready, f"test -c {LATE}")
     ready.node.run("head", "-c", "4", LATE)
     ready.run("rm", LATE)
-    look(ready)
+    reconcile(ready)
     wait_until(ready, f"test ! -e {LATE}")
-    # The number is nobody's any more in the machine: the node was one thing, the permission another.
+    # In the machine, the number is no longer permitted either: node and permission are separate.
     ready.node.run("mknod", "/run/again", "c", "10", str(int(minor, 16)), check=False)
     assert ready.node.run("head", "-c", "4", "/run/again", check=False).status != 0
     assert ready.restarted(before) == "nothing"
 
 
 def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Callable[[str, object], None]) -> None:
-    """Real drivers where the kernel has some that need no hardware, stand-ins (simulations) for the others."""
+    """Real drivers where the kernel has one that needs no hardware, otherwise stand-ins (simulations)."""
     bed, before = ready, ready.starts()
     load_drivers(bed)
     bed.guest.write(CONFIG, SWITCHES.encode())
-    look(bed)
+    reconcile(bed)
     started = time.monotonic()
     modes = ("gdrcopy", "gds", "imex", "management", "mofed", "nvswitch")
     wait_for_specs(bed, *modes)
     measured("seconds until all specifications are there", round(time.monotonic() - started, 1))
     bed.node.shell("for each in /etc/cdi/*; do cdi-validate $each || exit 1; done")
     assert bed.node.run("python3", "-c", KVM_VERSION).stdout.strip() == "12"
-    numbers = ("stat", "-c", "%n %t:%T", *OF_THE_KERNEL, *SIMULATED)
+    numbers = ("stat", "-c", "%n %t:%T", *KERNEL_NODES, *SIMULATED)
     assert bed.node.run(*numbers).stdout == bed.run(*numbers).stdout
 
-    assert opened(bed, "nvidia.com/mofed=all", "nvidia.com/gdrcopy=all") == {*OF_THE_KERNEL[-2:], "/dev/gdrdrv"}
+    assert opened(bed, "nvidia.com/mofed=all", "nvidia.com/gdrcopy=all") == {*KERNEL_NODES[-2:], "/dev/gdrdrv"}
     assert opened(bed, "nvidia.com/gds=all", "nvidia.com/imex-channel=0") == {*SIMULATED[-2:], CHANNEL}
     assert opened(bed, "nvidia.com/nvswitch=all") == {*SWITCH}
     assert opened(bed, "management.nvidia.com/gpu=all") == {"/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl", CHANNEL}
     assert opened(bed) == set()
-    # What a pod can write itself, where it may have that RuntimeClass.
+    # A pod can set this itself if it may use that RuntimeClass.
     visible = {"NVIDIA_VISIBLE_DEVICES": "7,nvidia.com/mofed=all"}
-    wanted = {*OF_THE_KERNEL[-2:], "/dev/nvidia7", "/dev/nvidiactl"}
+    wanted = {*KERNEL_NODES[-2:], "/dev/nvidia7", "/dev/nvidiactl"}
     assert opened(bed, runtime="nvidia", environment=visible) == wanted
 
-    # What goes is in no specification any more, and then not in the machine.
+    # A device that disappears is first removed from the specifications, then from the machine.
     bed.run("rdma", "link", "delete", "rxe0")
     bed.run("rm", "/dev/gdrdrv", *SWITCH)
     bed.run("rmmod", "simulated_devices")
@@ -126,15 +126,15 @@ def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Call
     assert "no device for mode gds, gdrcopy, nvswitch" in conditions["CDISpecCurrent"]["message"]
 
     bed.guest.write(CONFIG, b"[machines.gpu-node]\n")
-    look(bed)
+    reconcile(bed)
     wait_for_specs(bed)
-    wait_gone(bed, *OF_THE_KERNEL[2:], CHANNEL)
+    wait_gone(bed, *KERNEL_NODES[2:], CHANNEL)
     bed.wait_ready()
     assert bed.restarted(before) == "nothing"
 
 
 def load_drivers(bed: Bed) -> None:
-    """And the nodes that no driver makes by itself."""
+    """Load the drivers, and make the nodes that no driver makes by itself."""
     bed.run("modprobe", "--all", "kvm_amd", "tun", "vhost_net", "vhost_vsock", "rdma_rxe", "rdma_ucm", "drm")
     bed.run("rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "lo")
     bed.guest.write("/root/simulated_devices.ko", simulated_module("devices").read_bytes())
@@ -142,13 +142,13 @@ def load_drivers(bed: Bed) -> None:
     bed.run("sh", "-ec", MAKE_NODES)
 
 
-def look(bed: Bed) -> None:
-    """Has the service read its configuration and look at the host."""
+def reconcile(bed: Bed) -> None:
+    """Let the service read its configuration and make a pass."""
     bed.run("systemctl", "reload", "unbounded-agent.service")
 
 
 def wait_until(bed: Bed, script: str, seconds: float = 240) -> None:
-    """Until a script succeeds in the machine."""
+    """Wait until a script succeeds in the machine."""
     deadline = time.monotonic() + seconds
     while bed.node.shell(script, check=False).status != 0:
         journal = bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "40").stdout
@@ -157,18 +157,18 @@ def wait_until(bed: Bed, script: str, seconds: float = 240) -> None:
 
 
 def wait_for_specs(bed: Bed, *modes: str) -> None:
-    """Until just these modes have a specification beside that of GPUs."""
+    """Wait until only these modes have a specification next to the GPUs'."""
     names = " ".join([*(f"nvidia-{mode}.yaml" for mode in sorted(modes)), "nvidia.yaml"])
     wait_until(bed, f'test "$(echo $(ls /etc/cdi))" = "{names}"')
 
 
 def wait_gone(bed: Bed, *paths: str) -> None:
-    """Until none of these is in the machine: its half takes specifications away first, then nodes, one by one."""
+    """Wait until none of these is in the machine: its half removes specifications first, then nodes, one by one."""
     wait_until(bed, f'test -z "$(ls {" ".join(paths)} 2>/dev/null)"')
 
 
 def opened(bed: Bed, *names: str, runtime: str = "", environment: dict[str, str] | None = None) -> set[str]:
-    """What a pod with these CDI devices opens of all nodes that could be there."""
-    nodes = (*OF_THE_KERNEL, *SIMULATED, *SWITCH, CHANNEL, "/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl")
+    """Return which of all possible nodes a pod with these CDI devices can open."""
+    nodes = (*KERNEL_NODES, *SIMULATED, *SWITCH, CHANNEL, "/dev/nvidia0", "/dev/nvidia7", "/dev/nvidiactl")
     found = bed.node.pod(Pod(("gpu-probe", *nodes), names, runtime, environment or {})).stdout
     return {path for path, result in json.loads(found)["open"].items() if result == "OK"}

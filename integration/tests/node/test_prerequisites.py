@@ -1,4 +1,4 @@
-"""What the host has to bring: a driver that is loaded by configuration, and that machines of every network can see."""
+"""Prerequisites of the host: a driver that the configuration can load, and that machines with any network can see."""
 
 import time
 
@@ -23,8 +23,8 @@ def loaded(bed: Bed) -> set[str]:
 
 
 @pytest.mark.scenario("003")
-def test_an_installed_driver_is_loaded_where_that_is_configured(installed: Bed) -> None:
-    """By the service, without a hand, and the machine becomes ready."""
+def test_an_installed_driver_is_loaded_if_configured(installed: Bed) -> None:
+    """The service loads it without help, and the machine becomes ready."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
     installed.run("sh", "-ec", f"{UNLOAD}; {ALLOW}")
     installed.run("systemctl", "start", "unbounded-agent.service", timeout=240)
@@ -34,7 +34,7 @@ def test_an_installed_driver_is_loaded_where_that_is_configured(installed: Bed) 
 
 
 def test_a_gpu_that_is_plugged_in_brings_its_driver(installed: Bed) -> None:
-    """But a driver that is blacklisted is refused, in words."""
+    """But a blacklisted driver is not loaded, and the log says why."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
     installed.run("sh", "-ec", UNLOAD)
     assert installed.run("systemctl", "start", LOADING, check=False).status != 0
@@ -60,7 +60,7 @@ def test_nothing_is_loaded_unless_it_is_configured(installed: Bed) -> None:
 
 
 def expect_driver_seen(bed: Bed) -> None:
-    """What NVML and container runtimes look for."""
+    """Assert that the files are present that NVML and container runtimes look for."""
     node = bed.node
     version = bed.run("cat", "/sys/module/nvidia/version").stdout
     assert node.run("cat", "/sys/module/nvidia/version").stdout == version
@@ -70,12 +70,12 @@ def expect_driver_seen(bed: Bed) -> None:
     assert links == ["/dev/nvidia0", "/dev/nvidiactl"]
 
 
-def test_a_machine_with_the_host_s_network_sees_the_driver(ready: Bed) -> None:
+def test_a_machine_with_the_hosts_network_sees_the_driver(ready: Bed) -> None:
     expect_driver_seen(ready)
 
 
-def test_a_machine_with_a_network_of_its_own_sees_the_driver(installed: Bed) -> None:
-    """As with the default settings, systemd-nspawn shows it a /sys of a few directories."""
+def test_a_machine_with_its_own_network_sees_the_driver(installed: Bed) -> None:
+    """With default settings too: systemd-nspawn then shows the machine a /sys with only a few directories."""
     installed.guest.write("/etc/unbounded-agent/config.toml", PRIVATE)
     installed.agent("apply")
     conditions = installed.conditions()

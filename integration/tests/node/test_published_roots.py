@@ -1,4 +1,4 @@
-"""Driver roots as machines see them: nothing in a machine changes them, and the host mounts them without the agent."""
+"""Driver roots as machines see them: a machine cannot change them, and the host mounts them without the agent."""
 
 import pytest
 
@@ -17,12 +17,12 @@ ATTACKS = (
     "mount -o remount,bind,rw {parent} && touch {parent}/x",
     "mount -o remount,rw {parent}",
     "chattr +i {parent}",
-    # Not mounted here any more, so that it is no mount point for this machine's kernel calls.
+    # It is no longer mounted here, so it is not a mount point for this machine's kernel calls.
     "umount {root} && rmdir {root}",
     "mv {root} {parent}/9",
     "mkdir {parent}/999",
 )
-"""Each after the ones before, by root in the machine, who has all capabilities and no user namespace."""
+"""Each follows the ones before, as root in the machine with all capabilities and no user namespace."""
 NO_OVERLAY = """
 rmmod overlay || true
 mv "$(modinfo -F filename overlay)" /root/
@@ -32,14 +32,14 @@ OVERLAY_AGAIN = "mv /root/overlay.ko* /usr/lib/modules/$(uname -r)/kernel/fs/ove
 
 
 def mounted(bed: Bed) -> set[str]:
-    """Mount points of the host below the agent's state."""
+    """Return the host's mount points below the agent's state."""
     listed = bed.run("findmnt", "--noheadings", "--raw", "--output=TARGET,FSTYPE").stdout.splitlines()
     found = {path for path, kind in map(str.split, listed) if kind == "overlay"}
     return {path.removeprefix(f"{STATE}/") for path in found if path.startswith(f"{STATE}/")}
 
 
 def expect_unchangeable(bed: Bed, index: str = "0") -> None:
-    """By root in the machine; the host's mounts and files are as before, and machines that start see them."""
+    """Attack as root in the machine. The host's mounts and files stay the same, and machines that start see them."""
     before, files = mounted(bed), f"find {HOST_NVIDIA}/{index}/ | sort | sha256sum"
     assert {"host-nvidia", f"host-nvidia/{index}"} <= before
     digest = bed.run("sh", "-c", files).stdout
@@ -51,7 +51,7 @@ def expect_unchangeable(bed: Bed, index: str = "0") -> None:
 
 
 def driver_root(bed: Bed) -> str:
-    """What the machine's libcuda is a link into."""
+    """Return the index of the driver root that the machine's libcuda links to."""
     script = "readlink -f /usr/lib/x86_64-linux-gnu/libcuda.so.1"
     path: str = bed.node.run("sh", "-c", f"{script} && test -s $({script})").stdout
     return path.removeprefix(f"{MACHINE_HOST_NVIDIA}/").partition("/")[0]
@@ -64,7 +64,7 @@ def test_root_in_a_machine_changes_nothing_that_others_see(ready: Bed) -> None:
     assert driver_root(ready) == "0"
 
 
-def test_a_host_that_starts_without_the_agent_mounts_them(ready: Bed) -> None:
+def test_a_host_that_starts_without_the_agent_mounts_driver_roots(ready: Bed) -> None:
     ready.run("machinectl", "enable", MACHINE)
     ready.run("rm", "-r", "/opt/unbounded-agent")
     ready.run("sync")
@@ -74,8 +74,8 @@ def test_a_host_that_starts_without_the_agent_mounts_them(ready: Bed) -> None:
     assert mounted(ready) == {"host-nvidia", "host-nvidia/0"}
 
 
-def test_files_that_are_gone_are_staged_again(ready: Bed) -> None:
-    """Another index: containers go on with what is left of the first."""
+def test_missing_files_are_staged_again(ready: Bed) -> None:
+    """They get another index: containers keep what is left of the first."""
     ready.wait_served()
     ready.run("rm", "-r", f"{TREES}/0")
     ready.agent("apply", timeout=400)
@@ -86,9 +86,7 @@ def test_files_that_are_gone_are_staged_again(ready: Bed) -> None:
 
 
 def test_a_kernel_without_overlay_file_systems(installed: Bed) -> None:
-    """The machine boots with its GPUs, from plain directories; these are replaced once the kernel has them and no
-    machine runs.
-    """
+    """The machine boots with its GPUs from plain directories, replaced once overlays work and no machine runs."""
     installed.run("sh", "-ec", NO_OVERLAY)
     installed.agent("apply", timeout=400, check=False)
     staged = installed.conditions()["DriverRootStaged"]

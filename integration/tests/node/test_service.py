@@ -1,4 +1,4 @@
-"""The service under its sandbox: metrics, a steady state that costs nothing, and a foreign file that survives."""
+"""The service in its sandbox: metrics, a steady state that costs nothing, and a foreign file that survives."""
 
 import json
 import time
@@ -21,7 +21,7 @@ FETCH = "import urllib.request, sys; page = urllib.request.urlopen(sys.argv[1], 
 
 
 def passes(bed: Bed) -> float:
-    """How many passes the service has made, whatever their result, as its metrics page says."""
+    """Return how many passes the service has made, whatever their result, from its metrics page."""
     script = FETCH + "print(page.read().decode())"
     text = bed.run("python3", "-c", script, "http://127.0.0.1:9788/metrics").stdout
     counters = [line for line in text.splitlines() if line.startswith("unbounded_agent_reconcile_total{")]
@@ -37,7 +37,7 @@ def wait_for_a_pass(bed: Bed, after: float, seconds: float = 120) -> None:
 
 
 def test_all_conditions_are_true(ready: Bed) -> None:
-    """But for those that need a kubelet or a persistence daemon, each with that reason."""
+    """Except those that need a kubelet or a persistence daemon, each with that reason."""
     conditions = ready.wait_ready()
     others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
     assert others == {"GPUsAdvertised": "NoKubelet", "PersistenceMode": "DaemonNotRunning"}
@@ -46,7 +46,7 @@ def test_all_conditions_are_true(ready: Bed) -> None:
 
 
 def test_prometheus_scrapes_it(ready: Bed) -> None:
-    """Debian's real Prometheus, asked by its own client."""
+    """Debian's real Prometheus scrapes, and its own client queries it."""
     ready.wait_served()
     ready.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
     ready.run("systemctl", "start", "prometheus.service")
@@ -66,7 +66,6 @@ def test_health_pages(ready: Bed) -> None:
 
 
 def test_a_second_pass_writes_nothing_and_restarts_nothing(ready: Bed) -> None:
-    """Neither on the host nor in the machine."""
     watched = "stat -c '%n %i %z' /etc/systemd/nspawn/gpu-node.nspawn /var/lib/unbounded-agent/machines/*/handoff/*"
     inside = (
         "stat -c '%n %i %z' /etc/cdi/nvidia.yaml /etc/containerd/config.toml /etc/containerd/conf.d/*; "
@@ -82,7 +81,7 @@ def test_a_second_pass_writes_nothing_and_restarts_nothing(ready: Bed) -> None:
 
 
 def test_the_users_containerd_settings_survive(ready: Bed) -> None:
-    """containerd 1.7 replaces whole tables from imported files: registry, sandbox image and CNI paths must be there."""
+    """containerd 1.7 replaces whole tables by imported files: registry, sandbox image and CNI paths must be kept."""
     effective = ready.node.run("containerd", "config", "dump").stdout
     for setting in (
         'sandbox_image = "registry.invalid/pause:local"',
@@ -96,14 +95,14 @@ def test_the_users_containerd_settings_survive(ready: Bed) -> None:
 
 
 def test_the_published_spec_is_valid(ready: Bed) -> None:
-    """By the CDI project's own library."""
+    """The CDI project's own library says so."""
     ready.node.run("cdi-validate", "/etc/cdi/nvidia.yaml")
     hooks = ready.node.spec()["containerEdits"]["hooks"]
     assert {hook["args"][1] for hook in hooks} == {"create-symlinks", "update-ldcache"}
 
 
 def test_the_toolkits_own_generator_is_masked(ready: Bed) -> None:
-    """What nvidia-cdi-refresh writes into /var/run/cdi would outrank our specification."""
+    """The specification that nvidia-cdi-refresh writes to /var/run/cdi would outrank ours."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
         assert ready.node.run("systemctl", "is-enabled", unit, check=False).stdout.strip() == "masked"
 
@@ -117,7 +116,7 @@ def test_a_foreign_settings_file_is_left_alone(installed: Bed) -> None:
     assert installed.guest.read("/etc/systemd/nspawn/gpu-node.nspawn") == foreign
 
 
-def test_a_second_agent_says_so_and_ends(ready: Bed) -> None:
+def test_a_second_agent_says_so_and_exits(ready: Bed) -> None:
     finished = ready.agent("run", check=False, timeout=60)
     assert finished.status == 1
     assert "another" in finished.stderr

@@ -1,4 +1,4 @@
-"""Two machines on one host, each with GPUs of its own, and a third that is not there."""
+"""Two machines on one host, each with its own GPUs, and a third that does not exist."""
 
 import json
 
@@ -29,10 +29,10 @@ for minor in range(8):
 
 
 def roots(bed: Bed) -> None:
-    """Both machines from the one image, each with its changes in a file system of its own."""
+    """Make both machines from one image, each with its own overlay for changes."""
     image = "/run/image"
     bed.run("mkdir", image)
-    # Private: else what is mounted upon the root directory would be mounted upon this as well (shared subtrees).
+    # Private: otherwise mounts on the root directory would appear here as well (shared subtrees).
     bed.run("mount", "--bind", "--make-private", f"/var/lib/machines/{MACHINE}", image)
     for machine in (MACHINE, SECOND):
         root, changes = f"/var/lib/machines/{machine}", f"/run/changes-{machine}"
@@ -44,12 +44,12 @@ def roots(bed: Bed) -> None:
 
 
 def opened(bed: Bed, machine: str) -> set[int]:
-    """Minors of the GPU nodes that open in a machine, also of such that are put there from the host by hand."""
+    """Return the minors of GPU nodes that open in a machine, including nodes that somebody bound from the host."""
     return {int(minor) for minor in Node(bed.guest, machine).run("python3", "-c", OPEN).stdout.split()}
 
 
 def test_each_machine_has_its_own(installed: Bed) -> None:
-    """By number, without those that another one names; the kernel keeps them apart, and one fault is one machine's."""
+    """One is configured by number, and gets none that the other names. The kernel separates them, and so do faults."""
     roots(installed)
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIG.encode())
     finished = installed.agent("apply", timeout=400, check=False)
@@ -61,6 +61,6 @@ def test_each_machine_has_its_own(installed: Bed) -> None:
     assert ready == {MACHINE: "AllConditionsTrue", SECOND: "AllConditionsTrue", "missing": "NoSuchMachine"}
     assert opened(installed, MACHINE) == {0, 2, 3}
     assert opened(installed, SECOND) == {1}
-    # Neither a node that somebody binds there gives the other machine's GPU away.
+    # Binding a node by hand does not give away the other machine's GPU.
     installed.run("machinectl", "--mkdir", "bind", SECOND, "/dev/nvidia0")
     assert opened(installed, SECOND) == {1}

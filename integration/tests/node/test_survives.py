@@ -1,4 +1,4 @@
-"""What was set up holds over reloads, restarts and reboots of all that is around the agent, and over its own pause."""
+"""What was set up survives reloads, restarts and reboots of everything around the agent, and pauses of the agent."""
 
 import json
 import time
@@ -16,7 +16,7 @@ from integration.tests.node.test_live import wait_for_wakeup, wakeups
 pytestmark = pytest.mark.scenario("002")
 
 STOPPED = 60
-"""Seconds."""
+"""Seconds without the agent."""
 Measured = Callable[[str, object], None]
 
 PROBE = ("gpu-probe", "/dev/nvidia1", "/dev/nvidia2", "libcuda.so.1")
@@ -34,7 +34,7 @@ def expect_by_cdi(bed: Bed) -> None:
 
 
 def expect_all_ways(bed: Bed) -> None:
-    """By a CDI name, by runtimeClassName, and nothing without a grant."""
+    """Assert access by CDI name and by runtimeClassName, and no access without a grant."""
     expect_by_cdi(bed)
     expect_one_gpu(bed, Pod(PROBE, runtime="nvidia", environment={"NVIDIA_VISIBLE_DEVICES": "1"}))
     found = json.loads(bed.node.pod(Pod(PROBE)).stdout)
@@ -49,7 +49,7 @@ def test_daemon_reload_on_the_host_and_in_the_machine(ready: Bed) -> None:
 
 
 def test_restarts_of_machined_dbus_and_containerd(ready: Bed, measured: Measured) -> None:
-    """The agent goes on without a restart of its own, and none of them is restarted by it; then a GPU still comes."""
+    """The agent needs no restart of its own and restarts nothing; afterwards, a new GPU still arrives."""
     ready.wait_served()
     before = ready.starts()
     for restart in (("systemctl", "restart", "systemd-machined.service"), ("systemctl", "restart", "dbus.service")):
@@ -74,8 +74,8 @@ def test_restarts_of_machined_dbus_and_containerd(ready: Bed, measured: Measured
 
 
 @pytest.mark.exhaustive
-def test_a_service_that_stands_still_for_a_minute(ready: Bed, measured: Measured) -> None:
-    """Its watchdog does not fire; what came and went meanwhile is as if it had been seen."""
+def test_a_service_that_is_stopped_for_a_minute(ready: Bed, measured: Measured) -> None:
+    """The watchdog does not fire, and changes during the pause are handled as if they had just been seen."""
     ready.wait_served()
     before = ready.starts()
     with Watching(ready.node.run, GPUS[PORT]) as watching:
@@ -119,7 +119,7 @@ def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> Non
 
 
 def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed, measured: Measured) -> None:
-    """The machine's start waits for the driver; it boots with its GPUs."""
+    """The machine's start waits for the driver, and the machine boots with its GPUs."""
     ready.run("machinectl", "enable", "gpu-node")
     ready.guest.write("/etc/simulated-driver/late", b"60")
     ready.run("sync")

@@ -1,4 +1,4 @@
-"""Intel's and AMD's GPUs beside NVIDIA's, by stand-in drivers with real DRM devices (integration/simulation/drm)."""
+"""Intel's and AMD's GPUs next to NVIDIA's, with stand-in drivers and real DRM devices (integration/simulation/drm)."""
 
 import json
 import re
@@ -17,14 +17,14 @@ from integration.conftest import Bed
 pytestmark = pytest.mark.scenario("004")
 
 INTEL_PORT, AMD_PORT, BMC_PORT = 8, 9, 10
-"""Empty ones: the host begins with GPUs in 0 to 7."""
+"""Empty ports: the host begins with GPUs in 0 to 7."""
 USER = 1000
 RENDER = 4242
-"""The number of the machine's group `render`, where it has one on purpose that the host's has not."""
+"""The number of the machine's group `render`, deliberately different from the host's."""
 
 
 def links(bed: Bed, address: str) -> list[str]:
-    """The host's nodes of a PCI device, card first."""
+    """Return the host's nodes of a PCI device, card first."""
     script = f"for link in /dev/dri/by-path/pci-{address}-*; do readlink -f $link; done"
     return bed.run("sh", "-c", script).stdout.split()
 
@@ -35,7 +35,7 @@ def spec(bed: Bed, vendor: str) -> dict[str, Any]:
 
 
 def wait_for_specs(bed: Bed, *vendors: str, seconds: float = 200) -> None:
-    """Until the machine is ready, and has the CDI specs of just these vendors."""
+    """Wait until the machine is ready, and has the CDI specifications of only these vendors."""
     deadline, wanted = time.monotonic() + seconds, sorted(f"{vendor}.yaml" for vendor in vendors)
     while (
         bed.node.run("ls", "/etc/cdi", check=False).stdout.split() != wanted
@@ -47,13 +47,13 @@ def wait_for_specs(bed: Bed, *vendors: str, seconds: float = 200) -> None:
 
 
 def opened(bed: Bed, cdi: tuple[str, ...], nodes: list[str]) -> set[str]:
-    """Those of the nodes that a pod without root's rights opens."""
+    """Return which of the nodes a pod without root's rights can open."""
     found = bed.node.pod(Pod(("gpu-probe", *nodes), cdi=cdi, user=USER)).stdout
     return {path for path, result in json.loads(found)["open"].items() if result == "OK"}
 
 
 def test_each_node_goes_to_its_own_vendor(ready: Bed) -> None:
-    """Mixed host, by hot-plug: two specs more, each pod gets its GPU's nodes and opens them; then one GPU goes."""
+    """Two hot-plugged GPUs add two specifications, and each pod opens its GPU's nodes. Then one GPU is removed."""
     bed, at_start = ready, ready.starts()
     bed.node.shell(f"sed -i /^render:/d /etc/group && echo render:x:{RENDER}: >> /etc/group")
     before = set(bed.node.shell("ls /dev/dri").stdout.split())
@@ -89,7 +89,7 @@ def test_each_node_goes_to_its_own_vendor(ready: Bed) -> None:
 
 
 def expect_alone(bed: Bed, address: str) -> list[str]:
-    """The machine has that GPU of Intel's and nothing of another, by all that names nodes; the GPU's nodes."""
+    """Assert that everything that names nodes has only this Intel GPU; return its nodes."""
     own = links(bed, address)
     minors = {re.sub(r"\D", "", path) for path in own}
     assert set(bed.node.shell("ls -d /dev/nvidia* /dev/dri/[cr]*", check=False).stdout.split()) == set(own)
@@ -113,7 +113,7 @@ def expect_alone(bed: Bed, address: str) -> list[str]:
 
 
 def test_intels_gpu_alone_and_renumbered_by_a_reboot(ready: Bed, measured: Callable[[str, object], None]) -> None:
-    """A machine that is to have no other leaves NVIDIA's at once; then its GPU is the first one that a driver takes."""
+    """A machine restricted to Intel's GPU loses NVIDIA's at once. After the reboot, Intel's driver loads first."""
     bed = ready
     drm_gpus.load_drivers(bed.host)
     intel = drm_gpus.plug(bed.host, INTEL_PORT, drm_gpus.INTEL)
