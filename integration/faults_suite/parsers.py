@@ -50,7 +50,7 @@ def _config(data: bytes) -> object:
 
 
 def _no_program(argv: tuple[str, ...], timeout: float) -> NoReturn:
-    raise AssertionError(f"nobody expected {argv}")
+    raise AssertionError(f"unexpected program: {argv}")
 
 
 def _spec(data: bytes) -> object:

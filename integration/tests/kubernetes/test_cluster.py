@@ -307,7 +307,7 @@ def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: 
     bed.node.run("umount", "/usr/bin/nvidia-ctk")
     cluster.wait("GPUReady is True again", is_on_node("True"))
     configure(bed, CONFIGURATION)
-    cluster.wait("GPUReady is taken back", lambda: not on_node())
+    cluster.wait("GPUReady is withdrawn", lambda: not on_node())
 
 
 @pytest.fixture

@@ -63,10 +63,10 @@ def test_configured_devices_are_present_and_missing_ones_stop_nothing(installed:
     conditions = installed.conditions()
     assert conditions["Ready"]["status"] == "True"
     assert "nodes of other devices that are here: 1" in conditions["DevicesAllowed"]["message"]
-    told = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
-    assert 'devices "gdrcopy"' in told
-    assert "/srv/absent for /mnt/absent" in told
-    assert "/home/user belongs to user 1000" in told, "who could put a link to anything of the host there"
+    message = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
+    assert 'devices "gdrcopy"' in message
+    assert "/srv/absent for /mnt/absent" in message
+    assert "/home/user belongs to user 1000" in message, "who could put a link to anything of the host there"
 
 
 def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None:
@@ -121,8 +121,8 @@ def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Call
     wait_gone(bed, *gone)
     assert opened(bed, "nvidia.com/mofed=all") == {"/dev/infiniband/rdma_cm"}
     conditions = bed.wait_ready()
-    told = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
-    assert all(f'devices "{name}"' in told for name in ("gdrcopy", "nvidia-fs", "accel")), told
+    message = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
+    assert all(f'devices "{name}"' in message for name in ("gdrcopy", "nvidia-fs", "accel")), message
     assert "no device for mode gds, gdrcopy, nvswitch" in conditions["CDISpecCurrent"]["message"]
 
     bed.guest.write(CONFIG, b"[machines.gpu-node]\n")
