@@ -11,10 +11,10 @@ from agent.host.observe.loader_cache import parse_listing
 from agent.host.observe.machine_report import parse_report
 from agent.host.observe.units import parse_device_allow
 from agent.host.state.driver_roots import parse_handed, parse_manifest
-from agent.host.state.owned_files import parse_owned
+from agent.host.state.granted import GRANTED
+from agent.host.state.owned_files import OWNED_FILES
 from agent.machine.containerd import files, tables
 from agent.machine.kubelet.device_plugin import parse_checkpoint
-from agent.model.granted import parse_granted
 from agent.model.handoff import parse_handoff
 from agent.model.host_status import parse_judgement
 from agent.model.json_document import parse_object
@@ -77,7 +77,7 @@ PARSERS: dict[str, Parser] = {
     "containerd-config": _toml,
     "containerd-version": _of_text(tables.parse_version),
     "conditions": parse_judgement,
-    "granted": parse_granted,
+    "granted": lambda data: GRANTED.parse("granted.json", data),
     "group": _of_text(parse_groups),
     "handed": lambda data: parse_handed("driver-roots.json", data),
     "handoff": parse_handoff,
@@ -93,7 +93,7 @@ PARSERS: dict[str, Parser] = {
     "nvidia-information": _of_text(parse_information),
     "nvidia-parameters": _of_text(parse_parameters),
     "nvidia-runtime-config": _of_text(nvidia_ctk.edit_runtime_config),
-    "owned": parse_owned,
+    "owned": lambda data: OWNED_FILES.parse("owned.json", data),
     "pci-address": _of_text(as_in_sysfs),
     "proc-devices": _of_text(parse_majors),
     "proc-misc": _of_text(parse_misc),

@@ -2,13 +2,14 @@
 
 import pytest
 
+from agent.host.state.granted import GRANTED
 from agent.model.errors import DocumentError
-from agent.model.granted import Granted, parse_granted, render_granted
+from agent.model.granted import Granted
 
 
 def test_what_is_noted_is_read_again() -> None:
     granted = Granted("0123456789abcdef", ("0000:01:00.0",), {"nvidia": 3})
-    assert parse_granted(render_granted(granted)) == granted
+    assert GRANTED.parse("", GRANTED.render(granted)) == granted
 
 
 @pytest.mark.parametrize(
@@ -22,4 +23,4 @@ def test_what_is_noted_is_read_again() -> None:
 )
 def test_what_is_wrong_is_named(roots: bytes, named: str) -> None:
     with pytest.raises(DocumentError, match=named):
-        parse_granted(b'{"version": 1, "generation": "", "gpus": [], "driver_roots": ' + roots + b"}")
+        GRANTED.parse("", b'{"version": 1, "generation": "", "gpus": [], "driver_roots": ' + roots + b"}")

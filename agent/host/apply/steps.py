@@ -2,14 +2,13 @@
 
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import assert_never
 
 from agent.host.apply.driver_roots import REMAINS_LIMIT, clear, make_way, protect, remove_root, stage
 from agent.host.apply.live_devices import change_devices
 from agent.host.apply.publishing import publish
-from agent.host.state.owned_files import parse_owned, render_owned
+from agent.host.state.owned_files import OWNED_FILES, Owned
 from agent.model.actions import (
     Action,
     ChangeDevices,
@@ -24,13 +23,11 @@ from agent.model.actions import (
     StageDriverRoot,
     WriteFile,
 )
-from agent.model.errors import AgentError, ApplyError, DocumentError
-from agent.model.facts import Unseen
+from agent.model.errors import AgentError, ApplyError
+from agent.model.facts import Absent, Broken, Unseen
 from agent.model.faults import in_words
 from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
-from agent.system.damage import write_record
 from agent.system.files import System
-from agent.system.seen import look
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +159,7 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
             elif isinstance(action, RemoveFile) and finished:
                 owned.pop(action.path, None)
         if owned != before:
-            write_record(system, OWNED, render_owned(owned))
+            OWNED_FILES.write(OWNED, Owned(dict(sorted(owned.items()))), system)
     except OSError as error:
         return (f"cannot record what is written in {OWNED}: {error.strerror or error}",)
     return ()
@@ -170,13 +167,8 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
 
 def _read_record(system: System) -> dict[str, str]:
     """Return the ownership record; empty if it is missing or damaged. Raises OSError if it cannot be read."""
-    match look(system.read, OWNED):
-        case bytes() as data:
-            # Without the record, the next pass takes over the files whose content is as the agent would write it.
-            with suppress(DocumentError):
-                return parse_owned(data)
-        case Unseen(why):
-            raise OSError(why)
-        case _:
-            pass
-    return {}
+    found = OWNED_FILES.look(OWNED, system)
+    if isinstance(found, Unseen):
+        raise OSError(found.why)
+    # Without the record, the next pass takes over the files whose content is as the agent would write it.
+    return {} if isinstance(found, Absent | Broken) else found.files

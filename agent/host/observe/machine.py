@@ -5,12 +5,14 @@ import math
 from agent.host.observe.ages import Ages
 from agent.host.observe.units import Unit
 from agent.host.state.driver_roots import parse_handed
+from agent.host.state.granted import GRANTED
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, MachineFacts, Seen, Unseen
-from agent.model.granted import Granted, parse_granted
+from agent.model.granted import Granted
 from agent.model.handoff import SIZE_LIMIT
 from agent.model.live import LiveSettings, parse_live
 from agent.model.paths import (
+    GRANTED_NAME,
     MACHINE_ROOTS,
     REPORT_NAME,
     granted_file,
@@ -92,7 +94,7 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
     if not isinstance(found, tuple):
         return found, 0.0
     try:
-        return parse_granted(found[0]), ages.of(path, found[1])
+        return GRANTED.parse(GRANTED_NAME, found[0]), ages.of(path, found[1])
     except DocumentError as error:
         discard(path, str(error))
         return Broken(str(error)), 0.0

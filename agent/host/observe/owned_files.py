@@ -2,8 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from agent.host.state.owned_files import MARK, is_ours, parse_owned
-from agent.model.errors import DocumentError
+from agent.host.state.owned_files import MARK, OWNED_FILES, is_ours
 from agent.model.facts import Absent, Broken, FileState, Seen, Unseen
 from agent.model.paths import OWNED, REMEMBERED_GPUS, machine_files, set_device_allow
 from agent.system.damage import discard
@@ -13,20 +12,16 @@ from agent.system.seen import look
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
     """Return the ownership record (digests by path), and a problem or an empty text. A damaged record is discarded."""
-    data = look(system.read, OWNED)
-    if isinstance(data, Absent):
+    found = OWNED_FILES.look(OWNED, system)
+    if isinstance(found, Absent):
         return {}, ""
-    if isinstance(data, Unseen):
-        return data, data.why
-    try:
-        if not isinstance(data, Broken):
-            return parse_owned(data), ""
-        why = data.why
-    except DocumentError as error:
-        why = str(error)
-    # It is logged as well: this pass replaces the file, so its final facts no longer show the damage.
-    discard(OWNED, why)
-    return {}, why
+    if isinstance(found, Unseen):
+        return found, found.why
+    if isinstance(found, Broken):
+        # It is logged as well: this pass replaces the file, so its final facts no longer show the damage.
+        discard(OWNED, found.why)
+        return {}, found.why
+    return found.files, ""
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:

@@ -4,14 +4,13 @@ The agent compares the content once. If it is the same, the agent records the ne
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
+from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot, VendorFacts
 from agent.model.paths import TREES, times_file
 from agent.system.deadlines import ask_device
@@ -24,11 +23,15 @@ _different: set[int] = set()
 """Hashes of comparisons that found a difference. While staging keeps failing, passes need not compare again."""
 
 
-class _Times(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+@dataclass(frozen=True)
+class _Times:
+    __pydantic_config__ = ConfigDict(extra="forbid")
 
     of: str
     mtimes: dict[str, int]
+
+
+_TIMES = Record(TypeAdapter(_Times))
 
 
 def with_times(
@@ -49,7 +52,7 @@ def with_times(
             if _same(noted[root], files, system):
                 noted[root] = replace(root, files=files)
                 mtimes = {file.target: file.mtime_ns for file in files if not file.link}
-                notes[times_file(root.index)] = json.dumps({"of": _digest(root), "mtimes": mtimes}).encode() + b"\n"
+                notes[times_file(root.index)] = _TIMES.render(_Times(_digest(root), mtimes))
                 break
     return tuple(sorted(noted.values())), notes
 
@@ -61,10 +64,9 @@ def _digest(root: StagedRoot) -> str:
 
 def _noted(root: StagedRoot, system: System) -> StagedRoot:
     """Return the root with its recorded times. An unusable record costs no more than one comparison."""
-    with suppress(OSError, ValidationError):
-        times = _Times.model_validate_json(system.read(times_file(root.index)))
-        if times.of == _digest(root):
-            return replace(root, files=_at(root.files, times.mtimes))
+    times = _TIMES.look(times_file(root.index), system)
+    if isinstance(times, _Times) and times.of == _digest(root):
+        return replace(root, files=_at(root.files, times.mtimes))
     return root
 
 

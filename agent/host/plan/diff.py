@@ -7,12 +7,12 @@ from agent.host.plan.driver_roots import collect, protect, publish, record_hande
 from agent.host.plan.goal import Plan
 from agent.host.plan.live_devices import change_running, forbid_withdrawn
 from agent.host.plan.remembered import record_remembered
+from agent.host.state.granted import GRANTED
 from agent.host.state.owned_files import MARK
 from agent.model.actions import Action, ChangeDevices, ReloadUnits, RemoveFile, StageDriverRoot, WriteFile
 from agent.model.facts import Absent, Broken, Facts, Unseen
 from agent.model.faults import Fault, fault
 from agent.model.goal import MachineGoal, OwnedFile
-from agent.model.granted import render_granted
 from agent.model.paths import STATE, UNIT_SETTINGS, granted_file, machine_files, set_device_allow
 
 
@@ -137,7 +137,7 @@ def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
     because its time shows when the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
-    note = WriteFile(granted_file(goal.name), render_granted(goal.granted))
+    note = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
     noted = [note] if again or machine.granted != goal.granted else []
     handoff = [_whole(goal.handoff_file)] if again else _write(goal.handoff_file, facts)
     return [*record_handed(goal, facts), *noted, *handoff]

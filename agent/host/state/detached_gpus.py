@@ -7,24 +7,25 @@ a GPU from machines permanently, use the configuration.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 
+from agent.host.state.record import Record
 from agent.model.errors import ObservationError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.paths import DETACHED_GPUS
-from agent.system.damage import count, write_record
+from agent.system.damage import count
 from agent.system.files import System
-from agent.system.seen import look
 
 
 class _Note(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid")
 
     device: int
     draining: bool
 
 
-_ADAPTER: TypeAdapter[dict[str, _Note]] = TypeAdapter(dict[str, _Note])
+# World-readable: `plan` and `status` work as any user.
+_RECORD = Record(TypeAdapter(dict[str, _Note]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +43,12 @@ def observe_detached(system: System) -> Detached:
     """Return the detached GPUs. Raises ObservationError if reading fails, so that none of them is granted."""
     try:
         notes = _noted(system)
-    except (ValidationError, IsADirectoryError) as error:
-        count(DETACHED_GPUS)
-        why = f"{error.error_count()} errors" if isinstance(error, ValidationError) else "a directory"
-        what = f"{DETACHED_GPUS}: {why}; discarding the note of detached GPUs"
-        return Detached(problem=f"{what}: repeat `unbounded-agent gpus detach`")
     except OSError as error:
         raise ObservationError(f"{DETACHED_GPUS}: {error.strerror or error}") from error
+    if isinstance(notes, Broken):
+        count(DETACHED_GPUS)
+        what = f"{notes.why}; discarding the note of detached GPUs"
+        return Detached(problem=f"{what}: repeat `unbounded-agent gpus detach`")
     return Detached(frozenset(notes), frozenset(address for address, note in notes.items() if note.draining))
 
 
@@ -56,36 +56,30 @@ def note_detached(system: System, address: str, *, draining: bool) -> bool:
     """Record the GPU as detached; False if it is not there. Raises OSError. The caller holds the lock of passes."""
     device = _device(system, address)
     if device is not None:
-        _write(system, {**_known(system), address: _Note(device=device, draining=draining)})
+        note = _Note(device=device, draining=draining)
+        _RECORD.write(DETACHED_GPUS, {**_known(system), address: note}, system)
     return device is not None
 
 
 def forget_detached(system: System, address: str) -> None:
     """Remove the GPU from the record. Raises OSError. The caller holds the lock of passes."""
-    _write(system, {each: note for each, note in _known(system).items() if each != address})
-
-
-def _write(system: System, notes: Mapping[str, _Note]) -> None:
-    # World-readable: `plan` and `status` work as any user.
-    write_record(system, DETACHED_GPUS, _ADAPTER.dump_json(dict(notes)))
+    others = {each: note for each, note in _known(system).items() if each != address}
+    _RECORD.write(DETACHED_GPUS, others, system)
 
 
 def _known(system: System) -> Mapping[str, _Note]:
-    try:
-        return _noted(system)
-    except (ValidationError, IsADirectoryError):
-        return {}
+    notes = _noted(system)
+    return {} if isinstance(notes, Broken) else notes
 
 
-def _noted(system: System) -> Mapping[str, _Note]:
-    data = look(system.read, DETACHED_GPUS)
-    if isinstance(data, Absent):
+def _noted(system: System) -> Mapping[str, _Note] | Broken:
+    found = _RECORD.look(DETACHED_GPUS, system)
+    if isinstance(found, Absent):
         return {}
-    if isinstance(data, Broken):
-        raise IsADirectoryError(data.why)
-    if isinstance(data, Unseen):
-        raise OSError(data.why)
-    found = _ADAPTER.validate_json(data)
+    if isinstance(found, Broken):
+        return found
+    if isinstance(found, Unseen):
+        raise OSError(found.why)
     return {address: note for address, note in found.items() if _device(system, address) == note.device}
 
 

@@ -1,34 +1,17 @@
 """A driver root's manifest (`MANIFESTS/<index>.json`), and the record of the driver roots that a machine was handed."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from agent.model.errors import DocumentError
+from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot
-
-VERSION = 2
-HANDED_VERSION = 1
-
-
-def render_manifest(root: StagedRoot) -> bytes:
-    """Return the manifest as JSON."""
-    document = {
-        "version": VERSION,
-        "index": root.index,
-        "vendor": root.vendor,
-        "driver_version": root.version,
-        "place": root.place,
-        "files": [asdict(file) for file in root.files],
-    }
-    return json.dumps(document, indent=1).encode() + b"\n"
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class _File(_Model):
@@ -42,7 +25,6 @@ class _File(_Model):
 
 
 class _Manifest(_Model):
-    version: Literal[1, 2]
     index: Annotated[int, Field(ge=0)]
     vendor: str
     driver_version: str
@@ -53,35 +35,34 @@ class _Manifest(_Model):
 
 
 class _Handed(_Model):
-    version: Literal[1]
     indices: list[Annotated[int, Field(ge=0)]]
 
 
-def render_handed(indices: Iterable[int]) -> bytes:
-    """Return the record of the driver roots that a machine was handed since its start."""
-    return json.dumps({"version": HANDED_VERSION, "indices": sorted(set(indices))}).encode() + b"\n"
+_MANIFEST = Record(TypeAdapter(_Manifest), 2, 1, advice="the driver root is left out and staged again")
+_HANDED = Record(TypeAdapter(_Handed), 1, advice="until the machine's next start no driver root is removed")
 
 
-def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
-    """Return the indices in the record. Raises DocumentError, which names the key."""
-    try:
-        return tuple(_Handed.model_validate_json(data).indices)
-    except ValidationError as error:
-        advice = "until the machine's next start no driver root is removed"
-        raise DocumentError(f"{path}: {_first(error)}", advice) from error
+def render_manifest(root: StagedRoot) -> bytes:
+    files = [_File.model_construct(**asdict(file)) for file in root.files]
+    return _MANIFEST.render(
+        _Manifest.model_construct(
+            index=root.index, vendor=root.vendor, driver_version=root.version, place=root.place, files=files
+        )
+    )
 
 
 def parse_manifest(path: str, data: bytes) -> StagedRoot:
     """Return the driver root of a manifest. Raises DocumentError, which names the key."""
-    try:
-        manifest = _Manifest.model_validate_json(data)
-    except ValidationError as error:
-        raise DocumentError(f"{path}: {_first(error)}", "the driver root is left out and staged again") from error
-    files = tuple(Library(**each.model_dump()) for each in manifest.files)
+    manifest = _MANIFEST.parse(path, data)
+    files = tuple(Library(**vars(each)) for each in manifest.files)
     return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files, manifest.place)
 
 
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "the document"
-    return f"{key}: {first['msg']}"
+def render_handed(indices: Iterable[int]) -> bytes:
+    """Return the record of the driver roots that a machine was handed since its start."""
+    return _HANDED.render(_Handed(indices=sorted(set(indices))))
+
+
+def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
+    """Return the indices in the record. Raises DocumentError, which names the key."""
+    return tuple(_HANDED.parse(path, data).indices)

@@ -1,17 +1,12 @@
 """GPUs that the kernel log called lost, and how far it was read. Kept in /run: a log line is an event, not a state."""
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
-from agent.model.facts import Broken
+from agent.host.state.record import Record
 from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
-from agent.system.damage import discard, write_record
 from agent.system.files import System
-from agent.system.seen import look
-
-T = TypeVar("T")
 
 
 class _Lost(BaseModel):
@@ -28,7 +23,8 @@ class LogRead(BaseModel):
     """Result of `binding` by PCI address, for GPUs that a driver is bound to."""
 
 
-_ADAPTER: TypeAdapter[dict[str, _Lost]] = TypeAdapter(dict[str, _Lost])
+_LOST = Record(TypeAdapter(dict[str, _Lost]))
+_LOG_READ = Record(TypeAdapter(LogRead))
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
@@ -41,19 +37,18 @@ def record_lost(system: System, address: str, why: str) -> bool:
     bound = binding(system, address)
     if bound is None:
         return False
-    lost = {**_recorded(system), address: _Lost(why=why, binding=bound)}
-    write_record(system, LOST_GPUS, _ADAPTER.dump_json(lost))
+    _LOST.write(LOST_GPUS, {**_recorded(system), address: _Lost(why=why, binding=bound)}, system)
     return True
 
 
 def log_read(system: System) -> LogRead | None:
     """Return the record of this boot of the host; None without a usable one."""
-    return _read(system, KERNEL_LOG_READ, LogRead.model_validate_json)
+    return _LOG_READ.read(KERNEL_LOG_READ, system)
 
 
 def keep_log_read(system: System, read: LogRead) -> None:
     """Write the record. Raises OSError."""
-    write_record(system, KERNEL_LOG_READ, read.model_dump_json().encode())
+    _LOG_READ.write(KERNEL_LOG_READ, read, system)
 
 
 def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
@@ -64,22 +59,8 @@ def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
 
 def _recorded(system: System) -> dict[str, _Lost]:
     # The record only covers this boot; without it, the conditions of nodes, driver and pods remain.
-    found = _read(system, LOST_GPUS, _ADAPTER.validate_json) or {}
+    found = _LOST.read(LOST_GPUS, system) or {}
     return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
-
-
-def _read(system: System, path: str, parse: Callable[[bytes], T]) -> T | None:
-    match look(system.read, path):
-        case bytes() as data:
-            try:
-                return parse(data)
-            except ValidationError as error:
-                discard(path, f"{error.error_count()} errors")
-        case Broken(why):
-            discard(path, why)
-        case _:
-            pass
-    return None
 
 
 def binding(system: System, address: str) -> int | None:

@@ -1,19 +1,16 @@
 """The ownership record: the files that this agent wrote, with digests of their content. Pure."""
 
 import hashlib
-import json
 import posixpath
-import re
-from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated
 
-from agent.model.errors import DocumentError
-from agent.model.paths import OWNED
+from pydantic import AfterValidator, StringConstraints, TypeAdapter
 
-VERSION = 1
+from agent.host.state.record import Record
+
 MARK = b"# Written by unbounded-agent"
 """The first bytes of every text file of ours."""
-DIGEST = re.compile(r"[0-9a-f]{64}")
-"""SHA-256 in hexadecimal."""
 
 
 def is_ours(content: bytes, digest: str) -> bool:
@@ -26,30 +23,19 @@ def is_ours(content: bytes, digest: str) -> bool:
     return lost or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
 
 
-def render_owned(files: Mapping[str, str]) -> bytes:
-    """Return the document for digests by absolute path."""
-    return json.dumps({"version": VERSION, "files": dict(files)}, indent=1, sort_keys=True).encode() + b"\n"
+def _normal(path: str) -> str:
+    # Recorded files may be removed later, so accept only paths that cannot mean another file.
+    if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
+        raise ValueError("not a normal absolute path")
+    return path
 
 
-def parse_owned(data: bytes) -> dict[str, str]:
-    """Return digests by path. Raises DocumentError for a document that is corrupt, or of another version."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise _bad(f"not JSON: {error}") from error
-    if not isinstance(document, dict) or document.get("version") != VERSION:
-        raise _bad(f"not a record of version {VERSION}")
-    files = document.get("files")
-    if not isinstance(files, dict):
-        raise _bad("key files must be an object")
-    for path, digest in files.items():
-        # Recorded files may be removed later, so accept only paths that cannot mean another file.
-        if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
-            raise _bad(f"files: {path!r} is not a normal absolute path")
-        if not isinstance(digest, str) or not DIGEST.fullmatch(digest):
-            raise _bad(f"files: {path}: {digest!r} is not a SHA-256 digest")
-    return dict(files)
+@dataclass(frozen=True)
+class Owned:
+    """The whole record."""
+
+    files: dict[Annotated[str, AfterValidator(_normal)], Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]]
+    """SHA-256 digests in hexadecimal, by path."""
 
 
-def _bad(what: str) -> DocumentError:
-    return DocumentError(f"{OWNED}: {what}", "discarding it; the agent adopts files that are as it writes them")
+OWNED_FILES = Record(TypeAdapter(Owned), 1, advice="discarding it; the agent adopts files that are as it writes them")

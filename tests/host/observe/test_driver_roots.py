@@ -17,7 +17,7 @@ from agent.host.observe.machine import observe_machine
 from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.units import Unit
 from agent.host.state.driver_roots import render_manifest
-from agent.host.state.owned_files import parse_owned, render_owned
+from agent.host.state.owned_files import OWNED_FILES, Owned
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import DocumentError
 from agent.model.facts import Absent, Broken, FileState, Library, StagedRoot
@@ -43,7 +43,7 @@ REPORT = f"{report_directory('node')}/report.json"
 
 @given(st.dictionaries(st.text("ab%: é\\", min_size=1).map("/etc/{}".format), st.just(DIGEST), max_size=5))
 def test_ownership_record_is_read_back(files: dict[str, str]) -> None:
-    assert parse_owned(render_owned(files)) == files
+    assert OWNED_FILES.parse(OWNED, OWNED_FILES.render(Owned(files))) == Owned(files)
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_ownership_record_is_read_back(files: dict[str, str]) -> None:
         b"[" * 100_000,
         b'{"version": 2, "files": {}}',
         b'{"version": 1, "files": []}',
-        render_owned({"etc/passwd": DIGEST}),
-        render_owned({"/etc/../etc/passwd": DIGEST}),
-        render_owned({"/etc/a\nb": DIGEST}),
-        render_owned({"/etc/a": "short"}),
+        OWNED_FILES.render(Owned({"etc/passwd": DIGEST})),
+        OWNED_FILES.render(Owned({"/etc/../etc/passwd": DIGEST})),
+        OWNED_FILES.render(Owned({"/etc/a\nb": DIGEST})),
+        OWNED_FILES.render(Owned({"/etc/a": "short"})),
     ],
 )
 def test_a_record_that_is_not_ours_is_discarded_and_said(host: Host, data: bytes) -> None:
     with pytest.raises(DocumentError):
-        parse_owned(data)
+        OWNED_FILES.parse(OWNED, data)
     host.file(OWNED, data)
     owned, problem = read_owned(host)
     assert owned == {}

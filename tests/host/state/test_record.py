@@ -1,0 +1,61 @@
+"""How records are written and read: what is damage, and how it is told."""
+
+from dataclasses import dataclass
+
+import pytest
+from pydantic import TypeAdapter
+
+from agent.host.state.record import Record
+from agent.model.errors import DocumentError
+from agent.model.facts import Absent, Broken
+from agent.system.damage import discarded
+from tests.fakes.host import Host
+
+PATH = "/run/unbounded-agent/numbers.json"
+
+
+@dataclass(frozen=True)
+class Numbers:
+    numbers: tuple[int, ...]
+    name: str = ""
+
+
+VERSIONED = Record(TypeAdapter(Numbers), 2, 1, advice="count again")
+PLAIN = Record(TypeAdapter(dict[str, int]))
+
+
+def test_what_is_written_is_read_again() -> None:
+    numbers = Numbers((1, 2), "é")
+    assert VERSIONED.parse("", VERSIONED.render(numbers)) == numbers
+    assert VERSIONED.parse("", b'{"version": 1, "numbers": []}') == Numbers(())
+    assert PLAIN.parse("", PLAIN.render({"a": 1})) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "where: not JSON"),
+        (b"[]", "where: an object is needed"),
+        (b'{"numbers": []}', "key version is missing"),
+        (b'{"version": 3, "numbers": []}', "version 3 is not understood"),
+        (b'{"version": 2}', "key numbers: Field required"),
+        (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be int, not str"),
+        (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: the document: Invalid JSON"),
+    ],
+)
+def test_damage_names_the_key_and_what_follows(data: bytes, told: str) -> None:
+    with pytest.raises(DocumentError, match=told) as caught:
+        VERSIONED.parse("where", data)
+    assert caught.value.hint == "count again"
+
+
+def test_only_damage_is_discarded(host: Host) -> None:
+    assert isinstance(PLAIN.look(PATH, host), Absent)
+    assert PLAIN.read(PATH, host) is None
+    host.file(PATH, "{")
+    assert isinstance(PLAIN.look(PATH, host), Broken)
+    assert "numbers.json" not in discarded()
+    assert PLAIN.read(PATH, host) is None
+    assert discarded()["numbers.json"] == 1
+    PLAIN.write(PATH, {"a": 1}, host)
+    assert PLAIN.read(PATH, host) == {"a": 1}
