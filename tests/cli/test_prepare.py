@@ -9,7 +9,7 @@ from agent.cli.prepare import prepare
 from agent.model.errors import BusAnswerError, ConfigError
 from agent.model.live import parse_live
 from agent.model.paths import MACHINES_STATE, PASS_LOCK, live_file, nspawn_file, report_directory
-from agent.system.bus import SYSTEMD_MANAGER
+from agent.system.systemd import SYSTEMD_MANAGER
 from tests.fakes.gpu_host import MACHINE, reconciler, set_up, units
 from tests.fakes.host import Host
 from tests.host.test_damage import allowed, running, started

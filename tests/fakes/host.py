@@ -16,16 +16,11 @@ from agent.model.device import DeviceNumber
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import DrmDevice, PciDevice, Seen
 from agent.model.paths import DRIVER_ROOTS_TARGET
-from agent.system.bus import (
-    GET,
-    MACHINED_MANAGER,
-    SYSTEMD,
-    SYSTEMD_MANAGER,
-    SYSTEMD_OBJECT,
-)
 from agent.system.files import System
+from agent.system.machined import MACHINED_MANAGER
 from agent.system.mounts import MOUNTS
 from agent.system.process import Completed
+from agent.system.systemd import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
 
 HOSTS = Path(__file__).parents[1] / "data" / "hosts"
 STAFF = 50

@@ -11,19 +11,9 @@ from agent.model.device_allow import DeviceAllow
 from agent.model.errors import ApplyError, BusAnswerError, BusError
 from agent.model.live import READ_ONLY, LiveSettings, render_live
 from agent.model.paths import live_file, machine_unit
-from agent.system.bus import (
-    MACHINED,
-    MACHINED_MANAGER,
-    MACHINED_OBJECT,
-    SYSTEMD,
-    SYSTEMD_MANAGER,
-    SYSTEMD_OBJECT,
-)
+from agent.system import machined, systemd
 from agent.system.damage import write_record
 from agent.system.files import System
-
-CHANGE_LIMIT = 30.0
-"""Seconds to wait for an answer: PID 1 does not answer while it reloads its units."""
 
 
 def change_devices(action: ChangeDevices, system: System, going_on: Callable[[], None] = lambda: None) -> None:
@@ -71,7 +61,7 @@ def _bind_all(
             continue
         try:
             # A failure does not keep the other nodes from being bound.
-            _bind(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
+            machined.bind_mount(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
             live = replace(live, nodes={**live.nodes, path: number})
         except BusError as error:
             failures.append(f"{path} cannot be bound: {error}")
@@ -87,23 +77,5 @@ def _note(machine: str, live: LiveSettings, system: System) -> None:
 
 
 def _permit(machine: str, allow: Iterable[DeviceAllow], system: System) -> None:
-    """Replace the unit's whole DeviceAllow= list.
-
-    Assigning a list only adds entries, so an empty one is assigned first. systemd applies both assignments of a
-    SetUnitProperties call at once, so that no permission is ever missing. A drop-in with a daemon-reload changes
-    nothing for a running unit (systemd 257). systemd writes the list to /run/systemd/system.control; at the machine's
-    next start our drop-in takes precedence.
-    """
-    entries = [(entry.node, entry.permissions or "rwm") for entry in allow]
-    properties = [("DeviceAllow", ("a(ss)", [])), ("DeviceAllow", ("a(ss)", entries))]
-    method = f"{SYSTEMD_MANAGER}.SetUnitProperties"
-    unit, runtime = machine_unit(machine), True
-    system.call(SYSTEMD, SYSTEMD_OBJECT, method, unit, runtime, properties, signature="sba(sv)", timeout=CHANGE_LIMIT)
-
-
-def _bind(machine: str, path: str, *, read_only: bool, system: System) -> None:
-    """Bind a node to the same path in the machine, as machinectl(1) does. A second bind would cover the first."""
-    make_directories = True
-    arguments = (machine, path, path, read_only, make_directories)
-    method = f"{MACHINED_MANAGER}.BindMountMachine"
-    system.call(MACHINED, MACHINED_OBJECT, method, *arguments, signature="sssbb", timeout=CHANGE_LIMIT)
+    # systemd writes the list to /run/systemd/system.control; at the machine's next start our drop-in takes precedence.
+    systemd.set_device_allow(machine_unit(machine), allow, system)

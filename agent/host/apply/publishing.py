@@ -11,6 +11,7 @@ The mounts propagate into running machines.
 
 import posixpath
 import time
+from typing import Literal
 
 from agent.host.observe.driver_roots import INDICES, OVERLAY, observe_staged
 from agent.host.observe.units import observe_units
@@ -25,7 +26,7 @@ from agent.model.paths import (
     driver_root,
     mount_unit,
 )
-from agent.system.bus import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system import systemd
 from agent.system.damage import write_record
 from agent.system.files import System
 from agent.system.mounts import mounted
@@ -133,22 +134,18 @@ def _wanted(name: str) -> str:
     return f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants/{name}"
 
 
-def _ask(verb: str, unit: str, system: System) -> str:
+def _ask(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit, and wait for that. Return why PID 1 refuses; empty if it does not.
 
     Raises AgentError if PID 1 does not answer.
     """
     deadline = time.monotonic() + JOB_LIMIT
     try:
-        # With "fail", the job does not replace those of a host that shuts down.
-        (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+        job = systemd.queue_job(verb, unit, system)
     except BusAnswerError as error:
         return f": {error}"
     while time.monotonic() < deadline:
-        try:
-            system.call(SYSTEMD, str(job), GET, f"{SYSTEMD}.Job", "State")
-        except BusAnswerError:
-            # The object of a finished job no longer exists.
+        if not systemd.is_queued(job, system):
             return ""
         time.sleep(POLL)
     raise ApplyError(f"{verb} of {unit} was not done in {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")

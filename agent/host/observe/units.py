@@ -3,16 +3,13 @@
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from agent.model.device_allow import DeviceAllow
-from agent.model.errors import BusAnswerError, BusError
+from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.system.bus import GET, SYSTEMD, SYSTEMD_MANAGER, SYSTEMD_OBJECT
+from agent.system import systemd
 from agent.system.files import System
 from agent.system.seen import why_not
-
-T = TypeVar("T", str, bool, int, list[object])
 
 TEMPLATE = "systemd-nspawn@.service"
 UNMASK = f"run `systemctl unmask {TEMPLATE}`"
@@ -48,19 +45,10 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
     The result includes units that are not loaded. An alias has the state of its unit.
     """
-    method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
     try:
-        answer = system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as")
+        return dict(zip(names, map(_unit, names, systemd.list_units(names, system)), strict=True))
     except BusError as error:
         return {name: Unit(Unseen(str(error))) for name in names}
-    match answer:
-        case ([*entries],) if len(entries) == len(names):
-            # Matched by position, because the answer has canonical names instead of aliases.
-            return {name: _unit(name, entry) for name, entry in zip(names, entries, strict=True)}
-        case _:
-            return {
-                name: Unit(Unseen(f"{method}: {len(names)} units were asked for, others are told")) for name in names
-            }
 
 
 def with_properties(unit: Unit, system: System) -> Unit:
@@ -71,71 +59,33 @@ def with_properties(unit: Unit, system: System) -> Unit:
         return replace(
             unit,
             # Read after ActiveState: a machine that has just stopped has its timestamp by then.
-            has_run=unit.state != "active"
-            and _property(system, unit.path, "Unit", "InactiveEnterTimestampMonotonic", int) != 0,
-            needs_reload=_property(system, unit.path, "Unit", "NeedDaemonReload", bool),
-            device_allow=_device_allow(system, unit.path),
+            has_run=unit.state != "active" and systemd.inactive_enter(unit.path, system) != 0,
+            needs_reload=systemd.needs_reload(unit.path, system),
+            device_allow=systemd.device_allow(unit.path, system),
         )
     except BusError as error:
         return Unit(Unseen(str(error)))
 
 
-def _unit(name: str, entry: object) -> Unit:
-    """Return the unit in an entry of ListUnitsByNames.
-
-    An entry has name, description, LoadState, ActiveState, SubState, followed unit, path and job (ssssssouso).
-    """
-    match entry:
-        case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
-            return Unit(_state(name, load, active), path)
-        case _:
-            return Unit(Unseen(f"ListUnitsByNames: the entry of {name} is {repr(entry)[:200]}"))
+def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
+    return Unit(listed) if isinstance(listed, Unseen) else Unit(_state(name, listed), listed.path)
 
 
-def _state(name: str, load: str, active: str) -> Seen[str]:
+def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
     # A unit whose file was removed or masked may still run, so ActiveState comes first.
-    if active != "inactive" or load == "loaded":
-        return active
-    if load == "not-found":
+    if listed.active_state != "inactive" or listed.load_state == "loaded":
+        return listed.active_state
+    if listed.load_state == "not-found":
         return Absent(f"{name} is not installed")
-    return Broken(f"{name} cannot be started: LoadState is {load}")
-
-
-def _device_allow(system: System, path: str) -> tuple[DeviceAllow, ...]:
-    """Return the unit's DeviceAllow entries. systemd lists them in the reverse order of the files."""
-    entries = _property(system, path, "Service", "DeviceAllow", list)
-    allowed = []
-    for entry in entries:
-        match entry:
-            case (str(node), str(permissions)):
-                allowed.append(DeviceAllow(node, permissions))
-            case _:
-                raise BusAnswerError(f"DeviceAllow of {path}: an entry is {entry!r}")
-    return tuple(allowed)
-
-
-def _property(system: System, path: str, interface: str, name: str, kind: type[T]) -> T:
-    """Return a property. Raises BusError, also if its type is not `kind`, because systemd's interface is stable."""
-    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
-        case ((str(), value),):
-            return _expected(f"{name} of {path}", value, kind)
-        case answer:
-            raise BusAnswerError(f"{name} of {path}: the answer is {answer!r}")
-
-
-def _expected(what: str, value: object, kind: type[T]) -> T:
-    if type(value) is not kind:
-        raise BusAnswerError(f"{what}: {value!r} is no {kind.__name__}")
-    return value
+    return Broken(f"{name} cannot be started: LoadState is {listed.load_state}")
 
 
 def observe_version(system: System) -> Seen[int]:
     """Return the version of the running systemd."""
     try:
-        text = _property(system, SYSTEMD_OBJECT, "Manager", "Version", str)
+        text = systemd.version(system)
     except BusError as error:
         return Unseen(f"the version of systemd: {error}")
-    # The version is documented as free text, but always begins with the release number, on Debian and Ubuntu too.
     match = re.match(r"v?([0-9]{1,9})(?![0-9])", text)
     return int(match[1]) if match else Broken(f"the version of systemd: no number in {text[:80]!r}")
 

@@ -15,8 +15,8 @@ from agent.host.observe.units import (
 from agent.model.device_allow import DeviceAllow
 from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Unseen
-from agent.system.bus import SYSTEMD
 from agent.system.files import System
+from agent.system.systemd import SYSTEMD
 from tests.fakes.host import HOSTS, Host
 
 TEMPLATE = "/usr/lib/systemd/system/systemd-nspawn@.service"

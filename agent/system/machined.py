@@ -1,0 +1,16 @@
+"""Calls to systemd-machined on the system bus, org.freedesktop.machine1(5). They raise BusError."""
+
+from agent.system.files import System
+from agent.system.systemd import CHANGE_LIMIT
+
+MACHINED = "org.freedesktop.machine1"
+MACHINED_OBJECT = "/org/freedesktop/machine1"
+MACHINED_MANAGER = f"{MACHINED}.Manager"
+
+
+def bind_mount(machine: str, path: str, *, read_only: bool, system: System) -> None:
+    """Bind a node to the same path in the machine, as machinectl(1) does. A second bind would cover the first."""
+    make_directories = True
+    arguments = (machine, path, path, read_only, make_directories)
+    method = f"{MACHINED_MANAGER}.BindMountMachine"
+    system.call(MACHINED, MACHINED_OBJECT, method, *arguments, signature="sssbb", timeout=CHANGE_LIMIT)

@@ -1,0 +1,123 @@
+"""Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
+
+Each function raises BusError, also if a value has another type than documented, because systemd's interface is stable.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple, TypeVar
+
+from agent.model.device_allow import DeviceAllow
+from agent.model.errors import BusAnswerError
+from agent.model.facts import Unseen
+from agent.system.files import System
+
+T = TypeVar("T", str, bool, int, list[object])
+
+SYSTEMD = "org.freedesktop.systemd1"
+SYSTEMD_OBJECT = "/org/freedesktop/systemd1"
+SYSTEMD_MANAGER = f"{SYSTEMD}.Manager"
+GET = "org.freedesktop.DBus.Properties.Get"
+CHANGE_LIMIT = 30.0
+"""Seconds to wait for the answer to a change: PID 1 does not answer while it reloads its units."""
+
+
+class ListedUnit(NamedTuple):
+    """One unit, and the path of its object on the bus."""
+
+    load_state: str
+    active_state: str
+    path: str
+
+
+def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
+    """Return the units in the order of `names`. One that cannot be understood hides no other."""
+    method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
+    match system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"):
+        case ([*entries],) if len(entries) == len(names):
+            # Matched by position, because the answer has canonical names instead of aliases.
+            return [_listed(name, entry) for name, entry in zip(names, entries, strict=True)]
+        case _:
+            raise BusAnswerError(f"{method}: {len(names)} units were asked for, others are told")
+
+
+def _listed(name: str, entry: object) -> ListedUnit | Unseen:
+    """Return the unit in an entry of the list.
+
+    An entry has name, description, LoadState, ActiveState, SubState, followed unit, path and job (ssssssouso).
+    """
+    match entry:
+        case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
+            return ListedUnit(load, active, path)
+        case _:
+            return Unseen(f"ListUnitsByNames: the entry of {name} is {repr(entry)[:200]}")
+
+
+def version(system: System) -> str:
+    """Return free text, by the documentation; it always begins with the release number, on Debian and Ubuntu too."""
+    return _property(SYSTEMD_OBJECT, "Manager", "Version", str, system)
+
+
+def needs_reload(path: str, system: System) -> bool:
+    """Return whether a file of the unit is newer than what PID 1 has loaded."""
+    return _property(path, "Unit", "NeedDaemonReload", bool, system)
+
+
+def inactive_enter(path: str, system: System) -> int:
+    """Return when the unit was last stopped, by the monotonic clock; 0 if it was not in this boot."""
+    return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
+
+
+def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
+    """Return the unit's DeviceAllow entries in force. systemd lists them in the reverse order of the files."""
+    allowed = []
+    for entry in _property(path, "Service", "DeviceAllow", list, system):
+        match entry:
+            case (str(node), str(permissions)):
+                allowed.append(DeviceAllow(node, permissions))
+            case _:
+                raise BusAnswerError(f"DeviceAllow of {path}: an entry is {entry!r}")
+    return tuple(allowed)
+
+
+def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) -> None:
+    """Replace the unit's whole DeviceAllow= list.
+
+    Assigning a list only adds entries, so an empty one is assigned first. systemd applies both assignments of a
+    SetUnitProperties call at once, so that no permission is ever missing. A drop-in with a daemon-reload changes
+    nothing for a running unit (systemd 257).
+    """
+    entries = [(entry.node, entry.permissions or "rwm") for entry in allow]
+    properties = [("DeviceAllow", ("a(ss)", [])), ("DeviceAllow", ("a(ss)", entries))]
+    method, runtime = f"{SYSTEMD_MANAGER}.SetUnitProperties", True
+    system.call(SYSTEMD, SYSTEMD_OBJECT, method, unit, runtime, properties, signature="sba(sv)", timeout=CHANGE_LIMIT)
+
+
+def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
+    """Return the path of the job's object, for `is_queued`."""
+    # With "fail", the job does not replace those of a host that shuts down.
+    (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
+    return str(job)
+
+
+def is_queued(job: str, system: System) -> bool:
+    """Return whether the job is not finished yet."""
+    try:
+        system.call(SYSTEMD, job, GET, f"{SYSTEMD}.Job", "State")
+    except BusAnswerError:
+        # The object of a finished job no longer exists.
+        return False
+    return True
+
+
+def _property(path: str, interface: str, name: str, kind: type[T], system: System) -> T:
+    match system.call(SYSTEMD, path, GET, f"{SYSTEMD}.{interface}", name):
+        case ((str(), value),):
+            return _expected(f"{name} of {path}", value, kind)
+        case answer:
+            raise BusAnswerError(f"{name} of {path}: the answer is {answer!r}")
+
+
+def _expected(what: str, value: object, kind: type[T]) -> T:
+    if type(value) is not kind:
+        raise BusAnswerError(f"{what}: {value!r} is no {kind.__name__}")
+    return value
