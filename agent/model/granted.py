@@ -1,6 +1,6 @@
 """The last grant published to a machine, recorded where no machine can write.
 
-Root in a machine can rewrite its handoff: so the host half publishes the handoff and never reads it to decide anything.
+Root in a machine can rewrite its handoff, so the host half never reads a handoff to decide anything.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,6 @@ class Granted:
 
     generation: str
     gpus: tuple[str, ...]
-    """PCI addresses, including detached GPUs that its processes may use until they end."""
+    """PCI addresses of the GPUs, including detached ones that the machine's processes may use until they exit."""
     driver_roots: Mapping[str, int]
-    """Indices by vendor."""
+    """Indices of the driver roots, by vendor."""

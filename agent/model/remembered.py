@@ -1,7 +1,7 @@
-"""The record of the GPUs that machines were last granted: those that have left PCI are lost.
+"""The record of the GPUs that machines were last granted. Those that are no longer on the PCI bus are lost.
 
-A durable record: two synced copies of one document with its digest. The good copy replaces a damaged one. If both are
-damaged, a condition says so, as for a lost GPU, until an administrator acknowledges it.
+The record must not be lost itself, so there are two synced copies of one document with its digest. A good copy replaces
+a damaged one. If both are damaged, a condition reports that until an administrator acknowledges it, as for a lost GPU.
 """
 
 import hashlib
@@ -23,11 +23,11 @@ class RememberedGpu:
     vendor: str
     model: str = ""
     uuid: str = ""
-    """Empty if never known: the agent cannot recognise such a GPU in another slot."""
+    """Empty if it was never known. The agent cannot recognise such a GPU in another slot."""
     machines: tuple[str, ...] = ()
-    """Machines that have it, or had it when it disappeared."""
+    """Machines that have the GPU, or had it when it disappeared."""
     lost: float = 0.0
-    """When it was first missed, seconds since the epoch; 0 while it is present."""
+    """When the GPU was first missing, in seconds since the epoch; 0 while it is present."""
 
     def describe(self) -> str:
         names = " ".join(name for name in (self.model, self.uuid) if name)
@@ -40,17 +40,17 @@ class Remembered:
 
     gpus: tuple[RememberedGpu, ...] = ()
     damage: str = ""
-    """Why an earlier record could not be read: GPUs lost before that are unknown."""
+    """Why an earlier record could not be read, so that earlier losses are unknown; otherwise empty."""
 
 
 def render_remembered(remembered: Remembered) -> bytes:
-    """Return the document."""
+    """Return the record as JSON."""
     document = {"version": VERSION, "digest": _digest(remembered), **asdict(remembered)}
     return json.dumps(document, indent=1).encode() + b"\n"
 
 
 def parse_remembered(where: str, data: bytes) -> Remembered:
-    """Read the document. Raises DocumentError, which names the key."""
+    """Return the record in a document. Raises DocumentError, which names the key."""
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
     found = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
@@ -60,7 +60,7 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
 
 
 def _digest(remembered: Remembered) -> str:
-    """Return a digest of the content. Without it, a changed letter in an address would look like a lost GPU."""
+    """Return a digest of the record. Without it, damage to an address would look like a lost GPU."""
     return hashlib.sha256(json.dumps(asdict(remembered)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The host half's backend of `agent.system.process.Bus`: the jeepney package, over one socket."""
+"""The host half's backend of `agent.system.process.Bus`, which uses the jeepney package."""
 
 import errno
 import os
@@ -14,19 +14,19 @@ from jeepney.io.blocking import prep_socket
 from agent.model.errors import BusAnswerError, BusError
 
 SOCKET = "/run/dbus/system_bus_socket"
-"""D-Bus specification, "System message bus" (/var/run there). No environment variable may lead root elsewhere."""
+"""The socket of the D-Bus specification, "System message bus" (with /var/run). The environment must not change it."""
 REPLY_LIMIT = 1 << 20
-"""Bytes of one message. The bus's own limit is 128 MiB."""
+"""Bytes of the largest message that is accepted. The bus's own limit is 128 MiB."""
 CHUNK = 1 << 16
 HINT = "see `systemctl status dbus.socket dbus.service`"
 DRIVER = "org.freedesktop.DBus"
-"""The bus itself, which sets each message's sender (D-Bus specification, "Message Bus Message Routing")."""
+"""The bus's own name. The bus sets the sender of each message (D-Bus specification, "Message Bus Message Routing")."""
 NO_OWNER = (f"{DRIVER}.Error.NameHasNoOwner", f"{DRIVER}.Error.ServiceUnknown")
 ANSWERS = (MessageType.method_return, MessageType.error)
 
 
 class SystemBus:
-    """A Bus. Keeps its connection from call to call, and connects again after it broke; not thread-safe."""
+    """A Bus that keeps its connection between calls, and connects again after the connection broke. Not thread-safe."""
 
     def __init__(self, path: str = SOCKET) -> None:
         self._path = path
@@ -58,8 +58,8 @@ class SystemBus:
             try:
                 return self._exchange(self._connection, call, deadline)
             except (ConnectionError, _TooLargeError):
-                # The bus was restarted since the last call, or some process has flooded this connection meanwhile:
-                # any user of the host may send signals to any connection.
+                # The bus was restarted since the last call, or a process has flooded this connection: any user of the
+                # host may send signals to any connection.
                 pass
         self._connection = _Connection(self._path, deadline)
         return self._exchange(self._connection, call, deadline)
@@ -68,17 +68,17 @@ class SystemBus:
         try:
             return connection.exchange(call, deadline)
         except BaseException:
-            # A late reply, or half of one, must not meet the next call.
+            # The next call must not receive a late reply, or the rest of one.
             self.close()
             raise
 
 
 class _TooLargeError(OSError):
-    """A message, ours or received, exceeds the limit."""
+    """A message exceeds REPLY_LIMIT."""
 
 
 class _Connection:
-    """One connection that has said Hello. Raises OSError, also for data that is not D-Bus."""
+    """One connection, which has sent Hello. Raises OSError, also for data that are not D-Bus."""
 
     def __init__(self, path: str, deadline: float) -> None:
         try:
@@ -89,7 +89,7 @@ class _Connection:
             raise OSError(errno.EPROTO, f"not authenticated: {error}") from error
         self._parser, self._serials = Parser(), count(1)
         self._owners = {DRIVER: DRIVER}
-        """Unique names by service name. The bus has the same name as both."""
+        """The unique names of services' owners, by service. The bus's own unique name is DRIVER."""
         try:
             self.exchange(message_bus.Hello(), deadline)
         except BaseException:
@@ -100,16 +100,16 @@ class _Connection:
         self._socket.close()
 
     def exchange(self, call: Message, deadline: float) -> Message:
-        """Return the reply from the owner of the called name, or the bus's error that there is none.
+        """Return the reply from the owner of the called name, or the bus's error if it has no owner.
 
-        The owner is known by its unique name, which no other connection ever gets: with dbus-broker every user of the
-        host may send replies, and signals that look like one, to any connection.
+        Calls go to the owner's unique name, which no other connection ever gets, and only this sender's reply is
+        accepted: with dbus-broker, any user of the host may send replies, and signals that look like one.
         """
         service = str(call.header.fields[HeaderFields.destination])
         known = service in self._owners
         reply = self._ask_owner(service, call, deadline)
         if known and _unreachable(reply):
-            # It left the bus, so any new owner of the name has not received the call.
+            # The owner has left the bus, so the call was not received by a new owner of the name.
             del self._owners[service]
             reply = self._ask_owner(service, call, deadline)
         return reply
@@ -122,7 +122,7 @@ class _Connection:
         return self._ask(call, self._owners[service], deadline)
 
     def _owner(self, service: str, deadline: float) -> Message | None:
-        """Look up a service's unique name, and start the service if needed; return the bus's error if any."""
+        """Look up the unique name of a service's owner; start the service if needed. Return the bus's error if any."""
         if service in self._owners:
             return None
         reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
@@ -159,7 +159,7 @@ class _Connection:
         try:
             found: Any = self._parser.get_next_message()
         except Exception as error:
-            # jeepney raises whatever the malformed part causes.
+            # jeepney raises any exception that a malformed message causes.
             raise OSError(errno.EBADMSG, f"not a D-Bus message: {error!r}"[:200]) from error
         return found
 
@@ -175,7 +175,7 @@ def _unreachable(message: Message) -> bool:
 
 
 def _answers(message: Message, serial: int, sender: str) -> bool:
-    """Return whether it is a reply from `sender`, or the bus's error that `sender` does not reply."""
+    """Return whether the message is the reply from `sender`, or the bus's error that `sender` does not reply."""
     fields = message.header.fields
     if message.header.message_type not in ANSWERS or fields.get(HeaderFields.reply_serial) != serial:
         return False
@@ -184,7 +184,7 @@ def _answers(message: Message, serial: int, sender: str) -> bool:
 
 
 def _left(deadline: float) -> float:
-    """Return the remaining seconds. Raises TimeoutError at 0, which would mean "do not block" to a socket."""
+    """Return the remaining seconds. Raises TimeoutError if none are left: to a socket, 0 means "do not block"."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError(errno.ETIMEDOUT, "no answer in time")

@@ -1,6 +1,6 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-Each function raises BusError, also if a value has another type than documented, because systemd's interface is stable.
+Each function raises BusError, also if a value does not have the documented type, because systemd's interface is stable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ CHANGE_LIMIT = 30.0
 
 
 class ListedUnit(NamedTuple):
-    """One unit, and the path of its object on the bus."""
+    """The state of a unit, and the path of its object on the bus."""
 
     load_state: str
     active_state: str
@@ -30,7 +30,7 @@ class ListedUnit(NamedTuple):
 
 
 def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
-    """Return the units in the order of `names`. One that cannot be understood hides no other."""
+    """Return the units in the order of `names`. A unit whose entry cannot be understood is Unseen."""
     method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
     match system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"):
         case ([*entries],) if len(entries) == len(names):
@@ -53,17 +53,20 @@ def _listed(name: str, entry: object) -> ListedUnit | Unseen:
 
 
 def version(system: System) -> str:
-    """Return free text, by the documentation; it always begins with the release number, on Debian and Ubuntu too."""
+    """Return the version of the running systemd.
+
+    It is documented as free text, but always begins with the release number, on Debian and Ubuntu too.
+    """
     return _property(SYSTEMD_OBJECT, "Manager", "Version", str, system)
 
 
 def needs_reload(path: str, system: System) -> bool:
-    """Return whether a file of the unit is newer than what PID 1 has loaded."""
+    """Return whether files of the unit have changed since PID 1 loaded them."""
     return _property(path, "Unit", "NeedDaemonReload", bool, system)
 
 
 def inactive_enter(path: str, system: System) -> int:
-    """Return when the unit was last stopped, by the monotonic clock; 0 if it was not in this boot."""
+    """Return when the unit was last stopped, by the monotonic clock; 0 if it was not stopped since the host booted."""
     return _property(path, "Unit", "InactiveEnterTimestampMonotonic", int, system)
 
 
@@ -93,7 +96,7 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
 
 
 def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
-    """Return the path of the job's object, for `is_queued`."""
+    """Start or stop a unit without waiting. Return the path of the job's object, for `is_queued`."""
     # With "fail", the job does not replace those of a host that shuts down.
     (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
     return str(job)

@@ -1,4 +1,4 @@
-"""The last evaluated conditions, kept in /run so that every command shows when each one last changed."""
+"""Keeps the last evaluated conditions in /run, so that every command can show when each one last changed."""
 
 import json
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ _RECORD: Record[History] = Record(TypeAdapter(dict[str, tuple[Condition, ...]]))
 
 
 def read_history(system: System) -> History:
-    """Return the history; empty if it is missing or unreadable, since it is only a cache."""
+    """Return the history; empty if it is missing or unreadable, because it is only a cache."""
     return _RECORD.read(CONDITIONS, system) or {}
 
 
 def write_history(system: System, history: History) -> tuple[str, ...]:
-    """Write the history, world-readable for `status`. Return failures, one sentence each: the file is only a cache."""
+    """Write the history, world-readable for `status`. Return failures, one sentence each."""
     try:
         if _RECORD.look(CONDITIONS, system) != history:
             _RECORD.write(CONDITIONS, history, system)
@@ -31,6 +31,6 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
 
 
 def as_json(history: History) -> str:
-    """Return JSON for `status --json`: a list per machine, each item in the form of a Kubernetes condition."""
+    """Return JSON for `status --json`: for each machine, a list of conditions as Kubernetes writes them."""
     document = {machine: [each.to_kubernetes() for each in conditions] for machine, conditions in history.items()}
     return json.dumps(document, indent=2)

@@ -1,7 +1,7 @@
-"""The record of detached GPUs. A GPU stays in it until it leaves the PCI bus, or is attached again.
+"""Keeps the record of detached GPUs. A GPU stays in it until it is removed from the PCI bus, or attached again.
 
-The record is in /run: after a boot of the host it would say nothing about the devices that are plugged in then. To keep
-a GPU from machines permanently, use the configuration.
+The record is in /run, because it would not apply to the devices that are plugged in after a boot of the host. To keep a
+GPU from machines permanently, use the configuration.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class _Note(BaseModel):
     draining: bool
 
 
-# World-readable: `plan` and `status` work as any user.
+# The file is world-readable, because `plan` and `status` work as any user.
 _RECORD = Record(TypeAdapter(dict[str, _Note]))
 
 
@@ -34,13 +34,13 @@ class Detached:
 
     gpus: frozenset[str] = frozenset()
     draining: frozenset[str] = frozenset()
-    """Those that processes may still open until the last one of them has ended."""
+    """Detached GPUs that processes may still use until the last process has exited."""
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
 
 def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. Raises ObservationError if reading fails, so that none of them is granted."""
+    """Return the detached GPUs. Raises ObservationError if they are unknown, so that none of them is granted."""
     try:
         notes = _noted(system)
     except OSError as error:
@@ -53,7 +53,7 @@ def observe_detached(system: System) -> Detached:
 
 
 def note_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached; False if it is not there. Raises OSError. The caller holds the lock of passes."""
+    """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
     device = _device(system, address)
     if device is not None:
         note = _Note(device=device, draining=draining)
@@ -62,7 +62,7 @@ def note_detached(system: System, address: str, *, draining: bool) -> bool:
 
 
 def forget_detached(system: System, address: str) -> None:
-    """Remove the GPU from the record. Raises OSError. The caller holds the lock of passes."""
+    """Remove the GPU from the record. Raises OSError. The caller must hold the pass lock."""
     others = {each: note for each, note in _known(system).items() if each != address}
     _RECORD.write(DETACHED_GPUS, others, system)
 
@@ -84,8 +84,8 @@ def _noted(system: System) -> Mapping[str, _Note] | Broken:
 
 
 def _device(system: System, address: str) -> int | None:
-    """Return the inode of the device's sysfs link, which differs for the next device at the same address.
+    """Return the inode number of the device's sysfs link, which a new device at the address changes; None without one.
 
-    kernfs gives inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic): a removed one does not return soon.
+    kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """
     return system.link_inode(f"/sys/bus/pci/devices/{address}")

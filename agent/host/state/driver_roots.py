@@ -1,4 +1,4 @@
-"""A driver root's manifest (`MANIFESTS/<index>.json`), and the record of the driver roots that a machine was handed."""
+"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of handed driver roots. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -31,7 +31,7 @@ class _Manifest(_Model):
     place: str = ""
     files: list[_File]
     staged: dict[str, object] = {}
-    """Version 1 only: what the agent watched of each file. Ignored."""
+    """A key that only version 1 has. It is ignored."""
 
 
 class _Handed(_Model):
@@ -43,6 +43,7 @@ _HANDED = Record(TypeAdapter(_Handed), 1, advice="until the machine's next start
 
 
 def render_manifest(root: StagedRoot) -> bytes:
+    """Return the manifest of a driver root."""
     files = [_File.model_construct(**asdict(file)) for file in root.files]
     return _MANIFEST.render(
         _Manifest.model_construct(
@@ -52,17 +53,17 @@ def render_manifest(root: StagedRoot) -> bytes:
 
 
 def parse_manifest(path: str, data: bytes) -> StagedRoot:
-    """Return the driver root of a manifest. Raises DocumentError, which names the key."""
+    """Return the driver root in a manifest. Raises DocumentError, which names the key."""
     manifest = _MANIFEST.parse(path, data)
     files = tuple(Library(**vars(each)) for each in manifest.files)
     return StagedRoot(manifest.index, manifest.vendor, manifest.driver_version, files, manifest.place)
 
 
 def render_handed(indices: Iterable[int]) -> bytes:
-    """Return the record of the driver roots that a machine was handed since its start."""
+    """Return the record of the driver roots that handoffs have named since the machine's start."""
     return _HANDED.render(_Handed(indices=sorted(set(indices))))
 
 
 def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
-    """Return the indices in the record. Raises DocumentError, which names the key."""
+    """Return the indices of the driver roots in such a record. Raises DocumentError, which names the key."""
     return tuple(_HANDED.parse(path, data).indices)

@@ -1,4 +1,4 @@
-"""The record of the last grant published to a machine."""
+"""Format of the record of the last grant that was published to a machine. Pure."""
 
 from pydantic import TypeAdapter
 

@@ -1,4 +1,4 @@
-"""Locks between processes of this agent: flock(2) on files below /run/unbounded-agent."""
+"""Locks between processes of the agent: flock(2) on files in /run/unbounded-agent."""
 
 import fcntl
 import os
@@ -11,12 +11,12 @@ from agent.model.paths import RUNTIME
 from agent.system.files import System
 
 POLL = 0.05
-"""Seconds; flock(2) has no time limit of its own."""
+"""Seconds between two attempts: flock(2) has no time limit."""
 
 
 @contextmanager
 def locked(system: System, path: str, wait: float, busy: str) -> Iterator[None]:
-    """Hold the lock; raises AgentError with `busy` if another process keeps it for `wait` seconds."""
+    """Hold a lock. Raises AgentError with message `busy` if another process holds it for `wait` seconds."""
     system.make_directory(RUNTIME)
     descriptor = system.open_lock(path)
     try:

@@ -1,4 +1,7 @@
-"""GPUs that the kernel log called lost, and how far it was read. Kept in /run: a log line is an event, not a state."""
+"""Keeps in /run which GPUs the kernel log reported lost, and how far the log was read.
+
+The log shows only the event, so the service would not know of the loss after a restart.
+"""
 
 from collections.abc import Iterable, Mapping
 
@@ -15,12 +18,12 @@ class _Lost(BaseModel):
 
 
 class LogRead(BaseModel):
-    """How far the kernel log was read, and the driver bindings at that time."""
+    """How far the kernel log was read, and to which drivers GPUs were bound at that time."""
 
     sequence: int
-    """Number of the last record."""
+    """Sequence number of the last record that was read."""
     bindings: dict[str, int]
-    """Result of `binding` by PCI address, for GPUs that a driver is bound to."""
+    """Results of `binding` by PCI address, for GPUs that are bound to a driver."""
 
 
 _LOST = Record(TypeAdapter(dict[str, _Lost]))
@@ -28,12 +31,12 @@ _LOG_READ = Record(TypeAdapter(LogRead))
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
-    """Return the log's message by PCI address, without GPUs whose driver was bound again since."""
+    """Return what the log said about lost GPUs, by PCI address. GPUs that were bound to a driver since are left out."""
     return {address: lost.why for address, lost in _recorded(system).items()}
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU; False if no driver is bound to it, which is a condition of its own. Raises OSError."""
+    """Record a lost GPU. Return False if it has no driver, which another condition reports. Raises OSError."""
     bound = binding(system, address)
     if bound is None:
         return False
@@ -42,30 +45,30 @@ def record_lost(system: System, address: str, why: str) -> bool:
 
 
 def log_read(system: System) -> LogRead | None:
-    """Return the record of this boot of the host; None without a usable one."""
+    """Return how far the log was read since the host booted; None if there is no usable record."""
     return _LOG_READ.read(KERNEL_LOG_READ, system)
 
 
 def keep_log_read(system: System, read: LogRead) -> None:
-    """Write the record. Raises OSError."""
+    """Record how far the log was read. Raises OSError."""
     _LOG_READ.write(KERNEL_LOG_READ, read, system)
 
 
 def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
-    """Return bindings by PCI address, for devices that a driver is bound to."""
+    """Return the results of `binding` by PCI address, for devices that are bound to a driver."""
     found = {address: binding(system, address) for address in addresses}
     return {address: bound for address, bound in found.items() if bound is not None}
 
 
 def _recorded(system: System) -> dict[str, _Lost]:
-    # The record only covers this boot; without it, the conditions of nodes, driver and pods remain.
+    # The record is not essential: nodes, driver and pods have conditions too.
     found = _LOST.read(LOST_GPUS, system) or {}
     return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
 
 
 def binding(system: System, address: str) -> int | None:
-    """Return the inode of the device's sysfs link `driver`, which differs for each binding; None without a driver.
+    """Return the inode number of a device's sysfs link `driver`, which each binding changes; None without a driver.
 
-    kernfs gives inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic): a removed one does not return soon.
+    kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """
     return system.link_inode(f"/sys/bus/pci/devices/{address}/driver")

@@ -1,4 +1,4 @@
-"""The ownership record: the files that this agent wrote, with digests of their content. Pure."""
+"""Format of the ownership record: the files that the agent wrote, with digests of their content. Pure."""
 
 import hashlib
 import posixpath
@@ -10,21 +10,21 @@ from pydantic import AfterValidator, StringConstraints, TypeAdapter
 from agent.host.state.record import Record
 
 MARK = b"# Written by unbounded-agent"
-"""The first bytes of every text file of ours."""
+"""The first bytes of every text file that the agent writes."""
 
 
 def is_ours(content: bytes, digest: str) -> bool:
-    """Return whether a recorded file is still ours: unchanged, or edited (edits are overwritten, as its header says).
+    """Return whether a recorded file is still the agent's.
 
-    A file without our first line replaced ours. But an empty or zeroed file is ours: some file systems leave one after
-    a loss of power.
+    It is if it is unchanged, or edited below our first line, which warns that edits are overwritten. An empty or zeroed
+    file is too: some file systems leave one after a loss of power. Anything else replaced the agent's file.
     """
     lost = not content.strip(b"\0")
     return lost or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
 
 
 def _normal(path: str) -> str:
-    # Recorded files may be removed later, so accept only paths that cannot mean another file.
+    # Recorded files may be removed later, so only paths are accepted that cannot lead to a different file.
     if not path.startswith("/") or posixpath.normpath(path) != path or not path.isprintable():
         raise ValueError("not a normal absolute path")
     return path

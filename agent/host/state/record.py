@@ -1,4 +1,4 @@
-"""Records of host state: JSON files that are read, validated and written in one way."""
+"""Reads, validates and writes the JSON files in which the host half keeps its state."""
 
 import json
 from typing import Generic, TypeVar
@@ -16,26 +16,30 @@ T = TypeVar("T")
 
 
 class Record(Generic[T]):
-    """What such a file holds: an object of type T, with a version in it if there are any versions."""
+    """The format of such a file: an object of type T."""
 
     def __init__(self, adapter: TypeAdapter[T], *versions: int, advice: str = "") -> None:
-        """Of several versions, the first is written. `advice` ends the message about a damaged file."""
+        """Define the format.
+
+        `versions` are the versions that can be read, of which the first is written; without any, the file has none.
+        `advice` is added to messages about a damaged file.
+        """
         self._adapter, self._versions, self._advice = adapter, versions, advice
 
     def render(self, value: T) -> bytes:
-        """Return the file's content."""
+        """Return the content of the file for a value."""
         version = {"version": self._versions[0]} if self._versions else {}
         document = self._adapter.dump_python(value, mode="json", exclude_unset=True)
         return json.dumps({**version, **document}, indent=1).encode() + b"\n"
 
     def parse(self, where: str, data: bytes) -> T:
-        """Read the file's content. Raises DocumentError, which names the key."""
+        """Return the value in the content of a file. Raises DocumentError, which names the key."""
         try:
             document = parse_object(where, data)
             if self._versions:
                 accept_version(where, document, self._versions)
                 del document["version"]
-            # As JSON, which has no tuples: what is strict would refuse a list for one.
+            # Validated as JSON, because pydantic in strict mode does not accept a Python list for a tuple.
             return self._adapter.validate_json(json.dumps(document), strict=True)
         except ValidationError as error:
             raise DocumentError(f"{where}: {_first(error)}", self._advice) from error
@@ -43,7 +47,7 @@ class Record(Generic[T]):
             raise DocumentError(error.message, self._advice or error.hint) from error
 
     def look(self, path: str, system: System) -> Seen[T]:
-        """Return the record. Broken: it is damaged, which the caller tells."""
+        """Return the value in a file; Broken if the file is damaged, which the caller must report."""
         data = look(system.read, path)
         try:
             return self.parse(path, data) if isinstance(data, bytes) else data
@@ -51,20 +55,20 @@ class Record(Generic[T]):
             return Broken(str(error))
 
     def read(self, path: str, system: System) -> T | None:
-        """Return the record; None without a usable one. A damaged one is discarded."""
+        """Return the value in a file; None if it is missing or unusable. A damaged file is discarded."""
         found = self.look(path, system)
         if isinstance(found, Broken):
             discard(path, found.why)
         return None if isinstance(found, Absent | Broken | Unseen) else found
 
     def write(self, path: str, value: T, system: System) -> None:
-        """Replace the file. Raises OSError."""
+        """Write a value to a file. Raises OSError."""
         write_record(system, path, self.render(value))
 
 
 def _first(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
-    # No place: half of a surrogate pair, with which pydantic refuses the whole document.
+    # The error has no location if the document contains half of a surrogate pair, which pydantic does not accept.
     name, *inner = first["loc"] or ("",)
     key = f"key {name}{''.join(f'[{part!a}]' for part in inner)}" if name else "the document"
     if first["type"].endswith("_type"):

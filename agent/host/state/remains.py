@@ -1,4 +1,4 @@
-"""Removes temporary files that killed writers left next to our files."""
+"""Removes temporary files that killed writers left next to the agent's files."""
 
 from contextlib import suppress
 
@@ -27,12 +27,12 @@ OF_HOST = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:
-    """Remove leftovers of files that not every pass writes. Ignores failures: leftovers do no harm."""
-    # By name: the agent lists no directory that a machine can write.
+    """Remove temporary files next to files that not every pass writes. Failures are ignored: leftovers do no harm."""
+    # By name, because the agent lists no directory in which a machine can write.
     for path in (*OF_HOST, *(path for name in _machines(system, configured) for path in _of_machine(name))):
         with suppress(OSError):
             system.remove_remains(path)
-    # The unit's shell holds the lock of passes while it writes this file, so one that exists now is a leftover.
+    # The unit's shell holds the pass lock while it writes this file, so if the file exists now, it is a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))
@@ -43,13 +43,13 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 
 def clear_report(system: System, machine: str) -> None:
-    """Remove the report of the machine's last run, or of an earlier machine of that name, before it starts."""
+    """Remove an old report before the machine starts: of its last run, or of an earlier machine of this name."""
     with suppress(OSError):
         system.remove(f"{report_directory(machine)}/{REPORT_NAME}")
 
 
 def _machines(system: System, configured: tuple[str, ...]) -> set[str]:
-    """Return the machines' names, including machines that are no longer configured."""
+    """Return the names of all machines that have state, including those that are no longer configured."""
     try:
         return {*configured, *system.entries(MACHINES_STATE)}
     except OSError:

@@ -1,4 +1,4 @@
-"""Read the record of the GPUs that machines were last granted, from the first intact copy of two."""
+"""Reads the record of the GPUs that machines were last granted, from the first intact copy of two."""
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Broken, Seen, Unseen
@@ -10,10 +10,10 @@ from agent.system.seen import look
 
 
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
-    """Return the record, empty if there is none yet, and a problem or "". Broken: neither copy can be used."""
+    """Return the record, and a problem or an empty text. Without copies, it is empty; without usable ones, Broken."""
     copies = [_copy(path, system) for path in REMEMBERED_GPUS]
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
-    # The first copy is written first, so after a crash in between it is the newer one.
+    # The first copy is written first, so it is the newer one after a crash in between.
     whole = next((each for each in copies if isinstance(each, Remembered)), None)
     if whole:
         return whole, f"{problems}; using the other copy of this record, which replaces it" if problems else ""
