@@ -59,7 +59,7 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     gpu = find_gpu(address, facts)
     machines, nodes = _granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
     if unknown := why_unknown(gpu, nodes):
-        return Ending(False, (f"{gpu.pci_address} is left as it is: {unknown}",))
+        return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     return _Removal(gpu, machines, nodes, reconciler, timing).run()
 
 
@@ -72,7 +72,7 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
     outcome = removal.give_back()
     names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
-    what = f"is given back, to {names}" if names else "is not detached any more; by their settings no machine gets it"
+    what = f"was given back to {names}" if names else "is no longer detached; no machine's settings ask for it"
     return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *removal.remarks))
 
 
@@ -86,7 +86,7 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         nothing = isinstance(machine.granted, Absent)
         others = isinstance(machine.granted, Granted) and address not in machine.granted.gpus
         if held and not nothing and not others:
-            raise ObservationError(f"machine {machine.name} is left as it is: {planned.held[machine.name]}")
+            raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     granted = {
         machine.name
         for machine in planned.goal.machines
@@ -124,7 +124,7 @@ class _Removal:
         """Keep the GPU from new pods, wait for the processes that use it, then withdraw the machines' permission."""
         policy, seconds = self._policy()
         if policy == "refuse" and (held := self._look()):
-            return self._in_use("is in use, and nothing was changed (on_detach is refuse)", held)
+            return self._in_use("is in use; nothing was changed (on_detach is refuse)", held)
         try:
             return self._take(policy, seconds)
         except BaseException:
@@ -135,29 +135,31 @@ class _Removal:
         address = self.gpu.pci_address
         if policy != "force":
             self._note(draining=True)
-            self._passes("leave it out of its CDI specification", self._unanswered)
+            self._passes("remove it from its CDI specification", self._unanswered)
             held = self._drain(seconds if policy == "drain-wait" else 0)
             if held and policy == "refuse":
                 self.give_back()
-                return self._in_use("was opened meanwhile, and is granted as before (on_detach is refuse)", held)
+                return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
             if held:
-                what = f"is given to no new pod, but after {seconds} s it is still in use"
-                return self._in_use(f"{what}; detach it again to go on waiting, or `gpus attach {address}`", held)
+                what = f"is withheld from new pods, but is still in use after {seconds} s"
+                return self._in_use(f"{what}; repeat this command to keep waiting, or `gpus attach {address}`", held)
         self._note(draining=False)
-        outcome = self._passes("let go of it", self._permitted)
+        outcome = self._passes("release it", self._permitted)
         permitted = (*self._permitted(outcome), *self._unknown(outcome))
         if held := self._look():
-            return self._in_use("is granted to no machine any more, but still in use: do not remove it yet", held)
+            return self._in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
         if permitted:
-            return Ending(False, (f"{address} may still be opened in {', '.join(permitted)}", *self.remarks))
-        until = f"until it has been removed, or `unbounded-agent gpus attach {address}`"
+            return Ending(
+                False, (f"do not remove {address} yet: {', '.join(permitted)} can still open it", *self.remarks)
+            )
+        until = f"until it has left the PCI bus, or `unbounded-agent gpus attach {address}` gives it back"
         what = f"{address} may be removed: {nobody(held)}; no machine gets it {until}"
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
     def give_back(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
-        return self._passes("have it again", self._unanswered)
+        return self._passes("get it back", self._unanswered)
 
     def _forget(self) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
@@ -174,7 +176,7 @@ class _Removal:
             except (AgentError, OSError) as error:
                 self.reconciler.progress(f"{address} could not be given back: {error}")
             else:
-                self.reconciler.progress(f"{address} is not detached: the next pass grants it as before")
+                self.reconciler.progress(f"{address} is no longer detached: the next pass grants it as before")
                 return
         self.reconciler.progress(f"{address} is still detached; `unbounded-agent gpus attach {address}` gives it back")
 
@@ -186,7 +188,7 @@ class _Removal:
         return policy, max(each.drain_wait for each in settings)
 
     def _look(self) -> Held:
-        self.reconciler.progress("look who has it open")
+        self.reconciler.progress("checking which processes have it open")
         return look(self.reconciler.system, self.nodes)
 
     def _drain(self, seconds: int) -> Held:
@@ -196,7 +198,7 @@ class _Removal:
             if time.monotonic() >= told:
                 left = deadline - time.monotonic()
                 for line in describe(held, self.gpu):
-                    self.reconciler.progress(f"wait {left:.0f} s at most for {line}")
+                    self.reconciler.progress(f"waiting up to {left:.0f} s for {line}")
                 told = time.monotonic() + self.timing.tell
             time.sleep(self.timing.poll)
         return held
@@ -204,7 +206,7 @@ class _Removal:
     def _note(self, *, draining: bool) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             if not note_detached(self.reconciler.system, self.gpu.pci_address, draining=draining):
-                raise AgentError(f"{self.gpu.pci_address} has gone from the PCI bus meanwhile")
+                raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
         """Make passes until `waiting` returns no machine, and return the last outcome.
@@ -218,13 +220,13 @@ class _Removal:
             if not names or waited > self.timing.answer:
                 break
             if waited >= told:
-                self.reconciler.progress(f"wait for {', '.join(names)} to {what}")
+                self.reconciler.progress(f"waiting for {', '.join(names)} to {what}")
                 told = waited + self.timing.tell
             time.sleep(self.timing.poll)
         self.remarks += outcome.failures
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
-            f"machine {name} was started without this agent's settings: only `machinectl reboot {name}` takes it away"
+            f"machine {name} was started without this agent's settings: only `machinectl reboot {name}` withdraws it"
             for name in self._unknown(outcome)
         ]
         return outcome

@@ -98,13 +98,13 @@ def _service(system: System) -> str:
         case "active" | "activating" | "reloading":
             return ""
         case Unseen(why):
-            return f"whether {SERVICE} runs is not known: {why}"
+            return f"cannot tell whether {SERVICE} runs: {why}"
         case Absent(why) | Broken(why):
             fault = why
         case state:
             fault = f"{SERVICE} is {state}"
     return (
-        f"{fault}: nothing follows what changes on the host, and no metrics are served; "
+        f"{fault}: nothing follows changes on the host, and no metrics are served; "
         f"run `systemctl enable --now {SERVICE.removesuffix('.service')}`"
     )
 
@@ -112,11 +112,11 @@ def _service(system: System) -> str:
 def _plain_roots(facts: Facts) -> str:
     if not facts.plain_roots:
         return ""
-    told = "driver roots are plain directories, which root in a machine can change for the other machines"
+    told = "driver roots are plain directories, so root in one machine can change them for all others"
     if LINKED in facts.staged_problems:
-        return f"{told}: {LINKED}, while no machine runs"
+        return f"{told}: {LINKED}; do that while no machine runs"
     command = f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'"
-    return f"{told}: run `{command}`, then stop all machines and start them"
+    return f"{told}: run `{command}`, then stop all machines and start them again"
 
 
 def _setting(system: System, name: str, wanted: str) -> str:
@@ -124,11 +124,11 @@ def _setting(system: System, name: str, wanted: str) -> str:
     try:
         value = system.read(path).decode(errors="replace").strip()
     except OSError as error:
-        return f"{path} cannot be read: {error.strerror}"
+        return f"cannot read {path}: {error.strerror}"
     if value == wanted:
         return ""
     return (
-        f"{key} is {value}, and the kubelet of a machine does not start until it is {wanted}: write "
+        f"{key} is {value}, but kubelets in machines start only if it is {wanted}: write "
         f"`{key} = {wanted}` into /etc/sysctl.d/90-kubelet.conf and run `sysctl --system`"
     )
 
@@ -140,19 +140,19 @@ def sound(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> bool:
 
 def in_words(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> list[str]:
     """Return the diagnoses as lines for people."""
-    lines = ["host:" if host.findings else "host: nothing found"]
+    lines = ["host:" if host.findings else "host: no fault found"]
     lines += [f"  - {each}" for each in host.findings]
     diagnoses = tuple(diagnoses)
     lines += [] if diagnoses else [NO_MACHINES]
     for diagnosis in diagnoses:
-        state = {Status.TRUE: "ready", Status.FALSE: "not ready"}.get(diagnosis.ready.status, "not known to be ready")
+        state = {Status.TRUE: "ready", Status.FALSE: "not ready"}.get(diagnosis.ready.status, "readiness unknown")
         lines.append(f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}")
         for finding in diagnosis.findings:
             aside = "" if finding.prevents_ready else " (not needed for Ready)"
             lines.append(f"  - {', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}")
             lines.append(f"    {finding.message}")
             if finding.looks_like:
-                lines.append(f"    seen as: {finding.looks_like}")
+                lines.append(f"    symptoms: {finding.looks_like}")
     lines += [f"driver for pods: {_driver_in_words(each)}" for each in host.drivers]
     return [*lines, f"image for machines of this host: containerfiles/{host.image}"]
 

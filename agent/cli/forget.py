@@ -25,7 +25,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         # Work out what the next pass would record, since the service may not run.
         remembered = reconciler.look()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
-            raise ObservationError(remembered.why, "make the record of granted GPUs readable first")
+            raise ObservationError(remembered.why, "repair the record of granted GPUs first")
         lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
         if address:
             wanted = as_in_sysfs(address)
@@ -41,7 +41,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         # Wake the service: its metrics and the machines' nodes show the loss until its next pass.
         with suppress(OSError):
             reconciler.system.write(WAKE, b"")
-    lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} no longer misses it" for gpu in lost.values()]
+    lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} does without it" for gpu in lost.values()]
     if remembered.damage != damage:
-        lines.append("the damage of the record is acknowledged: GPUs are remembered from now on")
+        lines.append("the damage to the record is acknowledged: the agent remembers GPUs again from now on")
     return tuple(lines) or ("no GPU is lost: nothing to do",)

@@ -35,11 +35,13 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
     """
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple):
-            raise ObservationError(vendor.devices.why, "without the list of its nodes nobody can tell who uses a GPU")
+            raise ObservationError(vendor.devices.why, "without this list, a GPU's users cannot be found")
     known = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     found = known.get(as_in_sysfs(address))
     if found is None:
-        raise ConfigError(f"{address!a}: there is no GPU of this PCI address", f"there are: {', '.join(sorted(known))}")
+        raise ConfigError(
+            f"{address!a}: no GPU has this PCI address", f"GPUs here: {', '.join(sorted(known)) or 'none'}"
+        )
     return found
 
 
@@ -59,9 +61,9 @@ def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
     if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (
-        f"nobody can tell here who has it open: kernel driver {gpu.driver} has it, and no usable node of it is there. "
-        "Where a virtual machine has it, shut that down and unbind the GPU from its driver; where its node was removed "
-        "or is another's (`unbounded-agent plan` says so), make it anew"
+        f"cannot determine who uses it: it is bound to kernel driver {gpu.driver} and has no usable device node. "
+        "If a virtual machine has it, shut that down and unbind the GPU from its driver. If its node was removed or "
+        "has another device's number (`unbounded-agent plan` says so), create the node again"
     )
 
 
@@ -72,16 +74,16 @@ def look(system: System, nodes: Iterable[DeviceNode]) -> Held:
 
 def nobody(held: Held) -> str:
     """Return the sentence for a GPU that no process was found to have open."""
-    return "nothing that can be looked at has it open" if held.unseen else "nothing has it open"
+    return "no process that could be inspected has it open" if held.unseen else "no process has it open"
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
     """Return one line per process. Of those that cannot be inspected only some: any user may start many."""
     more = len(held.unseen) - UNSEEN_SHOWN
-    counted = (f"and {more} more cannot be looked at",) if more > 0 else ()
+    counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)
 
 
 def _with_advice(holder: Holder, gpu: Gpu) -> str:
     advice = host_vendor(gpu.vendor).letting_go(holder.command, gpu.pci_address, in_machine=bool(holder.machine))
-    return f"{holder.describe()}{f'; it lets go by {advice}' if advice else ''}"
+    return f"{holder.describe()}{f'; to release it: {advice}' if advice else ''}"

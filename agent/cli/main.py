@@ -100,7 +100,7 @@ stay down or get no GPUs."""
 def _load(options: argparse.Namespace, system: System) -> Loaded:
     if options.command not in LOOKS and os.geteuid() != 0:
         raise UnsupportedError(
-            "this needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"
+            "this command needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"
         )
     standard = options.config == CONFIG_FILE
     if options.command not in AT_START or not standard:
@@ -110,7 +110,7 @@ def _load(options: argparse.Namespace, system: System) -> Loaded:
         return Loaded(config)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":
-        _progress(f"using the last good configuration, because the current one is wrong: {loaded.rejected}")
+        _progress(f"the configuration is wrong, using the last good one: {loaded.rejected}")
     return loaded
 
 
@@ -164,11 +164,11 @@ def _apply(reconciler: Reconciler) -> int:
     while waiting := [machine for machine in outcome.machines if machine.pending and not failures]:
         waited = time.monotonic() - started
         if waited > limit:
-            failures += tuple(f"machine {machine.name} did not answer within {limit:.0f} s" for machine in waiting)
+            failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
             break
         if waited >= told:
             for machine in waiting:
-                _progress(f"{machine.name}: wait for {machine.ready.message}")
+                _progress(f"{machine.name}: waiting: {machine.ready.message}")
             told = waited + TELL_INTERVAL
         time.sleep(1)
         outcome = reconciler.reconcile()

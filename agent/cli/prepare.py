@@ -99,10 +99,10 @@ def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
         if not waiting:
             return
         if waiting != told:
-            reconciler.progress(f"wait for the driver of {waiting}, at most {seconds} s")
+            reconciler.progress(f"waiting for the driver of GPU {waiting}, up to {seconds} s")
             told = waiting
         time.sleep(POLL)
-    reconciler.progress(f"go on without {told}")
+    reconciler.progress(f"continuing without GPU {told}")
 
 
 def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:

@@ -29,11 +29,11 @@ def _device(value: str) -> str:
     if not value.startswith("/dev/"):
         raise ValueError(f"{value!r} is not below /dev")
     if is_below(value, OF_GPUS):
-        raise ValueError(f"{value} belongs to GPUs or their driver: `gpus` and `devices` give those")
+        raise ValueError(f"{value} belongs to GPUs or their driver: use `gpus` or `devices`")
     if is_below(value, OF_NSPAWN):
-        raise ValueError(f"{value}: each machine has its own")
+        raise ValueError(f"{value} cannot be given: each machine has its own")
     if value == KMSG:
-        raise ValueError(f"{value} is given by `nspawn.kmsg`")
+        raise ValueError(f"{value} cannot be given here: use `nspawn.kmsg`")
     return value
 
 

@@ -25,11 +25,11 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
             files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
     except OSError as error:
         # A file that cannot be read is not absent: that would remove its machines from the configuration.
-        raise ConfigError(f"{path} and {CONFIG_DIRECTORY}: cannot read them: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path} or {CONFIG_DIRECTORY}: {error.strerror}") from error
     if not files:
         raise NoMachinesError(
-            f"{path}: there is no such file",
-            "write it, with a table [machines.NAME] for each machine, or an empty table [machines] for none",
+            f"{path}: no such file",
+            "create it with a table [machines.NAME] for each machine, or with an empty table [machines] for none",
         )
     merged: dict[str, Any] = {}
     origins: dict[tuple[str, ...], str] = {}
@@ -38,7 +38,9 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
             # The user who passes --config is responsible for that file.
             _merge(merged, _parse(system, file, of_root=path == CONFIG_FILE), file, origins, ())
         except RecursionError as error:
-            raise ConfigError(f"{file}: tables or lists are nested too deep: no key has more than six parts") from error
+            raise ConfigError(
+                f"{file}: tables or lists are nested too deeply: no key has more than six parts"
+            ) from error
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
@@ -50,10 +52,10 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
 def _parse(system: System, file: str, *, of_root: bool) -> dict[str, Any]:
     try:
         if of_root and (fault := settings_fault(system, file)):
-            raise ConfigError(f"{file}: refused: it decides what root does on this host, and {fault}")
+            raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
         return tomllib.loads(system.read(file).decode())
     except OSError as error:
-        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{file}: not TOML: {error}") from error
 
@@ -95,7 +97,7 @@ def _what(error: ErrorDetails) -> str:
         quoted = "it" if pattern in MAYBE_SECRET else repr(error["input"])
         return f"{quoted} is not {FORMS[pattern]}"
     if error["type"] == "missing" and error["loc"] == MACHINES:
-        return "is missing; write a table [machines.NAME] for each machine, or an empty table [machines] for none"
+        return "is missing; add a table [machines.NAME] for each machine, or an empty table [machines] for none"
     return WORDS.get(error["type"]) or error["msg"].removeprefix("Value error, ")
 
 
@@ -107,7 +109,7 @@ WORDS = {
     "bool_type": "must be true or false",
     "list_type": "must be a list",
     "int_type": "must be a whole number",
-    "string_type": "must be a string, or a list of strings where the documentation has one",
+    "string_type": "must be a string, or a list of strings if the documentation says so",
 }
 
 
@@ -118,12 +120,12 @@ def _pattern(constrained: object) -> str:
 
 FORMS = {
     _pattern(MachineName): "a host name (letters, digits, hyphens and underscores, parts joined by dots)",
-    _pattern(OneLine): "text of one line that does not end in a backslash",
+    _pattern(OneLine): "one line of text that does not end in a backslash",
     _pattern(Address): "an address with a port, such as 127.0.0.1:9788 or [::1]:9788",
     _pattern(SectionName): "the name of a section, such as Files",
     _pattern(KeyName): "the name of a setting, such as Bind",
     _pattern(VariableName): "the name of an environment variable",
-    _pattern(VariableValue): "text of one line",
+    _pattern(VariableValue): "one line of text",
 }
 MAYBE_SECRET = {_pattern(OneLine), _pattern(VariableValue)}
 """Patterns of values never quoted in errors: conditions and pages, which everyone can read, repeat the errors."""

@@ -16,8 +16,8 @@ from agent.model.paths import CDI_DIRECTORIES, CONFIG_FILE, MACHINE_HOST_NVIDIA,
 
 NO_SOURCE = {
     "each machine has its own": ("/proc", "/sys"),
-    "`devices` and `extra_devices` give nodes": ("/dev",),
-    "the service does not see it as the machine's start does": (
+    "for device nodes use `devices` or `extra_devices`": ("/dev",),
+    "the service and the machine's start see different content there": (
         "/root", "/run/user", "/tmp", "/var/tmp", "/lib/modules", "/usr/lib/modules",
     ),
 }  # fmt: skip
@@ -37,10 +37,10 @@ TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
 """Directories whose files root executes or reads. Machines may mount these files, but not writable."""
 NO_TARGET = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
-    "the machine's systemd-tmpfiles removes what is old there": ("/tmp", "/var/tmp"),
-    "the machine's systemd has its own there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
-    "systemd-nspawn has something there": ("/run/host",),
-    "the agent has something there": (
+    "the machine's systemd-tmpfiles removes old files there": ("/tmp", "/var/tmp"),
+    "systemd in the machine has files there": ("/etc/systemd", "/lib/systemd", "/usr/lib/systemd", "/run/systemd"),
+    "systemd-nspawn has files there": ("/run/host",),
+    "the agent has files there": (
         MACHINE_HOST_NVIDIA, RUNTIME, STATE, *CDI_DIRECTORIES, "/run/cdi", "/lib/modules", "/usr/lib/modules",
         "/usr/lib/unbounded-agent", "/etc/containerd", "/etc/nvidia-container-runtime",
     ),
@@ -56,7 +56,9 @@ def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) 
         if is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
     if is_below(value, secret) or _holds(value, secret):
-        raise ValueError(f"{value} has what rules over the host or other machines in it: name something further below")
+        raise ValueError(
+            f"{value} contains files that control the host or other machines: name a directory further below"
+        )
     if not read_only and is_below(value, TRUSTED):
         raise ValueError(f"{value} is where the host keeps its own programs and settings: set read_only = true")
     return value
@@ -68,7 +70,7 @@ def _target(value: str) -> str:
             raise ValueError(f"nothing can be mounted at {value}: {why}")
     covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
     if value in LINKED or _holds(value, covered):
-        raise ValueError(f"a mount at {value} would hide what is below it and the machine needs: name a place there")
+        raise ValueError(f"a mount at {value} would hide files that the machine needs: name a directory further below")
     return value
 
 

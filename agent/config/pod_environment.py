@@ -16,9 +16,9 @@ NUMBER_LIMIT = 32
 """Variables that may be set: far more than the drivers know, and few enough not to slow the start of containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it as a request for devices, or sets it itself"),
+    (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),
     (re.compile("LD_.*|GLIBC_TUNABLES"), "the loader would obey it in each program of each image"),
-    (re.compile("PATH"), "it would replace the image's own, by which its programs are found"),
+    (re.compile("PATH"), "it would replace the image's own, with which its programs are found"),
     (re.compile("HOME|HOSTNAME|KUBERNETES_.*"), "each pod has its own"),
 )
 """Patterns of names that are refused, and why."""
@@ -26,7 +26,7 @@ REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
 
 def _acceptable(variables: dict[str, str]) -> dict[str, str]:
     if len(variables) > NUMBER_LIMIT:
-        raise ValueError(f"{len(variables)} variables are too many, {NUMBER_LIMIT} may be set")
+        raise ValueError(f"{len(variables)} variables are too many: the limit is {NUMBER_LIMIT}")
     for name in variables:
         for pattern, why in REFUSED:
             if pattern.fullmatch(name):

@@ -51,9 +51,9 @@ class MachineSettings(Model):
     gets these nodes.
     """
     require_gpus: bool = False
-    """Whether the machine is not ready on a host without GPUs."""
+    """Whether the machine counts as not ready on a host without GPUs."""
     driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
-    """Seconds that a start of the machine waits for a driver that loads late in the host's boot.
+    """Seconds that a start of the machine waits for a driver that loads late when the host boots.
 
     If `gpus` does not name a GPU of Intel or AMD, a start waits for its driver only if the kernel module is loaded or
     the machine had this GPU before (docs/hardware/intel-amd.md#without-a-driver).
@@ -89,7 +89,7 @@ class MachineSettings(Model):
     """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     restart_device_plugin: bool = False
-    """Restart the container of NVIDIA's or AMD's device plugin when the plugin cannot know of a GPU that came or went,
+    """Restart the container of NVIDIA's or AMD's device plugin when a GPU appeared or disappeared without its notice,
     or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine (docs/kubernetes.md)."""
     node_condition: bool = False
     """Set the condition `GPUReady` on the machine's Node object, with its kubelet's identity. Needs `kubectl` in the
@@ -98,17 +98,17 @@ class MachineSettings(Model):
     """Devices of the host other than GPUs. Each name stands for a set of device nodes
     (docs/hardware/other-devices.md)."""
     extra_devices: ExtraDevices = []
-    """Further character devices, each by its path, such as `[{ path = "/dev/fuse", mode = "rw" }]`
+    """Other character devices, each by its path, such as `[{ path = "/dev/fuse", mode = "rw" }]`
     (docs/hardware/other-devices.md)."""
     cdi_modes: CdiModes = []
-    """Further CDI specifications that `nvidia-ctk` makes for the machine's pods
+    """More CDI specifications that `nvidia-ctk` makes for the machine's pods
     (docs/hardware/other-devices.md#cdi-specifications)."""
     cdi_hooks: CdiHooks = []
-    """Further hooks of NVIDIA's toolkit, which run at the start of each container with a GPU
+    """More hooks of NVIDIA's toolkit, which run at the start of each container with a GPU
     (docs/drivers/prerequisites.md#hooks)."""
     extra_mounts: ExtraMounts = []
-    """Directories and files of the host, such as `[{ source = "/srv/models", target = "/srv/models" }]`. A change takes
-    effect when the machine next starts (docs/hardware/other-devices.md#mounts)."""
+    """Directories and files of the host to mount, such as `[{ source = "/srv/models", target = "/srv/models" }]`. A
+    change takes effect when the machine next starts (docs/hardware/other-devices.md#mounts)."""
     nspawn: NspawnSettings = NspawnSettings()
     """Settings of systemd-nspawn. The defaults are what a Kubernetes node needs."""
 
@@ -183,7 +183,7 @@ class DriverSettings(Model):
     @model_validator(mode="after")
     def _complete(self) -> Self:
         if (self.binary_directories or self.data_directories) and not self.configured:
-            raise ValueError("needs root or library_directories too, to say where the driver's libraries are")
+            raise ValueError("binary_directories and data_directories need root or library_directories to be set too")
         return self
 
 
@@ -197,7 +197,7 @@ class MetricsSettings(Model):
     @classmethod
     def _port(cls, value: str) -> str:
         if int(value.rpartition(":")[2]) > PORT_LIMIT:
-            raise ValueError(f"ports end at {PORT_LIMIT}")
+            raise ValueError(f"the highest port is {PORT_LIMIT}")
         return value
 
 

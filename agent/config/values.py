@@ -29,7 +29,7 @@ AbsolutePath = Annotated[str, AfterValidator(absolute)]
 def plain(value: str) -> str:
     """Return the path if a line of a settings file can hold it; otherwise raise ValueError."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
-        raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its end")
+        raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):
         raise ValueError(f"{value[:40]!r}... is longer than a path can be")
     return value
@@ -46,7 +46,7 @@ def once(kind: str, key: Callable[[T], str]) -> AfterValidator:
     def check(values: list[T]) -> list[T]:
         keys = [key(value) for value in values]
         if twice := next((each for each in keys if keys.count(each) > 1), ""):
-            raise ValueError(f"{kind} {twice} is there twice")
+            raise ValueError(f"{kind} {twice} appears twice")
         return values
 
     return AfterValidator(check)

@@ -83,7 +83,7 @@ class Reconciler:
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
             raise UnsupportedError(
-                f"systemd {facts.systemd_version} is too old, {SYSTEMD_MINIMUM} or newer is needed",
+                f"systemd {facts.systemd_version} is too old: the agent needs {SYSTEMD_MINIMUM} or newer",
                 "use Debian 12, Ubuntu 24.04 or newer as the host",
             )
         planned = plan(self.config, facts, time.time())
@@ -166,7 +166,7 @@ class Reconciler:
                 found = with_lost(found, machine.name, remembered)
                 conditions = with_transitions(with_time(found, before, now), before, now)
             except Exception as error:
-                faulted = fault("judge it", error)
+                faulted = fault("evaluate its conditions", error)
                 outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
                 conditions = with_transitions(outcome.conditions, (), now)
             pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
@@ -226,7 +226,7 @@ class Reconciler:
                 try:
                     self.system.make_directory(directory)
                 except OSError as error:
-                    failures.append(f"cannot make {directory}: {error.strerror}")
+                    failures.append(f"cannot create {directory}: {error.strerror}")
         now = time.monotonic()
         wanted = [(action, each) for action, each in self.uncleared.items() if action in difference.actions]
         waiting = {action: each for action, each in wanted if now - each.tried < _again(action)}

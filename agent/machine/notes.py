@@ -46,7 +46,7 @@ class Notes:
                 return note
             case _:
                 pass
-        say(WARNING, f"{path} is damaged: removed it, and looking again at what it described")
+        say(WARNING, f"removed {path}, which was damaged; the next steps do their work again")
         self._system.remove_tree(path)
         return {}
 
@@ -101,9 +101,9 @@ class Owned:
         if self._system.exists(path) and not self._system.is_file(path):
             if stat.S_ISDIR(self._system.owner(path)[0]):
                 aside = self._system.put_aside(path)
-                say(WARNING, f"{path} is damaged: a directory was in its place, and is now {aside}")
+                say(WARNING, f"{path} is damaged: a directory was in its place; moved it to {aside}")
             else:
-                say(WARNING, f"{path} is damaged: removed, as it was not a file")
+                say(WARNING, f"{path} is damaged: it was not a file; removed it")
                 self._system.remove(path)
         return True
 
@@ -135,8 +135,8 @@ class Owned:
         if self._unknown:
             raise ApplyError(
                 f"cannot tell which files in this machine the agent wrote: {self._unknown}",
-                "if they stay unreadable, remove both, and the agent's files that CDISpecCurrent and RuntimeConfigured "
-                "then name (the specification in /etc/cdi, the drop-in of containerd): the next run writes them again",
+                "if both records stay unreadable, remove them, and the files that CDISpecCurrent and RuntimeConfigured "
+                "then name (the specification in /etc/cdi, containerd's drop-in): the next run writes them again",
             )
         return self._paths
 

@@ -149,7 +149,7 @@ def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
         conditions = named(
             conditions,
             ConditionType.DEVICES_ALLOWED,
-            "who has withdrawn nodes open",
+            "which processes have withdrawn nodes open",
             lambda: _name_left_open(conditions, system, notes, handoff),
         )
     return Outcome(
@@ -185,8 +185,8 @@ def report(system: System, generation: str, outcome: Outcome) -> None:
     """Write the report. It is also the heartbeat: every run writes it, even without a change."""
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(
-            f"{MACHINE_REPORT_DIRECTORY} is missing, so that nothing can be reported",
-            "it is bound in by the host: `unbounded-agent apply` there, then restart the machine",
+            f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
+            "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
     # An explicit limit: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
@@ -205,7 +205,7 @@ def _settle_request(
         return Outcome(settle_others(system, notes, request, _newest(system)))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
-        message = f"this image's agent does not know vendor {request.vendor}: bring it to the host's release"
+        message = f"the image's agent does not know vendor {request.vendor}: bring the image to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
     devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
     linked = attempt(

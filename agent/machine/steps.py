@@ -49,5 +49,5 @@ def named(
     try:
         return step()
     except Exception as error:
-        remark = f"; {what} is not known: {one_line(str(error))[:ERROR_SHOWN]}"
+        remark = f"; cannot tell {what}: {one_line(str(error))[:ERROR_SHOWN]}"
         return with_remark(conditions, kind, remark)

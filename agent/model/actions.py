@@ -93,7 +93,7 @@ class ClearRemains:
     paths: tuple[str, ...]
 
     def describe(self) -> str:
-        return f"remove what was left of driver roots: {', '.join(self.paths)}"
+        return f"remove leftovers of driver roots: {', '.join(self.paths)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ChangeDevices:
             ("forget", [path for path in before.nodes if path not in after.nodes]),
         ]
         told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
-        return f"change the devices of machine {self.machine}: {told or 'note what it has'}"
+        return f"change the devices of machine {self.machine}: {told or 'record what it has'}"
 
 
 Clearing: TypeAlias = RemoveDriverRoot | ClearRemains

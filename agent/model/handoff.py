@@ -158,7 +158,7 @@ def parse_handoff(data: bytes) -> Handoff:
         containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
     )
     if get(where, document, "generation", str) != handoff.generation:
-        raise DocumentError(f"{where}: key generation does not fit the content", "the host half will publish it anew")
+        raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")
     return handoff
 
 

@@ -25,7 +25,7 @@ def parse_object(where: str, data: bytes) -> dict[str, Any]:
 
 def as_object(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DocumentError(f"{where}: an object is needed, not {type(value).__name__}")
+        raise DocumentError(f"{where}: must be an object, not {type(value).__name__}")
     return value
 
 
@@ -34,7 +34,7 @@ def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ..
     version = get(where, document, "version", int)
     if version not in accepted:
         raise DocumentError(
-            f"{where}: version {version} is not understood (this half knows {', '.join(map(str, accepted))})",
+            f"{where}: version {version} is unknown (this half knows {', '.join(map(str, accepted))})",
             "bring the agent in the image and the one on the host to the same release",
         )
 

@@ -55,7 +55,7 @@ def parse_remembered(where: str, data: bytes) -> Remembered:
     accept_version(where, document, (VERSION,))
     found = Remembered(objects(where, document, "gpus", _gpu), get(where, document, "damage", str))
     if get(where, document, "digest", str) != _digest(found):
-        raise DocumentError(f"{where}: its content is not what its digest was made of")
+        raise DocumentError(f"{where}: the content does not match its digest")
     return found
 
 

@@ -33,5 +33,5 @@ def write_record(system: System, path: str, content: bytes) -> None:
     try:
         system.write(path, content)
     except IsADirectoryError:
-        discard(path, f"a directory was in its place, and is now {system.put_aside(path)}")
+        discard(path, f"a directory was in its place; moved it to {system.put_aside(path)}")
         system.write(path, content)

@@ -42,7 +42,7 @@ class SystemBus:
         except OSError as error:
             raise BusError(f"{method} of {service} on {self._path}: {error.strerror or error}", HINT) from error
         if reply.header.message_type is not MessageType.method_return:
-            name = _error(reply) or "an error without a name"
+            name = _error(reply) or "unnamed error"
             text = reply.body[0] if reply.body and isinstance(reply.body[0], str) else ""
             raise BusAnswerError(f"{method} of {service} for {arguments or path}: {name}: {text[:500]}")
         return tuple(reply.body)

@@ -43,7 +43,7 @@ class System(Rooted):
         Without a signature, all arguments are strings.
         """
         if self._bus is None:
-            raise BusError(f"{method} of {service}: there is no connection to the system bus here")
+            raise BusError(f"{method} of {service}: no connection to the system bus")
         return self._bus(service, path, method, signature or "s" * len(arguments), arguments, timeout)
 
     # ---- reading

@@ -75,7 +75,7 @@ class Holder:
         """Return one line about the process. `pod` is the pod's name, if known."""
         parts = [f"PID {self.pid} ({self.command})"]
         if self.machine:
-            inner = f" (there PID {self.inner_pids[0]})" if self.inner_pids else ""
+            inner = f" (PID {self.inner_pids[0]} there)" if self.inner_pids else ""
             parts.append(f"machine {self.machine}{inner}")
         if pod or self.pod_uid:
             parts.append(f"pod {pod or self.pod_uid}")
@@ -120,7 +120,7 @@ class _Look:
         holders: dict[int, Holder] = {}
         self._each("names", lambda pid, _: self._name(pid, holders), [pid for pid in self._pids if self._found[pid]])
         unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in holders}
-        return Held(tuple(holders.values()), tuple(f"PID {pid} cannot be looked at: {unseen[pid]}" for pid in unseen))
+        return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
     def _each(self, what: str, look: Callable[[int, float], None], pids: list[int]) -> None:
         """Call `look` for each process. Each one that hangs halves the time for the next; LOOK_LIMIT bounds all."""
@@ -130,7 +130,7 @@ class _Look:
             try:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
-                    raise TimeoutError(errno.ETIMEDOUT, f"others took all of the {LOOK_LIMIT:.0f} s")
+                    raise TimeoutError(errno.ETIMEDOUT, f"other processes used up the {LOOK_LIMIT:.0f} s")
                 bounded(f"/proc/{pid}: {what}", partial(look, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
                 # The process has exited meanwhile.
@@ -176,7 +176,7 @@ class _Look:
             _in_time(deadline)
             has_memory, mapping = True, MAPPING.match(line)
             if not mapping:
-                raise OSError(errno.EBADMSG, f"a line of its mappings has another form: {line[:80]!a}")
+                raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
             # CUDA programs have tens of thousands of mappings of the same few files.
             file = (mapping["device"], mapping["inode"], line[mapping.end() :])
             if mapping["inode"] == b"0" or file in known:
@@ -220,7 +220,7 @@ class _Look:
 def _in_time(deadline: float) -> None:
     """Raise TimeoutError if the deadline has passed: a search may be slow without hanging in one call."""
     if time.monotonic() > deadline:
-        raise TimeoutError(errno.ETIMEDOUT, "it has too much open or mapped for the time")
+        raise TimeoutError(errno.ETIMEDOUT, "it has too many open or mapped files for the time limit")
 
 
 def _text(system: System, path: str) -> str:

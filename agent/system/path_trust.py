@@ -110,7 +110,9 @@ def settings_fault(system: System, path: str) -> str:
         # In a sticky directory other users cannot replace root's files.
         sticky = stat.S_ISDIR(mode) and mode & stat.S_ISVTX
         if not sticky and _others_write(system, place, mode, gid):
-            return f"users other than root can write {place} (mode {stat.S_IMODE(mode):04o}): run `chmod go-w {place}`"
+            return (
+                f"users other than root can write to {place} (mode {stat.S_IMODE(mode):04o}): run `chmod go-w {place}`"
+            )
     # A user who can rename a directory further up, or one above a link on the path, can replace the file.
     return others_way(system, path, to_it=True, trusted=trusted)
 
@@ -122,13 +124,13 @@ def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
     """
     mode, uid, gid = system.owner(real_path)
     if not real_path.isprintable():
-        return "the path has characters that no file of a driver has"
+        return "its path has characters that no driver file has"
     if not stat.S_ISREG(mode):
-        return "it is no regular file"
+        return "it is not a regular file"
     if not mode & stat.S_IROTH:
-        return f"not everybody may read it (mode {stat.S_IMODE(mode):04o})"
+        return f"not every user can read it (mode {stat.S_IMODE(mode):04o})"
     if of_root and uid:
         return f"it belongs to user {uid}, not to root"
     if of_root and _others_write(system, real_path, mode, gid):
-        return f"users other than root can write it (mode {stat.S_IMODE(mode):04o})"
+        return f"users other than root can write to it (mode {stat.S_IMODE(mode):04o})"
     return ""

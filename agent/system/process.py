@@ -58,14 +58,14 @@ def run_checked(runner: Runner, argv: tuple[str, ...], timeout: float) -> str:
     except TimeLimitError as error:
         raise CommandError(argv, f"stopped after its time limit of {timeout:.0f} s") from error
     except TimeoutError as error:
-        hint = "it cannot even be killed: see the kernel's log for the disk or device that it waits for"
+        hint = "it cannot even be killed: see `dmesg` for the disk or device that it waits for"
         raise CommandError(argv, error.strerror or "no answer", hint=hint) from error
     except FileNotFoundError as error:
-        raise CommandError(argv, "not found", hint=f"install the package that has {argv[0]}") from error
+        raise CommandError(argv, "not found", hint=f"install the package that contains {argv[0]}") from error
     except OSError as error:
         raise CommandError(argv, f"cannot be started: {error.strerror}") from error
     if completed.status == -signal.SIGXFSZ:
-        raise CommandError(argv, f"ended, as it printed more than {FILE_LIMIT} bytes")
+        raise CommandError(argv, f"killed, because it printed more than {FILE_LIMIT} bytes")
     if completed.status != 0:
         stderr = completed.stderr.decode(errors="replace")
         if completed.status < 0:

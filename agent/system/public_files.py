@@ -18,9 +18,9 @@ def open_public(place: str) -> BinaryIO:
         mode = os.fstat(probe).st_mode
         # proc(5): the link has the path of the open file without links; it differs if the file was renamed or removed.
         if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
-            raise OSError(errno.ELOOP, "a link leads elsewhere", place)
+            raise OSError(errno.ELOOP, "it is a link, or was moved", place)
         if stat.S_ISREG(mode) and not mode & stat.S_IROTH:
-            raise OSError(errno.EINVAL, f"not everybody may read it (mode {stat.S_IMODE(mode):04o})", place)
+            raise OSError(errno.EINVAL, f"not every user can read it (mode {stat.S_IMODE(mode):04o})", place)
         return opening.regular(probe, place)
     finally:
         os.close(probe)

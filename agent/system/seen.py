@@ -20,7 +20,7 @@ def look(read: Callable[[str], T], path: str) -> T | Absent | Broken | Unseen:
 def why_not(path: str, error: OSError) -> Absent | Broken | Unseen:
     """Return the fact that an OSError at a path stands for."""
     if error.errno in NOT_THERE:
-        return Absent(f"{path}: there is no such file")
+        return Absent(f"{path}: no such file")
     if error.errno in UNUSABLE:
         return Broken(f"{path}: {error.strerror}")
     return Unseen(f"{path}: {error.strerror or error}")

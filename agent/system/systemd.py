@@ -37,7 +37,7 @@ def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen
             # Matched by position, because the answer has canonical names instead of aliases.
             return [_listed(name, entry) for name, entry in zip(names, entries, strict=True)]
         case _:
-            raise BusAnswerError(f"{method}: {len(names)} units were asked for, others are told")
+            raise BusAnswerError(f"{method}: the answer does not have the {len(names)} units asked for")
 
 
 def _listed(name: str, entry: object) -> ListedUnit | Unseen:
@@ -49,7 +49,7 @@ def _listed(name: str, entry: object) -> ListedUnit | Unseen:
         case (str(), str(), str(load), str(active), str(), str(), str(path), *_):
             return ListedUnit(load, active, path)
         case _:
-            return Unseen(f"ListUnitsByNames: the entry of {name} is {repr(entry)[:200]}")
+            return Unseen(f"ListUnitsByNames: unexpected entry for {name}: {repr(entry)[:200]}")
 
 
 def version(system: System) -> str:
@@ -78,7 +78,7 @@ def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
             case (str(node), str(permissions)):
                 allowed.append(DeviceAllow(node, permissions))
             case _:
-                raise BusAnswerError(f"DeviceAllow of {path}: an entry is {entry!r}")
+                raise BusAnswerError(f"DeviceAllow of {path}: unexpected entry {entry!r}")
     return tuple(allowed)
 
 
@@ -117,10 +117,10 @@ def _property(path: str, interface: str, name: str, kind: type[T], system: Syste
         case ((str(), value),):
             return _expected(f"{name} of {path}", value, kind)
         case answer:
-            raise BusAnswerError(f"{name} of {path}: the answer is {answer!r}")
+            raise BusAnswerError(f"{name} of {path}: unexpected answer {answer!r}")
 
 
 def _expected(what: str, value: object, kind: type[T]) -> T:
     if type(value) is not kind:
-        raise BusAnswerError(f"{what}: {value!r} is no {kind.__name__}")
+        raise BusAnswerError(f"{what}: {value!r} is not of type {kind.__name__}")
     return value

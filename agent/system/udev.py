@@ -51,7 +51,7 @@ class Udev:
                 self._contexts[subsystem] = pyudev.Context()
             found = [convert(device) for device in self._contexts[subsystem].list_devices(subsystem=subsystem)]
         except Exception as error:  # pyudev raises whatever errno libudev left, ImportError and its own types.
-            return Unseen(f"udev: {subsystem} devices cannot be listed: {type(error).__name__}: {error}")
+            return Unseen(f"udev: cannot list {subsystem} devices: {type(error).__name__}: {error}")
         return tuple(sorted(each for each in found if each is not None))  # type: ignore[type-var]
 
 

@@ -209,7 +209,7 @@ class HostWorld(HostDevices):
         return Reconciler(config, self.host, self.host, self._answer_when_waiting)
 
     def _answer_when_waiting(self, sentence: str) -> None:
-        if sentence.startswith("wait") and not sentence.startswith("wait for the driver"):
+        if sentence.startswith("wait") and not sentence.startswith("waiting for the driver"):
             self.answer()
 
     def converge(self) -> None:

@@ -66,7 +66,7 @@ def test_what_no_number_is_that_the_kernel_writes(host: Host, digits: str) -> No
 @pytest.mark.parametrize("digits", [DIGITS, "٣"], ids=["too many", "of another script"])
 def test_what_no_number_is_that_programs_write(host: Host, digits: str) -> None:
     assert isinstance(parse_listing(f"{digits} libs found in cache `/etc/ld.so.cache'\n"), Broken)
-    with pytest.raises(DocumentError, match="cuDriverGetVersion gives"):
+    with pytest.raises(DocumentError, match="cuDriverGetVersion returned"):
         cuda_version("/libcuda.so", digits)
 
 

@@ -136,10 +136,10 @@ def test_a_process_that_cannot_be_looked_at_is_told_and_decides_nothing(site: Si
         site.host.failing[f"/proc/{pid}/task/{pid}/maps"] = PermissionError(13, "Permission denied")
     ending = detach(SECOND, site.agent, FAST)
     assert ending.done, said(ending)
-    assert f"{SECOND} may be removed: nothing that can be looked at has it open" in ending.sentences[0]
-    assert "PID 30 cannot be looked at: Permission denied" in ending.sentences
-    assert ending.sentences[-1] == "and 5 more cannot be looked at"
-    assert holders(SECOND, site.agent)[0] == f"{SECOND}: nothing that can be looked at has it open"
+    assert f"{SECOND} may be removed: no process that could be inspected has it open" in ending.sentences[0]
+    assert "cannot inspect PID 30: Permission denied" in ending.sentences
+    assert ending.sentences[-1] == "and 5 more processes cannot be inspected"
+    assert holders(SECOND, site.agent)[0] == f"{SECOND}: no process that could be inspected has it open"
 
 
 def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
@@ -150,8 +150,8 @@ def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
     for address, driver in ((FIRST, "vfio-pci"), (SECOND, "nvidia")):
         ending = detach(address, site.agent, FAST)
         assert not ending.done
-        why = f"nobody can tell here who has it open: kernel driver {driver} has it"
-        assert f"{address} is left as it is: {why}" in ending.sentences[0]
+        why = f"cannot determine who uses it: it is bound to kernel driver {driver} and has no usable device node"
+        assert f"{address} was not detached: {why}" in ending.sentences[0]
         (line,) = holders(address, site.agent)
         assert line.startswith(f"{address}: {why}")
     assert not site.host.exists(DETACHED_GPUS)
@@ -172,8 +172,8 @@ def test_refuse_changes_nothing(site: Site) -> None:
     before = site.host.read(handoff_file(MACHINE))
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
-    assert "is in use, and nothing was changed" in ending.sentences[0]
-    assert f"PID {HOLDER} (train), machine gpu-node (there PID 77), pod" in ending.sentences[1]
+    assert "is in use; nothing was changed" in ending.sentences[0]
+    assert f"PID {HOLDER} (train), machine gpu-node (PID 77 there), pod" in ending.sentences[1]
     assert site.host.read(handoff_file(MACHINE)) == before
     assert not site.host.exists(DETACHED_GPUS)
     assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
@@ -194,7 +194,7 @@ def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
     site.meanwhile = [site.hold]
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
-    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert "was opened in the meantime, and is granted as before" in ending.sentences[0]
     assert site.granted() == (FIRST, SECOND)
     assert site.permitted()
 
@@ -220,7 +220,7 @@ def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
     directory = site.hold()
     ending = detach(SECOND, agent, FAST)
     assert not ending.done
-    assert "is given to no new pod, but after 0 s it is still in use" in ending.sentences[0]
+    assert "is withheld from new pods, but is still in use after 0 s" in ending.sentences[0]
     assert (site.granted(), site.permitted()) == ((FIRST,), True)
     site.agent.reconcile()
     assert site.permitted(), "every pass leaves it to its users"
@@ -236,9 +236,9 @@ def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> No
     assert site.granted() == (FIRST,)
     directory = site.hold(device="/dev/nvidia0")
     for _ in range(2):
-        assert "is given to no new pod" in detach(FIRST, agent, FAST).sentences[0]
+        assert "is withheld from new pods" in detach(FIRST, agent, FAST).sentences[0]
         assert site.granted_gpus() == ()
-    assert f"{FIRST} is given back, to {MACHINE}" in said(attach(FIRST, agent, FAST))
+    assert f"{FIRST} was given back to {MACHINE}" in said(attach(FIRST, agent, FAST))
     assert site.granted() == (FIRST,)
     assert not detach(FIRST, agent, FAST).done
     shutil.rmtree(directory)
@@ -246,7 +246,7 @@ def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> No
     assert detach(FIRST, agent, FAST).done
     assert site.granted() == (SECOND,)
     assert DeviceAllow("/dev/char/195:0", "rw") not in parse_live(site.host.read(live_file(MACHINE))).allow
-    assert f"{FIRST} is not detached any more; by their settings no machine gets it" in said(attach(FIRST, agent, FAST))
+    assert f"{FIRST} is no longer detached; no machine's settings ask for it" in said(attach(FIRST, agent, FAST))
     assert site.granted() == (SECOND,)
 
 
@@ -256,7 +256,7 @@ def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) 
     agent = site.configure(gpus="count=1")
     site.meanwhile = [site.hold]
     ending = detach(SECOND, agent, FAST)
-    assert "was opened meanwhile, and is granted as before" in ending.sentences[0]
+    assert "was opened in the meantime, and is granted as before" in ending.sentences[0]
     assert site.granted() == (SECOND,)
 
 
@@ -329,7 +329,7 @@ def test_a_machine_that_never_answers_is_forbidden_it_all_the_same(site: Site) -
     site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
     ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, tell=0))
     assert ending.done, said(ending)
-    assert f"machine {MACHINE} did not leave it out of its CDI specification" in said(ending)
+    assert f"machine {MACHINE} did not remove it from its CDI specification" in said(ending)
     assert not site.permitted()
 
 
@@ -338,7 +338,7 @@ def test_a_machine_of_other_settings_may_still_open_it(site: Site) -> None:
     site.host.remove_file(live_file(MACHINE))
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
-    assert f"may still be opened in {MACHINE}" in ending.sentences[0]
+    assert f"{MACHINE} can still open it" in ending.sentences[0]
     assert f"machinectl reboot {MACHINE}" in said(ending)
 
 
@@ -370,7 +370,7 @@ def test_what_is_plugged_anew_is_granted_as_usual(site: Site) -> None:
 
 def test_an_unknown_address_is_bad_input(site: Site) -> None:
     for address in ("0000:ff:00.0", "all", "", "\x1b[2J"):
-        with pytest.raises(ConfigError, match=f"there is no GPU of this PCI address.*{FIRST}"):
+        with pytest.raises(ConfigError, match=f"no GPU has this PCI address.*{FIRST}"):
             detach(address, site.agent, FAST)
     with pytest.raises(ConfigError):
         attach("0000:ff:00.0", site.agent, FAST)
@@ -383,7 +383,7 @@ def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
     """It is held as it is, by a failed look at something else."""
     agent = site.configure(gpus="count=2")
     site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
-    with pytest.raises(ObservationError, match=f"machine {MACHINE} is left as it is"):
+    with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
         detach(SECOND, agent, FAST)
 
 
@@ -420,7 +420,7 @@ def test_a_machine_without_its_only_gpu(site: Site, required: bool, status: Stat
 def test_holders_are_listed_by_gpu(site: Site) -> None:
     site.hold()
     assert holders("", site.agent) == (
-        f"{FIRST}: nothing has it open",
+        f"{FIRST}: no process has it open",
         f"{SECOND}: PID {HOLDER} (python3): /dev/nvidia1",
     )
     assert holders(SECOND.upper(), site.agent) == holders("", site.agent)[1:]

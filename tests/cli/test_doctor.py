@@ -49,7 +49,7 @@ def test_a_sound_machine_has_no_finding() -> None:
     assert diagnosis.findings == ()
     assert sound([diagnosis], HostDiagnosis())
     assert in_words([diagnosis], HostDiagnosis()) == [
-        "host: nothing found",
+        "host: no fault found",
         "gpu-node: ready: AllConditionsTrue",
         "image for machines of this host: containerfiles/agent-ubuntu2404",
     ]
@@ -69,7 +69,7 @@ def test_faults_come_in_order_with_what_they_look_like() -> None:
         "gpu-node: not ready: ModuleNotLoaded",
         "  - DriverLoaded: False, ModuleNotLoaded",
         "    run `modprobe nvidia`",
-        f"    seen as: {driver.looks_like}",
+        f"    symptoms: {driver.looks_like}",
     ]
     assert "  - PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines
     assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
@@ -146,7 +146,7 @@ def host_findings(host: Host) -> tuple[str, ...]:
     [
         ("12040\n", 0, "nvidia 550.163.01, CUDA 12.4"),
         ("13000\n", 0, "nvidia 550.163.01, CUDA 13.0"),
-        ("oops\n", 0, "gives 'oops'"),
+        ("oops\n", 0, "returned 'oops'"),
         ("", 1, "exit code 1: no"),
     ],
 )
@@ -171,7 +171,7 @@ def test_only_the_host_s_own_library_is_loaded(gpu_host: Host) -> None:
     gpu_host.driver("535.261.03", gpus=2)
     (driver,) = diagnose_host(passes.look()[0], gpu_host).drivers
     assert (driver.version, driver.interfaces) == ("535.261.03", {})
-    assert driver.unknown == "this host has no libcuda of 535.261.03: see LibrariesPresent"
+    assert driver.unknown == "this host has no libcuda 535.261.03: see LibrariesPresent"
 
 
 @pytest.mark.usefixtures("sound_host")
@@ -181,7 +181,7 @@ def test_what_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
     gpu_host.owners[path] = (0o775, 0)
     (driver,) = diagnose_host(facts, gpu_host).drivers
     assert driver.interfaces == {}
-    assert re.search(r"libcuda.* was not loaded: users other than root can write (in |it ).*0775", driver.unknown)
+    assert re.search(r"libcuda.* was not loaded: users other than root can write (in|to) .*0775", driver.unknown)
 
 
 @pytest.mark.usefixtures("sound_host")
@@ -204,7 +204,7 @@ def test_a_host_as_it_should_be(sound_host: Host) -> None:
 def test_a_service_that_does_not_run_or_is_not_there(sound_host: Host) -> None:
     sound_host.bus.unit(SERVICE, "failed")
     (finding,) = host_findings(sound_host)
-    assert finding.startswith("unbounded-agent.service is failed: nothing follows what changes on the host")
+    assert finding.startswith("unbounded-agent.service is failed: nothing follows changes on the host")
     assert finding.endswith("run `systemctl enable --now unbounded-agent`")
     sound_host.bus.unit(SERVICE, "inactive", "not-found")
     (finding,) = host_findings(sound_host)
@@ -216,5 +216,5 @@ def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:
     sound_host.file("/proc/sys/kernel/panic", "0\n")
     sound_host.remove_file("/proc/sys/vm/overcommit_memory")
     absent, wrong = host_findings(sound_host)
-    assert absent == "/proc/sys/vm/overcommit_memory cannot be read: No such file or directory"
-    assert wrong.startswith("kernel.panic is 0, and the kubelet of a machine does not start until it is 10: write ")
+    assert absent == "cannot read /proc/sys/vm/overcommit_memory: No such file or directory"
+    assert wrong.startswith("kernel.panic is 0, but kubelets in machines start only if it is 10: write ")

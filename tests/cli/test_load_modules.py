@@ -135,7 +135,7 @@ def test_modules_in_their_order_then_nodes(host: Host) -> None:
     assert modprobed(host) == list(MODULES)
     assert nodes(host) == ALL_NODES
     assert "loaded kernel module nvidia_uvm" in said
-    assert "made /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in said
+    assert "created /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in said
     options = [call[1:] for call in host.runner.calls if call[0] == "nvidia-modprobe"]
     assert sorted(options) == sorted(BY_OPTION), "one call makes both nodes of nvidia_uvm"
 
@@ -176,7 +176,7 @@ def test_node_of_before_a_reload_is_made_anew(host: Host) -> None:
 def test_what_is_no_device_is_not_replaced(host: Host) -> None:
     host.remove_file("/usr/bin/nvidia-modprobe")
     host.file("/dev/nvidiactl", "a file of somebody")
-    with pytest.raises(ApplyError, match="/dev/nvidiactl cannot be made: /dev/nvidiactl is no device"):
+    with pytest.raises(ApplyError, match="cannot create /dev/nvidiactl: /dev/nvidiactl is not a device"):
         load(host)
     assert host.read("/dev/nvidiactl") == b"a file of somebody"
     assert "/dev/nvidia0" in nodes(host), "the others are not held up"
@@ -186,13 +186,13 @@ def test_driver_that_wants_no_nodes_made(host: Host) -> None:
     for module in MODULES:
         loaded(host, module)
     host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
-    assert "/proc/driver/nvidia/params forbids to make them" in load(host)
+    assert "/proc/driver/nvidia/params forbids creating them" in load(host)
     assert nodes(host) == {}
 
 
 def test_nodes_that_do_not_come(host: Host, programs: Programs) -> None:
     programs.broken = True
-    with pytest.raises(ApplyError, match=r"/dev/nvidiactl, .* cannot be made: nvidia-modprobe said nothing"):
+    with pytest.raises(ApplyError, match=r"cannot create /dev/nvidiactl, .*: nvidia-modprobe reported no error"):
         load(host)
 
 
@@ -200,7 +200,7 @@ def test_nodes_that_do_not_come(host: Host, programs: Programs) -> None:
 def test_blacklisted_module_is_not_loaded(host: Host, programs: Programs, module: str) -> None:
     """modprobe says nothing of it."""
     programs.blacklisted = {module}
-    with pytest.raises(ApplyError, match=f"kernel module {module} is not loaded: it is blacklisted"):
+    with pytest.raises(ApplyError, match=f"kernel module {module} was not loaded: modprobe.d blacklists"):
         load(host)
     assert modprobed(host)[-1] == module
 
@@ -216,14 +216,14 @@ def test_modules_for_graphics_are_no_condition(host: Host, programs: Programs) -
     """Packages for servers without a display have neither."""
     programs.missing = {"nvidia_modeset", "nvidia_drm"}
     said = load(host)
-    assert "not all of nvidia_modeset, nvidia_drm are loaded, which only graphics needs: " in said
+    assert "cannot load all of nvidia_modeset, nvidia_drm, which only graphics needs: " in said
     assert nodes(host).keys() == ALL_NODES.keys() - {"/dev/nvidia-modeset"}
 
 
 def test_what_is_blacklisted_is_not_loaded_for_another_module(host: Host, programs: Programs) -> None:
     """modprobe applies the blacklist to what it is asked for, and not to what that depends on."""
     programs.blacklisted = {"nvidia_modeset"}
-    assert "kernel module nvidia_modeset is not loaded: it is blacklisted" in load(host)
+    assert "kernel module nvidia_modeset was not loaded: modprobe.d blacklists" in load(host)
     assert modprobed(host) == list(MODULES[:3])
 
 
@@ -231,7 +231,9 @@ def test_module_on_disk_of_another_version(host: Host, programs: Programs) -> No
     """The driver's upgrade has not come to its end."""
     loaded(host, "nvidia")
     programs.on_disk = "580.95.05"
-    with pytest.raises(ApplyError, match=r"nvidia 550\.163\.01 is loaded, and nvidia_uvm on disk is of 580\.95\.05"):
+    with pytest.raises(
+        ApplyError, match=r"nvidia 550\.163\.01 is loaded, but nvidia_uvm on disk has version 580\.95\.05"
+    ):
         load(host)
     assert modprobed(host) == []
 
@@ -250,7 +252,7 @@ def test_gpu_of_another_driver_is_left_to_it(host: Host, take: Callable[[Host], 
     take(host)
     said = load(host)
     assert f"GPU {GPU} is left to its driver vfio-pci" in said
-    assert "no GPU here is for NVIDIA's driver" in said
+    assert "this host has no GPU for NVIDIA's driver" in said
     assert host.runner.calls == []
 
 
@@ -263,7 +265,7 @@ def test_gpu_that_shares_the_host_with_one_of_vfio(host: Host) -> None:
 
 def test_no_gpu(host: Host) -> None:
     host.pci = (PciDevice("0000:03:00.0", 0x8086, 0x1234, 0x030000, "i915"),)
-    assert load(host) == "no GPU here is for NVIDIA's driver"
+    assert load(host) == "this host has no GPU for NVIDIA's driver"
 
 
 def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
@@ -278,8 +280,8 @@ def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
 
 def test_bus_that_cannot_be_listed(host: Host) -> None:
     """Which driver the GPUs have is not known then."""
-    host.pci = Unseen("udev: pci devices cannot be listed")
-    with pytest.raises(ObservationError, match="cannot be listed"):
+    host.pci = Unseen("udev: cannot list pci devices")
+    with pytest.raises(ObservationError, match="cannot list pci"):
         load(host)
     assert host.runner.calls == []
 

@@ -96,7 +96,7 @@ def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str,
 def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     file = tmp_path / "config.toml"
     assert main(["--config", str(file), command]) == 2
-    assert f"unbounded-agent: {file}: there is no such file" in capsys.readouterr().err
+    assert f"unbounded-agent: {file}: no such file" in capsys.readouterr().err
     file.write_text("machines.a.speed = 9\n")
     assert main(["--config", str(file), command]) == 2
     assert capsys.readouterr().err == f"unbounded-agent: {file}: machines.a.speed: unknown key\n"
@@ -121,7 +121,7 @@ def test_doctor_lists_the_missing_template_and_goes_on(bare_host: Host, capsys: 
     assert lines[1].startswith("  - no machine can start: systemd-nspawn@.service is in none of /etc/systemd/system")
     assert lines[1].endswith(INSTALL)
     assert lines[2].startswith("  - unbounded-agent.service is not installed")
-    assert f"{MACHINE}: not known to be ready: ObservationFailed" in lines
+    assert f"{MACHINE}: readiness unknown: ObservationFailed" in lines
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
 
 

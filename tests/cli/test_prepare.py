@@ -81,8 +81,8 @@ def test_a_driver_that_never_comes_costs_its_wait_and_not_the_machine(gpu_host: 
     agent = reconciler(gpu_host, driver_wait=1)
     agent.progress = said.append
     prepare(MACHINE, agent)
-    assert "wait for the driver of 0000:02:00.0, at most 1 s" in said
-    assert "go on without 0000:02:00.0" in said
+    assert "waiting for the driver of GPU 0000:02:00.0, up to 1 s" in said
+    assert "continuing without GPU 0000:02:00.0" in said
     assert gpu_host.exists(live_file(MACHINE))
 
 

@@ -62,7 +62,7 @@ def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[MountS
     machine = goal(seen, DATA)
     assert b"/srv/data" not in machine.nspawn.content
     present = conditions(config(DATA), machine, seen)[ConditionType.DEVICES_PRESENT]
-    assert "; asked for and not there: /srv/data for /mnt/data" in present.message
+    assert "; requested but missing: /srv/data for /mnt/data" in present.message
 
 
 def test_the_settings_name_what_was_looked_at() -> None:
@@ -86,7 +86,7 @@ def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(other: dict
     (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
     assert b"/mnt/data" not in machine.nspawn.content
     (why,) = machine.lacking
-    assert "the way to it leads through /disk, where machine other could put a link" in why
+    assert "the path to it leads through /disk, where machine other could put a link" in why
 
 
 def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
@@ -103,7 +103,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
     one, other = plan(settings, seen).goal.machines
     assert b"/usr" not in one.nspawn.content
     assert one.lacking == (
-        "/srv/a/sub for /mnt/sub (the way to it leads through /srv/a, where machine gpu-node could put a link)",
+        "/srv/a/sub for /mnt/sub (the path to it leads through /srv/a, where machine gpu-node could put a link)",
     )
     assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
 
@@ -119,7 +119,7 @@ def test_two_machines_share_one_place() -> None:
 def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
     """A mount cannot be taken back from it, and pods may have mounted things below it: so none is made live."""
     without, seen = with_sources(data=Absent("gone")), with_sources(data=at("/srv/data"))
-    later = "; mounted from the machine's next start on: /mnt/data"
+    later = "; mounted at the machine's next start: /mnt/data"
     for started, now, said in ((without, seen, True), (seen, seen, False), (seen, without, False)):
         live = goal(started, DATA).live
         running = replace(now, machines=(replace(now.machines[0], unit_state="active", live=live),))
@@ -178,7 +178,7 @@ def test_the_way_to_a_source_is_roots(host: Host) -> None:
     host.symlink("/srv/home", "/home/alice")
     host.owners["/home/alice"] = (0o755, 1000)
     for source in ("/home/alice/data", "/srv/models"):
-        assert why_broken(host, source) == "/home/alice belongs to user 1000, not to root, who could lead it anywhere"
+        assert why_broken(host, source) == "/home/alice belongs to user 1000, not to root: the path could be redirected"
     for source in ("/home/alice", "/srv/home"):
         assert path_of(observe_sources(config(DATA | {"source": source}), host)[source]) == "/home/alice"
     host.owners["/home"] = (0o1777, 0)
@@ -192,14 +192,14 @@ def test_a_link_to_what_no_machine_gets(host: Host) -> None:
     host.symlink("/var/lib/machines", "/disk/machines")
     host.symlink("/srv/units", "/etc/systemd/system")
     for source in ("/disk", "/disk/machines/other", "/srv/units"):
-        assert "has what rules over the host or other machines in it" in why_broken(host, source)
+        assert "contains files that control the host or other machines" in why_broken(host, source)
 
 
 @pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
 def test_a_link_to_what_settings_cannot_name(host: Host, name: str) -> None:
     host.make_directory(f"/mnt/{name}")
     host.symlink("/srv/data", f"/mnt/{name}")
-    assert "has a backslash, a control character, or a blank at its end" in why_broken(host, "/srv/data")
+    assert "has a backslash, a control character, or a blank at its start or end" in why_broken(host, "/srv/data")
 
 
 def test_names_of_others_directories_are_printable(host: Host) -> None:
@@ -248,7 +248,7 @@ def test_sources_that_are_refused(source: str) -> None:
 )
 def test_by_what_people_become_root_is_not_mounted_at_all(source: str) -> None:
     """Not read-only either, as root in the machine can remount it."""
-    with pytest.raises(ValidationError, match="has what rules over the host"):
+    with pytest.raises(ValidationError, match="contains files that control the host"):
         config(DATA | {"source": source})
 
 
@@ -284,7 +284,7 @@ def test_usual_targets_are_taken(target: str) -> None:
 
 
 def test_one_place_is_mounted_once() -> None:
-    with pytest.raises(ValidationError, match="a mount at /mnt/data is there twice"):
+    with pytest.raises(ValidationError, match="a mount at /mnt/data appears twice"):
         config(DATA, DATA | {"source": "/srv/other", "target": "/mnt//data/"})
 
 

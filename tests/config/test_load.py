@@ -48,7 +48,7 @@ def test_defaults(tmp_path: Path) -> None:
             '[metrics]\naddress = "everywhere"\n[machines.a]',
             "metrics.address: 'everywhere' is not an address",
         ),
-        ('[metrics]\naddress = "127.0.0.1:99999"\n[machines.a]', "metrics.address: ports end at 65535"),
+        ('[metrics]\naddress = "127.0.0.1:99999"\n[machines.a]', "metrics.address: the highest port is 65535"),
         ('[machines.a]\ngpus = "count=0"', "machines.a.gpus: must be"),
         ('[machines.a]\ndevices = ["usb"]', "machines.a.devices: "),
         ('[[machines.a.extra_devices]]\npath = "/dev/nvidia0"', "machines.a.extra_devices: /dev/nvidia0 belongs"),
@@ -56,7 +56,7 @@ def test_defaults(tmp_path: Path) -> None:
         ('[[machines.a.extra_devices]]\npath = "/dev/x"\nmoed = "r"', "machines.a.extra_devices.0.moed: unknown key"),
         (
             '[[machines.a.extra_mounts]]\nsource = "/"\ntarget = "/mnt"',
-            "machines.a.extra_mounts: / has what rules",
+            "machines.a.extra_mounts: / contains files that control",
         ),
         ("[machines.a]\ngpus = []", "machines.a.gpus: the list names no GPU"),
         ("[machines.a.nspawn]\nprivate_users = true", "machines.a.nspawn: a machine cannot have"),
@@ -71,7 +71,10 @@ def test_defaults(tmp_path: Path) -> None:
         ('[driver]\nroot = "/run/../etc"\n[machines.a]', "driver.root: '/run/../etc' is not an absolute path"),
         ('[driver]\nlibrary_directories = "/lib"\n[machines.a]', "driver.library_directories: must be a list"),
         ('[driver]\nlibrary_directories = ["/a", "b"]\n[machines.a]', "driver.library_directories: 'b' is not"),
-        ('[driver]\nbinary_directories = ["/a"]\n[machines.a]', "driver: needs root or library_directories too"),
+        (
+            '[driver]\nbinary_directories = ["/a"]\n[machines.a]',
+            "driver: binary_directories and data_directories need root",
+        ),
         ('[driver]\nroots = "/a"\n[machines.a]', "driver.roots: unknown key"),
         ('[machines.a]\ncontainerd_drop_in = "conf.d/a.toml"', "machines.a.containerd_drop_in: 'conf.d/a.toml' is not"),
         ('[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/*.part"', "machines.a.containerd_drop_in: "),
@@ -111,16 +114,16 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
         (
             CONFIG_FILE,
             (0o666, 0),
-            f"users other than root can write {CONFIG_FILE} (mode 0666): run `chmod go-w {CONFIG_FILE}`",
+            f"users other than root can write to {CONFIG_FILE} (mode 0666): run `chmod go-w {CONFIG_FILE}`",
         ),
         (
             f"{CONFIG_DIRECTORY}/a.toml",
             (0o644, 1000),
             f"{CONFIG_DIRECTORY}/a.toml belongs to user 1000: run `chown root:",
         ),
-        (CONFIG_DIRECTORY, (0o775, 0), f"users other than root can write {CONFIG_DIRECTORY} (mode 0775)"),
-        ("/srv/a.toml", (0o664, 0, 50), "users other than root can write /srv/a.toml"),
-        ("/srv", (0o777, 0), "users other than root can write /srv (mode 0777)"),
+        (CONFIG_DIRECTORY, (0o775, 0), f"users other than root can write to {CONFIG_DIRECTORY} (mode 0775)"),
+        ("/srv/a.toml", (0o664, 0, 50), "users other than root can write to /srv/a.toml"),
+        ("/srv", (0o777, 0), "users other than root can write to /srv (mode 0777)"),
     ],
 )
 def test_what_others_may_write_decides_nothing(host: Host, path: str, owner: tuple[int, ...], said: str) -> None:
@@ -149,7 +152,7 @@ def test_nor_does_what_they_can_put_there_by_a_directory_above(host: Host, owner
         host.symlink(f"{CONFIG_DIRECTORY}/c.toml", target)
         assert list(load_config(host).machines) == ["a"]
         host.owners["/home/user"] = owner
-        with pytest.raises(ConfigError, match=r"it decides what root does on this host, and .*/home/user"):
+        with pytest.raises(ConfigError, match=r"it decides what root does on this host: .*/home/user"):
             load_config(host)
         host.owners.clear()
 

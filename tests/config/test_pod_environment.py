@@ -43,11 +43,11 @@ def test_configuration(tmp_path: Path) -> None:
     [
         ('"A B" = "x"', ".A B: 'A B' is not the name of an environment variable"),
         ('"A=B" = "x"', ".A=B: 'A=B' is not the name of an environment variable"),
-        ('A = "x\\ny"', ".A: it is not text of one line"),
-        ('A = "x\\u0000y"', ".A: it is not text of one line"),
+        ('A = "x\\ny"', ".A: it is not one line of text"),
+        ('A = "x\\u0000y"', ".A: it is not one line of text"),
         ("A = 1", ".A: must be a string"),
         (f'A = "{"x" * 1025}"', ".A: String should have at most 1024 characters"),
-        ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many, 32 may be set"),
+        ("\n".join(f'A{number} = ""' for number in range(33)), ": 33 variables are too many: the limit is 32"),
         ('NVIDIA_VISIBLE_DEVICES = "all"', ": NVIDIA_VISIBLE_DEVICES may not be set for all pods: the container"),
         ('NVIDIA_DRIVER_CAPABILITIES = "all"', ": NVIDIA_DRIVER_CAPABILITIES may not be set for all pods: "),
         ('NVCT_EMPTY_DEVICE = ""', ": NVCT_EMPTY_DEVICE may not be set"),
@@ -136,9 +136,12 @@ def test_the_spec_has_what_was_asked_for_beside_its_own() -> None:
 @pytest.mark.parametrize(
     ("present", "said"),
     [
-        ([SETTING, "LD_PRELOAD=/x.so"], "foreign environment variable 'LD_PRELOAD=/x.so'"),
-        ([SETTING, "__GLX_VENDOR_LIBRARY_NAME=mesa"], "foreign environment variable '__GLX_VENDOR_LIBRARY_NAME=mesa'"),
-        (["__GLX_VENDOR_LIBRARY_NAME"], "foreign environment variable '__GLX_VENDOR_LIBRARY_NAME'"),
+        ([SETTING, "LD_PRELOAD=/x.so"], "unexpected environment variable 'LD_PRELOAD=/x.so'"),
+        (
+            [SETTING, "__GLX_VENDOR_LIBRARY_NAME=mesa"],
+            "unexpected environment variable '__GLX_VENDOR_LIBRARY_NAME=mesa'",
+        ),
+        (["__GLX_VENDOR_LIBRARY_NAME"], "unexpected environment variable '__GLX_VENDOR_LIBRARY_NAME'"),
         ([], "__GLX_VENDOR_LIBRARY_NAME is not set to 'nvidia'"),
     ],
 )
@@ -148,7 +151,7 @@ def test_the_verdict_allows_just_that(present: list[str], said: str) -> None:
     spec["containerEdits"]["env"] = present
     assert said in "; ".join(verify(spec, ASKED, LIVE, PRESENT).problems)
     assert verify(with_additions(recorded_spec(), ASKED)[0], REQUEST, LIVE, PRESENT).problems == (
-        f"containerEdits: foreign environment variable {SETTING!r}",
+        f"containerEdits: unexpected environment variable {SETTING!r}",
     )
 
 

@@ -201,8 +201,8 @@ def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: H
     assert condition(outcome, ConditionType.LIBRARIES_PRESENT).reason == "ReloadNeeded"
     staged = condition(outcome, ConditionType.DRIVER_ROOT_STAGED)
     assert staged.message == (
-        f"driver {VERSION} is driver root 0; driver {NEWER} is driver root 1, and waits until its kernel module is "
-        "loaded"
+        f"driver {VERSION} is staged as driver root 0; driver {NEWER} is staged as driver root 1, but its kernel "
+        "module is not loaded yet"
     )
     # Unloaded: the machine keeps what it has, though the newest is another.
     host.remove_file("/sys/module/nvidia/version")
@@ -259,8 +259,8 @@ def test_unused_roots_make_place_for_a_new_one(host: Host) -> None:
     assert kinds.index("remove") < kinds.index("stage")
     assert driver_root(host) == "/run/host-nvidia/2"
     # Root 0 is named by the handoff of that moment, and goes with the pass after.
-    assert "remove driver root 1 (half made), which nothing uses" in outcome.sentences
-    assert reconciler(host).reconcile().sentences == ("remove driver root 0 (half made), which nothing uses",)
+    assert "remove driver root 1 (incomplete), which nothing uses" in outcome.sentences
+    assert reconciler(host).reconcile().sentences == ("remove driver root 0 (incomplete), which nothing uses",)
 
 
 def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
@@ -276,7 +276,7 @@ def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
     os.close(directory)
     host.make_directory(f"{STAGING}/3")
     outcome = reconciler(host).reconcile()
-    assert outcome.sentences == (f"remove what was left of driver roots: {STAGING}/3, {REMOVED}/7",)
+    assert outcome.sentences == (f"remove leftovers of driver roots: {STAGING}/3, {REMOVED}/7",)
     assert host.entries(REMOVED) == host.entries(STAGING) == ()
 
 

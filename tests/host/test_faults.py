@@ -66,9 +66,9 @@ def test_an_error_in_the_look_at_one_machine(gpu_host: Host, caplog: pytest.LogC
         for _ in range(2):
             outcome = agent.reconcile()
             assert outcome.failures == (
-                f"machine {BAD}: cannot look at it: RecursionError: maximum recursion depth exceeded",
+                f"machine {BAD}: cannot observe it: RecursionError: maximum recursion depth exceeded",
             )
-            assert_only_bad_is_faulted(outcome.machines, "look at it")
+            assert_only_bad_is_faulted(outcome.machines, "observe it")
     assert gpu_host.is_file(handoff_file(MACHINE))
     assert not gpu_host.exists(handoff_file(BAD))
     assert caplog.text.count("Traceback (most recent call last)") == 1
@@ -156,7 +156,7 @@ def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
         host.write(path, b"[Service]\n")
     host.bus.unit(f"systemd-nspawn@{BAD}.service", "active")
     outcome = agent.reconcile()
-    work = "find out what it was started with"
+    work = "determine which settings it started with"
     assert outcome.failures == (f"machine {BAD}: cannot {work}: RecursionError: maximum recursion depth exceeded",)
     assert_only_bad_is_faulted(outcome.machines, work)
     assert host.is_file(handoff_file(MACHINE))
@@ -185,7 +185,7 @@ def test_an_error_in_what_one_machine_says(gpu_host: Host) -> None:
     seen, wanted, difference = agent.look()
     machines = tuple(replace(each, report=NONSENSE) if each.name == BAD else each for each in seen.machines)
     seen = replace(seen, machines=machines)
-    assert_only_bad_is_faulted(agent.judge(seen, wanted, difference), "judge it")
+    assert_only_bad_is_faulted(agent.judge(seen, wanted, difference), "evaluate its conditions")
     said = agent._said(seen, wanted)
     assert said.faults.keys() == {BAD}
     assert_only_bad_is_faulted(agent.judge(seen, wanted, diff(wanted, seen, said)), "read its report")
@@ -210,6 +210,6 @@ def test_a_directory_of_one_machine_that_cannot_be_made(gpu_host: Host) -> None:
     """It was the end of the pass for all."""
     gpu_host.file(handoff_directory(BAD).removesuffix("/handoff"), "in the way")
     outcome = two(gpu_host).reconcile()
-    assert f"cannot make {handoff_directory(BAD)}: Not a directory" in outcome.failures
+    assert f"cannot create {handoff_directory(BAD)}: Not a directory" in outcome.failures
     assert gpu_host.is_file(handoff_file(MACHINE))
     assert gpu_host.is_directory(HOST_NVIDIA)

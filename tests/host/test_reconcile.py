@@ -295,7 +295,7 @@ def test_a_machine_that_does_not_exist_is_named(gpu_host: Host) -> None:
 
 def test_a_systemd_that_is_too_old_is_one_sentence(gpu_host: Host) -> None:
     gpu_host.bus.version("249.11-0ubuntu3")
-    with pytest.raises(UnsupportedError, match="systemd 249 is too old, 252 or newer is needed"):
+    with pytest.raises(UnsupportedError, match="systemd 249 is too old: the agent needs 252 or newer"):
         reconciler(gpu_host).run_pass()
 
 

@@ -53,7 +53,7 @@ def test_a_damaged_note_is_removed_and_said(
     capsys.readouterr()
     assert Notes(machine).load("opened-nvidia") == {}
     assert not machine.exists(path)
-    assert f"{path} is damaged: removed" in capsys.readouterr().err
+    assert f"removed {path}, which was damaged" in capsys.readouterr().err
 
 
 def test_a_directory_in_the_place_of_a_note_gives_way(machine: Machine) -> None:
@@ -147,7 +147,7 @@ def test_a_record_of_which_both_copies_are_damaged_says_what_to_do(machine: Mach
         machine.put(path, "")
     with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
         Owned(machine).has(SPEC)
-    assert "remove both" in str(raised.value)
+    assert "if both records stay unreadable, remove them" in str(raised.value)
 
 
 def test_a_record_of_an_older_release_gets_its_copy(machine: Machine) -> None:

@@ -51,7 +51,7 @@ def replace_main(machine: Machine) -> None:
         (lambda machine: machine.drop(SPEC), "spec", f"somebody changed {SPEC}"),
         (edit(DROP_IN, "enable_cdi = true", "enable_cdi = false"), "containerd", f"somebody changed {DROP_IN}"),
         (lambda machine: machine.drop(DROP_IN), "containerd", f"somebody removed {DROP_IN}"),
-        (replace_main, "containerd", f"somebody took the import of {DROP_IN} out of {MAIN}"),
+        (replace_main, "containerd", f"somebody removed the import of {DROP_IN} from {MAIN}"),
         (edit(RUNTIME, '"cdi"', '"auto"'), "runtime", f"somebody changed {RUNTIME}"),
     ],
 )

@@ -230,7 +230,7 @@ def test_restart_that_fails_is_said_and_tried_again(machine: Machine, capsys: py
 def test_missing_report_directory_says_so(machine: Machine) -> None:
     """It is the host's to bind."""
     (machine.tree / "run/unbounded-agent/report").rmdir()
-    with pytest.raises(Exception, match="is missing, so that nothing can be reported"):
+    with pytest.raises(Exception, match="is missing, so nothing can be reported"):
         run(machine)
 
 
@@ -352,7 +352,7 @@ def test_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
     assert machine.read(SPEC) == good
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
     assert "libcuda.so is not in it" in machine.message("CDISpecCurrent")
-    assert "The last good spec stays in use" in machine.message("CDISpecCurrent")
+    assert "The last good one stays in use" in machine.message("CDISpecCurrent")
     assert machine.report()["cdi_devices"]
 
 
@@ -486,9 +486,9 @@ def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"][0] == status
     message = machine.message("CDISpecCurrent")
-    needed = f"nvidia-ctk is {version}; 1.18.2 is needed for pods with NVIDIA_VISIBLE_DEVICES=none"
+    needed = f"nvidia-ctk is {version}, but 1.18.2 is needed for pods with NVIDIA_VISIBLE_DEVICES=none"
     assert (needed in message) == (status == "False")
-    assert ("1.19.1 fixes a race" in message) == (version == "1.18.2")
+    assert ("1.19.1, which fixes a race" in message) == (version == "1.18.2")
 
 
 def test_hooks_that_are_asked_for(machine: Machine) -> None:
@@ -501,7 +501,7 @@ def test_hooks_that_are_asked_for(machine: Machine) -> None:
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, spec))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    remark = "nvidia-ctk 1.19.1 does not make the hook update-application-profile: upgrade it"
+    remark = "nvidia-ctk 1.19.1 does not make the hook update-application-profile; upgrade it"
     assert remark in machine.message("CDISpecCurrent")
     (command,) = (call for call in machine.calls if call[1:3] == ("cdi", "generate"))
     asked = [each.removeprefix("--enable-hook=") for each in command if each.startswith("--enable-hook=")]

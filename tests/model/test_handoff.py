@@ -68,14 +68,14 @@ def test_halves_that_do_not_know_of_the_restart() -> None:
     ("data", "named"),
     [
         (b"", "not JSON"),
-        (b"[]", "an object is needed"),
-        (changed(version=3), "version 3 is not understood"),
+        (b"[]", "must be an object"),
+        (changed(version=3), "version 3 is unknown"),
         (changed(version=True), "key version must be int"),
         (changed(machine=None), "key machine is missing"),
         (changed(requests={}), "key requests must be list"),
-        (changed(requests=[3]), r"requests\[0\]: an object is needed"),
+        (changed(requests=[3]), r"requests\[0\]: must be an object"),
         (changed(requests=[{"vendor": "nvidia"}]), r"requests\[0\]: key gpus is missing"),
-        (changed(machine="other"), "key generation does not fit"),
+        (changed(machine="other"), "key generation does not match"),
         (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
     ],
 )

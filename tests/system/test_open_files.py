@@ -60,9 +60,9 @@ def test_a_pods_process_is_told_with_machine_pod_and_container(host: Host, tree:
         CONTAINER,
     )
     assert holder.describe() == (
-        f"PID 4242 (train), machine gpu-node (there PID 77), pod {POD_UID}, container {CONTAINER}: /dev/nvidia0"
+        f"PID 4242 (train), machine gpu-node (PID 77 there), pod {POD_UID}, container {CONTAINER}: /dev/nvidia0"
     )
-    assert holder.describe(pod="work/cuda").endswith("(there PID 77), pod work/cuda: /dev/nvidia0")
+    assert holder.describe(pod="work/cuda").endswith("(PID 77 there), pod work/cuda: /dev/nvidia0")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_process_that_cannot_be_looked_at_may_hold_it(host: Host, tree: Path) 
     host.failing["/proc/10/task/10/fd"] = PermissionError(errno.EACCES, "Permission denied")
     held = find_holders(host, WANTED)
     assert held
-    assert held.unseen == ("PID 10 cannot be looked at: Permission denied",)
+    assert held.unseen == ("cannot inspect PID 10: Permission denied",)
     assert [each.pid for each in held.holders] == [11]
 
 
@@ -141,7 +141,7 @@ def test_a_process_that_hangs_in_the_driver_holds_up_nobody(tmp_path: Path, end:
     process(tmp_path, 12, mapped="/dev/nvidia0")
     held = find_holders(host, WANTED)
     assert [each.pid for each in held.holders] == [10, 12]
-    assert held.unseen == ("PID 11 cannot be looked at: no answer within 1 s",)
+    assert held.unseen == ("cannot inspect PID 11: no answer within 1 s",)
     end.set()
     while stuck():
         pass
@@ -165,7 +165,7 @@ def test_mappings_of_another_form_are_told(host: Host, tree: Path) -> None:
     held = find_holders(host, WANTED)
     assert not held
     assert held.unseen == (
-        "PID 10 cannot be looked at: a line of its mappings has another form: "
+        "cannot inspect PID 10: a line of its mappings has an unknown format: "
         "b'zz-zz rw-s 00000000 00:05 900 /dev/nvidia0'",
     )
 

@@ -105,10 +105,10 @@ def test_a_look_that_fails_is_no_answer(tree: Host) -> None:
     ("mode", "uid", "of_root", "fault"),
     [
         (0o644, 0, True, ""),
-        (0o640, 0, True, "not everybody may read it (mode 0640)"),
-        (0o640, 0, False, "not everybody may read it (mode 0640)"),
+        (0o640, 0, True, "not every user can read it (mode 0640)"),
+        (0o640, 0, False, "not every user can read it (mode 0640)"),
         (0o644, USER, True, "it belongs to user 1000, not to root"),
-        (0o666, 0, True, "users other than root can write it (mode 0666)"),
+        (0o666, 0, True, "users other than root can write to it (mode 0666)"),
         (0o666, USER, False, ""),
     ],
 )
@@ -118,7 +118,7 @@ def test_files(tree: Host, mode: int, uid: int, of_root: bool, fault: str) -> No
 
 
 def test_only_regular_files_with_plain_names(tree: Host) -> None:
-    assert files_fault(tree, "/srv/driver", of_root=False) == "it is no regular file"
+    assert files_fault(tree, "/srv/driver", of_root=False) == "it is not a regular file"
     tree.file("/srv/a\nb")
     assert "characters" in files_fault(tree, "/srv/a\nb", of_root=False)
 
@@ -132,7 +132,7 @@ def test_modes_and_owners_are_the_file_system_s(tmp_path: Path) -> None:
     system = System(host_runner, str(tmp_path))
     assert system.owner("/inner/file") == (stat.S_IFREG | 0o640, os.getuid(), (tmp_path / "file").stat().st_gid)
     assert stat.S_ISLNK(system.owner("/link")[0])
-    assert files_fault(system, "/file", of_root=False) == "not everybody may read it (mode 0640)"
+    assert files_fault(system, "/file", of_root=False) == "not every user can read it (mode 0640)"
 
 
 def test_an_access_control_list_is_seen(tmp_path: Path) -> None:

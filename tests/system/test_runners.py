@@ -54,7 +54,7 @@ def test_of_what_is_printed_without_end_no_more_is_kept_than_shows_that(runner: 
 def test_a_command_of_the_host_that_prints_a_gibibyte_is_ended_before() -> None:
     """It is printed into memory, of which the service may use half of that."""
     with pytest.raises(
-        CommandError, match="head -c 1073741824 /dev/zero: ended, as it printed more than 67108864 bytes"
+        CommandError, match="head -c 1073741824 /dev/zero: killed, because it printed more than 67108864 bytes"
     ):
         run_checked(host_runner, ("head", "-c", str(1 << 30), "/dev/zero"), 60)
 

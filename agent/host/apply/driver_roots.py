@@ -46,8 +46,8 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
     free = system.free_bytes(STAGING)
     if free < needed:
         raise ApplyError(
-            f"{STAGING}: {free >> 20} MiB are free and driver {root.version} needs {needed >> 20} MiB",
-            "free space on that file system",
+            f"{STAGING}: driver {root.version} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
+            "free up space on that file system",
         )
     partial = f"{STAGING}/{root.index}"
     for file in root.files:
@@ -89,7 +89,7 @@ def _check(file: Library, reading: BinaryIO) -> None:
 
 
 def _changed(file: Library, why: str = "") -> ApplyError:
-    return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass looks again")
+    return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass tries again")
 
 
 def _clear(system: System) -> None:
@@ -134,7 +134,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     if not mount_parent(system):
         for plain, removed in ways:
             _move(removed, plain, system)
-        raise ApplyError("they stay as they are", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
+        raise ApplyError("they stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
         # The next pass removes what cannot be removed now.
         with contextlib.suppress(AgentError):

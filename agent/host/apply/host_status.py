@@ -24,7 +24,7 @@ def publish_judgements(system: System, ready: Mapping[str, Condition], now: floa
         known = ()
     except OSError as error:
         known = ()
-        failures.append(f"{MACHINES_STATE}: cannot remove verdicts that are no longer wanted: {error.strerror}")
+        failures.append(f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: {error.strerror}")
     for name in sorted({*known, *ready}):
         path = conditions_file(name)
         try:

@@ -48,7 +48,7 @@ def change_devices(action: ChangeDevices, system: System, going_on: Callable[[],
     live, unbound = _bind_all(action, live, system, going_on)
     _note(action.machine, live, system)
     if failures := [*failures, *unbound]:
-        raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` makes all changes at once")
+        raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` applies all changes")
 
 
 def _bind_all(

@@ -148,4 +148,4 @@ def _ask(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> s
         if not systemd.is_queued(job, system):
             return ""
         time.sleep(POLL)
-    raise ApplyError(f"{verb} of {unit} was not done in {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")
+    raise ApplyError(f"{verb} of {unit} did not finish within {JOB_LIMIT:.0f} s", f"see `systemctl status '{unit}'`")

@@ -161,7 +161,7 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
         if owned != before:
             OWNED_FILES.write(OWNED, Owned(dict(sorted(owned.items()))), system)
     except OSError as error:
-        return (f"cannot record what is written in {OWNED}: {error.strerror or error}",)
+        return (f"cannot record the written files in {OWNED}: {error.strerror or error}",)
     return ()
 
 

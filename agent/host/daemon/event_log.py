@@ -54,5 +54,5 @@ class Telling:
             if sentence not in self.failed:
                 log.error("%s", one_line(sentence), exc_info=cause)
         if self.failed and not failures:
-            log.info("the failure is over")
+            log.info("recovered: the last pass had no failure")
         self.failed = failures

@@ -88,7 +88,7 @@ class GpuErrors:
             # Not while old records are being skipped: the next start would report the rest of them as new.
             self._sequence = self._log.sequence
         if self._log.overruns > before:
-            log.warning("%s: records were overwritten before they were read; errors of GPUs may be among them", PATH)
+            log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
         # An error that is repeated in many records is logged and checked once.
         times = Counter(errors(texts))
         taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
@@ -110,7 +110,7 @@ class GpuErrors:
         try:
             keep_log_read(self._system, now)
         except OSError as problem:
-            log.error("it cannot be kept how far %s was read: %s", PATH, one_line(str(problem)))
+            log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 
     def _take(self, error: GpuError, count: int, behind: bool) -> bool:
         """Count and log an error, and return whether its GPU is lost.
@@ -128,7 +128,7 @@ class GpuErrors:
         try:
             return record_lost(self._system, error.pci_address, error.meaning)
         except OSError as problem:
-            log.error("it cannot be kept that %s is lost: %s", error.pci_address, one_line(str(problem)))
+            log.error("cannot record that GPU %s is lost: %s", error.pci_address, one_line(str(problem)))
             return False
 
     def _is_present(self, address: str) -> bool:
@@ -152,7 +152,7 @@ class GpuErrors:
     def _lose(self, why: str) -> None:
         self.close()
         if why != self.why_not:
-            log.warning("errors of GPUs go unseen, which each pass tries again: %s", why)
+            log.warning("cannot read the kernel log, so GPU errors go unnoticed; each pass tries again: %s", why)
         self.why_not = why
 
 

@@ -108,7 +108,7 @@ class Daemon:
         self._endpoint, self._local = Endpoint(self.config.metrics.address), local
         self._outcome: Outcome | None = None
         self._observed = 0.0
-        self._why_not = "the first observation is not done"
+        self._why_not = "the first pass has not finished"
         """Why there is no fresh observation; empty after a completed pass."""
         self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
         self._failed_in_a_row = 0
@@ -153,7 +153,7 @@ class Daemon:
         else:
             self.config, self._reconciler = loaded.config, reconciler
             self._config_loaded = time.time()
-            log.info("configuration read again")
+            log.info("configuration reloaded")
         self._metrics.reloaded(not self._reconciler.rejected)
 
     def work(self, trigger: str, signals: Signals) -> None:
@@ -285,7 +285,7 @@ def run(
     log_to(sys.stderr)
     timing, system = timing or Timing(), system or System(host_runner)
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
-    busy = "another unbounded-agent serves this host"
+    busy = "another unbounded-agent already serves this host"
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
@@ -295,5 +295,5 @@ def run(
         try:
             daemon.loop(signals)
         except BrokenOffError:
-            log.warning("stopped in the middle of a pass; the next start goes on")
+            log.warning("interrupted during a pass; the next start continues it")
     return 0

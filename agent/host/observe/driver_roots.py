@@ -15,7 +15,7 @@ from agent.system.seen import look, why_not
 
 OVERLAY = "overlay"
 LINKED = (
-    f"{STATE} is reached by a symbolic link, and systemd mounts nothing there: put a bind mount in the link's place"
+    f"the path {STATE} contains a symbolic link, so systemd mounts nothing there: replace the link with a bind mount"
 )
 """systemd requires a Where= without links (unit_fail_if_noncanonical in its src/core/unit.c)."""
 INDICES = 64
@@ -60,9 +60,9 @@ def observe_staged(system: System) -> Staged:
         try:
             root = parse_manifest(path, system.read(path))
             if root.index != index:
-                raise DocumentError(f"{path}: index {root.index} does not fit the file's name", "it is staged again")
+                raise DocumentError(f"{path}: index {root.index} does not match the file's name", "it is staged again")
             if index not in trees | plain:
-                raise DocumentError(f"{path}: the files of driver root {index} are gone", "it is staged again")
+                raise DocumentError(f"{path}: the files of driver root {index} are missing", "it is staged again")
             roots.append(replace(root, hidden=index in trees and driver_root(index) not in mounts))
         except DocumentError as error:
             problems.append(str(error))

@@ -98,7 +98,7 @@ def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
     try:
         return observe_machine(name, unit, system, ages)
     except Exception as error:
-        return unseen_machine(name, unit, fault("look at it", error))
+        return unseen_machine(name, unit, fault("observe it", error))
 
 
 def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:

@@ -34,10 +34,10 @@ def parse_listing(output: str) -> Listing | Broken:
     header, _, body = output.partition("\n")
     match = HEADER.fullmatch(header)
     if match is None:
-        return Broken(f"ldconfig -p: its output does not start with the number of libraries, but with {header[:80]!r}")
+        return Broken(f"ldconfig -p: the output does not start with the number of libraries, but with {header[:80]!r}")
     lines = [line for line in body.split("\n") if line and not line.startswith(FOOTER)]
     if len(lines) < int(match[1]):
-        return Broken(f"ldconfig -p: {len(lines)} libraries are listed, of {match[1]}")
+        return Broken(f"ldconfig -p: the output lists only {len(lines)} of {match[1]} libraries")
     parsed = [_entry(line) for line in lines]
     entries = tuple(each for each in parsed if each)
     return Listing(entries, skipped=len(parsed) - len(entries))
@@ -79,7 +79,7 @@ class LoaderCache:
             return why_not(root, error)
         identity = look(inner.identity, CACHE)
         if isinstance(identity, Absent):
-            return Absent(f"{where}{CACHE}: there is no such file; run ldconfig")
+            return Absent(f"{where}{CACHE}: no such file; run ldconfig")
         if not isinstance(identity, FileIdentity):
             return identity
         if known and known[0] == identity:
@@ -94,8 +94,7 @@ class LoaderCache:
     def skipped(self) -> tuple[str, ...]:
         """Return one sentence for each root whose listing has unknown lines."""
         return tuple(
-            f"ldconfig -p{'' if root == '/' else f' of {root}'}: {listing.skipped} lines have an unknown form and were "
-            "skipped"
+            f"ldconfig -p{'' if root == '/' else f' of {root}'}: skipped {listing.skipped} lines of unknown format"
             for root, (_, listing) in self._known.items()
             if listing.skipped
         )

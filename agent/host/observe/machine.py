@@ -77,12 +77,12 @@ def _root(name: str, system: System) -> Seen[str]:
     if isinstance(link, Absent | Broken | Unseen):
         return link
     if link is not None:
-        return Broken(f"{path} is a symbolic link to {link}; put the machine's root directory itself there")
+        return Broken(f"{path} is a symbolic link to {link}; replace the link with the machine's root directory")
     match look(system.is_directory, path):
         case True:
             return path
         case False:
-            return Absent(f"{path} is not there; unpack the machine's image into that directory")
+            return Absent(f"{path} does not exist; unpack the machine's image into that directory")
         case unseen:
             return unseen
 

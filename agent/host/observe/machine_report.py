@@ -38,7 +38,7 @@ def _printable(text: str) -> str:
 
 def _distinct(items: list[H]) -> list[H]:
     if len(set(items)) != len(items):
-        raise ValueError("an item is there twice")
+        raise ValueError("an item appears twice")
     return items
 
 
@@ -79,10 +79,10 @@ def parse_report(data: bytes) -> Report:
     try:
         document = _Document.model_validate_json(data)
     except ValidationError as error:
-        raise DocumentError(f"{REPORT_NAME}: {_sentence(error)}", "the machine's agent writes it anew") from error
+        raise DocumentError(f"{REPORT_NAME}: {_sentence(error)}", "the machine half writes it again") from error
     conditions = tuple(Condition(each.type, each.status, each.reason, each.message) for each in document.conditions)
     if len({each.type for each in conditions}) != len(conditions):
-        raise DocumentError(f"{REPORT_NAME}: conditions: a type is there twice", "the machine's agent writes it anew")
+        raise DocumentError(f"{REPORT_NAME}: conditions: a type appears twice", "the machine half writes it again")
     return Report(
         document.generation,
         document.boot_id,

@@ -40,10 +40,10 @@ def _source(system: System, path: str, secret: Collection[str], *, read_only: bo
     except ValueError as error:
         return Broken(str(error))
     if any(is_below(step, secret) for step in source.way):
-        return Broken("the way to it leads through what rules over the host or other machines")
+        return Broken("the path to it leads through a place that controls the host or other machines")
     # A user who can replace the source by a link chooses which part of the host root in the machine sees.
-    if why := ask_source(f"the way to {path}", lambda: others_way(system, path, to_it=True)):
-        return Broken(f"{why}, who could lead it anywhere")
+    if why := ask_source(f"the path to {path}", lambda: others_way(system, path, to_it=True)):
+        return Broken(f"{why}: the path could be redirected")
     return source
 
 

@@ -68,7 +68,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
             else:
                 refused[machine.name] = why
         except Exception as error:
-            faults[machine.name] = fault("compare what it has with what it should have", error)
+            faults[machine.name] = fault("compare its settings with the goal", error)
             machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
     settings = [write for machine in machines for write in machine.settings]
     removals = [*_permissions(plan, facts), *_removals(plan, facts)]
@@ -178,7 +178,7 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
             case content if not state.owned and content != file.content:
                 return (
                     f"{file.path} was not written by this agent; move its settings to machines.{machine.name}.nspawn "
-                    "in the configuration and remove it"
+                    "in the configuration and remove the file"
                 )
     return None
 

@@ -109,7 +109,7 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     if used is None:
         return actions
     known = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
-    spoiled = dict.fromkeys(facts.spoiled_roots, "half made")
+    spoiled = dict.fromkeys(facts.spoiled_roots, "incomplete")
     on_disk = {**known, **spoiled}
     return actions + [RemoveDriverRoot(index, on_disk[index]) for index in sorted(on_disk.keys() - used)]
 

@@ -91,7 +91,7 @@ def _leaving(config: Config, facts: Facts) -> dict[str, str]:
     Without our settings, the template's -U would apply at the next start, and change the owners of all files.
     """
     return {
-        machine.name: "it is not in the configuration any more, and its settings stay while it runs"
+        machine.name: "it is no longer in the configuration; its settings stay while it runs"
         for machine in facts.machines
         if machine.name not in config.machines and machine.unit_state not in ("inactive", "failed")
     }

@@ -31,7 +31,7 @@ def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, Mac
         match facts.mount_sources.get(mount.source):
             case MountSource() as source if around := _around(source, given):
                 # A read-only mount is refused too: root in a machine can remount it writable.
-                why = f"the way to it leads through {around}, where machine {given[around]} could put a link"
+                why = f"the path to it leads through {around}, where machine {given[around]} could put a link"
                 lacking.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
                 found.append(mount.model_copy(update={"source": real}))

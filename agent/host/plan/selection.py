@@ -70,7 +70,7 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
 
     chosen = tuple(sorted(free, key=order)[:count])
     others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
-    short = f"{count} GPUs are wanted and the host has {len(free)}{others}"
+    short = f"the configuration asks for {count} GPUs, but the host has {len(free)}{others}"
     return Selection(chosen, () if len(chosen) == count else (short,))
 
 

@@ -71,7 +71,7 @@ def _kept(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[
     """
     if wanted == "all":
         return {}
-    holds, still = _holds(machine), f"still machine {machine.name}'s, in which something went wrong"
+    holds, still = _holds(machine), f"still held by machine {machine.name}, which has an internal error"
     if not isinstance(machine.granted, Granted | Absent):
         still = f"perhaps {still}"
         holds |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}

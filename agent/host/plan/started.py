@@ -31,7 +31,7 @@ def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault
             try:
                 machine = replace(machine, live=_known(goals[machine.name], machine))
             except Exception as error:
-                faults[machine.name] = fault("find out what it was started with", error)
+                faults[machine.name] = fault("determine which settings it started with", error)
         machines.append(machine)
     return replace(facts, machines=tuple(machines)), faults
 

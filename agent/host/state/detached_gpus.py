@@ -47,8 +47,8 @@ def observe_detached(system: System) -> Detached:
         raise ObservationError(f"{DETACHED_GPUS}: {error.strerror or error}") from error
     if isinstance(notes, Broken):
         count(DETACHED_GPUS)
-        what = f"{notes.why}; discarding the note of detached GPUs"
-        return Detached(problem=f"{what}: repeat `unbounded-agent gpus detach`")
+        what = f"{notes.why}; discarding the record of detached GPUs"
+        return Detached(problem=f"{what}: run `unbounded-agent gpus detach` again for each of them")
     return Detached(frozenset(notes), frozenset(address for address, note in notes.items() if note.draining))
 
 

@@ -38,8 +38,8 @@ class _Handed(_Model):
     indices: list[Annotated[int, Field(ge=0)]]
 
 
-_MANIFEST = Record(TypeAdapter(_Manifest), 2, 1, advice="the driver root is left out and staged again")
-_HANDED = Record(TypeAdapter(_Handed), 1, advice="until the machine's next start no driver root is removed")
+_MANIFEST = Record(TypeAdapter(_Manifest), 2, 1, advice="the driver root is ignored, and staged again")
+_HANDED = Record(TypeAdapter(_Handed), 1, advice="no driver root is removed until the machine's next start")
 
 
 def render_manifest(root: StagedRoot) -> bytes:

@@ -38,4 +38,6 @@ class Owned:
     """SHA-256 digests in hexadecimal, by path."""
 
 
-OWNED_FILES = Record(TypeAdapter(Owned), 1, advice="discarding it; the agent adopts files that are as it writes them")
+OWNED_FILES = Record(
+    TypeAdapter(Owned), 1, advice="discarding it; the agent adopts files with the content that it would write"
+)

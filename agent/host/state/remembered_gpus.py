@@ -16,7 +16,7 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
     # The first copy is written first, so it is the newer one after a crash in between.
     whole = next((each for each in copies if isinstance(each, Remembered)), None)
     if whole:
-        return whole, f"{problems}; using the other copy of this record, which replaces it" if problems else ""
+        return whole, f"{problems}; the other copy of this record replaces it" if problems else ""
     if any(isinstance(each, Unseen) for each in copies):
         return Unseen(problems), problems
     if problems:

@@ -43,8 +43,8 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
             ready = false(
                 ConditionType.READY,
                 Reason.SETTLING,
-                f"all conditions are met, but it was lost {len(losses)} times within {WINDOW / 60:.0f} minutes: "
-                f"it counts again from {rfc3339(good_since + SETTLING)} on, unless something fails until then",
+                f"all conditions are met, but Ready was lost {len(losses)} times within {WINDOW / 60:.0f} minutes: "
+                f"it becomes True at {rfc3339(good_since + SETTLING)} unless something fails before then",
             )
     return replace(ready, losses=losses, good_since=good_since)
 
@@ -60,6 +60,6 @@ def _overdue(condition: Condition, before: Condition | None, now: float) -> Cond
     return false(
         condition.type,
         Reason.FABRIC_MANAGER_STUCK,
-        f"{condition.message} for more than {STARTING_LIMIT / 60:.0f} minutes; see its log with `journalctl -u`, and "
-        "restart it",
+        f"{condition.message}, and has been for more than {STARTING_LIMIT / 60:.0f} minutes; see its log "
+        "(`journalctl -u`), and restart it",
     )

@@ -41,14 +41,14 @@ def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
     if isinstance(remembered, Absent | Broken | Unseen):
         return unknown(KIND, Reason.OBSERVATION_FAILED, remembered.why)
     damage = (
-        f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); "
-        "compare this host's GPUs with `lspci`, then acknowledge it: `unbounded-agent gpus forget`"
+        f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); check "
+        "with `lspci` that no GPU is missing, then acknowledge the damage: `unbounded-agent gpus forget`"
     )
     if lost := lost_by(machine, remembered):
         gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
         message = (
-            f"gone from the PCI bus without `unbounded-agent gpus detach`: {gone}; look into `dmesg` and the server's "
-            f"hardware log; if it was removed on purpose: `unbounded-agent gpus forget {lost[0].pci_address}`"
+            f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
+            f"log; if it was removed on purpose, run `unbounded-agent gpus forget {lost[0].pci_address}`"
         )
         return false(KIND, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
     if remembered.damage:

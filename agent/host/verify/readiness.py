@@ -25,7 +25,9 @@ from agent.model.handoff import with_remark
 from agent.model.paths import driver_root, mount_unit
 from agent.model.reasons import Reason
 
-PLAIN = "another one is mounted when no machine runs and the kernel has overlay file systems: see docs/drivers/roots.md"
+PLAIN = (
+    "the first pass without a running machine mounts it, if the kernel has overlay file systems: docs/drivers/roots.md"
+)
 
 SAID = "machine says: "
 """Precedes a message from the machine, because root in the machine can write anything there."""
@@ -44,10 +46,10 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
     reason, message = Reason.NO_GPU, "this host has no GPU"
     if detached := sorted(gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus if gpu.detached):
         reason = Reason.GPU_DETACHED
-        message = f"an administrator detached {', '.join(detached)}, and no other GPU is for it"
+        message = f"an administrator detached {', '.join(detached)}, and the machine has no other GPU"
     elif drivers := sorted({gpu.driver or "none" for vendor in facts.vendors for gpu in vendor.gpus}):
         reason = Reason.NO_GPU_GRANTED
-        message = f"the GPUs of this host have another driver, or none ({', '.join(drivers)})"
+        message = f"this host's GPUs have another kernel driver, or none ({', '.join(drivers)})"
     conditions = [not_applicable(kind, message) for kind in ConditionType if kind is not ConditionType.READY]
     if settings.require_gpus:
         ready = false(ConditionType.READY, reason, f"{message}, and require_gpus is set for this machine")
@@ -127,10 +129,10 @@ def _without_gpus(
 def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal) -> tuple[Condition, ...]:
     """Add missing non-GPU devices and mounts to DevicesPresent's message. The status stays: GPUs do not need them."""
     lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
-    remark = f"; asked for and not there: {', '.join(lacking)}" if lacking else ""
+    remark = f"; requested but missing: {', '.join(lacking)}" if lacking else ""
     if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
         late = [path for path in goal.live.mounts if path not in machine.live.mounts]
-        remark += f"; mounted from the machine's next start on: {', '.join(late)}" if late else ""
+        remark += f"; mounted at the machine's next start: {', '.join(late)}" if late else ""
     return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
 
@@ -167,39 +169,39 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     roots = [grant.driver_root for grant in goal.grants if grant.driver_root]
     waiting = [_waiting(grant.waiting_root, facts) for grant in goal.grants if grant.waiting_root]
     if not any(grant.driver_files and (grant.gpus or grant.problems) for grant in goal.grants):
-        return not_applicable(kind, "the granted GPUs need no files of the host's driver")
+        return not_applicable(kind, "the granted GPUs need no driver files from the host")
     if not roots and waiting:
         return false(kind, Reason.NOTHING_FITS, f"no driver root fits the loaded kernel module; {'; '.join(waiting)}")
     if not roots:
-        return false(
-            kind, Reason.NOTHING_TO_STAGE, "the host has no complete driver to stage; see the conditions before"
-        )
+        return false(kind, Reason.NOTHING_TO_STAGE, "the host has no complete driver to stage; see LibrariesPresent")
     for root in roots:
         if root not in facts.staged:
             problems = "".join(f"; {problem}" for problem in facts.staged_problems)
-            message = f"driver {root.version} is not staged; `unbounded-agent apply` does it, or says why it cannot"
+            message = (
+                f"driver {root.version} is not staged; run `unbounded-agent apply`, which stages it or says why not"
+            )
             return false(kind, Reason.NOT_STAGED, message + problems)
         if root.hidden:
             unit = mount_unit(driver_root(root.index))
             return false(
-                kind, Reason.NOT_MOUNTED, f"{_place(root)}, which is not mounted: see `systemctl status '{unit}'`"
+                kind, Reason.NOT_MOUNTED, f"{_place(root)}, but it is not mounted: see `systemctl status '{unit}'`"
             )
     told = "; ".join([*(_place(root) for root in roots), *waiting])
     if any(root.index in facts.plain_roots for root in roots):
         return true(
-            kind, Reason.PLAIN_COPY, f"{told}: a plain directory, which root in one machine can change for all; {PLAIN}"
+            kind, Reason.PLAIN_COPY, f"{told}, a plain directory: root in one machine can change it for all; {PLAIN}"
         )
     return true(kind, Reason.STAGED, told)
 
 
 def _place(root: StagedRoot) -> str:
-    return f"driver {root.version} is driver root {root.index}"
+    return f"driver {root.version} is staged as driver root {root.index}"
 
 
 def _waiting(root: StagedRoot, facts: Facts) -> str:
     if root in facts.staged:
-        return f"{_place(root)}, and waits until its kernel module is loaded"
-    return f"driver {root.version}, which waits until its kernel module is loaded, is not staged yet"
+        return f"{_place(root)}, but its kernel module is not loaded yet"
+    return f"driver {root.version} is not staged yet, nor is its kernel module loaded"
 
 
 def _machine_running(machine: MachineFacts) -> Condition:
@@ -213,11 +215,13 @@ def _machine_running(machine: MachineFacts) -> Condition:
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case "inactive" if machine.has_run:
             return false(
-                kind, Reason.STOPPED, f"it ran and was stopped; start it with `machinectl start {machine.name}`"
+                kind,
+                Reason.STOPPED,
+                f"machine {machine.name} was stopped; start it with `machinectl start {machine.name}`",
             )
         case "inactive":
             return false(
-                kind, Reason.NOT_STARTED, f"machine {machine.name} is not started yet, or waits for its driver"
+                kind, Reason.NOT_STARTED, f"machine {machine.name} has not started yet, or waits for its driver"
             )
         case state:
             return false(
@@ -244,7 +248,7 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
     lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
     lacking += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
     if lacking:
-        why = f"the running machine could not be given {', '.join(lacking)}: it is tried again, or run {reboot}"
+        why = f"could not give {', '.join(lacking)} to the running machine: the agent tries again; or run {reboot}"
         return false(kind, Reason.NOT_GIVEN, why)
     return inside
 
@@ -262,9 +266,9 @@ def _inside(
         case Absent():
             reason, message = (
                 Reason.NO_REPORT,
-                "the machine has not reported; it may still be booting, or its image lacks this agent's machine half: "
-                f"see `journalctl -M {machine.name} -u unbounded-agent-gpu`, and build an image without it from "
-                f"containerfiles/",
+                "the machine has not reported: it may still be booting, or its image does not contain the machine "
+                f"half; see `journalctl -M {machine.name} -u unbounded-agent-gpu`; without entries there, build the "
+                "image from containerfiles/",
             )
         case Broken(why):
             reason, message = Reason.BAD_REPORT, why
@@ -273,10 +277,15 @@ def _inside(
         case _ if not answers(report, machine, goal):
             reason, message = Reason.HANDOFF_PENDING, "the machine has not answered the latest handoff yet"
         case _ if machine.report_age > STALE_AFTER:
-            reason, message = Reason.REPORT_STALE, f"the machine's last report is {machine.report_age:.0f} s old"
+            reason, message = (
+                Reason.REPORT_STALE,
+                f"the machine's last report is {machine.report_age:.0f} s old; see its unit unbounded-agent-gpu.timer",
+            )
         case _:
             reported = {each.type: each for each in report.conditions}
-            missing = "the machine's report does not mention it; its agent may be of another release"
+            missing = (
+                "the machine's report does not contain this condition; its image may have another release of the agent"
+            )
             said = {kind: replace(each, message=f"{SAID}{each.message}") for kind, each in reported.items()}
             return {kind: said.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
     return {kind: unknown(kind, reason, message) for kind in kinds}

@@ -148,12 +148,12 @@ def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], ven
         return false(
             kind,
             Reason.SHADOWED,
-            f"{where} outranks {vendor.spec_path} for {_short(shared)}: pods get what it holds; {stop}",
+            f"{where} takes precedence over {vendor.spec_path} for {_short(shared)}: pods get what it contains; {stop}",
         )
     return false(
         kind,
         Reason.NAMES_COLLIDE,
-        f"{where} and {vendor.spec_path} both have {_short(shared)}, so that no pod can be given them; {stop}",
+        f"{where} and {vendor.spec_path} both define {_short(shared)}, so no pod can get them; {stop}",
     )
 
 
@@ -161,11 +161,11 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     """Read a file of others; return it with the note on it."""
     try:
         if not system.is_file(path) and _leads_somewhere(system, path):
-            why = "is no regular file: a container runtime that reads it may hang, and no container with a GPU starts"
+            why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
             return ForeignSpec(path, (), why, blocking=True), {}
         content = _content(system, path)
     except OSError as error:
-        return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
+        return ForeignSpec(path, (), f"cannot be read: {error}"), {}
     digest = hashlib.sha256(content).hexdigest()
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
@@ -180,9 +180,9 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
         try:
             listed = list(vendor.list_devices(system, directory))
         except AgentError as error:
-            return ForeignSpec(path, (), f"cannot be looked into: {error}"), {}
+            return ForeignSpec(path, (), f"cannot be read: {error}"), {}
     # A specification without devices is invalid.
-    fault = "" if listed else "is no valid CDI spec, and runtimes skip it"
+    fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"
     return ForeignSpec(path, tuple(listed), fault), {"digest": digest, "devices": listed}
 
 
@@ -219,13 +219,14 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
     if not enabled:
         return ()
     return (
-        f"{', '.join(enabled)} is enabled and would write {vendor.rival_spec}, which outranks this: {_advice(vendor)}",
+        f"{', '.join(enabled)} is enabled and would write {vendor.rival_spec}, which would take precedence: "
+        f"{_advice(vendor)}",
     )
 
 
 def _advice(vendor: OwnSpec) -> str:
     if not vendor.rival_units:
-        return f"remove {vendor.rival_spec}, and run no more what wrote it"
+        return f"remove {vendor.rival_spec}, and no longer run what wrote it"
     # 1.20.1 starts units that are only disabled, by a udev rule with SYSTEMD_WANTS. 1.19's packages have them in
     # /etc/systemd/system, where nothing can be masked and disabling is enough.
     units = " ".join(vendor.rival_units)

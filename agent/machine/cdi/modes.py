@@ -66,7 +66,7 @@ def publish_modes(
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
-            failed.append(f"{name}: this image's agent does not know it, bring it to the host's release")
+            failed.append(f"{name}: the image's agent does not know this mode; bring the image to the host's release")
             with contextlib.suppress(OSError):
                 # From a newer image's agent: this release does not know which of its devices are still this machine's.
                 owned.remove(path)
@@ -86,7 +86,7 @@ def publish_modes(
         *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
         *served,
         *publisher.remarks,
-        *([f"no device for mode {', '.join(lacking)}"] if lacking else []),
+        *([f"no devices for mode {', '.join(lacking)}"] if lacking else []),
     ]
     return "".join(f"; {part}" for part in parts)
 
@@ -104,7 +104,7 @@ class _Publisher:
     def settle(self, mode: _Mode) -> str:
         """Say what pods can request in the mode. Raises AgentError or OSError; the caller must then call `keep`."""
         if not self._owned.make_way(mode.spec_path):
-            raise AgentError(f"{mode.spec_path} is not ours and is not overwritten", "move it away if nothing needs it")
+            raise AgentError(f"another program wrote {mode.spec_path}; it stays", "move it away if nothing needs it")
         if self._others is None:
             self._others = foreign_specs.others(self._system, self._notes, self._owned, self._vendor)
         foreign = foreign_specs.of_kind(self._others, mode)
@@ -124,7 +124,7 @@ class _Publisher:
             if self._narrow(mode):
                 return "; the published one is out of date"
             self._owned.remove(mode.spec_path)
-            return f"; {mode.spec_path} is removed, as nothing of it is this machine's any more"
+            return f"; removed {mode.spec_path}, as none of its devices is granted any longer"
         # As in publish_modes; the first failure is reported anyway.
         except Exception as error:
             return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
@@ -157,7 +157,9 @@ class _Publisher:
             self._refuse(mode, noted["devices"], foreign)
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
         if limit < SHORTEST:
-            raise AgentError(f"not made yet, the modes before it took all of {LIMIT:.0f} s", "the next run tries it")
+            raise AgentError(
+                f"not generated yet: the modes before it took all of {LIMIT:.0f} s", "the next run does it"
+            )
         spec, remarks = self._generate(mode, limit)
         devices = [each["name"] for each in spec["devices"]]
         noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
@@ -193,7 +195,7 @@ class _Publisher:
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
         if problems or not isinstance(spec, dict):
-            raise AgentError(f"the new spec is refused: {'; '.join(problems)}")
+            raise AgentError(f"the new CDI specification failed the check: {'; '.join(problems)}")
         return spec, remarks
 
 

@@ -81,13 +81,13 @@ def remove_stale_specs(system: System, owned: Owned, requests: Iterable[Request]
     try:
         for path in owned.paths:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
-                say(INFO, f"removed {path}: this release makes no such specification")
+                say(INFO, f"removed {path}: this release writes no such specification")
         for path in wanted:
             system.remove_remains(path)
         remove_remains(system)
     except (AgentError, OSError) as error:
         # Leftovers must not cost the report.
-        say(WARNING, f"cannot remove what earlier CDI specs and runs left: {error}")
+        say(WARNING, f"cannot remove leftovers of earlier CDI specifications and runs: {error}")
 
 
 def spec_changed(system: System, notes: Notes, vendor: MachineVendor) -> int:
@@ -127,13 +127,13 @@ def _publish(
     try:
         new, remarks = _generate(system, notes, vendor, request, live)
     except (AgentError, OSError) as error:
-        return _kept(
-            current, Reason.GENERATION_FAILED, f"{error}; what the spec needs is in DevicesAllowed, LibrariesLinked"
-        )
+        return _kept(current, Reason.GENERATION_FAILED, f"{error}; see also DevicesAllowed and LibrariesLinked")
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
         why = "; ".join((*faults, *remarks))
-        return _kept(current, Reason.SPEC_REFUSED, f"the new spec of {_maker(vendor)} is refused: {why}")
+        return _kept(
+            current, Reason.SPEC_REFUSED, f"the new CDI specification from {_maker(vendor)} failed the check: {why}"
+        )
     if refused := foreign_specs.refusal(system, vendor, new.verdict.devices, foreign):
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
@@ -157,7 +157,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
         return false(
             KIND,
             Reason.GPU_MISSING,
-            f"{_maker(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}, the others are served: "
+            f"{_maker(vendor)} does not list GPU {', '.join(verdict.missing_gpus)}; the others are served; "
             f"see `dmesg` on the host for the driver's lines (NVRM, Xid), and DevicesAllowed",
         )
     if verdict.missing_partitions:
@@ -172,11 +172,11 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
     """Fail static: keep the old specification in use, unless there is none or it is now wrong."""
     if current is None:
-        return Published(false(KIND, reason, f"{message}. No spec has been published yet"))
+        return Published(false(KIND, reason, f"{message}. No CDI specification has been published yet"))
     if current.verdict.problems:
         faults = "; ".join(current.verdict.problems)
-        return Published(false(KIND, reason, f"{message}. The published spec stays, but is out of date: {faults}"))
-    return Published(false(KIND, reason, f"{message}. The last good spec stays in use"), current.verdict.devices)
+        return Published(false(KIND, reason, f"{message}. The published one stays, but is out of date: {faults}"))
+    return Published(false(KIND, reason, f"{message}. The last good one stays in use"), current.verdict.devices)
 
 
 def _better(new: Verdict, current: Verdict) -> bool:
@@ -270,6 +270,4 @@ def _maker(vendor: MachineVendor) -> str:
 
 
 def _foreign(path: str) -> Condition:
-    return false(
-        KIND, Reason.FOREIGN_FILE, f"{path} is not ours and is not overwritten: move it away if nothing needs it"
-    )
+    return false(KIND, Reason.FOREIGN_FILE, f"another program wrote {path}; it stays: move it away if nothing needs it")

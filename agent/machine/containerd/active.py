@@ -50,7 +50,7 @@ def check_active(system: System, notes: Notes, configured: Condition) -> Conditi
     # Both are CLOCK_MONOTONIC, which a machine shares with its host and which setting the clock does not move.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
-        return false(ACTIVE, Reason.NO_CONTAINERD, f"there is no {UNIT}: install containerd in the image")
+        return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
     # Our drop-in of containerd.service starts this service by ExecStartPost=, once containerd has said READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
     other = config_argument(unit.get("ExecStart", ""))
@@ -68,10 +68,10 @@ def check_active(system: System, notes: Notes, configured: Condition) -> Conditi
         notes.save(LOADED, loaded)
         return true(ACTIVE, Reason.RUNNING, f"{UNIT} runs with this configuration")
     if running:
-        return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is being restarted, since its configuration changed")
+        return unknown(ACTIVE, Reason.RESTART_PENDING, f"{UNIT} is restarting, because its configuration changed")
     if state == "failed":
         return false(ACTIVE, Reason.FAILED, f"{UNIT} failed: see `journalctl -u containerd` in the machine")
-    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: proven at the next run")
+    return unknown(ACTIVE, Reason.NOT_STARTED, f"{UNIT} is {state}: the next run checks again")
 
 
 def config_argument(exec_start: str) -> str:

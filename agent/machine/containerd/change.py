@@ -72,7 +72,7 @@ def write_and_read_back(
         found = tables.problems(wanted.baseline, with_ours, wanted.document, vendor.handler, default=default)
         faults = "; ".join(found)
         if faults and wanted.behind:
-            faults += f"; loaded after {drop_in}, and overrides it: {', '.join(wanted.behind)}"
+            faults += f"; loaded after {drop_in}, and may override it: {', '.join(wanted.behind)}"
     except (ExitCodeError, DocumentError) as error:
         faults = str(error)
     except (AgentError, OSError):
@@ -80,7 +80,7 @@ def write_and_read_back(
         raise
     if faults:
         _put_back(system, notes, changes, before, noted)
-        return f"not taken over: {faults}" + (f"; {', '.join(changes)} put back as before" if changes else "")
+        return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
         # Check again: a containerd that started since may have read the first file without the second.
         note_change(notes, effective)

@@ -23,7 +23,7 @@ from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
-ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` has CDI enabled, and these GPUs need no more")
+ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need no more")
 
 
 def configure_runtime(
@@ -35,7 +35,7 @@ def configure_runtime(
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
     others = (machine_vendor(each.vendor) for each in handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
-        return not_applicable(CONFIGURED, "another vendor's runtime is configured, and CDI with it")
+        return not_applicable(CONFIGURED, "the drop-in for another vendor's runtime also enables CDI")
     default, chosen = handoff.default_runtime, handoff.containerd_drop_in
     return configure_vendor(system, notes, owned, vendor, default=default, chosen=chosen)
 
@@ -55,7 +55,7 @@ def configure_vendor(
     if handler and not system.exists(handler.binary):
         return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
     if not owned.make_way(drop_in):
-        return false(CONFIGURED, Reason.FOREIGN_FILE, f"{drop_in} is not ours and is not overwritten: move it away")
+        return false(CONFIGURED, Reason.FOREIGN_FILE, f"another program wrote {drop_in}; it stays: move it away")
     if handler:
         _edit_runtime_config(system, notes, vendor)
     noted = notes.load(name)
@@ -126,7 +126,7 @@ def _enabled_by_others(system: System, notes: Notes, owned: Owned, drop_in: str,
 def _configured(problem: str, drop_in: str) -> Condition:
     if problem:
         return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
-    return true(CONFIGURED, Reason.READ_BACK, f"`containerd config dump` has what {drop_in} holds, and lost nothing")
+    return true(CONFIGURED, Reason.READ_BACK, f"`containerd config dump` shows what {drop_in} sets, and lost nothing")
 
 
 def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
@@ -135,7 +135,7 @@ def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, dro
         return ""
     if wanted.drop_in is not None and found != noted["drop_in"]:
         return f"somebody {'changed' if found else 'removed'} {drop_in}"
-    return f"somebody took the import of {drop_in} out of {MAIN}" if wanted.main is not None else ""
+    return f"somebody removed the import of {drop_in} from {MAIN}" if wanted.main is not None else ""
 
 
 def _edit_runtime_config(system: System, notes: Notes, vendor: MachineVendor) -> None:
@@ -197,7 +197,7 @@ def _baseline(system: System, main: Table, imported: Iterable[str], version: tup
         return files.effective(system, BASELINE, version)
     except ExitCodeError as error:
         raise DocumentError(
-            f"containerd refuses {MAIN} and what it imports, here as {BASELINE} without our drop-in: {error}",
+            f"containerd refuses {MAIN} and its imports, even without our drop-in ({BASELINE}): {error}",
             "repair it: containerd cannot start with it either",
         ) from error
 

@@ -42,7 +42,7 @@ def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
 def _load(system: System, path: str) -> Table:
     content = read_optional(system, path)
     if content is None:
-        raise DocumentError(f"{path}, which is imported, is not there", f"make it, or take its import out of {MAIN}")
+        raise DocumentError(f"{path} is imported, but does not exist", f"create it, or remove its import from {MAIN}")
     return parse(path, content)
 
 
@@ -113,11 +113,11 @@ def with_import(text: bytes, pattern: str) -> bytes:
         edited = _with_listed(text.decode(), pattern).encode()
         if parse(MAIN, edited) == document:
             return edited
-        why = "the edit would change more than that"
+        why = "the edit would change more than its imports"
     # Any exception: tomlkit raises its own, and a file that containerd reads must stay intact.
     except Exception as error:
         why = str(error)
-    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to the list imports in it')
+    raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
 
 
 def _with_listed(text: str, pattern: str) -> str:
@@ -127,9 +127,7 @@ def _with_listed(text: str, pattern: str) -> str:
     # containerd accepts.
     head = _without_tables(text)
     if len(head) > EDIT_LIMIT:
-        raise DocumentError(
-            f"{len(head)} characters stand before its first table, and the agent edits at most {EDIT_LIMIT}"
-        )
+        raise DocumentError(f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}")
     listing = tomlkit.parse(head)
     listed: Any = listing["imports"]
     listed.append(pattern)

@@ -112,20 +112,20 @@ def render(
     """Return the drop-in's content; raises UnsupportedError if this containerd or its configuration cannot do it."""
     if containerd < OLDEST:
         raise UnsupportedError(
-            f"containerd is {_text(containerd)}; {_text(OLDEST)} is the first with CDI",
+            f"containerd {_text(containerd)} is too old: {_text(OLDEST)} is the first with CDI",
             "install a newer containerd in the image",
         )
     version = configuration.version(containerd)
     if version < 2:
         raise UnsupportedError(
             f"{MAIN} has version {version}, whose tables containerd no longer documents",
-            f"`containerd config migrate` prints it in a newer version: check it and put it into {MAIN}",
+            f"`containerd config migrate` prints it in a newer version: check the output and write it to {MAIN}",
         )
     for path, document in {MAIN: configuration.main, **configuration.imported}.items():
         disabled = document.get("disabled_plugins", [])
         if isinstance(disabled, list) and {"cri", CRI_2, CRI_3} & {str(each) for each in disabled}:
             raise UnsupportedError(
-                f"{path} disables containerd's CRI plug-in, so that no kubelet can use it",
+                f"{path} disables containerd's CRI plugin, so no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
     # containerd 1.x replaces a plugin's whole table by that of the last file loaded; 2.0 merges them deeply.
@@ -133,8 +133,8 @@ def render(
     later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
     if replaces and later:
         raise UnsupportedError(
-            f"{', '.join(later)} is loaded after {configuration.drop_in}, whose table it would replace",
-            "import it before, under a name that sorts before ours, or move its settings into the main file",
+            f"{', '.join(later)} is loaded after {configuration.drop_in}, and would replace its table",
+            "import it earlier, under a name that sorts before ours, or move its settings into the main file",
         )
     effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
@@ -157,10 +157,10 @@ def problems(
         if _is_ours(path, handler):
             continue
         if path not in left:
-            yield f"{'.'.join(path)} is lost"
+            yield f"setting {'.'.join(path)} is lost"
         elif left[path] != value:
             # Not the values: they may be passwords of a registry, and this message is shown on the Node.
-            yield f"{'.'.join(path)} is changed"
+            yield f"setting {'.'.join(path)} is changed"
     if handler:
         runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
         if _at(runtime, "options").get("BinaryName") != handler.binary:
@@ -169,7 +169,7 @@ def problems(
         taken, known = dict(_leaves(runtime)), dict(_leaves(_basis(cri_of(before), handler)))
         for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
             if path in known and not _is_ours((handler.name, *path), handler) and taken.get(path) != known[path]:
-                yield f"runtime {handler.name} has not taken over {'.'.join(path)}"
+                yield f"runtime {handler.name} does not have {'.'.join(path)} as configured"
     yield from cdi_problems(after)
     if handler and default and _at(cri_of(after), "containerd").get("default_runtime_name") != handler.name:
         yield f"default_runtime_name is not {handler.name}"
@@ -191,7 +191,7 @@ def cdi_problems(dump: Table) -> Iterator[str]:
         yield "enable_cdi is not true"
     missing = [each for each in CDI_DIRECTORIES if each not in cri.get("cdi_spec_dirs", ())]
     if missing:
-        yield f"cdi_spec_dirs lacks {', '.join(missing)}"
+        yield f"cdi_spec_dirs does not contain {', '.join(missing)}"
 
 
 def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:

@@ -45,8 +45,8 @@ def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[obj
     if groupless == spec or not (version := _without_groups(system, notes)):
         return spec, ()
     return groupless, (
-        f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so that they "
-        "are left out: containers that do not run as root need the groups of the nodes as supplementalGroups",
+        f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so they are left out: "
+        "containers that do not run as root need the nodes' groups as supplementalGroups",
     )
 
 

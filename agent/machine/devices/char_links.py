@@ -36,4 +36,4 @@ def link_nodes(system: System, notes: Notes, request: Request) -> None:
             if not system.exists(path):
                 system.link(path, text)
     except OSError as error:
-        say(WARNING, f"links in {DIRECTORY} cannot be made: {error}")
+        say(WARNING, f"cannot create links in {DIRECTORY}: {error}")

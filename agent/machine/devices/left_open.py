@@ -54,12 +54,12 @@ def name_left_open(
 
 def _remark(held: Held, containers: Mapping[str, object]) -> str:
     """Return the remark; empty if there is nothing to say."""
-    unseen = f"{len(held.unseen)} processes could not be looked at" if held.unseen else ""
+    unseen = f"{len(held.unseen)} processes could not be inspected" if held.unseen else ""
     if not held.holders:
-        return f"; {unseen}, and may have open what is not granted any more" if unseen else ""
+        return f"; {unseen}, and may have withdrawn nodes open" if unseen else ""
     shown = [each.describe(pod=_pod(containers, each.container)) for each in held.holders[:SHOWN]]
     more = f" and {len(held.holders) - SHOWN} more" if len(held.holders) > SHOWN else ""
-    what = f"; LeftOpen (not granted any more, and still open by this machine's PIDs): {'; '.join(shown)}{more}"
+    what = f"; LeftOpen (no longer granted, but still open; PIDs are the machine's): {'; '.join(shown)}{more}"
     return f"{what}; {unseen}" if unseen else what
 
 

@@ -32,14 +32,14 @@ NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
 REASONS = {
     errno.EPERM: (
         Reason.NOT_PERMITTED,
-        "the machine's cgroup does not allow it: on the host, `unbounded-agent apply` sets its DeviceAllow=",
+        "the machine's cgroup does not allow it: run `unbounded-agent apply` on the host",
     ),
     errno.EACCES: (Reason.NOT_PERMITTED, "its mode or owner forbids it: compare `ls -l` on the host"),
-    errno.ENXIO: (Reason.NO_DRIVER, "no driver stands behind its number: load the kernel module on the host"),
+    errno.ENXIO: (Reason.NO_DRIVER, "no driver answers at its number: load the kernel module on the host"),
     errno.ENODEV: (Reason.NO_DRIVER, "the driver knows no such device: see `dmesg` on the host"),
     errno.EIO: (
         Reason.GPU_FAILED,
-        "the driver could not initialise the GPU: see `dmesg` on the host for NVRM and Xid lines, then reset or reboot",
+        "the driver could not initialise the GPU: see `dmesg` on the host (NVRM, Xid), then reset the GPU or reboot",
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
 }
@@ -90,8 +90,8 @@ def with_hidden_driver(system: System, condition: Condition, paths: Collection[s
     return true(
         condition.type,
         Reason.DRIVER_HIDDEN,
-        f"{condition.message}; {', '.join(hidden)} cannot be seen in this machine, for which NVML may call the GPUs "
-        "blocked by the operating system; the machine's next start shows it",
+        f"{condition.message}; this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by "
+        "the operating system; the machine's next start shows it",
     )
 
 
@@ -107,7 +107,7 @@ def withdraw_nodes(
         return _withdraw_nodes(system, notes, request, newest)
     # Any exception, such as a full /run, must not cost the report.
     except Exception as error:
-        return (), not_withdrawn(f"what is not granted any more: {error}")
+        return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
 
 
 def not_withdrawn(why: str) -> Condition:
@@ -142,7 +142,7 @@ def _withdraw_nodes(
     notes.save(name, granted)
     if not failures:
         return removed, None
-    return removed, not_withdrawn(f"not granted any more: {'; '.join(failures)}")
+    return removed, not_withdrawn(f"no longer granted, but not removed: {'; '.join(failures)}")
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
@@ -159,7 +159,7 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
                 system.run("umount", "--lazy", path)
         except (AgentError, OSError) as error:
             # A newer systemd on the host still binds it again once DevicesAllowed says WrongNode.
-            say(WARNING, f"{path} was removed on the host and stays mounted: {error}")
+            say(WARNING, f"cannot unmount {path}, which was removed on the host: {error}")
 
 
 def _withdraw(system: System, path: str) -> None:
@@ -169,7 +169,7 @@ def _withdraw(system: System, path: str) -> None:
         # --lazy: a program of the machine's own may still have it open; the mount lasts until that closes it.
         system.run("umount", "--lazy", path)
     else:
-        raise ApplyError(f"{path}: {STACKED} mounts upon each other were removed, and there are more")
+        raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there are more")
     # The mount point is an empty file. Any other file there belongs to others.
     if system.is_file(path) and not system.identity(path).size:
         system.remove(path)
@@ -190,7 +190,7 @@ def wrong_numbers(
         else:
             continue
         wrong.append(
-            f"{device.path} must be {wanted}, found {found}: the host binds it, see its `unbounded-agent status`"
+            f"{device.path} must be {wanted}, found {found}: the host binds it; see `unbounded-agent status` there"
         )
     return tuple(wrong)
 
@@ -220,7 +220,7 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
     codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}
     silent = [path for path in paths if path not in codes]
     if silent:
-        raise AgentError(f"{program} said nothing of {', '.join(silent)}", "start unbounded-agent-gpu.service again")
+        raise AgentError(f"{program} has no result for {', '.join(silent)}", "restart unbounded-agent-gpu.service")
     return codes
 
 

@@ -32,4 +32,4 @@ def _present(system: System, request: Request) -> Condition:
     wrong = wrong_numbers(system, request.devices, live_numbers(system, request.devices))
     if wrong:
         return false(KIND, Reason.WRONG_NODE, "; ".join(wrong))
-    return true(KIND, Reason.NODES_PRESENT, f"nodes of other devices that are here: {len(request.devices)}")
+    return true(KIND, Reason.NODES_PRESENT, f"{len(request.devices)} nodes of other devices are here")

@@ -71,7 +71,7 @@ def _kubelets(
     if not system.is_directory(PLUGINS):
         if not request.gpus:
             return not_applicable(KIND, "no GPU is granted to this machine")
-        return unknown(KIND, Reason.NO_KUBELET, f"there is no {PLUGINS}: no kubelet has run in this machine")
+        return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     try:
         plugin = look(system, vendor)
     except DocumentError as error:
@@ -133,7 +133,7 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     Kubernetes up to 1.19 wrote the devices of pods differently, and before 1.10 everything without `Data`; the part
     that is read here is the same in all. The checksum is not verified: it is of Go's printed form of the structure.
     """
-    hint = "see the kubelet's log; it writes the file anew when a device plug-in registers"
+    hint = "see the kubelet's log; it writes the file again when a device plugin registers"
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -155,21 +155,21 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 
 def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
     """Return the condition if no plugin runs, or none has a list that is known to be its own; else None."""
-    advice = f"see the pod of the device plug-in for {vendor.resource_prefix}*, and its log"
+    advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
-            message = f"no device plug-in for {vendor.resource_prefix}* has registered with the kubelet"
+            message = f"no device plugin for {vendor.resource_prefix}* has registered with the kubelet"
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
         why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
-        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plug-in does not run: {why}; {advice}")
+        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin does not run: {why}; {advice}")
     if plugin.dead:
         # Each resource has a socket of its own: one that is served says nothing about the others.
         why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"
         return false(
-            KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plug-in makes any more"
+            KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
         )
     if not plugin.up_to_date:
-        message = f"the device plug-in serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
+        message = f"the device plugin serves {', '.join(plugin.serving)}, but the kubelet has no list from it yet"
         return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, {advice}")
     return None
 
@@ -191,18 +191,18 @@ def _compare(
     counts = ", ".join(f"{resource}: {len(ids)}" for resource, ids in sorted(registered.items()))
     if request.gpus and not granted:
         return unknown(
-            KIND, Reason.NOT_PUBLISHED, f"no CDI spec tells which GPUs are granted, see CDISpecCurrent; {counts}"
+            KIND, Reason.NOT_PUBLISHED, f"no CDI specification names the granted GPUs yet, see CDISpecCurrent; {counts}"
         )
     missing, stale = granted - gpus, gpus - granted
     if missing and foreign:
-        message = f"ids of another form are advertised ({_names(foreign)}), so that {_names(missing)} cannot be found"
+        message = f"the advertised ids have another form ({_names(foreign)}), so {_names(missing)} cannot be found"
         return unknown(KIND, Reason.UNKNOWN_IDS, message)
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
-    parts += [f"{_names(stale)} is advertised, but not granted (any more)"] if stale else []
-    message = f"{'; '.join(parts)}: see the log of the device plug-in, and restart its pod"
+    parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
+    message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
     # The plugin considers a GPU unhealthy if it knows but does not advertise it; a restart would forget that.
     if known is not None and (missing - known or stale):
-        why = "it began to serve before the CDI spec was last changed, and looks for GPUs only when it starts"
+        why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
     if missing:
         return false(KIND, Reason.GPUS_MISSING, message)

@@ -33,20 +33,20 @@ def find_identity(system: System) -> Identity | Condition:
     arguments = _kubelet(system)
     if arguments is None:
         return false(
-            KIND, Reason.KUBELET_NOT_RUNNING, "no kubelet runs as a service here: see `systemctl status kubelet`"
+            KIND,
+            Reason.KUBELET_NOT_RUNNING,
+            "no kubelet runs as a service in this machine: see `systemctl status kubelet`",
         )
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):
-        what = f"a relative path ({kubeconfig})" if kubeconfig else "none, so that it has no API server"
-        return false(
-            KIND, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: start it with an absolute path"
-        )
+        what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so it has no API server"
+        return false(KIND, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: set it to an absolute path")
     # Like nodeutil.GetHostname of k8s.io/component-helpers: trimmed and in lower case.
     name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
     node = name.strip().lower()
     if not NODE_NAME.fullmatch(node):
         return false(
-            KIND, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is none that Kubernetes accepts"
+            KIND, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: correct the host name"
         )
     return Identity(node, kubeconfig)
 

@@ -135,8 +135,8 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
     # After the clock was set back, it comes from the future.
     if abs(now - verdict.judged) > SILENT_AFTER:
-        message = f"the agent on the VM host has judged nothing since {rfc3339(verdict.judged)}: see "
-        message += "`systemctl status unbounded-agent` there"
+        message = f"the host half has evaluated nothing since {rfc3339(verdict.judged)}: see "
+        message += "`systemctl status unbounded-agent` on the host"
         return unknown(ConditionType.READY, Reason.AGENT_SILENT, message), None
     return verdict.ready, None
 
@@ -170,7 +170,7 @@ def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condi
 
 def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove our condition from the Node, if the Node is known to have one."""
-    done = not_applicable(KIND, "no condition of ours is wanted on the Node, and none is there")
+    done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     marked = _marked_node(system)
     if marked is None:
         return None, done
@@ -233,8 +233,10 @@ def _refusal(identity: Identity, error: CommandError | DocumentError) -> Conditi
         message = f"the API server has no node {identity.node}: the kubelet has not registered yet"
         return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({words})")
     if "Error from server" in words or "Unauthorized" in words:
-        return false(KIND, Reason.REFUSED, f"the API server refuses it to the kubelet of {identity.node}: {words}")
-    return false(KIND, Reason.API_UNREACHABLE, f"kubectl with {identity.kubeconfig}: {words}")
+        return false(
+            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} set it: {words}"
+        )
+    return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {words}")
 
 
 def _marked_node(system: System) -> str | None:

@@ -46,16 +46,16 @@ def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
-        return f"it was restarted in the last {DISTANCE:.0f} s, and will be again after that"
+        return f"it was restarted less than {DISTANCE:.0f} s ago, and can be again after that"
     # One with a second name may be another plugin's, linked to by a process that may write in that directory.
     processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
-        return "it does not run in a pod's container, and is not restarted"
+        return "it is not restarted, because it does not run in a pod's container"
     program = system.find_program("crictl")
     if program is None:
         return "it is not restarted: install crictl in the machine's image"
-    what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped for this through the CRI"
+    what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
     told = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
     # Noted first: a restart that could not be noted would repeat each minute.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": told})

@@ -28,11 +28,12 @@ def beside_plugin_spec(system: System, vendor: MachineVendor, request: Request, 
         return advertised
     problems = _problems(system, vendor, request, content)
     if not problems:
-        return replace(advertised, message=f"{advertised.message}; {vendor.plugin_spec} of the plug-in is in order")
+        return replace(advertised, message=f"{advertised.message}; the plugin's own {vendor.plugin_spec} is in order")
     more = f" and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
     message = (
-        f"the device plug-in's own CDI spec {vendor.plugin_spec} is out of date: {'; '.join(problems[:SHOWN])}{more}; "
-        "restart its pod, which writes it anew; remove the file where the plug-in uses no CDI strategy any more"
+        f"the device plugin's own CDI specification {vendor.plugin_spec} is out of date: "
+        f"{'; '.join(problems[:SHOWN])}{more}; restart its pod, which writes the file again; or remove the file if the "
+        "plugin no longer uses a CDI strategy"
     )
     return false(advertised.type, Reason.PLUGIN_SPEC_OUTDATED, message)
 

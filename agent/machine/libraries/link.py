@@ -53,8 +53,8 @@ def link_libraries(
         return false(
             KIND,
             Reason.NOT_STAGED,
-            f"{request.driver_root} is not a directory in this machine: the host stages it, see DriverRootStaged and "
-            f"the bind of its parent directory in the machine's .nspawn file",
+            f"{request.driver_root} is missing or empty in this machine: see DriverRootStaged on the host, and the "
+            f"bind of its parent directory in the machine's .nspawn file",
         )
     wanted = wanted_links(request, where)
     plan = plan_links(wanted, _listing(system, where))
@@ -68,8 +68,8 @@ def link_libraries(
         return false(
             KIND,
             Reason.CONFLICT,
-            f"not ours, left alone, and in the way of the driver's files: {found}; "
-            f"remove it, or the package that has it (`dpkg -S {plan.conflicts[0]}`)",
+            f"in the way of the driver's files, but not made by the agent: {found}; "
+            f"remove it, or the package that contains it (`dpkg -S {plan.conflicts[0]}`)",
         )
     if cached.missing:
         directories = sorted({posixpath.dirname(path) for path in cached.missing})
@@ -84,7 +84,7 @@ def link_libraries(
         return false(
             KIND,
             Reason.SHADOWED,
-            f"programs in this machine load {taken} (see `ldconfig -p`): it may be a stub or another driver's; remove "
+            f"programs in this machine load {taken} (see `ldconfig -p`), a stub or another driver's library; remove "
             f"it, or remove its directory from {CONFIGURED}, then run ldconfig",
         )
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {request.driver_root or 'no driver root'}")

@@ -10,10 +10,10 @@ def devices(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     for index, device in enumerate(objects(document, "devices")):
         name = device.get("name")
         if not isinstance(name, str) or set(device) - {"name", "containerEdits"}:
-            raise DocumentError(f"devices[{index}] has no name, or keys beside name and containerEdits")
+            raise DocumentError(f"devices[{index}] has no name, or keys other than name and containerEdits")
         found.append((name, object_of(device.get("containerEdits"), f"device {name}: containerEdits")))
     if len({name for name, _ in found}) != len(found):
-        raise DocumentError("two devices have one name")
+        raise DocumentError("two devices have the same name")
     return found
 
 

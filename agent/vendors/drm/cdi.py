@@ -101,7 +101,7 @@ def verify(
 ) -> Verdict:
     """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         devices = devices_of(document)
         problems = [*_header_problems(document, kind)]
         for name, edits in devices:
@@ -111,13 +111,13 @@ def verify(
     except DocumentError as error:
         return Verdict(problems=(error.message,))
     if paths != every:
-        problems.append(f"device {EVERY_GPU} has not all nodes of the others")
+        problems.append(f"device {EVERY_GPU} does not have all nodes of the others")
     renders = {
         each.pci_address for each in request.devices if each.kind == DeviceKind.DRI_RENDER and each.path in paths
     }
     missing = tuple(gpu for gpu in request.gpus if gpu not in renders)
     if not problems and len(missing) == len(request.gpus):
-        problems.append("no device of the spec is a granted GPU")
+        problems.append("no device in it is a granted GPU")
     left_out = sorted(
         each.path for each in request.devices if each.path not in paths and each.pci_address not in missing
     )
@@ -151,13 +151,13 @@ def _device_problems(
         yield from _node_problems(where, node, device, live.get(device.path))
     gpus = {each.pci_address for each in found} - {""}
     if not gpus:
-        yield f"{where} has no node of a GPU"
+        yield f"{where} has no GPU node"
     if len(gpus) > 1 and name != EVERY_GPU:
         yield f"{where} has nodes of {' and '.join(sorted(gpus))}"
     mounts = [_mount(link) for each in found if (link := dri_link(each.kind, each.pci_address)) in present]
     for mount in objects(edits, "mounts"):
         if mount not in mounts:
-            yield f"{where}: mount of {mount.get('hostPath')!r}, which is no link to a node of it"
+            yield f"{where}: mount of {mount.get('hostPath')!r}, which is not a link to one of its nodes"
     written = [node.get("gid") for node in objects(edits, "deviceNodes")]
     groups = {number.gid for number in live.values()} | {gid for gid in written if isinstance(gid, int)}
     listed = edits.get("additionalGids", [])
@@ -172,9 +172,9 @@ def _node_problems(where: str, node: dict[str, Any], device: GrantedDevice, live
         return
     if (live.major, live.minor) != (device.major, device.minor):
         is_now, granted = f"{live.major}:{live.minor}", f"{device.major}:{device.minor}"
-        yield f"{where}: device node {path} is {is_now} in this machine, granted is {granted}"
+        yield f"{where}: device node {path} is {is_now} in this machine, but {granted} was granted"
     expected = {"type": "c", "major": live.major, "minor": live.minor, "fileMode": live.mode, "uid": live.uid}
     expected |= {"path": path, "permissions": "rw", "gid": node.get("gid")}
     # The types are compared too: True equals 1 in Python, but is not a number in a specification.
     if node != expected or type(node.get("gid")) is not int or any(isinstance(each, bool) for each in node.values()):
-        yield f"{where}: device node {path} is written as {node!r}"
+        yield f"{where}: device node {path} has unexpected values: {node!r}"

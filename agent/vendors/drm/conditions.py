@@ -28,20 +28,18 @@ def _driver_loaded(vendor: Description, facts: VendorFacts, grant: Grant) -> Con
     drivers = [gpu.driver for gpu in facts.gpus if gpu.driver in vendor.drivers]
     names = " or ".join(vendor.drivers)
     if not drivers and grant.gpus:
-        return false(
-            kind, Reason.MODULE_NOT_LOADED, f"no GPU of {vendor.title} has a driver; {_load(vendor, grant.gpus)}"
-        )
+        return false(kind, Reason.MODULE_NOT_LOADED, f"no {vendor.title} GPU has a driver; {_load(vendor, grant.gpus)}")
     if not drivers:
-        return not_applicable(kind, f"no GPU of {vendor.title} has driver {names}")
+        return not_applicable(kind, f"no {vendor.title} GPU has driver {names}")
     parts = [f"{name} for {drivers.count(name)} GPUs" for name in dict.fromkeys(drivers)]
     return true(kind, Reason.LOADED, f"kernel driver {', '.join(parts)}")
 
 
 def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
     return (
-        f"run `modprobe {vendor.drivers[0]}`, and where that changes nothing see `dmesg` for {', '.join(gpus)}: its "
-        f"firmware may be missing ({vendor.firmware}), the kernel too old for it, or `nomodeset` on the kernel's "
-        "command line; a GPU that is for no machine is left out by naming the others in machines.NAME.gpus"
+        f"run `modprobe {vendor.drivers[0]}`; if that changes nothing, see `dmesg` for {', '.join(gpus)}: the firmware "
+        f"may be missing ({vendor.firmware}), the kernel may be too old, or its command line may have `nomodeset`; to "
+        "keep a GPU from machines, name the others in machines.NAME.gpus"
     )
 
 
@@ -56,16 +54,14 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
         return false(
             kind,
             Reason.NODES_MISSING,
-            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`, and `udevadm settle` for one that "
-            f"has just come{broken}",
+            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`; if it has just appeared, run "
+            f"`udevadm settle`{broken}",
         )
     there = {node.kind for node in grant.nodes}
     lacking = "".join(
-        f"; there is no usable {each.path}, without which {each.use}"
-        for each in vendor.shared
-        if each.kind not in there
+        f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in there
     )
-    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs of {vendor.title}"
+    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} {vendor.title} GPUs"
     if grant.detached:
         detached = f"detached by an administrator: {', '.join(grant.detached)}"
         return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{lacking}")

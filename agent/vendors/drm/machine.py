@@ -36,9 +36,7 @@ class DrmMachine(MachineVendor):
         links = {path for path in self.optional_paths(request) if system.exists(path)}
         ground = cdi.Ground(live, groups, links)
         lacking = sorted({cdi.group_of(each.kind) for each in request.devices} - groups.keys())
-        remark = (
-            f"this machine has no group {' and no group '.join(lacking)}: its nodes keep the number that the host's has"
-        )
+        remark = f"this machine has no group {' and no group '.join(lacking)}: the nodes keep the host's group number"
         spec = cdi.render(self.spec_kind, self.other_names(request), request, ground)
         return Generated(spec, (remark,) if lacking else ())
 

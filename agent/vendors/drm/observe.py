@@ -83,6 +83,6 @@ def _number(system: System, path: str, major: int | None, problems: list[str]) -
         problems.append(f"{path}: not a character device")
     elif number.major != major:
         registered = f"major {major}" if major is not None else "no major"
-        problems.append(f"{path}: is {number.major}:{number.minor}, its driver has {registered} in {PROC_DEVICES}")
+        problems.append(f"{path}: is {number.major}:{number.minor}, but its driver has {registered} in {PROC_DEVICES}")
         return None
     return number

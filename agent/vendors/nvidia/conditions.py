@@ -40,7 +40,7 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
             return false(
                 kind,
                 Reason.WRONG_DRIVER,
-                f"the GPUs have kernel driver {others}; write `blacklist {others}` into /etc/modprobe.d/, renew the "
+                f"the GPUs have kernel driver {others}; write `blacklist {others}` into /etc/modprobe.d/, rebuild the "
                 "initramfs (Debian: update-initramfs -u) and reboot",
             )
         case Absent():
@@ -50,8 +50,8 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
                 kind,
                 Reason.MODULE_NOT_LOADED,
                 f"{state} kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, or set "
-                "driver.load_modules = true (`journalctl -u unbounded-agent-modules` tells how that went); where that "
-                "fails see `dmesg`, install the driver's kernel module for this kernel, or reboot",
+                "driver.load_modules = true (`journalctl -u unbounded-agent-modules` shows the result); if that fails, "
+                "see `dmesg`, install the driver's kernel module for this kernel, or reboot",
             )
         case version:
             return true(kind, Reason.LOADED, f"kernel module nvidia {version} is loaded for {len(facts.gpus)} GPUs")
@@ -59,7 +59,7 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if in_the_way := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, see `dmesg`"):
+    if in_the_way := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
         return in_the_way
     lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
     if lost:
@@ -95,7 +95,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             kind,
             Reason.NOT_IN_CONFIGURED_PLACE,
             f"the configured {user_space.place} holds no usable driver: {library.why}; correct the key "
-            f"{user_space.configured}, or take it out to have the driver looked for",
+            f"{user_space.configured}, or remove it to let the agent search",
         )
     if isinstance(library, Absent):
         wanted = f" {module}" if isinstance(module, str) else ""
@@ -104,7 +104,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             Reason.NOT_INSTALLED,
             f"`ldconfig -p` lists no libcuda or libnvidia-ml of this architecture, and no other known place has them; "
             f"install the driver's user-space libraries{wanted} (Debian: libcuda1 libnvidia-ml1; Ubuntu: "
-            "libnvidia-compute) and run ldconfig, or name their place by driver.root or driver.library_directories"
+            "libnvidia-compute) and run ldconfig, or name their place in driver.root or driver.library_directories"
             f"{_others(user_space)}",
         )
     if isinstance(library, Broken):
@@ -115,8 +115,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
             return true(
                 kind,
                 Reason.RELOAD_NEEDED,
-                f"libraries {library} wait until the kernel module {module} is reloaded or the host rebooted; "
-                f"the machine keeps those of {module}, and DriverRootStaged says whether the others are staged",
+                f"libraries {library} take effect when the kernel module {module} is reloaded or the host rebooted; "
+                f"until then the machine keeps those of {module}; DriverRootStaged says whether the others are staged",
             )
         return false(
             kind,
@@ -132,14 +132,14 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         parts.append(f"not installed on this host: {', '.join(user_space.not_installed)}")
     if user_space.other_version:
         left_out = ", ".join(user_space.other_version)
-        parts.append(f"left out, as they are of another version: {left_out}; {REINSTALL}")
+        parts.append(f"left out, because their version differs: {left_out}; {REINSTALL}")
         return true(kind, Reason.PARTLY_OTHER_VERSION, "; ".join(parts))
     return true(kind, Reason.PRESENT, "; ".join(parts))
 
 
 def _others(user_space: UserSpace) -> str:
     """Return the end of a message that says where other drivers are or may be."""
-    return _not_used(user_space) + "".join(f"; not looked into: {each}" for each in user_space.passed_over)
+    return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.passed_over)
 
 
 def _not_used(user_space: UserSpace) -> str:
@@ -179,6 +179,6 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
             return false(
                 kind,
                 Reason.DAEMON_NOT_RUNNING,
-                "without nvidia-persistenced.service each first use of a GPU initialises it anew; "
+                "without nvidia-persistenced.service each first use of a GPU initialises it again; "
                 "run `systemctl enable --now nvidia-persistenced`",
             )

@@ -9,14 +9,14 @@ ADVICE = {
     "nv-hostengine": "`systemctl stop nvidia-dcgm`",
     "dcgm-exporter": "stop the exporter, which watches all GPUs that it finds at its start",
     "nv-fabricmanager": "`systemctl stop nvidia-fabricmanager`: no CUDA program on this host works without it",
-    "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that share GPUs by it",
-    "nvidia-smi": "it ends by itself, unless it was told to loop",
+    "nvidia-cuda-mps-server": "`echo quit | nvidia-cuda-mps-control`: ends all CUDA programs that use MPS",
+    "nvidia-smi": "wait for it to end, or end it if it loops (-l)",
 }
 """Advice by program, for programs on the host."""
 IN_MACHINES = {
     "nvidia-device-plugin": (
-        "a restart, once the node offers the GPU no more: machines.NAME.restart_device_plugin = true "
-        'and on_detach = "drain-wait" have that done'
+        "restart the plugin once the node no longer offers the GPU; machines.NAME.restart_device_plugin = true "
+        'and on_detach = "drain-wait" do that'
     ),
 }
 """Advice by program, for programs in a pod."""

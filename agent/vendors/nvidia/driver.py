@@ -29,7 +29,7 @@ def observe_driver(
     sources: Sources, module: Seen[str], user_space: UserSpace, nodes: Seen[tuple[DeviceNode, ...]]
 ) -> Driver:
     """Return the driver's facts: what is loaded, installed and running."""
-    persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not asked for"))
+    persistence = sources.units.get(PERSISTENCE_UNIT, Unseen(f"{PERSISTENCE_UNIT} was not observed"))
     return Driver(module, user_space, _fabric(sources, nodes), persistence)
 
 
@@ -72,7 +72,7 @@ def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
     )
     if not by_node and not has_nvswitch(sources.pci):
         return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
-    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not asked for"))
+    state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
     if isinstance(state, Absent):
         # Not Absent, which is for hosts that need no Fabric Manager: here the GPUs are unusable without it.
         return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")

@@ -65,7 +65,7 @@ class NvidiaMachine(MachineVendor):
         silent = sockets.lacking(request.sockets, present)
         remarks = (
             f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
-            f"no socket here yet of {', '.join(silent)}: start the daemon on the host" if silent else "",
+            f"no socket of {', '.join(silent)} yet: start the daemon on the host" if silent else "",
         )
         return replace(generated, spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
 

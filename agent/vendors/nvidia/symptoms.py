@@ -6,11 +6,11 @@ from agent.model.conditions import ConditionType
 from agent.model.reasons import Reason
 
 NOT_LOADED = "`nvidia-smi`: couldn't communicate with the NVIDIA driver; CUDA error 100 (NO_DEVICE)"
-NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plug-in: could not load NVML library"
+NO_LIBRARY = "nvidia-ctk: ERROR_LIBRARY_NOT_FOUND; the device plugin: could not load NVML library"
 # The numbers are from cuda.h. Many descriptions of 802 and 803 mistake one for the other.
-NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY); 803 is another one, SYSTEM_DRIVER_MISMATCH"
+NO_FABRIC = "CUDA error 802 (SYSTEM_NOT_READY), not to be confused with 803 (SYSTEM_DRIVER_MISMATCH)"
 MISMATCH = "`nvidia-smi`: Driver/library version mismatch; CUDA error 803 (SYSTEM_DRIVER_MISMATCH)"
-EPERM = "a GPU opens on the host, and not in the machine: EPERM"
+EPERM = "a GPU opens on the host, but not in the machine: EPERM"
 NO_DEVICES = "a CDI specification without devices; `nvidia-smi` in pods: No devices were found"
 UNRESOLVABLE = "pods end with `unresolvable CDI devices`, or have no GPU"
 NO_RUNTIME = "pods stay in ContainerCreating: no runtime for the handler of their RuntimeClass is configured"

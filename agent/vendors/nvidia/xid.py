@@ -18,16 +18,16 @@ APPLICATION = {
     43: "a GPU that stopped processing for one application",
     45: "the end of an application whose channels were cleaned up",
     68: "a video processor error of one application",
-    109: "a context switch that ran out of time for one application",
+    109: "a context switch of one application that timed out",
 }
 """Errors that say nothing about the GPU's health: NVIDIA's device plugin ignores them too."""
 MEANINGS = {
     48: "a double-bit ECC error; drain the node and reset the GPU",
     63: "a memory row to be remapped, or a page to be retired; reset the GPU when its work is done",
-    64: "a memory row that could not be remapped, or a page not retired; reset the GPU, replace it if this returns",
+    64: "a memory row that could not be remapped, or a page not retired; reset the GPU; if this recurs, replace it",
     74: "an NVLink error; reset the GPU, and see nvidia-smi nvlink --status",
-    79: "the GPU has fallen off the bus; drain the node and reboot the host, check power and seating if this returns",
-    94: "a contained ECC error; restart the application that had it, reset the GPU when its work is done",
+    79: "the GPU has fallen off the bus; drain the node and reboot the host; if this recurs, check power and seating",
+    94: "a contained ECC error; restart the application that had it, and reset the GPU when its work is done",
     95: "an uncontained ECC error; drain the node and reset the GPU",
     119: "the GPU's system processor (GSP) does not answer; drain the node and reset the GPU",
     120: "an error of the GPU's system processor (GSP); drain the node and reset the GPU",

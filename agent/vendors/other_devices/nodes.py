@@ -60,12 +60,12 @@ SWITCHES = (
             Rule(re.compile("uverbs[0-9]+"), registered="infiniband_verbs", directory="/dev/infiniband"),
             Rule(re.compile("rdma_cm"), misc="rdma_cm", directory="/dev/infiniband"),
         ),
-        "load the modules ib_uverbs and rdma_ucm and that of the adapter",
+        "load the modules ib_uverbs and rdma_ucm, and the adapter's",
     ),
     Switch(
         DeviceKind.GDRCOPY,
         (Rule(re.compile("gdrdrv"), registered="gdrdrv"),),
-        "load the module gdrdrv and make its node, as GDRCopy's package does",
+        "load the module gdrdrv and create its node, as GDRCopy's package does",
     ),
     Switch(
         DeviceKind.NVIDIA_FS,
@@ -116,7 +116,7 @@ class Looker:
             return None
         names = self._registered.get(number.major, frozenset())
         if name := _first(names, GPU_DRIVERS):
-            self.problems.append(f"{path}: is of driver {name}, whose devices are given by `gpus` and `devices` alone")
+            self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for its devices")
             return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
 
@@ -145,7 +145,7 @@ class Looker:
         if rule.registered:
             if rule.registered in self._registered.get(number.major, ()):
                 return True
-            self.problems.append(f"{found}, and {PROC_DEVICES} has no {rule.registered} with that major")
+            self.problems.append(f"{found}, but {PROC_DEVICES} has no {rule.registered} with that major")
             return False
         minor = self._misc.get(rule.misc) if rule.misc else rule.minor
         if minor is None:

@@ -294,10 +294,10 @@ def test_file_loaded_after_ours(machine: ContainerdMachine, path: str) -> None:
     if machine.version.startswith("2"):
         condition = machine.settle()
         assert (condition.status, condition.reason) == (Status.FALSE, "ReadBackFailed")
-        assert "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi" in condition.message
-        assert f"loaded after {DROP_IN}, and overrides it: {path}" in condition.message
+        assert "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi" in condition.message
+        assert f"loaded after {DROP_IN}, and may override it: {path}" in condition.message
     else:
-        with pytest.raises(AgentError, match=f"{path} is loaded after {DROP_IN}, whose table it would replace"):
+        with pytest.raises(AgentError, match=f"{path} is loaded after {DROP_IN}, and would replace its table"):
             machine.settle()
     assert machine.files() == before
     (machine.root / path[1:]).rename(machine.root / CONF_D[1:] / "11-user.toml")
@@ -334,11 +334,11 @@ BROKEN = "version = 2\n\nx = = 1\n"
         ),
         (
             {MAIN: 'version = 2\nimports = ["gone.toml"]\n'},
-            "/etc/containerd/gone.toml, which is imported, is not there",
+            "/etc/containerd/gone.toml is imported, but does not exist",
         ),
         ({MAIN: "version = 2\nimports = 1\n"}, f"{MAIN}: key imports is not a list"),
-        ({MAIN: "version = 9\n"}, rf"containerd refuses {MAIN} and what it imports.* `?9`?"),
-        ({MAIN: 'version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n'}, f"{MAIN} disables .*CRI plug-in"),
+        ({MAIN: "version = 9\n"}, rf"containerd refuses {MAIN} and its imports.* `?9`?"),
+        ({MAIN: 'version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n'}, f"{MAIN} disables .*CRI plugin"),
         ({MAIN: '[plugins.cri]\nsandbox_image = "x"\n'}, rf"{MAIN} has version 1\b.*containerd config migrate"),
     ],
     ids=["main", "imported", "missing import", "imports", "version 9", "cri disabled", "version 1"],

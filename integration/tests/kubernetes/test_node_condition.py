@@ -21,7 +21,9 @@ pytestmark = pytest.mark.scenario("002")
 NODE, OTHER = "gpu-node", "other-node"
 GOOD = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "the machine can run GPU workloads")
 BAD = false(
-    ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: the new spec of nvidia-ctk is refused: “libcuda”"
+    ConditionType.READY,
+    Reason.SPEC_REFUSED,
+    "CDISpecCurrent: the new CDI specification from nvidia-ctk failed the check: “libcuda”",
 )
 KUBELETS_OWN = {
     "type": "Ready",

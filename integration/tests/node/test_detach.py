@@ -25,7 +25,7 @@ def address(bed: Bed) -> str:
 
 def holder(text: str, container: str) -> tuple[str, str]:
     """Return the holder's PID on the host and in the machine, from the line that names its container."""
-    place = rf"machine {MACHINE} \(there PID (?P<inner>\d+)\), container {container}: {NODE}"
+    place = rf"machine {MACHINE} \(PID (?P<inner>\d+) there\), container {container}: {NODE}"
     found = re.search(rf"PID (?P<pid>\d+) \(sleep\), {place}", text)
     assert found, text
     return found["pid"], found["inner"]
@@ -81,7 +81,7 @@ def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:
     ready.guest.write(POLICY, f'{table}on_detach = "drain-wait"\ndrain_wait = 1\n'.encode())
     drained = ready.agent("gpus", "detach", pci, check=False)
     assert drained.status == 1
-    assert "is given to no new pod, but after 1 s it is still in use" in drained.stdout
+    assert "is withheld from new pods, but is still in use after 1 s" in drained.stdout
     _, inner = holder(drained.stdout, pod)
     assert NODE not in nodes(ready)
     assert permitted(ready)
@@ -96,8 +96,7 @@ def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:
     left = ready.conditions()["DevicesAllowed"]
     assert left["status"] == "True"
     assert (
-        f"LeftOpen (not granted any more, and still open by this machine's PIDs): PID {inner} (sleep)"
-        in left["message"]
+        f"LeftOpen (no longer granted, but still open; PIDs are the machine's): PID {inner} (sleep)" in left["message"]
     )
     stop(ready, pod)
     assert ready.agent("gpus", "detach", pci).status == 0

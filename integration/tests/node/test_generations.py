@@ -96,7 +96,7 @@ def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> No
     conditions = ready.conditions()
     assert conditions["Ready"]["status"] == "True"
     assert conditions["LibrariesPresent"]["reason"] == "ReloadNeeded"
-    assert f"driver {new} is driver root 1, and waits" in conditions["DriverRootStaged"]["message"]
+    assert f"driver {new} is staged as driver root 1, but its kernel" in conditions["DriverRootStaged"]["message"]
     assert ready.guest.read(handoff_file(MACHINE)) == before
     expect_driver(ready, old)
 

@@ -61,7 +61,7 @@ def test_a_host_without_faults(ready: Bed) -> None:
     ready.run("sysctl", "-w", "vm.overcommit_memory=1", "kernel.panic=10", "kernel.panic_on_oops=1")
     ready.wait_ready()
     finished = ready.agent("doctor")
-    assert finished.stdout.startswith("host: nothing found\ngpu-node: ready: AllConditionsTrue\n")
+    assert finished.stdout.startswith("host: no fault found\ngpu-node: ready: AllConditionsTrue\n")
     assert "driver for pods: nvidia 550.163.01, CUDA 12.4\n" in finished.stdout, "the driver's real libcuda says it"
     ready.run("sysctl", "-w", "kernel.panic=0")
     assert "kernel.panic is 0" in doctor(ready)
@@ -118,7 +118,7 @@ def test_a_machine_that_does_not_exist(installed: Bed) -> None:
     installed.guest.write("/etc/unbounded-agent/config.toml", b"[machines.elsewhere]\n")
     finished = installed.agent("apply", check=False)
     assert finished.status == 1
-    assert "/var/lib/machines/elsewhere is not there" in finished.stdout
+    assert "/var/lib/machines/elsewhere does not exist" in finished.stdout
     assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
 
 
@@ -148,7 +148,7 @@ def test_plan_works_as_any_user_and_changes_nothing(installed: Bed) -> None:
     assert "would start machine gpu-node" in planned
     refused = installed.run(*as_user, "apply", check=False)
     assert refused.status == 1
-    assert "this needs root rights" in refused.stderr
+    assert "this command needs root rights" in refused.stderr
     assert installed.run("ls", "/etc/systemd/nspawn").stdout == ""
 
 

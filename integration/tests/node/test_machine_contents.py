@@ -84,7 +84,7 @@ def test_cuda_stub_in_the_image(ready: Bed) -> None:
         conditions = settle(ready)
         found = conditions["LibrariesLinked"]
         assert (found["status"], found["reason"]) == ("False", "Conflict")
-        assert f"left alone, and in the way of the driver's files: {said}" in found["message"]
+        assert f"in the way of the driver's files, but not made by the agent: {said}" in found["message"]
         assert f"dpkg -S {CUDA}" in found["message"]
         assert conditions["CDISpecCurrent"]["status"] == "True"
         assert ready.node.shell(look).stdout == before
@@ -101,7 +101,7 @@ def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("site",)), {2})
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("False", "NamesCollide")
-    assert f"/etc/cdi/site.json and {OURS} both have {KIND}=1, so that no pod can be given them" in found["message"]
+    assert f"/etc/cdi/site.json and {OURS} both define {KIND}=1, so no pod can get them" in found["message"]
     assert "remove /etc/cdi/site.json" in found["message"]
     ready.guest.write(theirs, spec_with(ready.node.spec(), site="2").encode())
     found = settle(ready)["CDISpecCurrent"]
@@ -119,11 +119,11 @@ def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("1",)), {5})
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("False", "Shadowed")
-    assert f"{REFRESHED} outranks {OURS} for {KIND}=1: pods get what it holds" in found["message"]
+    assert f"{REFRESHED} takes precedence over {OURS} for {KIND}=1: pods get what it contains" in found["message"]
     ready.node.run("rm", REFRESHED)
     found = settle(ready)["CDISpecCurrent"]
     assert (found["status"], found["reason"]) == ("True", "Verified")
-    assert "/var/run/cdi/broken.json is no valid CDI spec, and runtimes skip it" in found["message"]
+    assert "/var/run/cdi/broken.json is not a valid CDI specification, so runtimes skip it" in found["message"]
     expect_gpus(probe(ready.node, cdi=("1",)), {1})
 
 
@@ -163,7 +163,7 @@ def test_image_without_our_half(ready: Bed) -> None:
     assert conditions["MachineRunning"]["status"] == "True"
     for kind in ("DevicesAllowed", "LibrariesLinked", "CDISpecCurrent", "RuntimeConfigured", "RuntimeActive", "Ready"):
         assert (conditions[kind]["status"], conditions[kind]["reason"]) == ("Unknown", "NoReport"), kind
-    assert "its image lacks this agent's machine half" in conditions["Ready"]["message"]
+    assert "its image does not contain the machine half" in conditions["Ready"]["message"]
     assert "containerfiles/" in conditions["Ready"]["message"]
     journal = ready.run("journalctl", "-M", MACHINE, "-b", "-u", "unbounded-agent-gpu", check=False)
     assert "No entries" in journal.stdout

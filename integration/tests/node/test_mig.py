@@ -99,7 +99,7 @@ def test_an_instance_without_a_node_is_named_and_published_with_it(ready: Bed) -
     mig(ready, "create-gi", 0, 1, 1)
     mig(ready, "create-ci", 0, 1, 0, 1)
     ready.run("nvidia-modprobe", "-f", "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access")
-    wait_until(ready, "named", lambda: f"lacks {CAPS[13]}" in message(ready, "DevicesPresent"))
+    wait_until(ready, "named", lambda: f"is missing {CAPS[13]}" in message(ready, "DevicesPresent"))
     assert not {name for name in names(ready) if ":" in name or name.startswith("MIG-")}
     assert ready.node.shell("ls /dev/nvidia-caps", check=False).stdout == ""
     ready.run("nvidia-modprobe", "-f", "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/ci0/access")

@@ -62,8 +62,8 @@ def test_configured_devices_are_present_and_missing_ones_stop_nothing(installed:
     assert "Operation not permitted" in node.run("dd", "if=/dev/zero", f"of={LATENCY}", "count=1", check=False).stderr
     conditions = installed.conditions()
     assert conditions["Ready"]["status"] == "True"
-    assert "nodes of other devices that are here: 1" in conditions["DevicesAllowed"]["message"]
-    message = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
+    assert "1 nodes of other devices are here" in conditions["DevicesAllowed"]["message"]
+    message = conditions["DevicesPresent"]["message"].partition("requested but missing: ")[2]
     assert 'devices "gdrcopy"' in message
     assert "/srv/absent for /mnt/absent" in message
     assert "/home/user belongs to user 1000" in message, "who could put a link to anything of the host there"
@@ -121,9 +121,9 @@ def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Call
     wait_gone(bed, *gone)
     assert opened(bed, "nvidia.com/mofed=all") == {"/dev/infiniband/rdma_cm"}
     conditions = bed.wait_ready()
-    message = conditions["DevicesPresent"]["message"].partition("asked for and not there: ")[2]
+    message = conditions["DevicesPresent"]["message"].partition("requested but missing: ")[2]
     assert all(f'devices "{name}"' in message for name in ("gdrcopy", "nvidia-fs", "accel")), message
-    assert "no device for mode gds, gdrcopy, nvswitch" in conditions["CDISpecCurrent"]["message"]
+    assert "no devices for mode gds, gdrcopy, nvswitch" in conditions["CDISpecCurrent"]["message"]
 
     bed.guest.write(CONFIG, b"[machines.gpu-node]\n")
     reconcile(bed)

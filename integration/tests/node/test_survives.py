@@ -127,5 +127,5 @@ def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed, measure
     ready.wait_ready(420)
     measured("seconds from boot to ready", f"{uptime(ready.guest):.0f}")
     journal = ready.run("journalctl", "-b", "--no-pager", "-u", "unbounded-agent-prepare@gpu-node").stdout
-    assert "wait for the driver of 0000:01:00.0" in journal
+    assert "waiting for the driver of GPU 0000:01:00.0" in journal
     expect_all_ways(ready)

@@ -261,7 +261,7 @@ def test_that_is_tried_once_where_it_fails(plain: Host) -> None:
     plain.bus.mounts.no_overlay = True
     units(plain, "inactive")
     first = reconciler(plain).reconcile()
-    assert [each for each in first.failures if "they stay as they are" in each]
+    assert [each for each in first.failures if "they stay plain directories" in each]
     assert (first.actions, staged(first)) == ((), (Status.TRUE, "PlainCopy")), (
         "nor is it staged at each start of the host"
     )

@@ -142,7 +142,7 @@ def test_a_root_whose_files_are_gone_does_not_count(host: Host) -> None:
     host.remove_tree(f"{TREES}/0")
     staged = observe_staged(host)
     assert (staged.roots, staged.spoiled, staged.next_index) == ((), (0,), 1)
-    assert staged.problems == (f"{MANIFESTS}/0.json: the files of driver root 0 are gone (it is staged again)",)
+    assert staged.problems == (f"{MANIFESTS}/0.json: the files of driver root 0 are missing (it is staged again)",)
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100_000])

@@ -63,7 +63,7 @@ def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
     host.bus.properties[path, f"{SYSTEMD}.Unit", "ActiveState"] = ("u", 1)
     units = observe_units(("a.service", "b.service"), host)
     assert isinstance(units["a.service"].state, Unseen)
-    assert "entry of a.service" in units["a.service"].state.why
+    assert "entry for a.service" in units["a.service"].state.why
     assert units["b.service"].state == "active"
 
 

@@ -69,8 +69,8 @@ def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None
 @pytest.mark.parametrize(
     ("document", "key"),
     [
-        (b"[]", "an object is needed"),
-        (b'{"version": 2}', "version 2 is not understood"),
+        (b"[]", "must be an object"),
+        (b'{"version": 2}', "version 2 is unknown"),
         (b'{"version": 1, "fixed": "", "allow": [1], "nodes": {}}', r"allow\[0\]"),
         (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": 1}}', r"nodes\['/dev/x'\]"),
     ],

@@ -70,7 +70,9 @@ def test_all_are_all() -> None:
 
 def test_too_few_are_said_with_the_reason() -> None:
     (_, second) = plan(config(a="count=3", b="count=2"), host("a", "b")).goal.machines
-    assert second.grants[0].problems == ("2 GPUs are wanted and the host has 1, and 3 for other machines",)
+    assert second.grants[0].problems == (
+        "the configuration asks for 2 GPUs, but the host has 1, and 3 for other machines",
+    )
 
 
 def test_a_gpu_that_comes_pushes_out_none_that_is_used() -> None:
@@ -202,7 +204,7 @@ def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_t
     settings, seen = config(a=wanted, z="count=1"), faulted(1)
     assert plan(settings, seen).faults.keys() == {"z"}
     assert given_to(settings, seen) == {"a": given_then}
-    still = [f"GPU {address(gpu)} is still machine z's, in which something went wrong" for gpu in (1, 2)]
+    still = [f"GPU {address(gpu)} is still held by machine z, which has an internal error" for gpu in (1, 2)]
     assert [each for each in problems(settings, seen) if each.startswith("GPU")] == still
 
 
@@ -217,12 +219,12 @@ def test_a_fault_takes_no_gpu_from_another_machine() -> None:
 
 @pytest.mark.parametrize("wanted", [[address(1)], "all"])
 def test_nobody_gets_more_while_it_is_unknown_what_a_faulted_machine_has(wanted: str | list[str]) -> None:
-    wrong = fault("look at it", ValueError("nonsense"))
+    wrong = fault("observe it", ValueError("nonsense"))
     settings = config(a=wanted, z=[address(3)])
     seen = host("a", "z")
     seen = replace(seen, machines=(seen.machines[0], replace(seen.machines[1], root=wrong, granted=wrong)))
     assert given_to(settings, seen) == {"a": [3] if wanted == "all" else []}
-    said = f"GPU {address(1)} is perhaps still machine z's, in which something went wrong"
+    said = f"GPU {address(1)} is perhaps still held by machine z, which has an internal error"
     assert said in problems(settings, seen)
     has = replace(seen.machines[0], granted=Granted("", (address(1),), {}))
     seen = replace(seen, machines=(has, seen.machines[1]))

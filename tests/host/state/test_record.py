@@ -35,9 +35,9 @@ def test_what_is_written_is_read_again() -> None:
     ("data", "told"),
     [
         (b"", "where: not JSON"),
-        (b"[]", "where: an object is needed"),
+        (b"[]", "where: must be an object"),
         (b'{"numbers": []}', "key version is missing"),
-        (b'{"version": 3, "numbers": []}', "version 3 is not understood"),
+        (b'{"version": 3, "numbers": []}', "version 3 is unknown"),
         (b'{"version": 2}', "key numbers: Field required"),
         (b'{"version": 2, "numbers": ["1"]}', r"key numbers\[0\] must be int, not str"),
         (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: the document: Invalid JSON"),

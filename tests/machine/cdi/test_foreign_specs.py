@@ -42,7 +42,7 @@ def test_outranking_spec(machine: Machine, before: bool) -> None:
     machine.put(REFRESHED, spec("0", "all"))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
-    assert message.startswith(f"{REFRESHED} outranks {SPEC} for nvidia.com/gpu=0, nvidia.com/gpu=all: ")
+    assert message.startswith(f"{REFRESHED} takes precedence over {SPEC} for nvidia.com/gpu=0, nvidia.com/gpu=all: ")
     units = "nvidia-cdi-refresh.path nvidia-cdi-refresh.service"
     assert f"`systemctl disable --now {units}; systemctl mask {units}`, then remove" in message
     assert not {"0", "all"} & set(machine.report()["cdi_devices"])
@@ -64,7 +64,7 @@ def test_outranking_spec_of_another_writer(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
-    assert "and 1 more: pods get what it holds; remove /var/run/cdi/site.json and stop what writes it" in message
+    assert "and 1 more: pods get what it contains; remove /var/run/cdi/site.json and stop what writes it" in message
 
 
 def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
@@ -73,7 +73,7 @@ def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "NamesCollide")
-    assert f"{OTHER} and {SPEC} both have nvidia.com/gpu=0, so that no pod can be given them" in message
+    assert f"{OTHER} and {SPEC} both define nvidia.com/gpu=0, so no pod can get them" in message
     assert f"remove {OTHER} and stop what writes it" in message
     assert machine.exists(SPEC)
     machine.drop(OTHER)
@@ -93,7 +93,7 @@ def test_names_that_collide_are_generated_once(machine: Machine) -> None:
     assert not generated()
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     assert not generated()
-    assert "both have nvidia.com/gpu=0, so" in condition(machine)[2]
+    assert "both define nvidia.com/gpu=0, so" in condition(machine)[2]
     machine.put("/usr/bin/nvidia-ctk", "another build")
     assert generated()
     machine.drop(OTHER)
@@ -106,7 +106,7 @@ def test_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
     machine.put(OTHER.replace("json", "yaml"), theirs)
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "NamesCollide")
-    assert "both have nvidia.com/gpu=all" in message
+    assert "both define nvidia.com/gpu=all" in message
     assert not machine.exists(SPEC)
     assert machine.report()["cdi_devices"] == []
     machine.drop(OTHER.replace("json", "yaml"))
@@ -130,13 +130,13 @@ def test_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> 
     machine.put("/var/run/cdi/site.yaml", text)
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    assert "/var/run/cdi/site.yaml is no valid CDI spec, and runtimes skip it" in message
+    assert "/var/run/cdi/site.yaml is not a valid CDI specification, so runtimes skip it" in message
 
 
 def test_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
     """Runtimes may read it all the same: nothing is claimed about it."""
     machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
-    assert "/var/run/cdi/site.yaml cannot be looked into: " in condition(machine)[2]
+    assert "/var/run/cdi/site.yaml cannot be read: " in condition(machine)[2]
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -151,7 +151,7 @@ def test_what_runtimes_would_wait_for(machine: Machine, path: str, link: bool) -
         machine.link(path, place)
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "RuntimeBlocked")
-    assert message.startswith(f"{path} is no regular file: ")
+    assert message.startswith(f"{path} is not a regular file: ")
     assert message.endswith("; remove it")
     machine.drop(path)
     assert condition(machine)[:2] == ("True", "Verified")
@@ -164,7 +164,7 @@ def test_what_runtimes_pass_over(machine: Machine) -> None:
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
     assert "directory.yaml" not in message
-    assert "/etc/cdi/dangling.json cannot be looked into" in message
+    assert "/etc/cdi/dangling.json cannot be read" in message
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
@@ -174,7 +174,7 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
     machine.link(path, "/etc/shadow")
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    assert f"{path} cannot be looked into: " in message
+    assert f"{path} cannot be read: " in message
     assert "hash" not in machine.read("/run/unbounded-agent/report/report.json").decode()
     assert listings(machine) == 0
     machine.link(path, "/etc/other.yaml")
@@ -208,9 +208,11 @@ def test_tool_that_fails_is_asked_again(machine: Machine) -> None:
     run(machine)
     machine.program("nvidia-ctk", "", 1)
     machine.put("/var/run/cdi/site.yaml", spec("1"))
-    assert "/var/run/cdi/site.yaml cannot be looked into: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
+    assert "/var/run/cdi/site.yaml cannot be read: /usr/bin/nvidia-ctk cdi list" in condition(machine)[2]
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec()))
-    assert condition(machine)[2].startswith(f"/var/run/cdi/site.yaml outranks {SPEC} for nvidia.com/gpu=1:")
+    assert condition(machine)[2].startswith(
+        f"/var/run/cdi/site.yaml takes precedence over {SPEC} for nvidia.com/gpu=1:"
+    )
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -164,7 +164,7 @@ def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
 @pytest.mark.parametrize(
     ("main", "containerd", "said"),
     [
-        (MAIN_2, (1, 6, 20), "1.6.20; 1.7.0 is the first with CDI"),
+        (MAIN_2, (1, 6, 20), "1.6.20 is too old: 1.7.0 is the first with CDI"),
         ("[plugins.cri]\n", V17, "version 1"),
         ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
     ],
@@ -275,7 +275,7 @@ def test_lost_and_changed_settings_are_found() -> None:
         f"{CRI_2}.x.y is lost",
         "does not run /usr/bin/nvidia-container-runtime",
         "enable_cdi is not true",
-        "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi",
+        "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi",
         "default_runtime_name is not nvidia",
     ):
         assert said in found
@@ -290,7 +290,7 @@ def test_lost_settings_of_the_handler_are_found() -> None:
     lost = {"options": {"BinaryName": HANDLER.binary}}
     after = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": {**runtimes, "nvidia": lost}}}}}
     found = "; ".join(problems(before, after, wanted, HANDLER, default=False))
-    assert "runtime nvidia has not taken over options.SystemdCgroup" in found
+    assert "runtime nvidia does not have options.SystemdCgroup as configured" in found
     assert "typo" not in found
     runtimes["nvidia"] = {"base_runtime_spec": "/x.json", "options": {"BinaryName": "/old"}}
     after = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": {**runtimes, "nvidia": lost}}}}}
@@ -791,9 +791,7 @@ def test_a_runtime_config_too_large_to_edit_is_refused_at_once() -> None:
 
 def test_a_main_file_too_large_to_edit_is_refused_at_once() -> None:
     began = time.process_time()
-    with pytest.raises(
-        DocumentError, match=r'1048591 characters stand before .*\(add "/x" to the list imports in it\)'
-    ):
+    with pytest.raises(DocumentError, match=r'1048591 characters precede .*\(add "/x" to its list `imports`\)'):
         with_import(f"imports = []\n\n\n{EMPTY_LINES}[a]\n".encode(), "/x")
     assert time.process_time() - began < 2
 
@@ -861,7 +859,7 @@ def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
     (tmp_path / "after.toml").write_bytes(with_import(before.encode(), f"{tmp_path}/drop-in.toml"))
     after = tomllib.loads(tool("--config", f"{tmp_path}/after.toml", "config", verb))
     found = list(problems(dump, after, wanted, HANDLER, default=True))
-    no_cdi = ["enable_cdi is not true", "cdi_spec_dirs lacks /etc/cdi, /var/run/cdi"]
+    no_cdi = ["enable_cdi is not true", "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi"]
     assert found == (no_cdi if version < (1, 7, 0) else [])
     runtime = cri_of(after)["containerd"]["runtimes"]["nvidia"]
     assert runtime.get("base_runtime_spec") == ("/etc/cri-base.json" if "base_runtime_spec" in main else "")

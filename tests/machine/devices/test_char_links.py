@@ -82,7 +82,7 @@ def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
     (machine.tree / "sys/module/nvidia").rmdir()
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "DriverHidden")
-    assert "; /sys/module/nvidia cannot be seen in this machine" in machine.message("DevicesAllowed")
+    assert "; this machine does not show /sys/module/nvidia" in machine.message("DevicesAllowed")
     machine.put("/sys/module/nvidia/version", "550.163.01\n")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")

@@ -211,10 +211,10 @@ def test_a_removed_mount_that_stays_is_said(machine: Machine, capsys: pytest.Cap
     machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("False", "WrongNode")
-    assert "/dev/nvidia1 was removed on the host and stays mounted: umount" in capsys.readouterr().err
+    assert "cannot unmount /dev/nvidia1, which was removed on the host: umount" in capsys.readouterr().err
 
 
-LEFT_OPEN = "; LeftOpen (not granted any more, and still open by this machine's PIDs): "
+LEFT_OPEN = "; LeftOpen (no longer granted, but still open; PIDs are the machine's): "
 
 
 def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payload")[2]) -> Path:
@@ -295,9 +295,9 @@ def test_a_process_that_cannot_be_looked_at_is_counted_once(machine: Machine) ->
     machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
     run(machine)
-    assert "; 1 processes could not be looked at, and may have open" in machine.message("DevicesAllowed")
+    assert "; 1 processes could not be inspected, and may have withdrawn" in machine.message("DevicesAllowed")
     assert not looks(machine)
-    assert "could not be looked at" not in machine.message("DevicesAllowed")
+    assert "could not be inspected" not in machine.message("DevicesAllowed")
 
 
 @pytest.mark.parametrize("error", [ValueError("line 3 of maps"), PermissionError(errno.EACCES, "Permission denied")])
@@ -306,9 +306,9 @@ def test_a_look_that_fails_costs_no_report(machine: Machine, error: Exception) -
     machine.before_list = refuse("/proc", error)
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    assert f"who has withdrawn nodes open is not known: {error}" in machine.message("DevicesAllowed")
+    assert f"cannot tell which processes have withdrawn nodes open: {error}" in machine.message("DevicesAllowed")
     assert len(looks(machine)) == FAILED_LOOKS - 1
-    assert "not known" not in machine.message("DevicesAllowed")
+    assert "cannot tell" not in machine.message("DevicesAllowed")
 
 
 def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:

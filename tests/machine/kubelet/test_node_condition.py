@@ -351,7 +351,7 @@ def test_judgement_round_trip() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        ({"version": 2}, "version 2 is not understood"),
+        ({"version": 2}, "version 2 is unknown"),
         ({"judged": "x"}, "key judged must be a time"),
         ({"judged": float("inf")}, "key judged must be a time"),
         ({"judged": 1e300}, "key judged must be a time"),

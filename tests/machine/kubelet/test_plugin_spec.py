@@ -36,7 +36,7 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
 
 def test_spec_in_order(kubelet: Kubelet) -> None:
     assert kubelet.condition() == ("True", "Advertised")
-    assert kubelet.message().endswith(f"{SPEC} of the plug-in is in order")
+    assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
 
 
 def test_no_spec_of_its_own(kubelet: Kubelet) -> None:
@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "major changed": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(major=511),
-        "device node /dev/nvidia-uvm is written as 511:0, it is 234:0",
+        "device node /dev/nvidia-uvm is written as 511:0, but is 234:0",
     ),
     "driver root went": (
         lambda spec: spec["containerEdits"]["mounts"][4].update(hostPath="/run/host-nvidia/7/libcuda.so.1"),

@@ -112,7 +112,7 @@ def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str
     before = (place.lstat().st_ino, place.lstat().st_mtime_ns)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
-    assert f"{CUDA} {said}; remove it, or the package that has it (`dpkg -S {CUDA}`)" in machine.message(
+    assert f"{CUDA} {said}; remove it, or the package that contains it (`dpkg -S {CUDA}`)" in machine.message(
         "LibrariesLinked"
     )
     assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before

@@ -81,7 +81,7 @@ def test_a_half_made_instance_is_named_and_holds_up_nothing(mig: Host, step: str
         said = f"MIG instance gi2 of {FIRST} has no compute instance yet"
     else:
         mig.capability("gpu0/mig/gi2/ci0/access", 22)
-        said = f"MIG instance gi2/ci0 of {FIRST} lacks /dev/nvidia-caps/nvidia-cap"
+        said = f"MIG instance gi2/ci0 of {FIRST} is missing /dev/nvidia-caps/nvidia-cap"
     if step in ("no node of it", "no node"):
         drop_node(mig, 22)
     if step in ("no node of its GPU instance", "no node"):
@@ -121,8 +121,8 @@ def test_a_node_with_another_number_is_no_node(mig: Host) -> None:
     mig.node("/dev/nvidia-caps/nvidia-cap13", 508, 14, 0o444)
     facts = observe(mig)
     assert capabilities(granted(facts)) == {}
-    assert "/dev/nvidia-caps/nvidia-cap13: is 508:14, the driver has 508:13; make it anew" in facts.problems
-    assert "lacks /dev/nvidia-caps/nvidia-cap13" in facts.half_made[0].why
+    assert "/dev/nvidia-caps/nvidia-cap13: is 508:14, but the driver has 508:13; create it again" in facts.problems
+    assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.half_made[0].why
 
 
 def test_imex_channels_are_followed(mig: Host) -> None:

@@ -109,7 +109,7 @@ def test_pods_get_the_sockets_that_are_in_the_machine() -> None:
 def test_the_verdict_refuses_sockets_that_are_not_granted_or_are_mounted_otherwise() -> None:
     spec, _ = with_additions(recorded_spec(), WITH_SOCKETS, THERE)
     problems = verify(spec, REQUEST, LIVE, PRESENT | THERE).problems
-    assert any(f"'{PERSISTENCED}/socket', which is no file" in each for each in problems), problems
+    assert any(f"'{PERSISTENCED}/socket', which is not a file" in each for each in problems), problems
     gone = verify(spec, WITH_SOCKETS, LIVE, PRESENT | (THERE - {"/run/nvidia-mps"})).problems
     assert gone == ("containerEdits: mount of /run/nvidia-mps, which does not exist",)
     mounts(spec)["/run/nvidia-mps"]["containerPath"] = "/usr/bin"
@@ -127,10 +127,10 @@ def run_for_message(machine: Machine) -> str:
 def test_a_machine_follows_sockets_that_come_and_go(tmp_path: Any) -> None:  # noqa: ANN401
     machine = gpu_machine(tmp_path / "machine")
     machine.hand(replace(REQUEST, sockets=("persistenced",)))
-    assert "no socket here yet of persistenced" in run_for_message(machine)
+    assert "no socket of persistenced yet" in run_for_message(machine)
     machine.put(f"{PERSISTENCED}/socket")
     assert "no socket" not in run_for_message(machine)
     assert f"{PERSISTENCED}/socket" in machine.read_text("/etc/cdi/nvidia.yaml")
     machine.drop(f"{PERSISTENCED}/socket")
-    assert "no socket here yet of persistenced" in run_for_message(machine)
+    assert "no socket of persistenced yet" in run_for_message(machine)
     assert PERSISTENCED not in machine.read_text("/etc/cdi/nvidia.yaml")

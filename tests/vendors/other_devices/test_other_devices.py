@@ -211,7 +211,7 @@ def test_what_lacks_is_said_and_stands_in_nobodys_way(host: Host) -> None:
     without = {each.type: each for each in evaluate(settings, goal({}, facts()), facts(), Absent("none"), "")}
     present = found[ConditionType.DEVICES_PRESENT]
     assert present.message.endswith(
-        '; asked for and not there: devices "kvm" (load the module kvm_intel or kvm_amd), /dev/fuse'
+        '; requested but missing: devices "kvm" (load the module kvm_intel or kvm_amd), /dev/fuse'
     )
     assert {kind: each.status for kind, each in found.items()} == {kind: each.status for kind, each in without.items()}
 
@@ -284,7 +284,7 @@ def test_in_the_machine_they_are_looked_at_and_never_opened(machine: Machine) ->
     assert "/dev/nvidia0" in opened
     assert not {"/dev/kvm", "/dev/watchdog"} & set(opened)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
-    assert machine.message("DevicesAllowed").endswith("; nodes of other devices that are here: 2")
+    assert machine.message("DevicesAllowed").endswith("; 2 nodes of other devices are here")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert machine.read_link("/dev/char/10:232") == "../kvm"
 

@@ -14,7 +14,7 @@ class Convergence:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "unbounded_agent_event_to_converged_seconds",
-            "From an event to the end of the pass that left nothing to do and no report to wait for.",
+            "From an event to the end of the pass after which nothing is left to do and no report is pending.",
             ["source"],
             registry=registry,
             buckets=BUCKETS,

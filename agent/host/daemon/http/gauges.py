@@ -38,7 +38,9 @@ class View:
 
 def families(view: View) -> Iterator[Metric]:
     """Yield the gauges of one view."""
-    build = _gauge("build_info", "Constant 1, with what runs.", "version", "python_version")
+    build = _gauge(
+        "build_info", "Constant 1, with the versions of the agent and of Python.", "version", "python_version"
+    )
     build.add_metric([view.version, python_version()], 1)
     yield build
     yield from _machine_families(view.machines)
@@ -47,7 +49,7 @@ def families(view: View) -> Iterator[Metric]:
         yield from _host_families(view.outcome.facts, view.outcome.machines)
     if view.observed:
         yield _value(
-            "observation_last_success_timestamp_seconds", "When the host was last observed in full.", view.observed
+            "observation_last_success_timestamp_seconds", "When the whole host was last observed.", view.observed
         )
     yield _value(
         "stuck_operations",
@@ -55,7 +57,9 @@ def families(view: View) -> Iterator[Metric]:
         view.stuck,
     )
     discarded = CounterMetricFamily(
-        f"{PREFIX}_state_discarded", "State of the agent's own that could not be used, by file.", labels=["file"]
+        f"{PREFIX}_state_discarded",
+        "How often a file of the agent's own state was discarded, by file.",
+        labels=["file"],
     )
     for file, times in view.discarded.items():
         discarded.add_metric([file], times)
@@ -92,8 +96,12 @@ def _machine_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
 def _counts(outcome: Outcome) -> Iterator[Metric]:
     gpus = _gauge("machine_gpus", "GPUs granted to the machine.", "machine")
     stopped = _gauge("machine_stopped", "1 if the machine ran since the host's boot and was stopped.", "machine")
-    lost = _gauge("machine_gpus_lost", "GPUs that the machine had and that left the PCI bus undetached.", "machine")
-    text = "What somebody changed in the machine and was put right, since its boot."
+    lost = _gauge(
+        "machine_gpus_lost",
+        "GPUs that the machine was granted and that left the PCI bus without gpus detach.",
+        "machine",
+    )
+    text = "Changes in the machine that the machine half undid since the machine's boot."
     repairs = CounterMetricFamily(f"{PREFIX}_machine_repairs", text, labels=["machine", "what"])
     # Machines whose units failed are left out: they were not stopped by a user.
     ended = {each.name for each in outcome.facts.machines if each.has_run and each.unit_state == "inactive"}
@@ -112,7 +120,7 @@ def _host_families(facts: Facts, machines: Iterable[MachineOutcome]) -> Iterator
         "GPUs on the PCI bus, with a driver or without.",
         sum(len(vendor.gpus) for vendor in facts.vendors),
     )
-    devices = _gauge("host_devices", "Devices of the host as they were seen.", "kind", "status")
+    devices = _gauge("host_devices", "Devices of the host by kind and status.", "kind", "status")
     for (kind, status), count in _device_counts(facts.vendors, machines).items():
         devices.add_metric([kind, status], count)
     info = _gauge(
@@ -124,7 +132,7 @@ def _host_families(facts: Facts, machines: Iterable[MachineOutcome]) -> Iterator
     )
     mismatch = _gauge(
         "driver_version_mismatch",
-        "1 if the loaded module and the libraries are of different versions: reload or reboot needed.",
+        "1 if the loaded module and the libraries have different versions: reload or reboot needed.",
         "vendor",
     )
     for vendor in facts.vendors:
@@ -187,11 +195,11 @@ def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
     asked, lost = (
         CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["source"])
         for name, text in (
-            ("wakeups", "Passes that events asked for, by what told of them."),
-            ("wakeup_source_losses", "Times that a source of events broke, or could not be opened at the start."),
+            ("wakeups", "Passes that events caused, by source."),
+            ("wakeup_source_losses", "How often a source of events broke, or could not be opened at the start."),
         )
     )
-    watching = _gauge("wakeup_source_watching", "1 while the source tells of events.", "source")
+    watching = _gauge("wakeup_source_watching", "1 while the source reports events.", "source")
     for tally in tallies:
         asked.add_metric([tally.name], tally.wakeups)
         lost.add_metric([tally.name], tally.losses)

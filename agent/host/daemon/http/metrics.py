@@ -61,12 +61,12 @@ class Metrics:
         self._actions = self._counter("actions_total", "Changes made to the host, by kind.", "kind", ACTIONS)
         self._failures = self._counter("failures_total", "Steps of passes that failed.", "", ())
         self._reloads = self._counter(
-            "config_reloads_total", "Attempts to read the configuration again.", "result", ("ok", "failed")
+            "config_reloads_total", "Attempts to reload the configuration.", "result", ("ok", "failed")
         )
         # Its series are created when errors occur: one for each GPU and possible number would be thousands.
         self._gpu_errors = Counter(
             f"{PREFIX}_gpu_xid_errors_total",
-            "Errors of GPUs in the kernel's log.",
+            "GPU errors in the kernel log.",
             ["gpu", "xid"],
             registry=self._registry,
         )

@@ -230,7 +230,7 @@ class LocalServer(Server):
         except OSError as error:
             raise AgentError(
                 f"{directory}/{name}: cannot listen: {error.strerror}",
-                "see what is there; it must be a directory of ours",
+                f"check that {directory} is a directory that the agent can write",
             ) from error
 
     def server_bind(self) -> None:
@@ -263,7 +263,7 @@ class Endpoint:
             self._have(Server(self._address))
         except AgentError as error:
             if error.message != self.why_not:
-                log.error("no metrics and health pages, which each pass tries again: %s", one_line(str(error)))
+                log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
             self.why_not = error.message
 
     def move(self, address: str) -> None:

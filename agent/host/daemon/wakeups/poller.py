@@ -192,7 +192,7 @@ class Wakeups:
             self._lose(kept, f"{type(error).__name__}: {error}")
             return False
         if kept.failures:
-            log.info("%s: watched again", kept.source.name)
+            log.info("event source %s works again", kept.source.name)
         kept.tally.watching, kept.opened = True, time.monotonic()
         return True
 
@@ -203,7 +203,9 @@ class Wakeups:
             kept.failures = 0
         if tally.watching or not kept.failures:
             tally.losses += 1
-            log.error("%s: not watched, passes by the timer make up for it: %s", tally.name, one_line(why))
+            log.error(
+                "event source %s lost, timed passes replace it until it works again: %s", tally.name, one_line(why)
+            )
         kept.failures += 1
         kept.retry = now + (min(BACK_OFF, 2.0 ** (kept.failures - 2)) if kept.failures > 1 else 0.0)
         tally.watching = False

@@ -34,7 +34,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
     that exist in the machine.
     """
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         mounted = strings(common, "mounts", "hostPath")
         hooks = objects(common, "hooks")

@@ -103,7 +103,7 @@ class NvidiaModes(CdiModes):
         try:
             spec = json.loads(system.read(output_file(directory)))
         except (ValueError, RecursionError) as error:
-            raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
+            raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
         paths = {device.path for device in request.devices}
         try:
             return _narrowed(spec, lambda node: str(node.get("path")) in paths)
@@ -130,7 +130,7 @@ class NvidiaModes(CdiModes):
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> tuple[str, ...]:
         try:
-            return tuple(_problems(MODES[mode], object_of(spec, "the spec"), request, live, present))
+            return tuple(_problems(MODES[mode], object_of(spec, "the specification"), request, live, present))
         except DocumentError as error:
             return (error.message,)
 
@@ -143,7 +143,7 @@ def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]
     wanted = MODES[mode]
     if wanted.driver_files and not request.driver_root:
         raise AgentError(
-            f"mode {mode} needs the driver's files, and none are granted: see DriverRootStaged on the host"
+            f"mode {mode} needs the driver's files, but none are granted: see DriverRootStaged on the host"
         )
     # Without a driver root, files are mounted from the machine itself. 1.18 also looks there for the nodes of mofed.
     root = request.driver_root or "/"
@@ -178,7 +178,7 @@ def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[st
     def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
         return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}
 
-    document = object_of(spec, "the spec")
+    document = object_of(spec, "the specification")
     listed = [(name, with_nodes(edits)) for name, edits in devices_of(document)]
     return document | {
         "devices": [{"name": name, "containerEdits": edits} for name, edits in listed if edits["deviceNodes"]],
@@ -202,7 +202,7 @@ def _problems(
     if mode.driver_files:
         yield from library_problems(common, request)
     elif foreign := sorted(set(common) - {"env"}):
-        yield f"containerEdits of this mode have {', '.join(foreign)}"
+        yield f"containerEdits have unexpected {', '.join(foreign)} for this mode"
     devices = devices_of(document)
     for name, edits in devices:
         mounts = [mount for mount in objects(edits, "mounts") if not _expected(mode, mount, present)]

@@ -66,14 +66,16 @@ def generate(system: System, request: Request, directory: str) -> Generated:
     try:
         spec = json.loads(system.read(output_file(directory)))
     except (ValueError, RecursionError) as error:
-        raise DocumentError(f"{NVIDIA_CTK} wrote what is not JSON: {error}") from error
+        raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
     spec, half_made = without_half_made(spec, request)
     unpartitioned = in_mig_mode(system, _not_listed(spec, request))
     remarks = []
     if version < RECOMMENDED:
-        remarks.append(f"nvidia-ctk is {_text(version)}: {_text(RECOMMENDED)} fixes a race in its hooks, upgrade it")
+        remarks.append(
+            f"nvidia-ctk is {_text(version)}; upgrade to {_text(RECOMMENDED)}, which fixes a race in its hooks"
+        )
     if not_made := [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]:
-        remarks.append(f"nvidia-ctk {_text(version)} does not make the hook {', '.join(not_made)}: upgrade it")
+        remarks.append(f"nvidia-ctk {_text(version)} does not make the hook {', '.join(not_made)}; upgrade it")
     if half_made:
         remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(half_made)}")
     if unpartitioned:
@@ -101,7 +103,7 @@ def in_mig_mode(system: System, gpus: tuple[str, ...]) -> tuple[str, ...]:
 def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
     """Return the granted GPUs that no device has; none for a malformed specification, which `verify` reports."""
     try:
-        return missing_gpus(devices(object_of(spec, "the spec")), request)
+        return missing_gpus(devices(object_of(spec, "the specification")), request)
     except DocumentError:
         return ()
 
@@ -131,7 +133,7 @@ def check_version(
     version = _version(system)
     if version < needed:
         raise UnsupportedError(
-            f"nvidia-ctk is {_text(version)}; {_text(needed)} is needed {purpose}",
+            f"nvidia-ctk is {_text(version)}, but {_text(needed)} is needed {purpose}",
             f"install nvidia-container-toolkit {_text(RECOMMENDED)} or newer in the image",
         )
     return version
@@ -197,7 +199,7 @@ def edit_runtime_config(text: str) -> str:
             return text
         if len(text) > EDIT_LIMIT:
             raise DocumentError(
-                f"{where}: has {len(text)} characters, and the agent edits at most {EDIT_LIMIT}", "shorten or remove it"
+                f"{where}: has {len(text)} characters, but the agent edits at most {EDIT_LIMIT}", "shorten or remove it"
             )
         return _with_settings(text, wanted)
     except RecursionError as error:

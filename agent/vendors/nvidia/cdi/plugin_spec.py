@@ -24,7 +24,7 @@ def plugin_spec_problems(
 ) -> tuple[str, ...]:
     """Return why pods would not get GPUs by this specification. Each problem is listed once, not for every device."""
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         if document.get("kind") != SPEC_KIND:
             return (f"its kind is {document.get('kind')!r}, not {SPEC_KIND}",)
         edits = [
@@ -54,7 +54,7 @@ def _problems(
         # The container runtime looks up the number if the major is omitted; an omitted minor is 0.
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
             written = f"{node['major']}:{node.get('minor', 0)}"
-            yield f"device node {path} is written as {written}, it is {number.major}:{number.minor}"
+            yield f"device node {path} is written as {written}, but is {number.major}:{number.minor}"
     for key, field in (("mounts", "hostPath"), ("hooks", "path")):
         for path in sorted(strings(edits, key, field)):
             if not exists(path):
@@ -64,7 +64,7 @@ def _problems(
 def _missing(document: dict[str, Any], own: object, request: Request) -> Iterator[str]:
     """Yield a problem for each GPU that only the agent's own specification has. Its faults are reported elsewhere."""
     try:
-        ours = _gpu_nodes(object_of(own, "the spec"), request)
+        ours = _gpu_nodes(object_of(own, "the specification"), request)
     except DocumentError:
         return
     for path in sorted(ours - _gpu_nodes(document, request)):

@@ -35,7 +35,7 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
     """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
         devices = devices_of(document)
         with_gpus = [each for each in devices if each != (NO_GPU, NO_GPU_EDITS)]
@@ -53,7 +53,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
     except DocumentError as error:
         return Verdict(problems=(error.message,))
     if not problems and len(missing) == len(request.gpus):
-        problems.append("no device of the spec is a granted GPU")
+        problems.append("no device in it is a granted GPU")
     return Verdict(
         tuple(problems),
         missing,
@@ -66,7 +66,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
 def host_paths(spec: object) -> tuple[str, ...]:
     """Return the host paths of all mounts; none if the specification is malformed, which `verify` reports."""
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         edits = [
             object_of(document.get("containerEdits", {}), "containerEdits"),
             *(each for _, each in devices_of(document)),
@@ -108,7 +108,7 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
     present = strings(common, "deviceNodes", "path")
     kinds = {device.path: device.kind for device in request.devices}
     for kind in sorted(COMMON - {kinds.get(path) for path in present}):
-        yield f"no {kind} node, without which no container computes"
+        yield f"no {kind} node, without which no container can compute"
     for path in sorted(path for path, kind in kinds.items() if kind in COMMON and path not in present):
         yield f"device node {path} is not in it"
     for path in sorted(path for path in present if path in kinds and kinds[path] not in SHARED):

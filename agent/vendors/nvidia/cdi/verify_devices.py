@@ -61,9 +61,9 @@ def _own_problems(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
     if is_mig_name(name):
         if not _is_mig_device(instances):
             what = ", ".join(map(str, instances)) or "none"
-            yield f"device {name} needs the capabilities of one GPU instance and one compute instance, it has {what}"
+            yield f"device {name} needs the capabilities of one GPU instance and one compute instance, but has {what}"
     elif instances:
-        yield f"device {name} is a whole GPU with the MIG capability {instances[0]}"
+        yield f"device {name} is a whole GPU, but has the MIG capability {instances[0]}"
 
 
 def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
@@ -71,7 +71,7 @@ def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
     gpus = {node.pci_address for node in nodes if node.kind == DeviceKind.GPU}
     for node in nodes:
         if node.kind not in PER_GPU and not _instance(node):
-            yield f"device {name} has the {node.kind} node {node.path}"
+            yield f"device {name} has the {node.kind} node {node.path}, which is no GPU's own"
         elif gpus and node.pci_address not in gpus:
             yield f"device {name} has {node.path}, which belongs to GPU {node.pci_address}"
 
@@ -121,7 +121,7 @@ def without_half_made(spec: object, request: Request) -> tuple[object, tuple[str
     were made after the handoff. A malformed specification is returned as it is: `verify` reports it.
     """
     try:
-        document = object_of(spec, "the spec")
+        document = object_of(spec, "the specification")
         found = devices_of(document)
         granted = {device.path: device for device in request.devices}
         half_made = [name for name, edits in found if is_mig_name(name) and not _is_granted(edits, granted)]

@@ -88,7 +88,7 @@ def edits_problems(where: str, edits: dict[str, Any], ground: Ground) -> Iterato
         yield from _hook_problems(where, hook, nodes, ground)
     for setting in items(edits, "env"):
         if not _known_environment(setting, ground):
-            yield f"{where}: foreign environment variable {setting!r}"
+            yield f"{where}: unexpected environment variable {setting!r}"
     groups = {number.gid for number in ground.live.values()} - {0}
     for gid in items(edits, "additionalGids"):
         if type(gid) is not int or gid not in groups:
@@ -101,7 +101,7 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
         yield f"{where}: device node {path!r} is not granted to this machine"
         return
     if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
-        yield f"{where}: device node {path} is made from something else: {node!r}"
+        yield f"{where}: device node {path} has unexpected fields: {node!r}"
     if node.get("permissions") not in PERMISSIONS:
         yield f"{where}: device node {path} has permissions {node['permissions']!r}"
     number = ground.live.get(path)
@@ -111,14 +111,14 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
     live_number = f"{number.major}:{number.minor}"
     if (number.major, number.minor) != ground.granted[path]:
         major, minor = ground.granted[path]
-        yield f"{where}: device node {path} is {live_number} in this machine, granted is {major}:{minor}"
+        yield f"{where}: device node {path} is {live_number} in this machine, but {major}:{minor} was granted"
     # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
     written = (node.get("major"), node.get("minor", 0))
     if "major" in node and written != (number.major, number.minor):
-        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, it is {live_number}"
+        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, but is {live_number}"
     for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):
         if key in node and (type(node[key]) is not int or node[key] != value):
-            yield f"{where}: device node {path} is written with {key} {node[key]!r}, it has {value}"
+            yield f"{where}: device node {path} is written with {key} {node[key]!r}, but has {value}"
 
 
 def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:
@@ -133,18 +133,18 @@ def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterat
     file = ground.files.get(source) if isinstance(source, str) else None
     if file is None:
         root = ground.driver_root or "(none)"
-        yield f"{where}: mount of {source!r}, which is no file of the driver root {root}"
+        yield f"{where}: mount of {source!r}, which is not a file of the driver root {root}"
     elif source not in ground.present:
         yield f"{where}: mount of {source}, which does not exist"
     elif mount.get("containerPath") not in _mount_points(file):
-        yield f"{where}: mount of {source} at {mount.get('containerPath')!r}"
+        yield f"{where}: mount of {source} at unexpected {mount.get('containerPath')!r}"
     if set(mount) - MOUNT_KEYS:
         yield f"{where}: mount of {source!r} has unknown key {', '.join(sorted(set(mount) - MOUNT_KEYS))}"
     if "ro" not in options:
         yield f"{where}: mount of {source!r} is not read-only"
     foreign = [each for each in options if each not in MOUNT_OPTIONS]
     if foreign:
-        yield f"{where}: mount of {source!r} has options {foreign}"
+        yield f"{where}: mount of {source!r} has unexpected options {foreign}"
 
 
 def _mount_points(file: str) -> tuple[str, ...]:
@@ -171,10 +171,10 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
             given = " ".join(map(str, flags))
             wrong = [] if re.fullmatch(_arguments(name, ground), given) else [(given, "")]
         case _:
-            yield f"{where}: foreign hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
+            yield f"{where}: unexpected hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
             return
     for flag, value in wrong:
-        yield f"{where}: foreign hook argument {arguments[1]} {flag} {value}"
+        yield f"{where}: unexpected hook argument {arguments[1]} {flag} {value}"
 
 
 def _arguments(hook: str, ground: Ground) -> str:

@@ -33,10 +33,10 @@ def load(
         tell(f"GPU {address} is left to its driver {drivers[address]}")
     held = sorted(detached & {gpu.pci_address for gpu in gpus})
     if held:
-        tell(f"nothing is done while GPU {', '.join(held)} is detached: `unbounded-agent gpus attach` ends that")
+        tell(f"loading nothing while GPU {', '.join(held)} is detached: `unbounded-agent gpus attach` ends that")
         return
     if not ours:
-        tell("no GPU here is for NVIDIA's driver")
+        tell("this host has no GPU for NVIDIA's driver")
         return
     for module in NEEDED:
         _load(system, module, tell)
@@ -45,7 +45,7 @@ def load(
             _load(system, module, tell)
     except (ApplyError, CommandError) as error:
         # Do not try the next one: it would load this one as its dependency, even if this one is blacklisted.
-        tell(f"not all of {', '.join(WANTED)} are loaded, which only graphics needs: {error}")
+        tell(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
     make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], tell)
 
 
@@ -73,8 +73,8 @@ def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
     # With --use-blacklist, modprobe does not load a blacklisted module, and exits with 0.
     system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
     if not system.exists(place):
-        hint = f"`modprobe --show-depends {module}` and /etc/modprobe.d/ tell; take the line out, or load it by hand"
-        raise ApplyError(f"kernel module {module} is not loaded: it is blacklisted, or renamed, by modprobe.d", hint)
+        hint = f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove the line, or load it by hand"
+        raise ApplyError(f"kernel module {module} was not loaded: modprobe.d blacklists or renames it", hint)
     tell(f"loaded kernel module {module}")
 
 
@@ -90,6 +90,6 @@ def _compare_versions(system: System, module: str) -> None:
         return
     if on_disk and on_disk != loaded:
         raise ApplyError(
-            f"kernel module nvidia {loaded} is loaded, and {module} on disk is of {on_disk}",
+            f"kernel module nvidia {loaded} is loaded, but {module} on disk has version {on_disk}",
             "the driver was upgraded: reload its modules, or reboot the host",
         )

@@ -56,7 +56,7 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Cal
     missing = [each for each in nodes if not _is_there(system, each)]
     if missing and not parameters.modify:
         paths = ", ".join(_paths(missing))
-        tell(f"{paths} are missing, and {PARAMETERS} forbids to make them (ModifyDeviceFiles: 0)")
+        tell(f"{paths} are missing, but {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0)")
         return
     failures = []
     for node in missing:
@@ -68,11 +68,11 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Cal
                 failures.append(str(error))
     made = [each for each in missing if _is_there(system, each)]
     if made:
-        tell(f"made {', '.join(_paths(made))}")
+        tell(f"created {', '.join(_paths(made))}")
     left = [each for each in missing if each not in made]
     if left:
-        why = "; ".join(failures) or f"{NVIDIA_MODPROBE} said nothing: see `dmesg`"
-        raise ApplyError(f"{', '.join(_paths(left))} cannot be made: {why}")
+        why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
+        raise ApplyError(f"cannot create {', '.join(_paths(left))}: {why}")
 
 
 def parse_parameters(text: str) -> Parameters:
@@ -140,7 +140,7 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
         return
     if system.exists(node.path):
         if system.device(node.path) is None:
-            raise ApplyError(f"{node.path} is no device", "remove it")
+            raise ApplyError(f"{node.path} is not a device", "remove it")
         # The node is from before a reload of the module: its major number may belong to another driver now.
         system.remove(node.path)
     mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))

@@ -119,7 +119,7 @@ class _Looker:
         found = []
         for name in names:
             if not name.isprintable() and name.startswith(("nvidia", "channel")):
-                self.problems.append(f"{directory}/: the name {name!a} has characters that no device's name has")
+                self.problems.append(f"{directory}/: unexpected characters in the device name {name!a}")
                 continue
             for rule in RULES[directory]:
                 match = rule.pattern.fullmatch(name)
@@ -175,7 +175,7 @@ class _Looker:
                 continue
             why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
             if lacking:
-                why = f"lacks {', '.join(_lacking(each, minors.get(each)) for each in lacking)}"
+                why = f"is missing {', '.join(_lacking(each, minors.get(each)) for each in lacking)}"
             yield HalfMade(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
@@ -191,7 +191,9 @@ class _Looker:
             self.problems.append(f"{path}: its driver is not loaded ({registered[0]} is not in {PROC_DEVICES})")
         elif number.major != major or (minor is not None and number.minor != minor):
             wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
-            self.problems.append(f"{path}: is {number.major}:{number.minor}, the driver has {wanted}; make it anew")
+            self.problems.append(
+                f"{path}: is {number.major}:{number.minor}, but the driver has {wanted}; create it again"
+            )
         else:
             return number
         return None

@@ -66,7 +66,7 @@ def observe_companions(
     def permitted(path: str) -> bool:
         fault = _fault(system, path, around.place)
         if fault:
-            refused[path] = f"{path}: left out, as {fault}"
+            refused[path] = f"{path}: left out, because {fault}"
         return not fault
 
     for group in GROUPS:

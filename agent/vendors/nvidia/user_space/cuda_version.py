@@ -37,9 +37,7 @@ def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
     files = driver.user_space.files if isinstance(driver.user_space.files, tuple) else ()
     library = next((file.source for file in files if _is_libcuda(file, version)), "")
     if not library:
-        return DriverForPods(
-            facts.vendor, version, unknown=f"this host has no libcuda of {version}: see LibrariesPresent"
-        )
+        return DriverForPods(facts.vendor, version, unknown=f"this host has no libcuda {version}: see LibrariesPresent")
     try:
         if why := others_way(system, library) or files_fault(system, library, of_root=True):
             return DriverForPods(facts.vendor, version, unknown=f"{library} was not loaded: {why}")
@@ -60,6 +58,6 @@ def cuda_version(library: str, answer: str) -> str:
     """Return the version in the answer of cuDriverGetVersion, such as 12.4. Raises DocumentError."""
     number = whole_number(answer)
     if number is None:
-        raise DocumentError(f"{library}: cuDriverGetVersion gives {answer[:40]!r}")
+        raise DocumentError(f"{library}: cuDriverGetVersion returned {answer[:40]!r}")
     # CUDA_VERSION of cuda.h: 1000 * major + 10 * minor.
     return f"{number // 1000}.{number % 1000 // 10}"

@@ -90,11 +90,11 @@ def choose(found: Found, module: str) -> Seen[str]:
     if complete:
         return module if module in complete else complete[0]
     if any(installed.values()):
-        there = " and ".join(f"{stem} {', '.join(versions) or 'in no version'}" for stem, versions in installed.items())
-        return Broken(f"no version of the driver has both libraries that it needs: there is {there}")
+        there = " and ".join(f"{stem} {', '.join(versions) or '(none)'}" for stem, versions in installed.items())
+        return Broken(f"no driver version has both libcuda and libnvidia-ml: found {there}")
     if found.links:
-        return Broken("there are libraries of NVIDIA's, but libcuda and libnvidia-ml are not among them")
-    return Absent("there is no library of NVIDIA's driver")
+        return Broken("found libraries of NVIDIA's, but neither libcuda nor libnvidia-ml")
+    return Absent("found no library of NVIDIA's driver")
 
 
 def search(
@@ -115,10 +115,10 @@ def search(
         except OSError as error:
             if isinstance(why_not(entry.path, error), Unseen):
                 raise
-            problems.append(f"{entry.path}: leads to no file; reinstall the driver's libraries and run ldconfig")
+            problems.append(f"{entry.path}: points to no file; reinstall the driver's libraries and run ldconfig")
             continue
         if not real.isprintable():
-            problems.append(f"{real!a}: the path has characters that no library's path has")
+            problems.append(f"{real!a}: unexpected characters in a library's path")
             continue
         directory = os.path.dirname(real)
         if directory in known or STUBS in directory.split("/"):
@@ -146,7 +146,7 @@ def _scan(system: System, found: Found, directory: str, problems: list[str]) -> 
         return
     for name in names:
         if not name.isprintable() and name.startswith(("libnvidia-", "libcuda")):
-            problems.append(f"{directory}: the name {name!a} has characters that no library's name has")
+            problems.append(f"{directory}: unexpected characters in the library name {name!a}")
         elif not LIBRARY.fullmatch(name):
             continue
         elif system.read_link(f"{directory}/{name}") is None:
@@ -161,7 +161,7 @@ def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str
     if not system.exists(directory):
         return
     if found.of_root and (why := others_way(system, directory)):
-        _tell(problems, f"{directory}: left out, as {why}")
+        _tell(problems, f"{directory}: left out, because {why}")
         return
     _scan(system, found, directory, problems)
 
@@ -177,7 +177,7 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
     if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
         return
     if fault := files_fault(system, real, of_root=found.of_root):
-        _tell(problems, f"{real}: left out, as {fault}")
+        _tell(problems, f"{real}: left out, because {fault}")
         return
     found.files.setdefault(name, []).append(real)
 

@@ -41,7 +41,7 @@ def with_paths_of_pods(
                 return value
             found = _in_pods(system, posixpath.join(posixpath.dirname(file.source), value), by_source, targets)
             if not found:
-                problems.append(f"{file.source}: names {value!a}, which is no library of this driver")
+                problems.append(f"{file.source}: names {value!a}, which is not a library of this driver")
             return found or value
 
         text = _rewritten(system, file, in_pods)

@@ -106,7 +106,7 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
     if place.root != "/":
         try:
             if not ways.permits(place.root):
-                none = Absent(f"{place.root} is not root's alone")
+                none = Absent(f"users other than root can change {place.root}")
                 return _Candidate(place, none, system, passed_over=_passed_over(place, ways))
             system, root = system.below(place.root), system.real_path(place.root).rstrip("/")
         except OSError as error:
@@ -138,7 +138,7 @@ def _judged(place: Place) -> bool:
 
 def _passed_over(place: Place, ways: Ways, root: str = "") -> tuple[str, ...]:
     where = f"{root}: " if root else ""
-    return tuple(f"{where}{', '.join(each)} ({place.name}), as {where}{why}" for why, each in ways.refused.items())
+    return tuple(f"{where}{', '.join(each)} ({place.name}), because {where}{why}" for why, each in ways.refused.items())
 
 
 def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen[tuple[CacheEntry, ...]]:
@@ -176,7 +176,7 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
     problems = (
         *candidate.problems,
         *(f"{root}: {each}" if root else each for each in of_files),
-        *(f"not looked into: {each}" for each in (*candidate.passed_over, *_passed_over(place, ways, root))),
+        *(f"not searched: {each}" for each in (*candidate.passed_over, *_passed_over(place, ways, root))),
     )
     all_files = (*files, *companions)
     on_host = tuple(replace(each, source=f"{root}{each.source}") if each.source else each for each in all_files)

@@ -65,6 +65,6 @@ def test_what_the_service_did_and_what_stands_in_its_way() -> None:
 
 
 def test_before_the_first_pass_there_is_a_page_too() -> None:
-    document = shown(replace(KNOWLEDGE, why_not="the first observation is not done", passes=()), evidence=False)
-    assert document["notObserved"] == "the first observation is not done"
+    document = shown(replace(KNOWLEDGE, why_not="the first pass has not finished", passes=()), evidence=False)
+    assert document["notObserved"] == "the first pass has not finished"
     assert document["facts"] is document["machines"]["gpu-node"]["seen"] is None

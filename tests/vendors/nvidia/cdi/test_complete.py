@@ -102,7 +102,7 @@ def test_the_verdict_judges_what_was_added() -> None:
     problems = verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT - {gone}).problems
     assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
     foreign = verify(completed(recorded_spec()), REQUEST, LIVE, PRESENT).problems
-    assert any(f"{gone}', which is no file of the driver root" in each for each in foreign), foreign
+    assert any(f"{gone}', which is not a file of the driver root" in each for each in foreign), foreign
 
 
 def test_the_same_spec_gives_the_same_text_and_a_complete_one_is_left_alone() -> None:
@@ -134,7 +134,7 @@ def test_a_hook_argument_that_is_no_string_is_left_to_the_verdict(argument: obje
     spec = recorded_spec()
     for hook in spec["containerEdits"]["hooks"]:
         hook["args"].append(argument)
-    assert any("foreign hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
+    assert any("unexpected hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
 
 
 def test_what_was_added_in_words() -> None:

@@ -69,10 +69,10 @@ EDITS: list[tuple[str, Callable[[dict[str, Any]], None], str]] = [
     ("gds", lambda spec: edits(spec)["mounts"][0]["options"].remove("ro"), "mount of '/run/udev'"),
     ("gds", lambda spec: edits(spec)["mounts"][0]["options"].append("suid"), "mount of '/run/udev'"),
     ("gds", lambda spec: edits(spec)["deviceNodes"].pop(), "device all has no node /dev/nvidia-fs1"),
-    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(major=1), "is written as 1:122, it is 10:122"),
-    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(hostPath="/dev/sda"), "made from something else"),
-    ("mofed", lambda spec: edits(spec).update(hooks=[{"hookName": "prestart", "path": "/bin/sh"}]), "foreign hook"),
-    ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "foreign environment variable"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(major=1), "is written as 1:122, but is 10:122"),
+    ("mofed", lambda spec: edits(spec)["deviceNodes"][0].update(hostPath="/dev/sda"), "has unexpected fields"),
+    ("mofed", lambda spec: edits(spec).update(hooks=[{"hookName": "prestart", "path": "/bin/sh"}]), "unexpected hook"),
+    ("mofed", lambda spec: spec["containerEdits"]["env"].append("LD_PRELOAD=x"), "unexpected environment variable"),
     ("mofed", lambda spec: spec["containerEdits"].update(deviceNodes=[UVERBS]), "this mode"),
     ("imex", lambda spec: spec.update(devices=spec["devices"][:1]), "device all has no node"),
     ("nvswitch", lambda spec: spec.update(other="x"), "unknown key other"),
@@ -171,7 +171,7 @@ def test_a_spec_with_anything_else_is_refused(
     answer(machine, {mode: spec})
     run(machine)
     assert not machine.exists(published(mode))
-    assert f"; ModeNotServed: {mode}: the new spec is refused: " in machine.message("CDISpecCurrent")
+    assert f"; ModeNotServed: {mode}: the new CDI specification failed the check: " in machine.message("CDISpecCurrent")
     assert said in machine.message("CDISpecCurrent")
     assert all(machine.exists(published(each)) for each in MODES if each != mode)
 
@@ -215,7 +215,7 @@ def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert (
-        "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2; 1.19.0 is needed for mode nvswitch "
+        "; ModeNotServed: nvswitch: nvidia-ctk is 1.18.2, but 1.19.0 is needed for mode nvswitch "
         "(install nvidia-container-toolkit 1.19.1 or newer in the image)"
     ) in machine.message("CDISpecCurrent")
     assert sorted(generations(machine)) == sorted({"nvml", *MODES} - {"nvswitch"})
@@ -292,7 +292,7 @@ def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
     run(machine)
     assert not machine.exists(published("gdrcopy"))
     assert published("gdrcopy") not in json.loads(machine.read(OWNED))["paths"]
-    assert "level=error; /etc/cdi/nvidia-gdrcopy.yaml is removed" in machine.message("CDISpecCurrent")
+    assert "level=error; removed /etc/cdi/nvidia-gdrcopy.yaml" in machine.message("CDISpecCurrent")
 
 
 @pytest.mark.parametrize("disk", ["full", "somebody wrote"])
@@ -333,7 +333,7 @@ def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
     assert not machine.exists(published("gds"))
     assert machine.exists(published("mofed"))
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert machine.message("CDISpecCurrent").endswith("; no device for mode gds, gdrcopy")
+    assert machine.message("CDISpecCurrent").endswith("; no devices for mode gds, gdrcopy")
 
 
 @pytest.mark.parametrize("requests", [(replace(WANTED, cdi_modes=()), OTHERS), (EMPTY,), ()])
@@ -349,7 +349,7 @@ def test_a_file_of_somebodys_own_stays(machine: Machine) -> None:
     machine.put(published("gds"), "{}")
     run(machine)
     assert machine.read(published("gds")) == b"{}"
-    assert "is not ours and is not overwritten" in machine.message("CDISpecCurrent")
+    assert "another program wrote" in machine.message("CDISpecCurrent")
 
 
 def foreign(kind: str) -> str:
@@ -359,7 +359,7 @@ def foreign(kind: str) -> str:
 def test_devices_of_somebody_elses_are_not_taken_away(machine: Machine) -> None:
     """With ours in the same directory no runtime would give them to any pod."""
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
-    collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both have nvidia.com/gds=all"
+    collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both define nvidia.com/gds=all"
     run(machine)
     for _ in range(2):
         assert not machine.exists(published("gds"))
@@ -387,7 +387,7 @@ def test_what_outranks_a_mode_is_said(machine: Machine, gpus: bool) -> None:
         machine.put(other, foreign("nvidia.com/mofed"))
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
-    said = f"; ModeNotServed: {mode}: {other} outranks {published(mode)} for {MODES[mode].kind}=all: "
+    said = f"; ModeNotServed: {mode}: {other} takes precedence over {published(mode)} for {MODES[mode].kind}=all: "
     assert said in machine.message("CDISpecCurrent")
     machine.drop(other)
     run(machine)
@@ -405,7 +405,7 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
     run(machine)
     assert spec_of(machine, "mofed") == recorded("mofed")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "NotApplicable")
-    assert machine.message("CDISpecCurrent").endswith("; no device for mode management")
+    assert machine.message("CDISpecCurrent").endswith("; no devices for mode management")
 
 
 def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
@@ -413,7 +413,7 @@ def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
     machine.put(published("quantum"), "{}")
     machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
     run(machine)
-    assert "; ModeNotServed: quantum: this image's agent does not know it" in machine.message("CDISpecCurrent")
+    assert "; ModeNotServed: quantum: the image's agent does not know this mode" in machine.message("CDISpecCurrent")
     assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
 
 
@@ -475,7 +475,7 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
     modes = publish_modes(hanging, Notes(hanging), Owned(hanging), NvidiaMachine(), WANTED, handoff)
     assert limits == [8, 2]
     assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
-    assert modes.count("not made yet, the modes before it took all of 10 s (the next run tries it)") == 4
+    assert modes.count("not generated yet: the modes before it took all of 10 s (the next run does it)") == 4
     unit = Path("systemd/machine/unbounded-agent-gpu.service").read_text()
     allowed = float(unit.partition("\nTimeoutStartSec=")[2].partition("\n")[0])
     assert 2 * GENERATE_LIMIT + sum(limits) <= 0.8 * allowed

@@ -62,41 +62,53 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "foreign path": (lambda s: edits(s)["mounts"].append(mount("/etc/shadow")), "/etc/shadow"),
     "path with dots": (
         lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/../../../etc/shadow")),
-        "no file of the driver",
+        "not a file of the driver",
     ),
     "another driver root": (
         lambda s: edits(s)["mounts"].append(mount("/run/host-nvidia/01/x")),
-        "no file of the driver",
+        "not a file of the driver",
     ),
     "file beside those granted": (
         lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/usr/lib/x")),
-        "no file of the driver",
+        "not a file of the driver",
     ),
-    "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "no file of the driver"),
+    "whole directory": (lambda s: edits(s)["mounts"].append(mount(f"{ROOT}/{LIBRARIES}")), "not a file of the driver"),
     "overlay": (
         lambda s: edits(s)["mounts"][0].update(type="overlay", options=["ro", "lowerdir=/:/etc"]),
         "unknown key type",
     ),
     "overlay's options": (
         lambda s: edits(s)["mounts"][0].update(options=["ro", "lowerdir=/:/etc"]),
-        "has options ['lowerdir=/:/etc']",
+        "has unexpected options ['lowerdir=/:/etc']",
     ),
-    "writable at second sight": (lambda s: edits(s)["mounts"][0]["options"].append("rw"), "has options ['rw']"),
-    "preload": (lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"), "at '/etc/ld.so.preload'"),
+    "writable at second sight": (
+        lambda s: edits(s)["mounts"][0]["options"].append("rw"),
+        "has unexpected options ['rw']",
+    ),
+    "preload": (
+        lambda s: edits(s)["mounts"][0].update(containerPath="/etc/ld.so.preload"),
+        "at unexpected '/etc/ld.so.preload'",
+    ),
     "other library's place": (lambda s: edits(s)["mounts"][3].update(containerPath="/usr/lib/libc.so.6"), "libc.so.6"),
-    "Vulkan elsewhere": (lambda s: edits(s)["mounts"][2].update(containerPath="/etc/passwd"), "at '/etc/passwd'"),
+    "Vulkan elsewhere": (
+        lambda s: edits(s)["mounts"][2].update(containerPath="/etc/passwd"),
+        "at unexpected '/etc/passwd'",
+    ),
     "writable mount": (lambda s: edits(s)["mounts"][0].update(options=["rbind"]), "not read-only"),
-    "relative mount point": (lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"), "debugdump at 'usr/x'"),
+    "relative mount point": (
+        lambda s: edits(s)["mounts"][0].update(containerPath="usr/x"),
+        "debugdump at unexpected 'usr/x'",
+    ),
     "device's own mount": (
         lambda s: s["devices"][0]["containerEdits"].update(mounts=[mount("/root")]),
         "device 0: mount of '/root'",
     ),
-    "foreign hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "foreign hook"),
-    "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "foreign hook"),
-    "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "foreign hook"),
-    "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "foreign hook"),
-    "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "foreign hook"),
-    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "foreign hook"),
+    "unexpected hook": (lambda s: edits(s)["hooks"][0].update(path="/tmp/hook"), "unexpected hook"),
+    "disabled hook": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(1, "chmod"), "unexpected hook"),
+    "hook on the host": (lambda s: edits(s)["hooks"][0].update(hookName="createRuntime"), "unexpected hook"),
+    "hook with environment": (lambda s: edits(s)["hooks"][0].update(env=["LD_PRELOAD=/x.so"]), "unexpected hook"),
+    "hook without name": (lambda s: edits(s)["hooks"][0]["args"].__setitem__(0, "sh"), "unexpected hook"),
+    "hook with a limit": (lambda s: edits(s)["hooks"][0].update(timeout=1), "unexpected hook"),
     "other ldconfig": (
         lambda s: edits(s)["hooks"][1]["args"].append("--ldconfig-path=@/tmp/evil"),
         "update-ldcache --ldconfig-path=@/tmp/evil",
@@ -126,14 +138,14 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "disk's group": (lambda s: edits(s).update(additionalGids=[6]), "additional group 6"),
     "no group": (lambda s: edits(s).update(additionalGids=[True, "6"]), "additional group True"),
     "all permissions": (lambda s: edits(s)["deviceNodes"][0].update(permissions="rwmx"), "permissions 'rwmx'"),
-    "set-user-ID": (lambda s: edits(s)["deviceNodes"][0].update(fileMode=0o4777), "fileMode 2559, it has 438"),
-    "node's owner": (lambda s: edits(s)["deviceNodes"][0].update(uid=1000), "uid 1000, it has 0"),
-    "node's group": (lambda s: edits(s)["deviceNodes"][0].update(gid=6), "gid 6, it has 0"),
-    "wrong minor": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7), "it is 195:1"),
-    "minor left out": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"), "195:0, it is"),
+    "set-user-ID": (lambda s: edits(s)["deviceNodes"][0].update(fileMode=0o4777), "fileMode 2559, but has 438"),
+    "node's owner": (lambda s: edits(s)["deviceNodes"][0].update(uid=1000), "uid 1000, but has 0"),
+    "node's group": (lambda s: edits(s)["deviceNodes"][0].update(gid=6), "gid 6, but has 0"),
+    "wrong minor": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].update(minor=7), "but is 195:1"),
+    "minor left out": (lambda s: s["devices"][1]["containerEdits"]["deviceNodes"][0].pop("minor"), "195:0, but is"),
     "wrong major": (lambda s: edits(s)["deviceNodes"][1].update(major=511), "written as 511:0"),
-    "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "something else"),
-    "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "something else"),
+    "node from elsewhere": (lambda s: edits(s)["deviceNodes"][0].update(hostPath="/dev/sda"), "unexpected fields"),
+    "block device": (lambda s: edits(s)["deviceNodes"][0].update(type="b"), "unexpected fields"),
     "missing libcuda": (lambda s: without_mount(s, "libcuda.so"), "libcuda.so is not in it"),
     "missing libnvidia-ml": (lambda s: without_mount(s, "libnvidia-ml"), "libnvidia-ml.so is not in it"),
     "missing native library": (lambda s: without_mount(s, "glcore"), "libnvidia-glcore.so.550.163.01 is not in it"),
@@ -157,7 +169,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "foreign name": (lambda s: s["devices"][0].update(name="mine"), "neither an index nor a UUID"),
     "one name missing": (lambda s: s["devices"].pop(0), "differ"),
-    "name twice": (lambda s: s["devices"].append(s["devices"][0]), "one name"),
+    "name twice": (lambda s: s["devices"].append(s["devices"][0]), "the same name"),
     "extra environment": (lambda s: edits(s)["env"].append("LD_PRELOAD=/tmp/x.so"), "LD_PRELOAD"),
     "visible devices": (lambda s: edits(s).update(env=["NVIDIA_VISIBLE_DEVICES=all"]), "VISIBLE_DEVICES=all"),
     "library directory": (lambda s: edits(s).update(env=["NVIDIA_CTK_LIBCUDA_DIR=/tmp"]), "LIBCUDA_DIR=/tmp"),
@@ -166,7 +178,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "unknown key": (lambda s: s.update(annotations={}), "unknown key annotations"),
     "no edits": (lambda s: s["devices"][0].pop("containerEdits"), "not an object"),
     "mounts are an object": (lambda s: edits(s).update(mounts={}), "not a list"),
-    "no devices": (lambda s: s.update(devices=[]), "no device of the spec is a granted GPU"),
+    "no devices": (lambda s: s.update(devices=[]), "no device in it is a granted GPU"),
 }
 
 
@@ -192,7 +204,7 @@ def test_a_container_may_ask_for_no_gpu() -> None:
 def test_no_gpu_alone_is_no_spec() -> None:
     """Where nvidia-ctk finds no GPU, the device `none` does not hide it."""
     spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
-    assert "no device of the spec is a granted GPU" in judge(spec).problems
+    assert "no device in it is a granted GPU" in judge(spec).problems
 
 
 def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
@@ -214,7 +226,7 @@ def test_node_with_another_granted_gpu_s_number_is_refused() -> None:
                 node |= {"major": 195, "minor": 1}
     problems = verify(spec, REQUEST, live, PRESENT).problems
     assert set(problems) == {
-        f"device {name}: device node /dev/nvidia0 is 195:1 in this machine, granted is 195:0"
+        f"device {name}: device node /dev/nvidia0 is 195:1 in this machine, but 195:0 was granted"
         for name in ("0", spec["devices"][2]["name"], "all")
     }
 
@@ -365,7 +377,7 @@ def test_a_hook_is_taken_where_it_is_asked_for(name: str) -> None:
     spec = with_hook(name, *OTHER_HOOKS[name])
     asked = replace(REQUEST, cdi_hooks=(name,))
     assert not [each for each in judge(spec, asked).problems if "hook" in each]
-    assert [each for each in judge(spec, REQUEST).problems if f"foreign hook {OTHER_HOOKS[name][0]}" in each]
+    assert [each for each in judge(spec, REQUEST).problems if f"unexpected hook {OTHER_HOOKS[name][0]}" in each]
 
 
 @pytest.mark.parametrize(
@@ -382,4 +394,4 @@ def test_a_hook_is_taken_where_it_is_asked_for(name: str) -> None:
 )
 def test_a_hook_with_other_arguments_is_refused(name: str, stage: str, arguments: list[str]) -> None:
     problems = judge(with_hook(name, stage, arguments), replace(REQUEST, cdi_hooks=(*OTHER_HOOKS,))).problems
-    assert [each for each in problems if "foreign hook" in each]
+    assert [each for each in problems if "unexpected hook" in each]

@@ -91,13 +91,13 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "another instance's compute instance": (
         lambda s: change_node(s, "0:0", 13, 49),
-        "it has gi1, gi5/ci0",
+        "but has gi1, gi5/ci0",
     ),
-    "no compute instance": (lambda s: drop_node(s, 13, "0:0", UUIDS[0]), "it has gi1"),
-    "no GPU instance": (lambda s: drop_node(s, 12, "0:0", UUIDS[0]), "it has gi1/ci0"),
+    "no compute instance": (lambda s: drop_node(s, 13, "0:0", UUIDS[0]), "but has gi1"),
+    "no GPU instance": (lambda s: drop_node(s, 12, "0:0", UUIDS[0]), "but has gi1/ci0"),
     "two compute instances": (
         lambda s: change_node(s, "0:1", 48, 50),
-        "it has gi5/ci0, gi5/ci1",
+        "but has gi5/ci0, gi5/ci1",
     ),
     "another GPU's node": (
         lambda s: add_node(s, "0:0", "/dev/nvidia1"),
@@ -105,7 +105,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "whole GPU with a capability": (
         lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
-        "device 1 is a whole GPU with the MIG capability gi1",
+        "device 1 is a whole GPU, but has the MIG capability gi1",
     ),
     "capability of another GPU": (
         lambda s: add_node(s, "1", "/dev/nvidia-caps/nvidia-cap12"),
@@ -121,7 +121,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
     "one name missing": (lambda s: drop_devices(s, "0:1"), "differ"),
     "not in all": (lambda s: drop_node(s, 50, "all"), "differ"),
     "more in all": (lambda s: drop_devices(s, "0:2", UUIDS[2]), "differ"),
-    "MIG name without MIG device": (lambda s: edits(s, "1") and s["devices"][3].update(name="1:0"), "it has none"),
+    "MIG name without MIG device": (lambda s: edits(s, "1") and s["devices"][3].update(name="1:0"), "but has none"),
     "foreign name": (lambda s: s["devices"][0].update(name="mig0:0"), "neither an index nor a UUID"),
 }
 

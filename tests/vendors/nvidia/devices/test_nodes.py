@@ -84,11 +84,11 @@ def test_optional_nodes(host: Host) -> None:
 @pytest.mark.parametrize(
     ("path", "major", "minor", "said"),
     [
-        ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, the driver has 511:0; make it anew"),
-        ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, the driver has 195:0; make it anew"),
-        ("/dev/nvidiactl", 195, 254, "/dev/nvidiactl: is 195:254, the driver has 195:255; make it anew"),
+        ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, but the driver has 511:0; create it again"),
+        ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, but the driver has 195:0; create it again"),
+        ("/dev/nvidiactl", 195, 254, "/dev/nvidiactl: is 195:254, but the driver has 195:255; create it again"),
         ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; the node was left behind"),
-        ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, the driver has major 226; make it anew"),
+        ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, but the driver has major 226; create it again"),
     ],
 )
 def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, said: str) -> None:
@@ -121,7 +121,7 @@ def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     host.node("/dev/nvidia0\nBind=", 195, 0)
     facts = observe(host)
-    assert facts.problems == (r"/dev/: the name 'nvidia0\nBind=' has characters that no device's name has",)
+    assert facts.problems == (r"/dev/: unexpected characters in the device name 'nvidia0\nBind='",)
     assert paths(facts, DeviceKind.GPU) == ["/dev/nvidia0"]
 
 

@@ -153,7 +153,7 @@ def test_files_of_another_version_are_left_out_and_named(driver: Host) -> None:
     assert set(companions(driver)) == {"usr/bin/nvidia-smi", f"{X86}/libnvidia-ml.so.{V}"}
     found = libraries_present(driver)
     assert (found.status, found.reason) == (Status.TRUE, "PartlyOtherVersion")
-    assert f"left out, as they are of another version: {', '.join(strange)}" in found.message
+    assert f"left out, because their version differs: {', '.join(strange)}" in found.message
     assert "GSP firmware" not in found.message
 
 

@@ -85,7 +85,7 @@ def test_layers_and_opencl_with_paths(fedora: Host) -> None:
 def test_a_path_that_no_file_can_have_is_named(fedora: Host, path: str) -> None:
     fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
     found = user_space(fedora, VERSION)
-    assert found.problems == (f"/{ICD.format('x86_64')}: names {path!a}, which is no library of this driver",)
+    assert found.problems == (f"/{ICD.format('x86_64')}: names {path!a}, which is not a library of this driver",)
     assert not by_target(found)[ICD.format("x86_64")].text
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_library_of_the_driver_is_named(fedora: Host, path: str) -> N
     fedora.symlink("/usr/lib64/libcircle.so", "libcircle.so")
     fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
     found = user_space(fedora, VERSION)
-    assert found.problems == (f"/{ICD.format('x86_64')}: names '{path}', which is no library of this driver",)
+    assert found.problems == (f"/{ICD.format('x86_64')}: names '{path}', which is not a library of this driver",)
     assert not by_target(found)[ICD.format("x86_64")].text
 
 

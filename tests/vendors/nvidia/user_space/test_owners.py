@@ -41,16 +41,17 @@ def test_a_place_that_a_user_can_write_is_passed_over_and_named(user_s: Host) ->
     found = user_space(user_s, VERSION)
     assert isinstance(found.version, Absent)
     assert isinstance(found.files, Absent)
-    why = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS), as /home/kubernetes belongs to user 1000, not to root"
+    where = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS)"
+    why = f"{where}, because /home/kubernetes belongs to user 1000, not to root"
     assert (found.other_places, found.passed_over) == ((), (why,))
     assert found.refused_places == ("Container-Optimized OS",)
     told = condition(user_s)
-    assert (told.reason, told.message.endswith(f"; not looked into: {why}")) == ("NotInstalled", True)
+    assert (told.reason, told.message.endswith(f"; not searched: {why}")) == ("NotInstalled", True)
     put(user_s, "/opt/nvidia/lib64")
     found = user_space(user_s, VERSION)
     assert (found.place.endswith("(/opt/nvidia)"), found.problems) == (True, ())
-    assert "not looked into" not in condition(user_s).message, "what is elsewhere does not matter"
-    assert "not looked into" in condition(user_s, "580.1.1").message
+    assert "not searched" not in condition(user_s).message, "what is elsewhere does not matter"
+    assert "not searched" in condition(user_s, "580.1.1").message
 
 
 class Listed(Host):
@@ -89,10 +90,10 @@ def test_a_user_s_directory_is_not_even_listed(tmp_path: Path) -> None:
     (libraries, beside) = found.problems
     why = "/home/kubernetes belongs to user 1000, not to root"
     assert libraries == (
-        f"not looked into: {USERS}/lib64, {USERS}/lib, links in /var/lib/nvidia/lib64, /var/lib/nvidia/lib "
-        f"(Container-Optimized OS), as {why}"
+        f"not searched: {USERS}/lib64, {USERS}/lib, links in /var/lib/nvidia/lib64, /var/lib/nvidia/lib "
+        f"(Container-Optimized OS), because {why}"
     )
-    assert beside.startswith(f"not looked into: {USERS}/bin, {USERS}, {USERS}/share")
+    assert beside.startswith(f"not searched: {USERS}/bin, {USERS}, {USERS}/share")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_one_bad_directory_does_not_refuse_a_whole_place(host: Host, driver: str
     assert {posixpath.dirname(each.source) for each in by_target(found).values() if not each.link} == {driver}
     assert found.refused_places == ()
     (told,) = found.problems
-    assert told.startswith(f"not looked into: {other} (")
+    assert told.startswith(f"not searched: {other} (")
     assert told.endswith(f"users other than root can write in {other} (mode 2775)")
     assert condition(host).status is Status.TRUE
 
@@ -124,7 +125,7 @@ def test_one_bad_file_does_not_refuse_a_whole_place(host: Host) -> None:
     host.owners[bad] = (0o664, 0)
     found = user_space(host, VERSION)
     assert found.version == VERSION
-    assert found.problems == (f"{bad}: left out, as users other than root can write it (mode 0664)",)
+    assert found.problems == (f"{bad}: left out, because users other than root can write to it (mode 0664)",)
     assert not [each for each in by_target(found).values() if each.source == bad]
 
 
@@ -135,8 +136,8 @@ def test_a_place_that_is_root_s_in_part_and_lacks_a_library_there(host: Host) ->
     told = condition(host)
     assert told.reason == "LibrariesBroken"
     assert told.message.endswith(
-        "not looked into: /usr/local/lib (a runfile's), "
-        "as users other than root can write in /usr/local/lib (mode 2775)"
+        "not searched: /usr/local/lib (a runfile's), because users other than root can write in /usr/local/lib "
+        "(mode 2775)"
     )
 
 
@@ -166,12 +167,12 @@ def test_a_driver_container_s_files_are_its_root_s(host: Host) -> None:
     found = user_space(host, VERSION)
     assert isinstance(found.version, Absent)
     assert found.passed_over == (
-        f"{DRIVER_CONTAINER}: /usr/lib/x86_64-linux-gnu (GPU Operator's driver container), as {DRIVER_CONTAINER}: "
+        f"{DRIVER_CONTAINER}: /usr/lib/x86_64-linux-gnu (GPU Operator's driver container), because {DRIVER_CONTAINER}: "
         "users other than root can write in /usr/lib (mode 0775)",
     )
     host.owners = {"/run/nvidia": (0o755, 1000)}
     assert user_space(host, VERSION).passed_over == (
-        f"{DRIVER_CONTAINER} (GPU Operator's driver container), as /run/nvidia belongs to user 1000, not to root",
+        f"{DRIVER_CONTAINER} (GPU Operator's driver container), because /run/nvidia belongs to user 1000, not to root",
     )
 
 
@@ -188,9 +189,7 @@ def test_an_entry_of_a_driver_container_s_loader_cache(host: Host) -> None:
     host.owners[f"{DRIVER_CONTAINER}/usr/local/lib"] = (0o2775, 0)
     found = user_space(host, VERSION)
     assert found.version == VERSION
-    assert [each.partition(" (")[0] for each in found.problems] == [
-        f"not looked into: {DRIVER_CONTAINER}: /usr/local/lib"
-    ]
+    assert [each.partition(" (")[0] for each in found.problems] == [f"not searched: {DRIVER_CONTAINER}: /usr/local/lib"]
 
 
 def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
@@ -203,8 +202,8 @@ def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
     assert {"usr/share/glvnd/egl_vendor.d/10_nvidia.json", f"{X86}/libcuda.so.{VERSION}"} < set(files)
     assert not [each for each in files.values() if each.source.startswith("/etc") or "GLX" in each.source]
     assert found.problems == (
-        f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}: left out, as not everybody may read it (mode 0600)",
-        f"{USERS}/share/vulkan/icd.d/nvidia_x.json: left out, as not everybody may read it (mode 0640)",
+        f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}: left out, because not every user can read it (mode 0600)",
+        f"{USERS}/share/vulkan/icd.d/nvidia_x.json: left out, because not every user can read it (mode 0640)",
     )
 
 
@@ -244,5 +243,5 @@ def test_vdpau_s_directory_beside_the_loader_cache_s(host: Host, link: bool) -> 
     host.owners[other_s] = (0o755, 1000)
     found = user_space(host, VERSION)
     assert target not in by_target(found)
-    assert found.problems == (f"/usr/lib64/vdpau: left out, as {other_s} belongs to user 1000, not to root",)
+    assert found.problems == (f"/usr/lib64/vdpau: left out, because {other_s} belongs to user 1000, not to root",)
     assert target in by_target(user_space(host, VERSION, library_directories=["/usr/lib64"]))

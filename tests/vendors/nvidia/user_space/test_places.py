@@ -212,7 +212,7 @@ def test_half_a_driver_does_not_hide_a_whole_one(host: Host) -> None:
     put(host, "/usr/lib/x86_64-linux-gnu", VERSION, "libcuda")
     host.loader_cache(cache_of("/usr/lib/x86_64-linux-gnu/libcuda.so.1"))
     assert isinstance(user_space(host, VERSION).version, Broken)
-    assert condition(host).message.startswith("the host's loader cache: no version of the driver")
+    assert condition(host).message.startswith("the host's loader cache: no driver version")
     put(host, "/opt/nvidia/lib64")
     assert user_space(host, VERSION).version == VERSION
     assert isinstance(user_space(host, "580.1.1").version, Broken), "what is in the middle of an upgrade"
@@ -311,10 +311,10 @@ def test_a_configured_root_with_directories_in_it(host: Host) -> None:
 @pytest.mark.parametrize(
     ("driver", "key", "why"),
     [
-        ({"root": "/srv/none"}, "driver.root", "/srv/none: there is no such file"),
-        ({"root": "/srv/empty"}, "driver.root", "/srv/empty: /etc/ld.so.cache: there is no such file"),
-        ({"library_directories": ["/srv/none"]}, "driver.library_directories", "there is no library"),
-        ({"root": "/"}, "driver.root", "there is no library"),
+        ({"root": "/srv/none"}, "driver.root", "/srv/none: no such file"),
+        ({"root": "/srv/empty"}, "driver.root", "/srv/empty: /etc/ld.so.cache: no such file"),
+        ({"library_directories": ["/srv/none"]}, "driver.library_directories", "found no library"),
+        ({"root": "/"}, "driver.root", "found no library"),
     ],
 )
 def test_a_configured_place_without_a_driver_is_an_error_that_names_the_key(
