@@ -18,7 +18,7 @@ def pip(*arguments: str, modules: Path | None = None) -> None:
     environment = os.environ | ({"PYTHONPATH": str(modules)} if modules else {})
     argv = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
     if subprocess.run(argv, env=environment).returncode:
-        raise CommandError(f"pip {arguments[0]} failed; the lines above tell why")
+        raise CommandError(f"pip {arguments[0]} failed; see the lines above")
 
 
 def dependencies(python: str = PYTHON) -> Path:

@@ -47,7 +47,7 @@ def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
     assert finished.returncode == 1
     last = finished.stderr.splitlines()[-1]
     assert last.startswith("error: ")
-    assert last.endswith("containerfiles/build could not build agent-ubuntu2404; the lines above tell why")
+    assert last.endswith("containerfiles/build could not build agent-ubuntu2404; see the lines above")
 
 
 def test_a_demo_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_demo_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
     finished = run(sys.executable, "-m", "integration.bed.demo", **offline)
     assert finished.returncode == 1
     assert "Traceback" not in finished.stderr
-    assert finished.stderr.splitlines()[-1] == "error: the demo failed: pip download failed; the lines above tell why"
+    assert finished.stderr.splitlines()[-1] == "error: the demo failed: pip download failed; see the lines above"
 
 
 @pytest.mark.parametrize("arguments", [(), ("sid",)])

@@ -73,7 +73,7 @@ def up() -> None:
             time.sleep(0.2)
         print(log.read(), end="", flush=True)
     if server.returncode is not None:
-        raise SystemExit(f"error: the cluster did not start; the lines above tell why, and so does {LOG}")
+        raise SystemExit(f"error: the cluster did not start; see the lines above and {LOG}")
     print(TRY)
 
 
