@@ -140,7 +140,7 @@ def _plan(reconciler: Reconciler) -> int:
     for name, why in planned.skipped.items():
         print(f"{name}: {why}: nothing is set up")
     for name, why in planned.held.items():
-        print(f"{name}: left as it is: {why}")
+        print(f"{name}: left unchanged: {why}")
     for name, refused in difference.refused.items():
         print(f"{name}: refused: {refused.why if isinstance(refused, Unseen) else refused}")
     steps = [action.describe() for action in difference.actions]

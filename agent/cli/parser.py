@@ -48,7 +48,7 @@ COMMANDS = {
         "print the conditions of each machine",
         "Prints the conditions of each machine. Needs no root rights, but cannot observe as much without them.",
         "unbounded-agent status --json",
-        {0: "the conditions are printed, also those of machines that are not ready", 1: "the host cannot be observed"},
+        {0: "the conditions are printed, even if a machine is not ready", 1: "the host cannot be observed"},
     ),
     "doctor": Command(
         "diagnose: list each fault with its symptoms and the fix",

@@ -142,7 +142,7 @@ def test_status_notes_it_and_prints_the_table(bare_host: Host, capsys: pytest.Ca
 def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._plan(reconciler(bare_host)) == 1
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"{MACHINE}: left as it is: systemd-nspawn@.service is in none of")
+    assert printed.out.startswith(f"{MACHINE}: left unchanged: systemd-nspawn@.service is in none of")
     assert INSTALL in printed.err
 
 

@@ -91,7 +91,7 @@ def with_hidden_driver(system: System, condition: Condition, paths: Collection[s
         condition.type,
         Reason.DRIVER_HIDDEN,
         f"{condition.message}; this machine does not show {', '.join(hidden)}, so NVML may call the GPUs blocked by "
-        "the operating system; the machine's next start shows it",
+        "the operating system; the machine's next start fixes that",
     )
 
 

@@ -148,7 +148,7 @@ class _Looker:
             return DeviceNode(path, rule.kind, number)
         gpu = self._by_minor.get(wanted)
         if gpu is None:
-            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; the node was left behind")
+            self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
             return None
         return DeviceNode(path, rule.kind, number, gpu.pci_address)
 

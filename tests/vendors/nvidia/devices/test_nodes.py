@@ -87,7 +87,7 @@ def test_optional_nodes(host: Host) -> None:
         ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, but the driver has 511:0; create it again"),
         ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, but the driver has 195:0; create it again"),
         ("/dev/nvidiactl", 195, 254, "/dev/nvidiactl: is 195:254, but the driver has 195:255; create it again"),
-        ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; the node was left behind"),
+        ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; ignoring the leftover node"),
         ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, but the driver has major 226; create it again"),
     ],
 )
