@@ -16,11 +16,11 @@ HEADER = """# Tested with
 this version of this part, as the part itself reported it. **GPUs, kernel modules and NVML are simulated** in all of
 them ([integration/README.md](../integration/README.md)); everything in the table is real.
 
-**No test has seen** a real GPU, or Ubuntu 24.04 as host or as the base of a machine's image, where it is the default.
+**Not tested:** real GPUs; Ubuntu 24.04 as the host, or as the base of a machine's image, for which it is the default.
 
 **Tests without a virtual machine** observe and plan only: arm64, two drivers side by side, a CUDA compatibility
 directory, other locales. With the real `nvidia-ctk`, they also check the staged copies of every file of Debian's driver
-packages, in 64 and 32 bits, also moved to the places where Fedora's packages, Talos and a driver container have them.
+packages, in 64 and 32 bits, and the same files moved to where Fedora, Talos and a driver container have them.
 
 | part | version | tests that passed |
 |---|---|---|
