@@ -38,6 +38,7 @@ class Qemu:
         self.serial_log = directory / "serial.log"
         self.guest_socket = directory / "guest.sock"
         self.plugged = set(ports)
+        self._serial_start = 0
         self._stderr = directory / "qemu.log"
         monitor = directory / "monitor.sock"
         for path in (monitor, self.guest_socket):
@@ -96,6 +97,7 @@ class Qemu:
     def loadvm(self, name: str, timeout: float = 120) -> None:
         """Restore a snapshot; the same devices must be plugged. The guest's clock then shows the snapshot's time."""
         self._human(f"loadvm {name}", timeout)
+        self._serial_start = self.serial_log.stat().st_size
 
     def forward_port(self, port: int) -> None:
         """Forward connections to that TCP port of 127.0.0.1 to the guest's same port, until `stop_forwarding`."""
@@ -107,10 +109,16 @@ class Qemu:
         self.execute("human-monitor-command", **arguments)
 
     def evidence(self) -> str:
-        """Return the end of the serial console and of QEMU's own messages, for error messages."""
-        serial = self.serial_log.read_bytes()[-3000:].decode(errors="replace") if self.serial_log.exists() else ""
+        """Return the end of the serial console and of QEMU's own messages, for error messages.
+
+        A crash of the guest's kernel since the start or the last restored snapshot is named first: traces are long.
+        """
+        serial = self.serial_log.read_bytes()[self._serial_start :] if self.serial_log.exists() else b""
+        console = serial.decode(errors="replace")
+        crash = "".join(f"\nthe guest's kernel crashed: {line}" for line in console.splitlines() if "] Oops: " in line)
         state = "running" if self._process.poll() is None else f"ended with status {self._process.returncode}"
-        return f"QEMU is {state}: {self._stderr.read_text()[-1000:]!r}\nend of the serial console:\n{serial}"
+        messages = self._stderr.read_text()[-1000:]
+        return f"QEMU is {state}: {messages!r}{crash}\nend of the serial console:\n{console[-3000:]}"
 
     def _human(self, line: str, timeout: float) -> None:
         # The monitor's text commands report errors as text; success prints nothing.
