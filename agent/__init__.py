@@ -1,3 +1,3 @@
-"""Makes a VM host's GPUs usable inside a systemd-nspawn machine: observe facts, plan the goal, apply the difference."""
+"""Makes a host's GPUs usable inside a systemd-nspawn machine: observe facts, plan the goal, apply the difference."""
 
 __version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""The settings that the configuration may hold. Pure.
+"""The settings of the configuration. Pure.
 
 docs/configuration.md is generated from these classes and their docstrings (`make docs`).
 """

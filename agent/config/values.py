@@ -27,7 +27,7 @@ AbsolutePath = Annotated[str, AfterValidator(absolute)]
 
 
 def plain(value: str) -> str:
-    """Return the path if a line of a settings file can hold it; otherwise raise ValueError."""
+    """Return the path. Raises ValueError if it cannot be written into a line of a settings file."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
         raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):

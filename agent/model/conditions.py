@@ -107,7 +107,7 @@ def not_applicable(kind: ConditionType, message: str) -> Condition:
 
 
 def summarize(conditions: Iterable[Condition]) -> Condition:
-    """Return Ready, which sums up the others: False outranks Unknown, the first in order gives the reason."""
+    """Return Ready, which sums up the others. False takes precedence over Unknown; the first one gives the reason."""
     relevant = sorted(
         (each for each in conditions if each.type not in NOT_NEEDED_FOR_READY),
         key=lambda each: list(ConditionType).index(each.type),

@@ -291,7 +291,7 @@ class Facts:
     reload_owed: bool = False
     """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)
-    """Every file that the goal may want or the ownership record names, by absolute path."""
+    """Every file that the goal may contain or the ownership record names, by absolute path."""
 
     def all_problems(self) -> tuple[str, ...]:
         """Return everything that was refused, discarded or not understood in this pass, a sentence each."""

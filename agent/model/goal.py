@@ -35,7 +35,7 @@ class DriverRoots:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What one vendor wants exposed to one machine."""
+    """What one machine gets of one vendor."""
 
     vendor: str
     gpus: tuple[str, ...] = ()

@@ -86,7 +86,7 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
     """Replace the unit's whole DeviceAllow= list.
 
     Assigning a list only adds entries, so an empty one is assigned first. systemd applies both assignments of a
-    SetUnitProperties call at once, so that no permission is ever missing. A drop-in with a daemon-reload changes
+    SetUnitProperties call at once: permissions are never missing in between. A drop-in with a daemon-reload changes
     nothing for a running unit (systemd 257).
     """
     entries = [(entry.node, entry.permissions or "rwm") for entry in allow]

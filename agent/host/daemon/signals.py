@@ -10,7 +10,7 @@ from agent.host.daemon.sd_notify import Notifier
 
 
 class BrokenOffError(BaseException):
-    """The grace period after SIGTERM expired during a pass. A BaseException, so that no handler swallows it."""
+    """The grace period after SIGTERM expired during a pass. It is a BaseException: no handler may swallow it."""
 
 
 class Signals:

@@ -51,8 +51,8 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
     """Return the permissions to keep for withdrawn devices, which the CDI specification may still give to pods.
 
-    A permission is not kept if the device is gone, because another one may get its number. Nor is it if another device
-    has the number already, as when a driver finds GPUs in another order, or if the number's owner is unknown.
+    A permission is not kept if the device no longer exists, because another one may get its number. Nor is it if a
+    different device has the number already, as when a driver finds GPUs in another order, or if its owner is unknown.
     """
     present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
     known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]

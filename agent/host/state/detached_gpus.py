@@ -40,7 +40,7 @@ class Detached:
 
 
 def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. Raises ObservationError if they are unknown, so that none of them is granted."""
+    """Return the detached GPUs. Raises ObservationError if they are unknown: none of them may be granted."""
     try:
         notes = _noted(system)
     except OSError as error:

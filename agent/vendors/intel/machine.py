@@ -32,7 +32,7 @@ class IntelMachine(DrmMachine):
         return {each.pci_address: posixpath.basename(each.path) for each in cards}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty if the name is no card's."""
+        """Return the GPU's PCI address; `cardN` for a card that is not granted; empty for any other name."""
         if PCI_ADDRESS.fullmatch(name):
             return name
         match = CARD.fullmatch(name)

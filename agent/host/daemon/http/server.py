@@ -220,7 +220,7 @@ class LocalServer(Server):
         try:
             descriptor = opening.look_at(directory)
             try:
-                # The path may be longer than the 107 bytes of sun_path, so the directory is given by descriptor.
+                # By the directory's descriptor, because the path may be longer than the 107 bytes of sun_path.
                 place = f"/proc/self/fd/{descriptor}/{name}"
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(place)

@@ -117,7 +117,7 @@ class Wakeups:
         return any(kept.tally.watching for kept in self._kept if kept.source.name == name)
 
     def open(self) -> None:
-        """Open all sources. Call this before the first pass, so that no event before the first wait is missed."""
+        """Open all sources. Call this before the first pass: otherwise events before the first wait would be missed."""
         for kept in self._kept:
             self._open(kept)
 

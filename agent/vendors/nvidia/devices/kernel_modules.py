@@ -79,7 +79,7 @@ def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
 
 
 def _compare_versions(system: System, module: str) -> None:
-    """Raise ApplyError if the module on disk has another version than the loaded ones: they cannot work together."""
+    """Raise ApplyError if the module on disk and the loaded ones differ in version: they could not work together."""
     if not system.exists(VERSION):
         return
     loaded = system.read_text(VERSION).strip()
