@@ -32,7 +32,7 @@ from tests.fakes.machine import (
 )
 
 SPEC = "/etc/cdi/nvidia.yaml"
-FORBIDDEN = {"pydantic", "pyudev", "sh", "prometheus_client", "tomlkit", "pyroute2", "logging", "agent.config"}
+FORBIDDEN = {"pydantic", "pyudev", "sh", "prometheus_client", "tomlkit", "yaml", "pyroute2", "logging", "agent.config"}
 
 
 @pytest.fixture

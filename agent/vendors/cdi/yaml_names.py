@@ -1,0 +1,117 @@
+"""Finds kind and device names in a CDI specification in YAML, by the parser's events. Pure.
+
+Events, because a pod may have written the file: no alias is expanded, and nothing here recurses. Whatever is not plain
+is refused: a specification taken for one without devices would outrank ours, or collide with it, unnoticed.
+
+Importing this needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes read
+with a translation of it (go.yaml.in/yaml/v2).
+"""
+
+import re
+from collections.abc import Iterator
+
+import yaml
+from yaml import CSafeLoader
+
+from agent.model.errors import DocumentError
+
+DEEPEST = 100
+"""Levels of nesting; a specification has seven. libyaml's time is quadratic in it: minutes for 1 MiB of brackets."""
+SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
+OTHER_TYPE = re.compile(
+    r"|~|null|y|yes|true|on|n|no|false|off|<<"
+    r"|[-+]?(0[box][0-9a-f_]+|\.?[0-9][0-9_]*(\.[0-9_]*)?(e[-+]?[0-9]+)?)",
+    re.IGNORECASE,
+)
+"""Plain scalars that runtimes may read as something else: `010` as `8`, `1.0` as `1`, `yes` as `true`."""
+
+
+def parse(text: str) -> dict[str, object]:
+    """Return kind and devices, and of those only names. Raises DocumentError; ImportError without libyaml."""
+    try:
+        return _document(_events(text.encode(errors="surrogateescape")))
+    except yaml.YAMLError as error:
+        # Do not repeat its text, which quotes the file: a pod may have put anything there.
+        mark = getattr(error, "problem_mark", None)
+        where = f", see line {mark.line + 1}" if mark else ""
+        raise DocumentError(f"neither JSON nor plain YAML{where}", "write it as JSON, or remove it") from None
+
+
+def _events(content: bytes) -> Iterator[yaml.Event]:
+    depth = 0
+    for event in yaml.parse(content, CSafeLoader):
+        depth += _step(event)
+        if depth > DEEPEST:
+            raise _refusal(event)
+        yield event
+
+
+def _document(events: Iterator[yaml.Event]) -> dict[str, object]:
+    document: dict[str, object] = {}
+    next(events)
+    if isinstance(next(events), yaml.StreamEndEvent):
+        return document
+    for key, value in _members(events, next(events)):
+        if key == "kind":
+            document[key] = _text(value)
+        elif key == "devices" and not isinstance(value, yaml.ScalarEvent):
+            document[key] = _devices(events, value)
+        else:
+            _skip(events, value)
+    next(events)
+    if not isinstance(end := next(events), yaml.StreamEndEvent):
+        raise _refusal(end)
+    return document
+
+
+def _devices(events: Iterator[yaml.Event], start: yaml.Event) -> list[dict[str, str]]:
+    if not isinstance(start, yaml.SequenceStartEvent):
+        raise _refusal(start)
+    devices = []
+    while not isinstance(event := next(events), yaml.SequenceEndEvent):
+        device = {}
+        for key, value in _members(events, event):
+            if key == "name":
+                device[key] = _text(value)
+            else:
+                _skip(events, value)
+        devices.append(device)
+    return devices
+
+
+def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[str, yaml.Event]]:
+    """Yield a mapping's keys, each with the first event of its value, of which the caller takes the rest."""
+    if not isinstance(start, yaml.MappingStartEvent):
+        raise _refusal(start)
+    seen = set()
+    while not isinstance(event := next(events), yaml.MappingEndEvent):
+        key = _text(event)
+        if key in seen:
+            raise _refusal(event)
+        seen.add(key)
+        yield key, next(events)
+
+
+def _text(event: yaml.Event) -> str:
+    """Return a scalar that every parser takes for this text."""
+    if isinstance(event, yaml.ScalarEvent):
+        # Both are false for one with a tag.
+        plain, quoted = event.implicit
+        if quoted or (plain and (SMALL_NUMBER.fullmatch(event.value) or not OTHER_TYPE.fullmatch(event.value))):
+            return str(event.value)
+    raise _refusal(event)
+
+
+def _skip(events: Iterator[yaml.Event], event: yaml.Event) -> None:
+    """Take the rest of a value, given its first event."""
+    depth = _step(event)
+    while depth:
+        depth += _step(next(events))
+
+
+def _step(event: yaml.Event) -> int:
+    return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+
+
+def _refusal(event: yaml.Event) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem_mark=event.start_mark)  # type: ignore[arg-type]  # libyaml has its own marks

@@ -1,0 +1,214 @@
+"""Names of the devices in others' CDI specifications: what runtimes accept is found or refused, never overlooked."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.model.errors import DocumentError
+from agent.vendors.cdi.names import device_names
+from tests.fakes.cdi_specs import drm_spec
+from tests.fakes.machine import recorded_spec
+
+GENERATED = """\
+---
+cdiVersion: 0.5.0
+kind: intel.com/gpu
+containerEdits: {}
+devices:
+- containerEdits:
+    deviceNodes:
+    - path: /dev/dri/card0
+      type: c
+    hooks:
+    - name: hook
+  name: card0
+- name: "0000:03:00.0"
+  containerEdits: {}
+"""
+BY_HAND = """\
+# mine
+kind: 'intel.com/gpu'   # quoted
+cdiVersion: "0.5.0"
+devices: # mine
+  # the first
+  -   containerEdits:
+          deviceNodes:
+              - path: /dev/dri/card0
+                name: x
+      "name": card0 # here
+  - name: 'all'
+    containerEdits: {deviceNodes: [{path: /dev/dri/card0}]}
+"""
+ALL = ("intel.com/gpu=all",)
+BOTH = ("intel.com/gpu=card0", "intel.com/gpu=all")
+
+
+def of_kind(devices: str) -> str:
+    return f"kind: intel.com/gpu\ndevices:\n{devices}"
+
+
+def test_what_generators_write() -> None:
+    """Go's, in YAML and in JSON."""
+    assert device_names(GENERATED) == ("intel.com/gpu=card0", "intel.com/gpu=0000:03:00.0")
+    assert device_names(of_kind('    - name: "0"\n      containerEdits:\n        deviceNodes:\n')) == (
+        "intel.com/gpu=0",
+    )
+    spec = drm_spec()
+    assert device_names(json.dumps(spec)) == tuple(f"{spec['kind']}={device['name']}" for device in spec["devices"])
+
+
+@pytest.mark.parametrize("flow", [None, False, True])
+@pytest.mark.parametrize("style", [None, "'", '"'])
+@pytest.mark.parametrize("indent", [2, 4])
+def test_what_pyyaml_writes(flow: bool | None, style: str | None, indent: int) -> None:
+    for each in (recorded_spec(), drm_spec()):
+        text = yaml.safe_dump(
+            each, default_style=style, default_flow_style=flow, indent=indent, sort_keys=False, version=(1, 1)
+        )
+        assert device_names(text) == tuple(f"{each['kind']}={device['name']}" for device in each["devices"])
+
+
+@pytest.mark.parametrize(
+    "change", [lambda text: text, lambda text: text.replace("\n", "\r\n"), lambda text: "\ufeff" + text]
+)
+def test_what_somebody_wrote_by_hand(change: Callable[[str], str]) -> None:
+    assert device_names(change(BY_HAND)) == BOTH
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{kind: intel.com/gpu, devices: [{name: all}]}",
+        "kind: intel.com/gpu\ndevices: [{name: all}]\n...\n",
+        "kind: intel.com/gpu\ndevices: [name: all]\n",
+        "kind:\n  intel.com/gpu\n? devices\n: - name: all\n",
+        'kind: "intel.com\\/gpu"\ndevices:\n- name: "\\x61ll"\n',
+        of_kind("-\n  name: all\n"),
+        of_kind("- name: >-\n    all\n"),
+        of_kind("- &first\n  name: &x all\n"),
+        of_kind("- name: all\n  containerEdits: &edits {}\ncontainerEdits: *edits\n"),
+        of_kind("- name: all\n  annotations: {<<: {a: b}}\n"),
+        of_kind(f"- name: all\n  annotations: {'[' * 90}{']' * 90}\n"),
+    ],
+)
+def test_what_runtimes_read(text: str) -> None:
+    assert device_names(text) == ALL
+
+
+def test_a_small_number_is_a_name_as_it_is_written() -> None:
+    """Runtimes make a string of a scalar where they want one."""
+    assert device_names(of_kind("- name: 0\n- name: 17\n")) == ("intel.com/gpu=0", "intel.com/gpu=17")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# nothing\n",
+        "[]",
+        "{}",
+        "name: x\n",
+        "kind: a.b/c\ndevices:\n",
+        "kind: a.b/c\ndevices: x\n",
+        "kind: a.b/c\ndevices: []\n",
+        '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}',
+        of_kind("- containerEdits: {}\n"),
+    ],
+)
+def test_no_device_in_what_no_runtime_accepts(text: str) -> None:
+    assert device_names(text) == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("{\n", 2),
+        ("- name: all\n", 1),
+        (of_kind("  name: all\n"), 3),
+        (of_kind("- all\n"), 3),
+        (of_kind("\t- name: all\n"), 3),
+        (of_kind("- name: all\n  name: x\n"), 4),
+        (of_kind("- name: all\nkind: a.b/c\n"), 4),
+        (of_kind("- name: all\n---\nkind: a.b/c\n"), 4),
+        (of_kind("- &first\n  name: all\n- *first\n"), 5),
+        (of_kind("- name: &x all\n- name: *x\n"), 4),
+        (of_kind("- name: card0\n- <<: *x\n"), 4),
+        ("x: &x []\nkind: a.b/c\ndevices: *x\n", 3),
+        ("x: &x devices\nkind: a.b/c\n*x : [{name: y}]\n", 3),
+        ("<<: {kind: intel.com/gpu}\ndevices: [{name: all}]\n", 1),
+        (of_kind("- name: {}\n"), 3),
+        (of_kind("- name: !!str all\n"), 3),
+        (of_kind("- name: !!binary YWxs\n"), 3),
+    ],
+)
+def test_what_others_may_take_for_something_else_is_refused(text: str, line: int) -> None:
+    with pytest.raises(DocumentError, match=rf"neither JSON nor plain YAML, see line {line} \(write"):
+        device_names(text)
+
+
+@pytest.mark.parametrize(
+    "name", ["yes", "N", "null", "~", "", "010", "0x1F", "0o17", "1_0", "1.0", "-0b1", ".5", "+1e3", "9" * 20]
+)
+def test_a_name_that_runtimes_turn_into_another_is_refused(name: str) -> None:
+    with pytest.raises(DocumentError, match="see line 3"):
+        device_names(of_kind(f"- name: {name}\n"))
+    assert device_names(of_kind(f"- name: '{name}'\n")) == (f"intel.com/gpu={name}",)
+
+
+@pytest.mark.parametrize("opening", ["[", "{", '{"a":', "- ", "? ", "{a: "])
+@pytest.mark.parametrize("start", ["", "kind: a.b/c\ndevices: ", "kind: a.b/c\nannotations: "])
+def test_attack_depth_costs_neither_time_nor_the_stack(opening: str, start: str) -> None:
+    """libyaml alone would take minutes for the first."""
+    with pytest.raises(DocumentError, match="neither JSON nor plain YAML"):
+        device_names(start + opening * 100_000)
+
+
+def test_attack_an_alias_is_never_expanded() -> None:
+    bomb = "".join(f"a{level}: &a{level} [{f'*a{level - 1},' * 9}]\n" for level in range(1, 50))
+    assert device_names(f"a0: &a0 x\n{bomb}{of_kind('- name: all')}") == ALL
+
+
+def test_attack_an_error_does_not_repeat_what_is_in_the_file() -> None:
+    """A pod can have a link in /etc/cdi lead to another file of the machine's."""
+    with pytest.raises(DocumentError, match="see line 3") as raised:
+        device_names("# a comment\nkind: a.b/c\nroot: *$6$secret:19000:0:99999:7:::\n")
+    assert "secret" not in str(raised.value)
+    assert raised.value.__cause__ is None
+
+
+@pytest.mark.parametrize("text", [of_kind("- name: \udcff\n"), of_kind("- name: \x01\n")])
+def test_no_characters_of_yaml(text: str) -> None:
+    with pytest.raises(DocumentError, match="neither JSON nor plain YAML"):
+        device_names(text)
+
+
+@given(st.text(alphabet="kind: devices\n-nm'\"#{}[]&ax*/\t", max_size=60))
+def test_no_text_breaks_it(text: str) -> None:
+    with suppress(DocumentError):
+        device_names(f"kind: a/b\n{text}")
+
+
+def test_without_pyyaml_yaml_is_refused_and_json_is_read() -> None:
+    """As in a machine whose image lacks the package: -S leaves out installed packages."""
+    code = "from agent.vendors.cdi.names import device_names; import sys; print(device_names(sys.argv[1]))"
+
+    def read(text: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-S", "-c", code, text],
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": str(Path(__file__).parents[3])},
+        )
+
+    assert read('{"kind": "a.b/c", "devices": [{"name": "x"}]}').stdout == "('a.b/c=x',)\n"
+    last = read(GENERATED).stderr.splitlines()[-1]
+    assert last.startswith("agent.model.errors.DocumentError: not JSON, and PyYAML cannot be loaded: ")
+    assert last.endswith("(install python3-yaml in this machine's image)")
