@@ -1,6 +1,7 @@
 """Names of the devices in others' CDI specifications. Pure."""
 
 import json
+from typing import Any
 
 from agent.model.errors import DocumentError
 
@@ -11,11 +12,13 @@ def device_names(text: str) -> tuple[str, ...]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         document = _of_yaml(text)
-    kind, devices = (document.get("kind"), document.get("devices")) if isinstance(document, dict) else (None, None)
+    kind, devices = (_member(document, key) for key in ("kind", "devices"))
     if not isinstance(kind, str) or not isinstance(devices, list):
         return ()
-    names = (each.get("name") if isinstance(each, dict) else None for each in devices)
-    return tuple(f"{kind}={name}" for name in names if isinstance(name, str))
+    names = (_member(each, "name") for each in devices)
+    return tuple(
+        f"{kind}={name if isinstance(name, str) else json.dumps(name)}" for name in names if isinstance(name, str | int)
+    )
 
 
 def _of_yaml(text: str) -> object:
@@ -28,3 +31,10 @@ def _of_yaml(text: str) -> object:
             f"not JSON, and PyYAML cannot be loaded: {error}", "install python3-yaml in this machine's image"
         ) from error
     return parse(text)
+
+
+def _member(document: Any, key: str) -> Any:  # noqa: ANN401 - whatever JSON holds
+    """Return a member, or None. Go's decoder, which runtimes read with, takes keys in upper case too."""
+    if not isinstance(document, dict):
+        return None
+    return next((value for each, value in document.items() if each.casefold() == key), None)

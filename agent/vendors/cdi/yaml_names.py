@@ -85,7 +85,7 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
         raise _refusal(start)
     seen = set()
     while not isinstance(event := next(events), yaml.MappingEndEvent):
-        key = _text(event)
+        key = _text(event).casefold()
         if key in seen:
             raise _refusal(event)
         seen.add(key)

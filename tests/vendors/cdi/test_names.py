@@ -97,15 +97,19 @@ def test_what_somebody_wrote_by_hand(change: Callable[[str], str]) -> None:
         of_kind("- name: all\n  containerEdits: &edits {}\ncontainerEdits: *edits\n"),
         of_kind("- name: all\n  annotations: {<<: {a: b}}\n"),
         of_kind(f"- name: all\n  annotations: {'[' * 90}{']' * 90}\n"),
+        "KIND: intel.com/gpu\nDevices:\n- Name: all\n",
+        '{"Kind": "intel.com/gpu", "Devices": [{"nAme": "all"}]}',
     ],
 )
 def test_what_runtimes_read(text: str) -> None:
+    """Whatever its style; letters' case in keys does not matter to Go's decoder of JSON, to which they turn YAML."""
     assert device_names(text) == ALL
 
 
 def test_a_small_number_is_a_name_as_it_is_written() -> None:
     """Runtimes make a string of a scalar where they want one."""
     assert device_names(of_kind("- name: 0\n- name: 17\n")) == ("intel.com/gpu=0", "intel.com/gpu=17")
+    assert device_names('{"kind": "a.b/c", "devices": [{"name": 0}]}') == ("a.b/c=0",)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +123,7 @@ def test_a_small_number_is_a_name_as_it_is_written() -> None:
         "kind: a.b/c\ndevices:\n",
         "kind: a.b/c\ndevices: x\n",
         "kind: a.b/c\ndevices: []\n",
-        '{"kind": "a.b/c", "devices": [1, {}, {"name": 2}]}',
+        '{"kind": "a.b/c", "devices": [1, {}, {"name": []}]}',
         of_kind("- containerEdits: {}\n"),
     ],
 )
@@ -136,6 +140,7 @@ def test_no_device_in_what_no_runtime_accepts(text: str) -> None:
         (of_kind("- all\n"), 3),
         (of_kind("\t- name: all\n"), 3),
         (of_kind("- name: all\n  name: x\n"), 4),
+        (of_kind("- name: all\n  Name: x\n"), 4),
         (of_kind("- name: all\nkind: a.b/c\n"), 4),
         (of_kind("- name: all\n---\nkind: a.b/c\n"), 4),
         (of_kind("- &first\n  name: all\n- *first\n"), 5),
