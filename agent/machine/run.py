@@ -13,6 +13,7 @@ from agent.machine.cdi.outdated_pods import name_outdated
 from agent.machine.cdi.spec import Published, publish_spec, remove_stale_specs
 from agent.machine.containerd.active import check_active, restart
 from agent.machine.containerd.configure import configure_runtime
+from agent.machine.context import Context
 from agent.machine.devices.given_up import given_up, may_have, note_strays
 from agent.machine.devices.nodes import (
     WITHDRAWN,
@@ -24,7 +25,6 @@ from agent.machine.devices.nodes import (
 from agent.machine.journal import ERROR, INFO, say, say_changes
 from agent.machine.kubelet.device_plugin import RESTART_MENDS, check_advertised, used_plugins
 from agent.machine.libraries.link import link_libraries
-from agent.machine.notes import Notes, Owned
 from agent.machine.repairs import repairs
 from agent.machine.steps import Beside, attempt, named
 from agent.machine.vendors import machine_vendor
@@ -96,14 +96,13 @@ def run(system: System) -> int:
         except FileNotFoundError:
             say(INFO, "no handoff: this machine is not configured on its host")
             break
-        # A digest of the whole content, computed once for all users.
-        generation = handoff.generation
-        outcome = settle(system, handoff, generation)
-        _log(system, outcome)
+        context = Context.of(system, handoff)
+        outcome = settle(context)
+        _log(context, outcome)
         if left and _is_older(published, system):
             # Else the host would take a report made before it bound the missing nodes for the answer.
             continue
-        report(system, generation, outcome)
+        report(context, outcome)
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
         # After all rounds: each later round would prolong the time without a CRI.
@@ -111,8 +110,8 @@ def run(system: System) -> int:
     return 0
 
 
-def _log(system: System, outcome: Outcome) -> None:
-    notes, before = Notes(system), {}
+def _log(context: Context, outcome: Outcome) -> None:
+    notes, before = context.notes, {}
     # An error here must not cost the report: without the note, each run logs everything.
     with contextlib.suppress(OSError):
         before = notes.load("logged")
@@ -129,60 +128,56 @@ def _is_older(published: FileIdentity, system: System) -> bool:
         return False
 
 
-def settle(system: System, handoff: Handoff, generation: str) -> Outcome:
+def settle(context: Context) -> Outcome:
     """Carry out every request; merge the conditions of several requests, the worst one counts."""
-    notes, owned = Notes(system), Owned(system)
-    remove_stale_specs(system, owned, handoff.requests)
-    unsure = note_strays(system, notes, handoff)
-    requests = (*handoff.requests, *given_up(notes, owned, handoff))
-    outcomes = [_settle_request(system, notes, owned, each, handoff, generation) for each in requests]
-    on_node = _reported_of_node(system, notes)
+    remove_stale_specs(context)
+    unsure = note_strays(context)
+    outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *given_up(context))]
+    on_node = _reported_of_node(context)
     conditions = _merged((*unsure, *(condition for outcome in outcomes for condition in outcome.conditions)))
-    if any(request.gpus for request in handoff.requests):
+    if any(request.gpus for request in context.handoff.requests):
         conditions = named(
             conditions,
             ConditionType.CDI_SPEC_CURRENT,
             "which pods are outdated",
-            lambda: name_outdated(conditions, system, notes, handoff),
+            lambda: name_outdated(context, conditions),
         )
-    if may_have(notes, WITHDRAWN):
+    if may_have(context.notes, WITHDRAWN):
         conditions = named(
             conditions,
             ConditionType.DEVICES_ALLOWED,
             "which processes have withdrawn nodes open",
-            lambda: _name_left_open(conditions, system, notes, handoff),
+            lambda: _name_left_open(context, conditions),
         )
     return Outcome(
         (*conditions, *((on_node,) if on_node else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
-        counts_repairs=handoff.restart_device_plugin is not None,
+        counts_repairs=context.handoff.restart_device_plugin is not None,
     )
 
 
-def _reported_of_node(system: System, notes: Notes) -> Condition | None:
+def _reported_of_node(context: Context) -> Condition | None:
     try:
-        if not system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
+        if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
             return None
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
     # Imported here, only if the host half wants it: it takes a tenth of a run that changes nothing.
     from agent.machine.kubelet.node_condition import reported
 
-    return reported(system, notes, time.time())
+    return reported(context.system, context.notes, time.time())
 
 
-def _name_left_open(
-    conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
-) -> tuple[Condition, ...]:
+def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
     # Imported here, only after a GPU was withdrawn: rarely needed, and it searches every process.
     from agent.machine.devices.left_open import name_left_open
 
-    granted = [device for request in handoff.requests for device in request.devices]
-    return name_left_open(conditions, system, notes, granted)
+    return name_left_open(context, conditions)
 
 
-def report(system: System, generation: str, outcome: Outcome) -> None:
+def report(context: Context, outcome: Outcome) -> None:
     """Write the report. It is also the heartbeat: every run writes it, even without a change."""
+    system = context.system
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
@@ -190,87 +185,89 @@ def report(system: System, generation: str, outcome: Outcome) -> None:
         )
     # An explicit limit: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
-    counts = repairs(Notes(system)) if outcome.counts_repairs else None
-    document = render_report(generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
+    counts = repairs(context.notes) if outcome.counts_repairs else None
+    document = render_report(context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
     system.write(REPORT, document)
 
 
-def _settle_request(
-    system: System, notes: Notes, owned: Owned, request: Request, handoff: Handoff, generation: str
-) -> Outcome:
+def _settle_request(context: Context, request: Request) -> Outcome:
     if request.vendor == OTHER_DEVICES:
         # Imported here: few machines are granted any.
         from agent.machine.devices.other_devices import settle_others
 
-        return Outcome(settle_others(system, notes, request, _newest(system)))
+        return Outcome(settle_others(context, request, _newest(context.system)))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
         message = f"the image's agent does not know vendor {request.vendor}: bring the image to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
-    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(system, notes, vendor, request, generation))
-    linked = attempt(
-        ConditionType.LIBRARIES_LINKED, lambda: _linked(system, notes, vendor, request, handoff.architecture)
-    )
+    return _settle_gpus(context, vendor, request)
+
+
+def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> Outcome:
+    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
+    linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
     def publish() -> Condition:
         nonlocal published
-        published = publish_spec(system, notes, owned, vendor, request, generation)
+        published = publish_spec(context, vendor, request)
         return published.condition
 
     # The generator may already be running: what does not depend on it comes before its result.
-    configured = attempt(
-        ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(system, notes, owned, vendor, request, handoff)
-    )
-    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(system, notes, configured))
+    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
+    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
     described, of_modes = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
     if request.cdi_modes:
         from agent.machine.cdi.modes import publish_modes
 
-        of_modes = publish_modes(system, notes, owned, vendor, request, handoff)
-    advertised = ConditionType.GPUS_ADVERTISED
+        of_modes = publish_modes(context, vendor, request)
     # The specifications first: from then on no pod is given a node that goes.
-    removed, withdrawn = withdraw_nodes(system, notes, request, _newest(system))
+    removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
     if (removed or withdrawn) and described.status is not Status.TRUE:
         # The generator lists every GPU with a node, even one that is being withdrawn: only now can it leave that out.
         # The failure may also have been a mere note that could not be written.
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    on_node = attempt(advertised, lambda: check_advertised(system, notes, vendor, request, published.devices))
-    if handoff.restart_device_plugin and on_node.reason in RESTART_MENDS:
-        # Imported here, only if configured and needed, like the Node condition.
-        from agent.machine.kubelet.plugin_restart import restart_plugin
-
-        needed = on_node
-        on_node = attempt(advertised, lambda: restart_plugin(system, notes, vendor, needed))
     (described,) = with_remark((described,), described.type, of_modes)
+    on_node = _advertised(context, vendor, request, published)
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     names = published.devices
-    if len(handoff.requests) > 1:
+    if len(context.handoff.requests) > 1:
         # Each vendor has an `all`, but a report has each name only once.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), names)
 
 
-def _linked(system: System, notes: Notes, vendor: MachineVendor, request: Request, architecture: str) -> Condition:
+def _advertised(context: Context, vendor: MachineVendor, request: Request, published: Published) -> Condition:
+    kind = ConditionType.GPUS_ADVERTISED
+    found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
+    if not context.handoff.restart_device_plugin or found.reason not in RESTART_MENDS:
+        return found
+    # Imported here, only if configured and needed, like the Node condition.
+    from agent.machine.kubelet.plugin_restart import restart_plugin
+
+    return attempt(kind, lambda: restart_plugin(context, vendor, found))
+
+
+def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
         # Imported here: few machines need it. Existing links into a driver root belong to another vendor.
         from agent.machine.devices.dri_links import link_dri_nodes
 
-        link_dri_nodes(system, notes, request)
+        link_dri_nodes(context, request)
         return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
-    return link_libraries(system, notes, request, architecture, vendor.data_directories)
+    return link_libraries(context, request, vendor.data_directories)
 
 
-def _devices(system: System, notes: Notes, vendor: MachineVendor, request: Request, generation: str) -> Condition:
+def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     # First, because the host binds again what the condition then reports as wrong.
-    unmount_removed(system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
-    if request.devices or notes.load(f"char-links-{vendor.name}"):
+    unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
+    if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported here, only if there is a node.
         from agent.machine.devices.char_links import link_nodes
 
-        link_nodes(system, notes, request)
-    condition = check_devices(system, notes, request, generation)
-    return with_hidden_driver(system, condition, vendor.kernel_paths)
+        link_nodes(context, request)
+    condition = check_devices(context, request)
+    return with_hidden_driver(context.system, condition, vendor.kernel_paths)
 
 
 def _newest(system: System) -> Handoff | None:

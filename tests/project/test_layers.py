@@ -21,7 +21,7 @@ ROOMS: Mapping[str, Order] = {
     "machine": (
         ("journal", "steps", "vendors"),
         "notes",
-        "repairs",
+        ("repairs", "context"),
         ("devices", "libraries", "containerd"),
         "cdi",
         "kubelet",

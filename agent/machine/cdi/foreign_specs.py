@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from agent.machine.notes import Notes, Owned
+from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import AgentError
 from agent.model.paths import CDI_DIRECTORIES, MACHINE_STATE
@@ -74,13 +74,13 @@ class Foreign:
         return frozenset({*self.same_directory, *self.outranking})
 
 
-def look(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> Foreign:
+def look(context: Context, vendor: MachineVendor) -> Foreign:
     """Return what else is there besides the vendor's specification; see `others`."""
-    specs = others(system, notes, owned, vendor)
+    specs = others(context, vendor)
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
     places = of_kind(specs, vendor)
-    return replace(places, remarks=(*broken, *_writer_remark(system, vendor)), blocking=blocking)
+    return replace(places, remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
 
 
 def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
@@ -94,15 +94,16 @@ def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
     return Foreign(same, outranking)
 
 
-def others(system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
+def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
     """Return all files of others; runs the vendor's tool once for every new or changed one."""
+    system, notes = context.system, context.notes
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
     found, known = [], {}
     for directory in CDI_DIRECTORIES:
         for entry in system.entries(directory) if system.is_directory(directory) else ():
             path = f"{directory}/{entry}"
-            if owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
+            if context.owned.has(path) or not entry.endswith(SUFFIXES) or system.is_directory(path):
                 continue
             spec, note = _read(system, vendor, path, noted.get(path))
             found.append(spec)

@@ -14,16 +14,15 @@ from typing import Any
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.foreign_specs import Foreign, ForeignSpec
 from agent.machine.containerd.active import containerd_state
+from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
-from agent.machine.notes import Notes, Owned
 from agent.machine.steps import ERROR_SHOWN
 from agent.model.conditions import ConditionType, Status, true
 from agent.model.errors import AgentError
-from agent.model.handoff import Handoff, Request
+from agent.model.handoff import Request
 from agent.model.paths import mode_spec_file, spec_directory
 from agent.model.reasons import Reason
 from agent.model.text import one_line
-from agent.system.files import System
 from agent.vendors.machine_vendor import CdiModes, MachineVendor
 
 MODE_LIMIT = 8.0
@@ -53,15 +52,13 @@ class _Mode:
         return f"spec-{self.request.vendor}-{self.name}"
 
 
-def publish_modes(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
-) -> str:
+def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> str:
     """Publish all modes that the request asks for, and return a remark for CDISpecCurrent; raises nothing.
 
     Only a remark, because Ready is about GPUs, and pods get those from another file.
     """
-    modes, granted = vendor.cdi_modes, [device for each in handoff.requests for device in each.devices]
-    publisher = _Publisher(system, notes, owned, vendor)
+    modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
+    owned, publisher = context.owned, _Publisher(context, vendor)
     served, lacking, failed = [], [], []
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
@@ -94,8 +91,9 @@ def publish_modes(
 class _Publisher:
     """Publishes one mode after another."""
 
-    def __init__(self, system: System, notes: Notes, owned: Owned, vendor: MachineVendor) -> None:
-        self._system, self._notes, self._owned, self._vendor = system, notes, owned, vendor
+    def __init__(self, context: Context, vendor: MachineVendor) -> None:
+        self._context, self._vendor = context, vendor
+        self._system, self._notes, self._owned = context.system, context.notes, context.owned
         self._deadline = time.monotonic() + LIMIT
         self._others: tuple[ForeignSpec, ...] | None = None
         self.remarks: dict[str, None] = {}
@@ -106,7 +104,7 @@ class _Publisher:
         if not self._owned.make_way(mode.spec_path):
             raise AgentError(f"another program wrote {mode.spec_path}; it stays", "move it away if nothing needs it")
         if self._others is None:
-            self._others = foreign_specs.others(self._system, self._notes, self._owned, self._vendor)
+            self._others = foreign_specs.others(self._context, self._vendor)
         foreign = foreign_specs.of_kind(self._others, mode)
         noted = self._current(mode) or self._publish(mode, foreign)
         self.remarks |= dict.fromkeys(noted["remarks"])
@@ -146,13 +144,13 @@ class _Publisher:
     def _current(self, mode: _Mode) -> dict[str, Any]:
         """Return the note on the published specification if it is unchanged and its inputs are too."""
         noted = self._notes.load(mode.note)
-        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._system, self._notes, mode):
+        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._context, mode):
             return {}
         return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
 
     def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
         """Generate and publish; return the note on the result."""
-        noted, inputs = self._notes.load(mode.note), _inputs(self._system, self._notes, mode)
+        noted, inputs = self._notes.load(mode.note), _inputs(self._context, mode)
         if noted.get("inputs") == inputs:
             self._refuse(mode, noted["devices"], foreign)
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
@@ -190,7 +188,7 @@ class _Publisher:
         finally:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
-        spec, remarks = as_containerd_takes(self._system, self._notes, settled(made))
+        spec, remarks = as_containerd_takes(self._context, settled(made))
         present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)
@@ -207,13 +205,14 @@ def _host_paths(spec: object) -> set[str]:
     return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
 
 
-def _inputs(system: System, notes: Notes, mode: _Mode) -> str:
+def _inputs(context: Context, mode: _Mode) -> str:
     """Return a digest of everything that the specification is made from."""
+    system = context.system
     tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}
     live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
     there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
     # containerd's version limits what the specification may hold.
-    depends = [asdict(mode.request), tools, live, there, containerd_state(system, notes)]
+    depends = [asdict(mode.request), tools, live, there, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 

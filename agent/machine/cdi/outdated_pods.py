@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from agent.machine.notes import Notes
+from agent.machine.context import Context
 from agent.model.conditions import Condition, ConditionType
-from agent.model.handoff import GrantedDevice, Handoff, with_remark
+from agent.model.handoff import GrantedDevice, with_remark
 from agent.model.paths import MACHINE_HOST_NVIDIA
 from agent.system.files import System
 
@@ -24,14 +24,12 @@ SHOWN = 10
 """Pods in the message, whose length is limited; the others are counted."""
 
 
-def name_outdated(
-    conditions: tuple[Condition, ...], system: System, notes: Notes, handoff: Handoff
-) -> tuple[Condition, ...]:
+def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
     """Add the pods' names to CDISpecCurrent's message; status and reason stay.
 
     A long message gives way, as one on why a specification is not published names each node of each GPU.
     """
-    pods = outdated_pods(system, notes, handoff)
+    pods = outdated_pods(context)
     if not pods:
         return conditions
     shown = [f"{pod} ({', '.join(sorted(why))})" for pod, why in sorted(pods.items())[:SHOWN]]
@@ -40,13 +38,13 @@ def name_outdated(
     return with_remark(conditions, ConditionType.CDI_SPEC_CURRENT, remark)
 
 
-def outdated_pods(system: System, notes: Notes, handoff: Handoff) -> dict[str, set[str]]:
+def outdated_pods(context: Context) -> dict[str, set[str]]:
     """Return, by `namespace/name`, the driver roots and device numbers that a pod has and the handoff does not."""
-    versions = _versions(notes, handoff)
-    granted = {device.path: device for request in handoff.requests for device in request.devices}
-    current = {request.driver_root for request in handoff.requests}
+    requests, versions = context.handoff.requests, _versions(context)
+    granted = {device.path: device for request in requests for device in request.devices}
+    current = {request.driver_root for request in requests}
     pods: dict[str, set[str]] = {}
-    for container in _containers(system, notes).values():
+    for container in _containers(context).values():
         why = {_root(root, versions) for root in container.get("roots", ()) if root not in current}
         why |= set(_other_numbers(container.get("devices", {}), granted))
         if why:
@@ -54,11 +52,11 @@ def outdated_pods(system: System, notes: Notes, handoff: Handoff) -> dict[str, s
     return pods
 
 
-def _versions(notes: Notes, handoff: Handoff) -> dict[str, Any]:
+def _versions(context: Context) -> dict[str, Any]:
     """Return driver versions by driver root, of all handoffs since the machine's boot."""
-    versions = notes.load("driver-versions")
-    versions |= {request.driver_root: request.driver_version for request in handoff.requests if request.driver_root}
-    notes.save("driver-versions", versions)
+    versions, requests = context.notes.load("driver-versions"), context.handoff.requests
+    versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
+    context.notes.save("driver-versions", versions)
     return versions
 
 
@@ -75,8 +73,9 @@ def _other_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, Grant
     ]
 
 
-def _containers(system: System, notes: Notes) -> dict[str, dict[str, Any]]:
+def _containers(context: Context) -> dict[str, dict[str, Any]]:
     """Return containers by id. An OCI specification never changes while its container runs, so each is read once."""
+    system, notes = context.system, context.notes
     noted = notes.load("containers")
     names = system.entries(BUNDLES) if system.is_directory(BUNDLES) else ()
     found = {}

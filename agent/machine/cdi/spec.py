@@ -4,16 +4,17 @@ import hashlib
 import json
 import posixpath
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from agent.machine.cdi import foreign_specs
 from agent.machine.cdi.foreign_specs import Foreign
 from agent.machine.containerd.active import containerd_state
+from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.journal import INFO, WARNING, say
-from agent.machine.notes import Notes, Owned, remove_remains
+from agent.machine.notes import remove_remains
 from agent.machine.repairs import repaired
 from agent.machine.vendors import VENDOR_NAMES
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true
@@ -53,29 +54,28 @@ class Candidate:
         return not self.verdict.problems and not self.verdict.missing
 
 
-def publish_spec(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, generation: str
-) -> Published:
+def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
     """Bring the published specification up to date; starts no program if nothing that it depends on has changed."""
     if not request.gpus:
-        removed = owned.remove(vendor.spec_path)
+        removed = context.owned.remove(vendor.spec_path)
         if removed:
-            notes.save(f"spec-{vendor.name}", {"removed": time.time_ns()})
+            context.notes.save(f"spec-{vendor.name}", {"removed": time.time_ns()})
         message = f"no GPU is granted to this machine{f'; removed {vendor.spec_path}' if removed else ''}"
         return Published(not_applicable(KIND, message))
-    if not owned.make_way(vendor.spec_path):
+    if not context.owned.make_way(vendor.spec_path):
         return Published(_foreign(vendor.spec_path))
-    foreign = foreign_specs.look(system, notes, owned, vendor)
-    published = _publish(system, notes, owned, vendor, request, generation, foreign)
+    foreign = foreign_specs.look(context, vendor)
+    published = _publish(context, vendor, request, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
     return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
 
 
-def remove_stale_specs(system: System, owned: Owned, requests: Iterable[Request]) -> None:
+def remove_stale_specs(context: Context) -> None:
     """Remove our specifications under names of former releases, and of modes that no request names any more.
 
     Also what killed writers left next to notes, and next to the specifications of all vendors that this release knows.
     """
+    system, owned, requests = context.system, context.owned, context.handoff.requests
     modes = (mode_spec_file(request.vendor, mode) for request in requests for mode in request.cdi_modes)
     wanted = (*map(spec_file, VENDOR_NAMES), *modes)
     try:
@@ -90,24 +90,17 @@ def remove_stale_specs(system: System, owned: Owned, requests: Iterable[Request]
         say(WARNING, f"cannot remove leftovers of earlier CDI specifications and runs: {error}")
 
 
-def spec_changed(system: System, notes: Notes, vendor: MachineVendor) -> int:
+def spec_changed(context: Context, vendor: MachineVendor) -> int:
     """Return when the specification was last published or removed, nanoseconds since the epoch; 0 if not since boot."""
     try:
-        return system.identity(vendor.spec_path).mtime_ns
+        return context.system.identity(vendor.spec_path).mtime_ns
     except FileNotFoundError:
-        removed = notes.load(f"spec-{vendor.name}").get("removed")
+        removed = context.notes.load(f"spec-{vendor.name}").get("removed")
         return removed if isinstance(removed, int) else 0
 
 
-def _publish(
-    system: System,
-    notes: Notes,
-    owned: Owned,
-    vendor: MachineVendor,
-    request: Request,
-    generation: str,
-    foreign: Foreign,
-) -> Published:
+def _publish(context: Context, vendor: MachineVendor, request: Request, foreign: Foreign) -> Published:
+    system, notes = context.system, context.notes
     live = live_numbers(system, request.devices)
     current = _current(system, vendor, request, live)
     if vendor.driver_files and not request.driver_root:
@@ -115,7 +108,7 @@ def _publish(
         return _kept(
             current, Reason.NO_DRIVER_ROOT, "GPUs are granted, but no driver files: see DriverRootStaged on the host"
         )
-    inputs = _inputs(system, notes, vendor, request, live, generation)
+    inputs = _inputs(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
     current = _as_noted(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
@@ -125,7 +118,7 @@ def _publish(
     ):
         return Published(refused)
     try:
-        new, remarks = _generate(system, notes, vendor, request, live)
+        new, remarks = _generate(context, vendor, request, live)
     except (AgentError, OSError) as error:
         return _kept(current, Reason.GENERATION_FAILED, f"{error}; see also DevicesAllowed and LibrariesLinked")
     if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
@@ -138,7 +131,7 @@ def _publish(
         notes.save(f"spec-{vendor.name}", {"inputs": inputs, "colliding": list(new.verdict.devices)})
         return Published(refused)
     if not current or current.text != new.text:
-        owned.claim(vendor.spec_path)
+        context.owned.claim(vendor.spec_path)
         # The temporary file next to it has no suffix .yaml or .json: two files with one device make it unusable.
         system.write(vendor.spec_path, new.text)
         was_ours = current is not None and noted.get("digest") == _digest(current.text)
@@ -185,8 +178,9 @@ def _better(new: Verdict, current: Verdict) -> bool:
 
 
 def _generate(
-    system: System, notes: Notes, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
+    context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> tuple[Candidate, tuple[str, ...]]:
+    system = context.system
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
     # Imported here: most runs generate nothing.
@@ -196,7 +190,7 @@ def _generate(
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, left_out = as_containerd_takes(system, notes, settled(generated.spec))
+    spec, left_out = as_containerd_takes(context, settled(generated.spec))
     remarks = (*generated.remarks, *left_out)
     # Publish what was verified, not what another parser may read from the same text. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
@@ -243,21 +237,14 @@ def _verdict(
     return vendor.verify(spec, request, live, present)
 
 
-def _inputs(
-    system: System,
-    notes: Notes,
-    vendor: MachineVendor,
-    request: Request,
-    live: dict[str, DeviceNumber],
-    generation: str,
-) -> str:
+def _inputs(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
     """Return a digest of everything a specification is made from. A boot of the machine clears the notes with it."""
-    programs = (*vendor.tools, *vendor.inputs)
+    system, programs = context.system, (*vendor.tools, *vendor.inputs)
     tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
     # containerd's version limits what the specification may hold.
-    depends = [generation, tools, numbers, there, containerd_state(system, notes)]
+    depends = [context.generation, tools, numbers, there, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 

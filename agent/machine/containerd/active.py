@@ -5,6 +5,7 @@ import time
 from dataclasses import astuple, replace
 
 from agent.machine.containerd.tables import MAIN
+from agent.machine.context import Context
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, true, unknown
 from agent.model.digits import whole_number
@@ -35,7 +36,7 @@ def unfinished(notes: Notes) -> bool:
     return bool(changed) and not changed.get("effective")
 
 
-def check_active(system: System, notes: Notes, configured: Condition) -> Condition:
+def check_active(context: Context, configured: Condition) -> Condition:
     """Return RuntimeActive: containerd runs, and was started after our last change of its configuration.
 
     Its reason is RestartPending when the caller is to call `restart`. `configured` is RuntimeConfigured.
@@ -44,8 +45,9 @@ def check_active(system: System, notes: Notes, configured: Condition) -> Conditi
         return replace(configured, type=ACTIVE)
     if configured.status is not Status.TRUE:
         return unknown(ACTIVE, Reason.NOT_CONFIGURED, "see RuntimeConfigured")
+    notes = context.notes
     changed = notes.load(CHANGED)
-    unit = show(system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
+    unit = show(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
     # Both are CLOCK_MONOTONIC, which a machine shares with its host and which setting the clock does not move.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
@@ -90,9 +92,10 @@ def show(system: System, properties: str) -> dict[str, str]:
     return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
 
-def containerd_state(system: System, notes: Notes) -> list[object]:
+def containerd_state(context: Context) -> list[object]:
     """Return everything that the result of as_containerd_takes depends on, without starting a program."""
-    program, noted = system.find_program("containerd"), notes.load(REPLACED)
+    system = context.system
+    program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
     return [program and program_identity(system, program), ended]
 

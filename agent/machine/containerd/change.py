@@ -9,9 +9,8 @@ from typing import Any
 from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import CHANGED, note_change, unfinished
 from agent.machine.containerd.tables import MAIN, Table
-from agent.machine.notes import Notes, Owned
+from agent.machine.context import Context
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
-from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
 
@@ -41,34 +40,27 @@ class Places:
 
 
 def write_and_read_back(
-    system: System,
-    notes: Notes,
-    owned: Owned,
-    vendor: MachineVendor,
-    places: Places,
-    wanted: Wanted,
-    before: dict[str, bytes | None],
-    *,
-    default: bool,
+    context: Context, vendor: MachineVendor, places: Places, wanted: Wanted, before: dict[str, bytes | None]
 ) -> str:
     """Write what differs. Return what is wrong with the result, after restoring the files, or "".
 
     Raises AgentError or OSError, after restoring too, if the result is unknown: a full disk, a time limit.
     """
-    drop_in = places.drop_in
+    notes, drop_in = context.notes, places.drop_in
     written = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
     # Remove the old file last, so that a containerd that starts meanwhile has the handler.
     changes: dict[str, bytes | None] = {**written, **{path: None for path in places.former if before[path] is not None}}
     noted, effective = notes.load(CHANGED), ""
     try:
         if changes:
-            owned.claim(drop_in)
+            context.owned.claim(drop_in)
             # Before the first write, so that a run killed in between leaves no files that containerd never loads.
             note_change(notes)
-        files.put(system, changes)
-        with_ours = files.effective(system, MAIN, wanted.version)
+        files.put(context.system, changes)
+        with_ours = files.effective(context.system, MAIN, wanted.version)
         # Without the list of files, which containerd 1.7 prints in a different order each time (a map of Go's).
         effective = digest(json.dumps(with_ours | {"imports": []}, sort_keys=True, default=str).encode())
+        default = context.handoff.default_runtime
         found = tables.problems(wanted.baseline, with_ours, wanted.document, vendor.handler, default=default)
         faults = "; ".join(found)
         if faults and wanted.behind:
@@ -76,10 +68,10 @@ def write_and_read_back(
     except (ExitCodeError, DocumentError) as error:
         faults = str(error)
     except (AgentError, OSError):
-        _put_back(system, notes, changes, before, noted)
+        _put_back(context, changes, before, noted)
         raise
     if faults:
-        _put_back(system, notes, changes, before, noted)
+        _put_back(context, changes, before, noted)
         return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
         # Check again: a containerd that started since may have read the first file without the second.
@@ -88,15 +80,13 @@ def write_and_read_back(
         # A containerd that already runs with the same configuration needs no restart.
         notes.save(CHANGED, {**noted, "effective": effective})
     for path in places.former:
-        owned.remove(path)
+        context.owned.remove(path)
     return ""
 
 
-def _put_back(
-    system: System, notes: Notes, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]
-) -> None:
-    files.put(system, {path: before[path] for path in reversed(tuple(changes))})
-    notes.save(CHANGED, noted)
+def _put_back(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
+    files.put(context.system, {path: before[path] for path in reversed(tuple(changes))})
+    context.notes.save(CHANGED, noted)
 
 
 def digest(content: bytes | None) -> str:

@@ -10,12 +10,12 @@ from agent.machine.containerd import files, tables
 from agent.machine.containerd.active import unfinished
 from agent.machine.containerd.change import Places, Wanted, digest, write_and_read_back
 from agent.machine.containerd.tables import MAIN, Configuration, Table
-from agent.machine.notes import Notes, Owned
+from agent.machine.context import Context
 from agent.machine.repairs import repaired
 from agent.machine.vendors import VENDOR_NAMES, machine_vendor
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.errors import AgentError, DocumentError, ExitCodeError
-from agent.model.handoff import Handoff, Repair, Request
+from agent.model.handoff import Repair, Request
 from agent.model.paths import MACHINE_STATE
 from agent.model.reasons import Reason
 from agent.system.files import System
@@ -26,66 +26,59 @@ BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
 ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need no more")
 
 
-def configure_runtime(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, request: Request, handoff: Handoff
-) -> Condition:
+def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     """Configure containerd if possible, and return RuntimeConfigured."""
     if not request.gpus:
         # The configuration stays: GPUs come back, and removing it would restart containerd twice.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
-    others = (machine_vendor(each.vendor) for each in handoff.requests if each.gpus)
+    others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
         return not_applicable(CONFIGURED, "the drop-in for another vendor's runtime also enables CDI")
-    default, chosen = handoff.default_runtime, handoff.containerd_drop_in
-    return configure_vendor(system, notes, owned, vendor, default=default, chosen=chosen)
+    return configure_vendor(context, vendor)
 
 
-def configure_vendor(
-    system: System, notes: Notes, owned: Owned, vendor: MachineVendor, *, default: bool, chosen: str = ""
-) -> Condition:
-    """Do the same for the one vendor with GPUs here whose runtime is to be configured.
-
-    `chosen`: the path of our part of the configuration, if not the usual one.
-    """
-    handler, places = vendor.handler, _places(owned, vendor, chosen)
+def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
+    """Do the same for the one vendor with GPUs here whose runtime is to be configured."""
+    system, notes = context.system, context.notes
+    handler, places = vendor.handler, _places(context, vendor)
     drop_in, name = places.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
     program = system.find_program("containerd")
     if program is None:
         return false(CONFIGURED, Reason.NO_CONTAINERD, "containerd is not installed: install it in the image")
     if handler and not system.exists(handler.binary):
         return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
-    if not owned.make_way(drop_in):
+    if not context.owned.make_way(drop_in):
         return false(CONFIGURED, Reason.FOREIGN_FILE, f"another program wrote {drop_in}; it stays: move it away")
     if handler:
-        _edit_runtime_config(system, notes, vendor)
+        _edit_runtime_config(context, vendor)
     noted = notes.load(name)
     # One digest of everything that the result depends on: a run that finds it unchanged starts no program.
-    state = _state(system, program, vendor, drop_in, default=default)
+    state = _state(context, program, vendor, drop_in)
     if noted.get("state") == state and not unfinished(notes):
         return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
     # Imported here: most runs need no version.
     from agent.machine.containerd.version import containerd_version
 
-    if handler is None and not places.former and _enabled_by_others(system, notes, owned, drop_in, program):
+    if handler is None and not places.former and _enabled_by_others(context, drop_in, program):
         notes.save(name, {"state": state, "by_others": True})
         return ENABLED
-    version = containerd_version(system, notes, program)
+    version = containerd_version(context, program)
     before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
-    wanted = _wanted(system, version, vendor, places, before, default=default)
-    faults = write_and_read_back(system, notes, owned, vendor, places, wanted, before, default=default)
+    wanted = _wanted(context, version, vendor, places, before)
+    faults = write_and_read_back(context, vendor, places, wanted, before)
     left = digest(files.read_optional(system, drop_in))
     if not faults and (found := _changed_by_others(noted, digest(before[drop_in]), wanted, drop_in)):
         repaired(notes, Repair.CONTAINERD, found)
-    state = _state(system, program, vendor, drop_in, default=default)
+    state = _state(context, program, vendor, drop_in)
     notes.save(name, {"state": state, "problem": faults, "drop_in": left, "path": drop_in})
     return _configured(faults, drop_in)
 
 
-def _places(owned: Owned, vendor: MachineVendor, chosen: str) -> Places:
+def _places(context: Context, vendor: MachineVendor) -> Places:
     """Choose the paths. A vendor's drop-in stays even if only CDI is needed: removing it would restart containerd."""
-    drop_in = chosen or tables.drop_in_path(vendor.handler)
+    drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_of_vendors()}
-    return Places(drop_in, tuple(path for path in owned.ending(tables.SUFFIXES) if path not in kept))
+    return Places(drop_in, tuple(path for path in context.owned.ending(tables.SUFFIXES) if path not in kept))
 
 
 def _of_vendors() -> list[str]:
@@ -104,19 +97,20 @@ def _handlers() -> list[RuntimeHandler]:
     return [vendor.handler for vendor in vendors if vendor and vendor.handler]
 
 
-def _enabled_by_others(system: System, notes: Notes, owned: Owned, drop_in: str, program: str) -> bool:
+def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
     """Return whether pods get CDI devices, if they need only CDI, without a drop-in for that.
 
     A drop-in for a vendor's runtime also enables CDI, stays when that vendor's last GPU goes, and is loaded after our
     drop-in for CDI, which containerd 1.x would then replace by it.
     """
-    of_vendors = any(owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
+    system = context.system
+    of_vendors = any(context.owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
     if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
         return False
     from agent.machine.containerd.version import known_version
 
     try:
-        version = known_version(system, notes, program)
+        version = known_version(context, program)
         return not list(tables.cdi_problems(files.effective(system, MAIN, version)))
     except (ExitCodeError, DocumentError):
         # The steps that follow report what is wrong with it.
@@ -138,8 +132,9 @@ def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, dro
     return f"somebody removed the import of {drop_in} from {MAIN}" if wanted.main is not None else ""
 
 
-def _edit_runtime_config(system: System, notes: Notes, vendor: MachineVendor) -> None:
+def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
     """Set only our keys, as the file belongs to the handler's package. It is read at each container's start."""
+    system, notes = context.system, context.notes
     name = f"runtime-{vendor.name}"
     present = files.read_optional(system, vendor.runtime_config)
     text = (present or b"").decode(errors="surrogateescape")
@@ -152,15 +147,13 @@ def _edit_runtime_config(system: System, notes: Notes, vendor: MachineVendor) ->
 
 
 def _wanted(
-    system: System,
+    context: Context,
     version: tuple[int, ...],
     vendor: MachineVendor,
     places: Places,
     before: dict[str, bytes | None],
-    *,
-    default: bool,
 ) -> Wanted:
-    drop_in = places.drop_in
+    system, drop_in = context.system, places.drop_in
     text = before[MAIN] or b""
     main = files.parse(MAIN, text)
     if not main:
@@ -175,7 +168,7 @@ def _wanted(
     behind = tuple(order[order.index(drop_in) + 1 :])
     loaded = {path: everything[path] for path in order if path != drop_in}
     configuration = Configuration(main, loaded, _baseline(system, main, loaded, version), behind, drop_in)
-    document = tables.render(configuration, version, vendor.handler, default=default)
+    document = tables.render(configuration, version, vendor.handler, default=context.handoff.default_runtime)
     try:
         same = before[drop_in] is not None and files.parse(drop_in, before[drop_in] or b"") == document
     except AgentError:
@@ -202,8 +195,9 @@ def _baseline(system: System, main: Table, imported: Iterable[str], version: tup
         ) from error
 
 
-def _state(system: System, program: str, vendor: MachineVendor, drop_in: str, *, default: bool) -> str:
+def _state(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
     """Return a digest of containerd's program, of all files that it loads, and of what is requested."""
+    system, default = context.system, context.handoff.default_runtime
     handler = astuple(vendor.handler) if vendor.handler else None
     digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())
     main = files.read_optional(system, MAIN)

@@ -5,9 +5,8 @@ from dataclasses import astuple
 
 from agent.machine.containerd.active import REPLACED, UNIT, program_identity, show
 from agent.machine.containerd.tables import parse_version
-from agent.machine.notes import Notes
+from agent.machine.context import Context
 from agent.model.errors import DocumentError
-from agent.system.files import System
 
 NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
@@ -15,8 +14,9 @@ GROUPS_SINCE = (1, 7, 16)
 additionalGids entirely, because they came with version 0.7.0."""
 
 
-def containerd_version(system: System, notes: Notes, program: str) -> tuple[int, ...]:
+def containerd_version(context: Context, program: str) -> tuple[int, ...]:
     """Ask each program file once in a boot. Raises CommandError, DocumentError or OSError."""
+    system, notes = context.system, context.notes
     identity, noted = list(astuple(system.identity(program))), notes.load(NOTE)
     if noted.get("program") == identity and isinstance(noted.get("version"), list):
         return tuple(noted["version"])
@@ -25,15 +25,15 @@ def containerd_version(system: System, notes: Notes, program: str) -> tuple[int,
     return version
 
 
-def known_version(system: System, notes: Notes, program: str) -> tuple[int, ...]:
+def known_version(context: Context, program: str) -> tuple[int, ...]:
     """Return the same; () for a custom build that reports no version."""
     try:
-        return containerd_version(system, notes, program)
+        return containerd_version(context, program)
     except DocumentError:
         return ()
 
 
-def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[object, tuple[str, ...]]:
+def as_containerd_takes(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
     """Return a settled CDI specification without what this machine's containerd does not know, and a remark on changes.
 
     Raises CommandError or OSError.
@@ -42,7 +42,7 @@ def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[obj
     from agent.vendors.cdi.normalise import without_groups
 
     groupless = without_groups(spec)
-    if groupless == spec or not (version := _without_groups(system, notes)):
+    if groupless == spec or not (version := _without_groups(context)):
         return spec, ()
     return groupless, (
         f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so they are left out: "
@@ -50,26 +50,27 @@ def as_containerd_takes(system: System, notes: Notes, spec: object) -> tuple[obj
     )
 
 
-def _without_groups(system: System, notes: Notes) -> str:
+def _without_groups(context: Context) -> str:
     """Return the version of a containerd that does not know additionalGids, else "".
 
     A specification must suit both the program and a containerd that still runs after its program was replaced.
     """
-    program = system.find_program("containerd")
-    if program is None or not system.is_file(program):
+    program = context.system.find_program("containerd")
+    if program is None or not context.system.is_file(program):
         return ""
     try:
-        version = containerd_version(system, notes, program)
+        version = containerd_version(context, program)
         if version < GROUPS_SINCE:
             return _text(version)
     except DocumentError:
         # A custom build. RuntimeConfigured says so.
         pass
-    return _running_without_groups(system, notes, program)
+    return _running_without_groups(context, program)
 
 
-def _running_without_groups(system: System, notes: Notes, program: str) -> str:
+def _running_without_groups(context: Context, program: str) -> str:
     """Return the same for a running containerd that is not of that file; noted, as its end changes the answer."""
+    system = context.system
     process = show(system, "MainPID").get("MainPID", "0")
     # The kernel leads from here to the running file, even if it was removed (proc(5)).
     running = f"/proc/{process}/exe"
@@ -85,7 +86,7 @@ def _running_without_groups(system: System, notes: Notes, program: str) -> str:
         return ""
     if version >= GROUPS_SINCE:
         return ""
-    notes.save(REPLACED, {"running": running, "identity": identity})
+    context.notes.save(REPLACED, {"running": running, "identity": identity})
     return f"{_text(version)} (it still runs: restart {UNIT})"
 
 

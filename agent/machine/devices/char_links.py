@@ -7,17 +7,17 @@ create-dev-char-symlinks` and the GPU Operator's validator make the same.
 
 import posixpath
 
+from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
 from agent.machine.journal import WARNING, say
-from agent.machine.notes import Notes
 from agent.model.handoff import Request
-from agent.system.files import System
 
 DIRECTORY = "/dev/char"
 
 
-def link_nodes(system: System, notes: Notes, request: Request) -> None:
+def link_nodes(context: Context, request: Request) -> None:
     """Make missing links, and remove those to nodes that are no longer granted; others' links stay."""
+    system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"
     made = {path: text for path, text in notes.load(name).items() if isinstance(text, str)}
     numbers = live_numbers(system, request.devices)

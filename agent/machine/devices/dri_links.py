@@ -5,14 +5,14 @@ No udevd runs in a machine, and a bind brings only the node.
 
 import posixpath
 
-from agent.machine.notes import Notes
+from agent.machine.context import Context
 from agent.model.device import dri_link
 from agent.model.handoff import Request
-from agent.system.files import System
 
 
-def link_dri_nodes(system: System, notes: Notes, request: Request) -> None:
+def link_dri_nodes(context: Context, request: Request) -> None:
     """Make the links to the granted nodes, and remove those made for others. Raises OSError."""
+    system, notes = context.system, context.notes
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
         for device in request.devices

@@ -2,40 +2,42 @@
 
 import fnmatch
 
+from agent.machine.context import Context
 from agent.machine.devices.nodes import GRANTED, not_withdrawn
 from agent.machine.notes import Notes, Owned
 from agent.machine.vendors import GPU_NODES, VENDOR_NAMES
 from agent.model.conditions import Condition
 from agent.model.errors import AgentError
-from agent.model.handoff import OTHER_DEVICES, Handoff, Request
+from agent.model.handoff import OTHER_DEVICES, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
 
 
-def note_strays(system: System, notes: Notes, handoff: Handoff) -> tuple[Condition, ...]:
+def note_strays(context: Context) -> tuple[Condition, ...]:
     """Add mounted nodes to the notes of granted nodes; return a condition only if that failed.
 
     The host may withdraw a GPU after nspawn has bound its node, but before the first run that could note it.
     """
-    known = {device.path for request in handoff.requests for device in request.devices}
+    requests = context.handoff.requests
+    known = {device.path for request in requests for device in request.devices}
     # DRM nodes may be any vendor's: unknown ones go to a vendor that this run settles anyway.
-    vendors = [each.vendor for each in handoff.requests if each.vendor in GPU_NODES]
+    vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
         for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
-            found = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(system, pattern)} - known
+            found = {path for pattern in GPU_NODES[vendor] for path in _bound_nodes(context.system, pattern)} - known
             if found:
-                _note(system, notes, vendor, found)
+                _note(context, vendor, found)
                 known |= found
     except OSError as error:
         return (not_withdrawn(f"cannot tell what is mounted in /dev: {error}"),)
     return ()
 
 
-def _note(system: System, notes: Notes, vendor: str, paths: set[str]) -> None:
-    noted = notes.load(f"{GRANTED}{vendor}")
-    numbers = {path: system.device(path) for path in sorted(paths - noted.keys())}
+def _note(context: Context, vendor: str, paths: set[str]) -> None:
+    noted = context.notes.load(f"{GRANTED}{vendor}")
+    numbers = {path: context.system.device(path) for path in sorted(paths - noted.keys())}
     strays = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
-    notes.save(f"{GRANTED}{vendor}", {**strays, **noted})
+    context.notes.save(f"{GRANTED}{vendor}", {**strays, **noted})
 
 
 def _bound_nodes(system: System, pattern: str) -> list[str]:
@@ -46,13 +48,14 @@ def _bound_nodes(system: System, pattern: str) -> list[str]:
     return [path for path in paths if system.is_mount(path) and not system.is_directory(path)]
 
 
-def given_up(notes: Notes, owned: Owned, handoff: Handoff) -> list[Request]:
+def given_up(context: Context) -> list[Request]:
     """Return empty requests for vendors that the handoff no longer names, so that the machine gives up what it has."""
-    named = {request.vendor for request in handoff.requests}
+    named = {request.vendor for request in context.handoff.requests}
     return [
         Request(name, (), ())
         for name in (*VENDOR_NAMES, OTHER_DEVICES)
-        if name not in named and (may_have(notes, f"{GRANTED}{name}") or _may_own(owned, spec_file(name)))
+        if name not in named
+        and (may_have(context.notes, f"{GRANTED}{name}") or _may_own(context.owned, spec_file(name)))
     ]
 
 

@@ -3,15 +3,14 @@
 The host half's service may not search them, and after a GPU has left by itself nothing on the host searches either.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
+from agent.machine.context import Context
 from agent.machine.devices.nodes import WITHDRAWN
-from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType
-from agent.model.handoff import GrantedDevice, with_remark
+from agent.model.handoff import with_remark
 from agent.system.deadlines import bounded
-from agent.system.files import System
 from agent.system.open_files import Held, Number, find_holders
 
 SHOWN = 10
@@ -25,18 +24,15 @@ FAILED_LOOKS = 5
 
 
 def name_left_open(
-    conditions: tuple[Condition, ...],
-    system: System,
-    notes: Notes,
-    granted: Iterable[GrantedDevice],
-    limit: float = LOOK_LIMIT,
+    context: Context, conditions: tuple[Condition, ...], limit: float = LOOK_LIMIT
 ) -> tuple[Condition, ...]:
     """Add the processes to DevicesAllowed's message, and forget nodes that no process has open.
 
     Raises what a search raises, TimeoutError after `limit` seconds: such searches are tried FAILED_LOOKS times.
     """
+    notes = context.notes
     noted = notes.load(WITHDRAWN)
-    by_now = {(device.major, device.minor) for device in granted}
+    by_now = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
     # A number that was granted again is another GPU's: processes may have that open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
     failed = notes.load(LOOKS).get("failed")
@@ -44,7 +40,7 @@ def name_left_open(
     # Before the search, which may end this run too.
     notes.save(LOOKS, {"failed": failed + 1})
     look = bool(wanted) and failed < FAILED_LOOKS
-    held = bounded("/proc", partial(find_holders, system, wanted), limit) if look else Held()
+    held = bounded("/proc", partial(find_holders, context.system, wanted), limit) if look else Held()
     open_paths = {path for holder in held.holders for path in holder.paths}
     # Processes that the kernel hides are no reason to search for ever: they may be any, and never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import agent.machine.devices.open_nodes
+from agent.machine.context import Context
 from agent.machine.journal import WARNING, say
-from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, ApplyError
@@ -60,21 +60,22 @@ def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str
     return numbers
 
 
-def check_devices(system: System, notes: Notes, request: Request, generation: str) -> Condition:
+def check_devices(context: Context, request: Request) -> Condition:
     """Return DevicesAllowed; open what was not opened since boot with these numbers and this grant."""
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
+    system, notes = context.system, context.notes
     live = live_numbers(system, request.devices)
     wrong = wrong_numbers(system, request.devices, live)
     if wrong:
         return false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "; ".join(wrong))
     name = f"opened-{request.vendor}"
-    known = _still_valid(notes.load(name), live, generation)
+    known = _still_valid(notes.load(name), live, context.generation)
     due = tuple(device.path for device in request.devices if device.path not in known)
     if due:
         known |= _open(system, due)
         nodes = {path: [live[path].major, live[path].minor, code] for path, code in known.items()}
-        notes.save(name, {"generation": generation, "nodes": nodes})
+        notes.save(name, {"generation": context.generation, "nodes": nodes})
     return _condition(known)
 
 
@@ -96,7 +97,7 @@ def with_hidden_driver(system: System, condition: Condition, paths: Collection[s
 
 
 def withdraw_nodes(
-    system: System, notes: Notes, request: Request, newest: Handoff | None
+    context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
     """Remove nodes that were granted since the machine's start and no longer are; a condition only if that failed.
 
@@ -104,7 +105,7 @@ def withdraw_nodes(
     nothing is removed. The host cannot remove nodes: machinectl(1) binds into a machine, but cannot unbind.
     """
     try:
-        return _withdraw_nodes(system, notes, request, newest)
+        return _withdraw_nodes(context, request, newest)
     # Any exception, such as a full /run, must not cost the report.
     except Exception as error:
         return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
@@ -115,10 +116,10 @@ def not_withdrawn(why: str) -> Condition:
 
 
 def _withdraw_nodes(
-    system: System, notes: Notes, request: Request, newest: Handoff | None
+    context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
     """Withdraw and note it. Raises OSError if the note fails."""
-    name = f"{GRANTED}{request.vendor}"
+    notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     by_now = newest.requests if newest else ()
     of_vendor = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
@@ -132,7 +133,7 @@ def _withdraw_nodes(
     failures = []
     for path, number in stale.items():
         try:
-            _withdraw(system, path)
+            _withdraw(context.system, path)
         except (AgentError, OSError) as error:
             granted[path] = number
             failures.append(str(error))

@@ -3,9 +3,9 @@
 Opening a watchdog starts it, and the host reboots soon after; opening other devices can have effects too.
 """
 
+from agent.machine.context import Context
 from agent.machine.devices.char_links import link_nodes
 from agent.machine.devices.nodes import live_numbers, unmount_removed, withdraw_nodes, wrong_numbers
-from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.errors import AgentError
 from agent.model.handoff import Handoff, Request
@@ -15,13 +15,13 @@ from agent.system.files import System
 KIND = ConditionType.DEVICES_ALLOWED
 
 
-def settle_others(system: System, notes: Notes, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
+def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
     """Return DevicesAllowed, once or twice. `newest`: the present handoff, as withdraw_nodes has it."""
     try:
-        unmount_removed(system, (device.path for device in request.devices))
-        link_nodes(system, notes, request)
-        _, withdrawn = withdraw_nodes(system, notes, request, newest)
-        return (_present(system, request), *((withdrawn,) if withdrawn else ()))
+        unmount_removed(context.system, (device.path for device in request.devices))
+        link_nodes(context, request)
+        _, withdrawn = withdraw_nodes(context, request, newest)
+        return (_present(context.system, request), *((withdrawn,) if withdrawn else ()))
     except (AgentError, OSError) as error:
         return (false(KIND, Reason.FAILED, str(error)),)
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from agent.machine.cdi.spec import spec_changed
+from agent.machine.context import Context
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
 from agent.model.errors import DocumentError
@@ -52,22 +53,21 @@ class Plugin:
 
 
 def check_advertised(
-    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
+    context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]
 ) -> Condition:
     """Return GPUsAdvertised; `published` are the device names in the CDI specification. Raises OSError."""
-    condition = _kubelets(system, notes, vendor, request, published)
-    if not vendor.plugin_spec or not system.exists(vendor.plugin_spec):
+    condition = _kubelets(context, vendor, request, published)
+    if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
         return condition
     # Imported here: few plugins make a specification of their own.
     from agent.machine.kubelet.plugin_spec import beside_plugin_spec
 
-    return beside_plugin_spec(system, vendor, request, condition)
+    return beside_plugin_spec(context.system, vendor, request, condition)
 
 
-def _kubelets(
-    system: System, notes: Notes, vendor: MachineVendor, request: Request, published: tuple[str, ...]
-) -> Condition:
+def _kubelets(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
     """Judge by the kubelet's directory alone."""
+    system = context.system
     if not system.is_directory(PLUGINS):
         if not request.gpus:
             return not_applicable(KIND, "no GPU is granted to this machine")
@@ -86,8 +86,8 @@ def _kubelets(
     without = _without_plugin(vendor, plugin)
     if without is not None:
         return without
-    known = _known(notes, vendor, request, plugin)
-    outdated = not vendor.plugin_rescans and spec_changed(system, notes, vendor) > plugin.begun
+    known = _known(context.notes, vendor, request, plugin)
+    outdated = not vendor.plugin_rescans and spec_changed(context, vendor) > plugin.begun
     return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agent.machine.cdi.spec import spec_changed
+from agent.machine.context import Context
 from agent.machine.kubelet.device_plugin import look
-from agent.machine.notes import Notes
 from agent.model.conditions import Condition
 from agent.model.errors import CommandError
 from agent.system.files import System
@@ -33,16 +33,17 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 """A container's part of its cgroup's path: cri-containerd-ID.scope by systemd's driver, ID by that for cgroupfs."""
 
 
-def restart_plugin(system: System, notes: Notes, vendor: MachineVendor, needed: Condition) -> Condition:
+def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
     """Restart it and say so in the message of `needed`. Raises OSError, or DocumentError for a bad checkpoint."""
-    return replace(needed, message=f"{needed.message}; {_restart(system, notes, vendor)}")
+    return replace(needed, message=f"{needed.message}; {_restart(context, vendor)}")
 
 
-def _restart(system: System, notes: Notes, vendor: MachineVendor) -> str:
+def _restart(context: Context, vendor: MachineVendor) -> str:
     """Restart at most once for each CDI specification, and not within DISTANCE: what one does not fix, none will."""
+    system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
     noted = notes.load(name)
-    spec, now, number = spec_changed(system, notes, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
+    spec, now, number = spec_changed(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass, field
 
+from agent.machine.context import Context
 from agent.machine.libraries.plan import (
     FOREIGN,
     TRIPLET_32,
@@ -43,11 +44,10 @@ class Cached:
     """By the path of our link: the path that programs load instead."""
 
 
-def link_libraries(
-    system: System, notes: Notes, request: Request, architecture: str, data: tuple[str, ...] = ()
-) -> Condition:
+def link_libraries(context: Context, request: Request, data: tuple[str, ...] = ()) -> Condition:
     """Make the links if possible, and return LibrariesLinked. `data`: see Places."""
-    where = _places(system, architecture, data)
+    system = context.system
+    where = _places(system, context.handoff.architecture, data)
     if request.driver_root and not _staged(system, request.driver_root):
         # Old links stay: the driver root that they point to may soon be back, and removing them does not help.
         return false(
@@ -59,10 +59,10 @@ def link_libraries(
     wanted = wanted_links(request, where)
     plan = plan_links(wanted, _listing(system, where))
     owed = _change(system, plan)
-    _tell_repair(notes, request, wanted, plan)
+    _tell_repair(context.notes, request, wanted, plan)
     if not request.driver_root and not owed:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    cached = _refresh_loader_cache(system, notes, request, where, owed=owed, conflicts=plan.conflicts)
+    cached = _refresh_loader_cache(context, request, where, owed=owed, conflicts=plan.conflicts)
     if plan.conflicts:
         found = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(
@@ -147,12 +147,13 @@ def _change(system: System, plan: LinkPlan) -> bool:
 
 
 def _refresh_loader_cache(
-    system: System, notes: Notes, request: Request, where: Places, *, owed: bool, conflicts: tuple[str, ...]
+    context: Context, request: Request, where: Places, *, owed: bool, conflicts: tuple[str, ...]
 ) -> Cached:
     """Run ldconfig if needed; return the remaining faults of the loader cache.
 
     ldconfig deletes dangling links, so it runs after the links are made and while the driver root is there.
     """
+    system, notes = context.system, context.notes
     # What is in the way of our links may not be a library, and no cache would ever list it.
     needed = needed_sonames(request, where) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"

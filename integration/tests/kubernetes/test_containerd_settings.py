@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from agent.machine.containerd.configure import configure_vendor
-from agent.machine.notes import Notes, Owned
+from agent.machine.context import Context
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, Status
 from agent.model.errors import AgentError
+from agent.model.handoff import Handoff
 from agent.system.files import System
 from agent.system.process import Completed
 from agent.system.spawn_runner import MachineRunner
@@ -140,7 +141,8 @@ class ContainerdMachine:
         self.spawned.clear()
         system, known = System(self._runner, str(self.root)), machine_vendor(vendor)
         assert known
-        return configure_vendor(system, Notes(system), Owned(system), known, default=default, chosen=drop_in)
+        handoff = Handoff("node", "x86_64", (), default_runtime=default, containerd_drop_in=drop_in)
+        return configure_vendor(Context.of(system, handoff), known)
 
     def files(self) -> dict[str, tuple[int, str]]:
         """Return inode and text of each file below /etc/containerd; a rewritten file has another inode."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.machine.cdi.outdated_pods import BUNDLES, name_outdated, outdated_pods
-from agent.machine.notes import Notes
+from agent.machine.context import Context
 from agent.machine.run import run
 from agent.model.conditions import ConditionType, false, true
 from agent.model.handoff import with_remark
@@ -51,7 +51,7 @@ def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> No
     bundle(machine, "e", {"annotations": {}, "mounts": [], "linux": {}})
     machine.programs.pop("nvidia-ctk")
     handoff = machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1", driver_version="580.95.05"))
-    assert outdated_pods(machine, Notes(machine), handoff) == {
+    assert outdated_pods(Context.of(machine, handoff)) == {
         "work/old-root": {"driver root 0 with driver 550.163.01"},
         "work/both": {"driver root 0 with driver 550.163.01", f"{UVM.path} as 243:0"},
     }
@@ -117,11 +117,11 @@ def test_many_pods_are_counted(machine: Machine) -> None:
 def test_a_long_message_gives_way(machine: Machine) -> None:
     """Just when all nodes have other numbers, the refusal of the new spec names each of them."""
     bundle(machine, "a", specification("work/cuda", uvm=243))
-    notes, handoff = Notes(machine), machine.hand(REQUEST)
+    handoff = machine.hand(REQUEST)
     long = false(
         ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED, "refused: " + "a node is not in this machine; " * 200
     )
-    (named,) = name_outdated((long,), machine, notes, handoff)
+    (named,) = name_outdated(Context.of(machine, handoff), (long,))
     assert len(named.message) == MESSAGE_LIMIT
     assert named.message.startswith("refused: ")
     assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from agent.machine.context import Context
 from agent.machine.devices.char_links import link_nodes
-from agent.machine.notes import Notes
 from agent.machine.run import run
 from tests.fakes.machine import DEVICES, EMPTY, GPUS, REQUEST, Machine, gpu_machine
 
@@ -114,11 +114,12 @@ def test_a_killed_run_leaves_no_link_behind(tmp_path: Path, after: int) -> None:
         if made == after:
             raise KilledError
 
+    context = Context.of(machine, machine.hand(REQUEST))
     machine.after_link = kill
     with pytest.raises(KilledError):
-        link_nodes(machine, Notes(machine), REQUEST)
+        link_nodes(context, REQUEST)
     machine.after_link = lambda path: None
-    link_nodes(machine, Notes(machine), EMPTY)
+    link_nodes(context, EMPTY)
     assert machine.entries("/dev/char") == ()
 
 
@@ -132,11 +133,12 @@ def test_a_run_that_is_killed_while_a_number_changes_its_node(machine: Machine, 
     def kill(path: str) -> None:
         raise KilledError
 
+    context = Context.of(machine, machine.hand(changed))
     setattr(machine, {"removed": "before_write", "noted": "before_link", "made": "after_link"}[at], kill)
     with pytest.raises(KilledError):
-        link_nodes(machine, Notes(machine), changed)
+        link_nodes(context, changed)
     machine.before_write = machine.before_link = machine.after_link = lambda path: None
-    link_nodes(machine, Notes(machine), changed)
+    link_nodes(context, changed)
     assert machine.read_link(FIRST) == "../nvidia1"
-    link_nodes(machine, Notes(machine), EMPTY)
+    link_nodes(context, EMPTY)
     assert machine.entries("/dev/char") == ()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from agent.machine.context import Context
 from agent.machine.devices.left_open import FAILED_LOOKS, name_left_open
 from agent.machine.devices.nodes import WITHDRAWN
 from agent.machine.notes import OWNED_COPY, Notes
@@ -317,7 +318,7 @@ def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:
     notes = Notes(machine)
     notes.save(WITHDRAWN, {"/dev/nvidia1": [195, 1]})
     with pytest.raises(TimeoutError):
-        name_left_open((), machine, notes, (), limit=0.1)
+        name_left_open(Context.of(machine, machine.hand()), (), limit=0.1)
     assert notes.load(WITHDRAWN)
     end.set()
 

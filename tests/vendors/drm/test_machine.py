@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tomlkit
 
+from agent.machine.context import Context
 from agent.machine.devices.nodes import GRANTED, withdraw_nodes
 from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
 from agent.machine.notes import Notes
@@ -436,7 +437,7 @@ def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
 def test_a_handoff_that_cannot_be_read_again_takes_nothing_away(both: Machine) -> None:
     before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
     without_one = replace(AMD, gpus=(), devices=())
-    assert withdraw_nodes(both, Notes(both), without_one, None) == ((), None)
+    assert withdraw_nodes(Context.of(both, both.hand(without_one)), without_one, None) == ((), None)
     assert {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")} == before
     assert both.exists("/dev/kfd")
 

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from agent.config.settings import MachineSettings
 from agent.machine.cdi.modes import publish_modes
-from agent.machine.notes import Notes, Owned
+from agent.machine.context import Context
 from agent.machine.run import run
 from agent.model.errors import AgentError
 from agent.model.facts import VendorFacts
@@ -472,7 +472,7 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
     hanging, handoff = System(runner, str(machine.tree)), machine.hand(WANTED, OTHERS)
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    modes = publish_modes(hanging, Notes(hanging), Owned(hanging), NvidiaMachine(), WANTED, handoff)
+    modes = publish_modes(Context.of(hanging, handoff), NvidiaMachine(), WANTED)
     assert limits == [8, 2]
     assert "; ModeNotServed: gds: /usr/bin/nvidia-ctk: stopped after its time limit of 8 s; mofed: " in modes
     assert modes.count("not generated yet: the modes before it took all of 10 s (the next run does it)") == 4
