@@ -9,15 +9,15 @@ from agent.system.spawn_runner import MachineRunner
 
 
 def main() -> int:
-    """Return exit code 0 if a report was written or there is no handoff, else 1."""
-    # A program that ends in a second or two leaves no garbage worth collecting; the search takes a twentieth of that.
+    """Run the machine half. Return exit code 0 if a report was written or there is no handoff, otherwise 1."""
+    # Collecting garbage takes a twentieth of the time of this program, which exits in a second or two.
     gc.disable()
-    # For the programs that it runs, wherever it was started.
+    # Programs that are started here must not depend on the current directory.
     os.chdir("/")
     runner = MachineRunner()
     try:
         start_generators(runner)
-        # Not earlier: loading the rest takes half as long as a generator, and runs in parallel to it.
+        # Imported after the start of the generators, to run in parallel: it takes half as long as a generator.
         from agent.machine import run
 
         return run.main(runner)

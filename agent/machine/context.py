@@ -1,4 +1,4 @@
-"""What every step of a run works with."""
+"""What all steps of a run need."""
 
 from dataclasses import dataclass
 
@@ -9,14 +9,14 @@ from agent.system.files import System
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The machine, what the agent has noted and owns there, and what the host wants of it."""
+    """The machine, the agent's notes and files in it, and the handoff, which says what the host wants."""
 
     system: System
     notes: Notes
     owned: Owned
     handoff: Handoff
     generation: str
-    """The handoff's, a digest of its content, computed once."""
+    """The handoff's generation, a digest of its content. It is computed only once."""
 
     @classmethod
     def of(cls, system: System, handoff: Handoff) -> "Context":

@@ -1,21 +1,24 @@
-"""Writes lines for the journal, in the form that systemd reads from a service's standard error."""
+"""Writes lines to standard error, in the form that systemd reads for the journal."""
 
 import sys
 
 from agent.model.conditions import Condition, Status
 
 INFO, WARNING, ERROR = "<6>", "<4>", "<3>"
-"""Priorities at the start of a line, sd-daemon(3)."""
+"""Priorities, which precede a line (sd-daemon(3))."""
 
 
 def say(priority: str, text: str) -> None:
-    # Not logging: importing it takes a fifth of a run that changes nothing.
+    # The module logging is not used: importing it takes a fifth of a run that changes nothing.
     prefix = "" if sys.stderr.isatty() else priority
     sys.stderr.write("".join(f"{prefix}{line}\n" for line in text.splitlines()))
 
 
 def say_changes(before: dict[str, object], conditions: tuple[Condition, ...]) -> dict[str, str]:
-    """Log only changes, as the timer's runs would fill the journal with the same lines; return the new `before`."""
+    """Log the conditions that have changed, and return the `before` for the next run.
+
+    Logging all of them each minute would fill the journal with the same lines.
+    """
     now = {each.type.value: f"{each.status} {each.reason}: {each.message}" for each in conditions}
     for each in conditions:
         if before.get(each.type.value) != now[each.type.value]:

@@ -1,7 +1,7 @@
-"""The machine half's records between its runs.
+"""Keeps the machine half's records between its runs.
 
-Notes live in MACHINE_STATE, on the machine's own /run: they are lost at each boot of the machine, and only save work.
-The ownership record is on disk, because the files that we write into /etc outlive a boot.
+Notes are in MACHINE_STATE, on the machine's /run. Each boot of the machine clears them; they only save work. The
+ownership record is on disk, because the files that the agent writes into /etc outlive a boot.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
 
 NODE_CONDITION = "node-condition"
-"""The only note that another service writes (unbounded-agent-node-condition.service)."""
+"""Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
 OWNED_COPY = f"{OWNED}.copy"
 
 
 class Notes:
-    """JSON objects by name. A missing one is empty; a failed read raises OSError, which does not mean "nothing noted".
+    """Reads and writes notes: JSON objects by name. A missing note is empty; one that cannot be read raises OSError.
 
-    Each holds a digest of its content. Content from others is removed, so that readers can trust its types.
+    Each note has a digest of its content. A note with a wrong digest is removed, so that readers can trust its types.
     """
 
     def __init__(self, system: System) -> None:
@@ -59,15 +59,15 @@ class Notes:
 def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
-        # Skip the other service's: it may be writing them now.
+        # Without those of the other service, which may be writing them now.
         if name.endswith(NEW) and not name.startswith(f".{NODE_CONDITION}."):
             system.remove(f"{MACHINE_STATE}/{name}")
 
 
 class Owned:
-    """The paths outside /run that only we write. Any other file there belongs to others and stays.
+    """The record of the files outside /run that the agent wrote. Other files are never changed.
 
-    The record has two copies: without it we would treat our own files as others' for ever. While neither copy can be
+    The record has two copies: without it, the agent would never change its own files again. While neither copy can be
     read, the methods raise ApplyError.
     """
 
@@ -78,23 +78,24 @@ class Owned:
         self._unknown = "" if known or copies == [None, None] else "; ".join(str(each) for each in copies if each)
         self._paths = set(known[0] if known else ())
         if known and copies != [known[0]] * 2:
-            # On a full or read-only disk the good copy can still be read.
+            # If the disk is full or read-only, the good copy can still be read.
             with contextlib.suppress(OSError):
                 for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
                     if isinstance(copy, str):
-                        # It may be a directory, which a rename cannot replace.
+                        # The damaged copy may be a directory, which a rename cannot replace.
                         system.remove_tree(path)
                 self._save()
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """All of them, sorted, present or not."""
+        """All recorded paths, sorted, whether they exist or not."""
         return tuple(sorted(self._known()))
 
     def make_way(self, path: str) -> bool:
-        """Return whether we may write there: nothing is there, or it is ours. First moves a non-file in our place away.
+        """Return whether the agent may write this file: it does not exist, or it is the agent's.
 
-        A directory is put aside, as its content may matter and no rename replaces one. A FIFO is removed.
+        If there is something else in place of one of the agent's files, it is moved away or removed. A directory is
+        kept under another name, because its content may matter.
         """
         if path not in self._known():
             return not self._system.exists(path)
@@ -111,17 +112,17 @@ class Owned:
         return path in self._known()
 
     def ending(self, suffixes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return our paths with one of these endings, sorted."""
+        """Return the recorded paths with one of these endings, sorted."""
         return tuple(path for path in self.paths if path.endswith(suffixes))
 
     def claim(self, path: str) -> None:
-        """Record a path before its first write: a crash in between leaves a claim on nothing, not an orphaned file."""
+        """Record a path. Call this before the first write: a crash in between must not leave an unrecorded file."""
         if path not in self._known():
             self._paths.add(path)
             self._save()
 
     def remove(self, path: str) -> bool:
-        """Remove a file of ours; return False if it is not ours or not there."""
+        """Remove one of the agent's files. Return False if it is not the agent's, or does not exist."""
         if path not in self._known():
             return False
         removed = self._system.exists(path)
@@ -147,7 +148,7 @@ class Owned:
 
 
 def _load_owned(system: System, path: str) -> frozenset[str] | str | None:
-    """Return the paths, or what is wrong with the file; None if there is none."""
+    """Return the recorded paths, or what is wrong with the file; None if it does not exist."""
     try:
         value = _parse(system.read(path))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
 """Starts the generators of CDI specifications before the rest of the machine half is loaded.
 
-A generator takes longer than everything else, and depends only on the driver root. This is only a head start: the run
-uses the result if it needs the very same command, and does everything itself if not.
+A generator takes longer than everything else, and depends only on the driver root. The run uses the result if it needs
+exactly this command; otherwise it starts its own.
 """
 
 import contextlib
@@ -16,18 +16,19 @@ from agent.system.spawn_runner import MachineRunner
 from agent.vendors.nvidia.cdi.command import generate_command
 
 GENERATORS: Mapping[str, Callable[[str, str, Iterable[str]], tuple[str, ...]]] = {"nvidia": generate_command}
-"""By vendor: the command that makes a CDI specification, from driver root, output directory and names of more hooks."""
+"""Functions by vendor that return the command of the generator, for driver root, output directory and hooks."""
 
 MARK = f"{MACHINE_STATE}/early"
-"""The last generation with a head start. Each gets one: the run may have reasons not to generate, every minute."""
+"""A file with the last generation of the handoff for which generators were started. Each generation gets only one early
+start, because later runs may not need the result."""
 
 LIMIT = 1 << 20
-"""Bytes; the same as in agent.model.handoff, whose import would load too much here."""
+"""Bytes of the largest handoff, as in agent.model.handoff, which would take too long to import."""
 
 
 def start_generators(runner: MachineRunner, root: str = "") -> None:
-    """Start one for each request of a new generation of the handoff. Raises nothing: the run reports what is wrong."""
-    # KeyError: a handoff without requests.
+    """Start the generators for a new generation of the handoff. Raises nothing: the run reports what is wrong."""
+    # KeyError means that the handoff has no requests.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         handoff = json.loads(_content(f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"))
         match handoff:
@@ -46,7 +47,7 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
 
 
 def _is_new(generation: str, root: str) -> bool:
-    """Return whether this is its first head start, and record it; raises OSError, without a start, if that fails."""
+    """Return whether no generator was started for this generation yet, and record it. Raises OSError."""
     mark = f"{root}{MARK}"
     with contextlib.suppress(FileNotFoundError):
         if _content(mark) == generation.encode():

@@ -1,4 +1,4 @@
-"""Logs and counts the repairs of what others changed in the machine, since the machine's boot."""
+"""Logs and counts repairs: changes that somebody made in the machine, and that the agent has undone."""
 
 import contextlib
 
@@ -10,16 +10,16 @@ NOTE = "repairs"
 
 
 def repaired(notes: Notes, what: Repair, sentence: str) -> None:
-    """Log and count a repair; `sentence` says what was found."""
+    """Log and count a repair. `sentence` says what was wrong."""
     say(WARNING, f"repaired: {sentence}")
-    # If the count cannot be written, the repair still stands.
+    # A count that cannot be written does not matter.
     with contextlib.suppress(OSError):
         counts = _counts(notes)
         notes.save(NOTE, {**counts, what: counts[what] + 1})
 
 
 def repairs(notes: Notes) -> dict[str, int]:
-    """Return all counts, 0 if they cannot be read: the report must still be written."""
+    """Return the counts since the machine's boot; 0 if they cannot be read, because the report must be written."""
     try:
         return _counts(notes)
     except OSError:

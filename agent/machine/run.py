@@ -1,7 +1,4 @@
-"""One run of the machine half: reads the handoff, settles the machine, and reports.
-
-The report's conditions say what is wrong in the machine.
-"""
+"""Runs the machine half: reads the handoff, settles the machine, and reports conditions that say what is wrong."""
 
 import contextlib
 import time
@@ -54,25 +51,28 @@ from agent.vendors.machine_vendor import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
 REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
-# nspawn mounts a new random one over it at each start of a machine (setup_boot_id in nspawn.c), so it identifies the
-# machine's boot, not the host's.
+# It identifies the machine's boot, not the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ROUNDS = 5
-"""systemd's path units lose a change that comes while the service runs, so the service itself looks again."""
+"""How often a run may settle a changed handoff: systemd's path units miss changes while the service runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one request."""
+    """The result of one request, or of all."""
 
     conditions: tuple[Condition, ...]
     devices: tuple[str, ...] = ()
+    """Names of the CDI devices that pods can request."""
     counts_repairs: bool = True
-    """Whether the host half knows of repairs."""
+    """Whether the host half accepts counts of repairs in the report."""
 
 
 def main(runner: Runner) -> int:
-    """Return exit code 0 if a report was written or there is no handoff; 1 if not, or if containerd cannot restart."""
+    """Run the machine half, log errors, and return the exit code.
+
+    The code is 0 if a report was written or there is no handoff, and 1 otherwise, or if containerd cannot be restarted.
+    """
     try:
         return run(System(runner))
     except (AgentError, OSError) as error:
@@ -81,14 +81,15 @@ def main(runner: Runner) -> int:
 
 
 def run(system: System) -> int:
-    """Run until the report answers the handoff that the host published last.
+    """Settle the machine until the report answers the last published handoff, and return exit code 0.
 
-    Raises AgentError or OSError if no report can be written or containerd cannot be restarted.
+    Raises AgentError or OSError if no report can be written, or containerd cannot be restarted.
     """
     reported, outcome = None, None
     for left in reversed(range(ROUNDS)):
         try:
-            # Not the generation: the host publishes the same one again after it has bound missing nodes.
+            # The file's identity is compared, not its content: after binding missing nodes, the host publishes an
+            # unchanged handoff again.
             published = system.identity(HANDOFF)
             if published == reported:
                 break
@@ -100,19 +101,19 @@ def run(system: System) -> int:
         outcome = settle(context)
         _log(context, outcome)
         if left and _is_older(published, system):
-            # Else the host would take a report made before it bound the missing nodes for the answer.
+            # The host must not take this report, from before it bound missing nodes, for the answer.
             continue
         report(context, outcome)
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-        # After all rounds: each later round would prolong the time without a CRI.
+        # After all rounds, because each round after the restart would prolong the time without a CRI.
         restart(system)
     return 0
 
 
 def _log(context: Context, outcome: Outcome) -> None:
     notes, before = context.notes, {}
-    # An error here must not cost the report: without the note, each run logs everything.
+    # An error must not keep the report from being written. Without the note, each run logs everything.
     with contextlib.suppress(OSError):
         before = notes.load("logged")
     now = say_changes(before, outcome.conditions)
@@ -121,7 +122,7 @@ def _log(context: Context, outcome: Outcome) -> None:
 
 
 def _is_older(published: FileIdentity, system: System) -> bool:
-    """Return whether the host has published since."""
+    """Return whether the host has published the handoff again since."""
     try:
         return system.identity(HANDOFF) != published
     except FileNotFoundError:
@@ -129,7 +130,7 @@ def _is_older(published: FileIdentity, system: System) -> bool:
 
 
 def settle(context: Context) -> Outcome:
-    """Carry out every request; merge the conditions of several requests, the worst one counts."""
+    """Settle all requests, and merge their conditions: the worst one of each type is reported."""
     remove_stale_specs(context)
     unsure = note_strays(context)
     outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *given_up(context))]
@@ -162,28 +163,28 @@ def _reported_of_node(context: Context) -> Condition | None:
             return None
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
-    # Imported here, only if the host half wants it: it takes a tenth of a run that changes nothing.
+    # Imported only if it is configured: it takes a tenth of a run that changes nothing.
     from agent.machine.kubelet.node_condition import reported
 
     return reported(context.system, context.notes, time.time())
 
 
 def _name_left_open(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-    # Imported here, only after a GPU was withdrawn: rarely needed, and it searches every process.
+    # Imported only after a device was withdrawn, because it is rarely needed.
     from agent.machine.devices.left_open import name_left_open
 
     return name_left_open(context, conditions)
 
 
 def report(context: Context, outcome: Outcome) -> None:
-    """Write the report. It is also the heartbeat: every run writes it, even without a change."""
+    """Write the report. Every run writes it, even without a change, because it is also the heartbeat."""
     system = context.system
     if not system.is_directory(MACHINE_REPORT_DIRECTORY):
         raise ApplyError(
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
-    # An explicit limit: the kernel refuses reads of /proc/sys by KMALLOC_MAX_SIZE and more (ENOMEM).
+    # With a small limit, because the kernel refuses to read KMALLOC_MAX_SIZE bytes and more from /proc/sys (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     counts = repairs(context.notes) if outcome.counts_repairs else None
     document = render_report(context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
@@ -213,7 +214,7 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
         published = publish_spec(context, vendor, request)
         return published.condition
 
-    # The generator may already be running: what does not depend on it comes before its result.
+    # The generator may be running already, so steps that do not need its result come first.
     configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
     active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
     described, of_modes = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
@@ -221,18 +222,18 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
         from agent.machine.cdi.modes import publish_modes
 
         of_modes = publish_modes(context, vendor, request)
-    # The specifications first: from then on no pod is given a node that goes.
+    # After the specifications are published, so that no new pod gets a node that is withdrawn.
     removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
     if (removed or withdrawn) and described.status is not Status.TRUE:
-        # The generator lists every GPU with a node, even one that is being withdrawn: only now can it leave that out.
-        # The failure may also have been a mere note that could not be written.
+        # The generator lists every GPU that has a node, so it can omit a withdrawn one only now. Or only a note could
+        # not be written.
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (described,) = with_remark((described,), described.type, of_modes)
     on_node = _advertised(context, vendor, request, published)
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     names = published.devices
     if len(context.handoff.requests) > 1:
-        # Each vendor has an `all`, but a report has each name only once.
+        # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
         names = tuple(f"{vendor.spec_kind}={name}" for name in names)
     return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), names)
 
@@ -242,7 +243,7 @@ def _advertised(context: Context, vendor: MachineVendor, request: Request, publi
     found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
     if not context.handoff.restart_device_plugin or found.reason not in RESTART_MENDS:
         return found
-    # Imported here, only if configured and needed, like the Node condition.
+    # Imported only if it is configured and needed.
     from agent.machine.kubelet.plugin_restart import restart_plugin
 
     return attempt(kind, lambda: restart_plugin(context, vendor, found))
@@ -250,7 +251,7 @@ def _advertised(context: Context, vendor: MachineVendor, request: Request, publi
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        # Imported here: few machines need it. Existing links into a driver root belong to another vendor.
+        # Imported here: few machines need it. Links into a driver root, if any, belong to another vendor.
         from agent.machine.devices.dri_links import link_dri_nodes
 
         link_dri_nodes(context, request)
@@ -259,10 +260,10 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # First, because the host binds again what the condition then reports as wrong.
+    # First, because the host binds nodes again that the condition reports as wrong.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
-        # Imported here, only if there is a node.
+        # Imported only if there is a node.
         from agent.machine.devices.char_links import link_nodes
 
         link_nodes(context, request)
@@ -271,7 +272,7 @@ def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condi
 
 
 def _newest(system: System) -> Handoff | None:
-    """Return the present handoff: the host may have published another one meanwhile."""
+    """Return the current handoff, which may be newer than the one that this run settles; None if it is unreadable."""
     try:
         return parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
     except (AgentError, OSError):
@@ -279,7 +280,7 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Merge to one condition of each type; of DevicesAllowed, WrongNode's reason wins: it makes the host bind again."""
+    """Return one condition of each type. For DevicesAllowed, WrongNode wins: it makes the host bind nodes again."""
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)

@@ -1,4 +1,4 @@
-"""Runs steps whose failure costs only their own condition: the others do their work, and a report is written."""
+"""Runs steps so that a failure affects only the step's own condition: other steps run, and a report is written."""
 
 import threading
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from agent.model.reasons import Reason
 from agent.model.text import one_line
 
 ERROR_SHOWN = 200
-"""Characters of an error in a remark."""
+"""Characters of an error that a remark shows."""
 
 
 def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
-    """Run a step and turn its failure into its condition, so that the other steps can do their work."""
+    """Run a step and return its condition. An exception becomes a condition of type `kind` that is False."""
     try:
         return step()
     except (AgentError, OSError) as error:
         return false(kind, Reason.FAILED, str(error))
-    # Any exception: content that others chose, such as a pod's file, must not cost the report. The condition's message
-    # also goes to the journal.
+    # Any exception, because files that a pod can write must not keep the report from being written. The condition's
+    # message is also logged.
     except Exception as error:
         return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
 class Beside:
-    """A step in a thread, in parallel to others: all of them do little more than wait for programs."""
+    """A step that runs in a thread, in parallel to others. Steps do little more than wait for programs."""
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = unknown(kind, Reason.NOT_TRIED, "")
@@ -45,7 +45,11 @@ class Beside:
 def named(
     conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
 ) -> tuple[Condition, ...]:
-    """Run a step that adds a remark on processes or pods, whose files may hold anything; the report must not fail."""
+    """Run a step that adds a remark to conditions, and return its result.
+
+    An exception becomes a remark on `kind`: pods and processes can write anything into their files, and the report must
+    be written.
+    """
     try:
         return step()
     except Exception as error:

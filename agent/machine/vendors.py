@@ -1,6 +1,6 @@
-"""The vendors that the machine half knows: the only place to add one.
+"""Lists the vendors that the machine half supports. New vendors are added only here.
 
-Each is imported only if a machine needs it: a run that changes nothing takes little longer than loading its code.
+A vendor is imported only if a machine needs it, because loading code is most of a run that changes nothing.
 """
 
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ GPU_NODES: Mapping[str, tuple[str, ...]] = {
     "amd": ("kfd", "dri/*"),
     "intel": ("dri/*",),
 }
-"""By vendor: nodes below /dev (fnmatch patterns) that a machine has only by a grant; no setting names them."""
+"""Patterns (fnmatch) by vendor of nodes below /dev that a machine gets only by a grant, and never by a setting."""
 
 
 def machine_vendor(name: str) -> MachineVendor | None:
-    """Return a vendor; None for one that this release does not know."""
+    """Return the vendor of this name; None if this release does not know it."""
     match name:
         case "nvidia":
             from agent.vendors.nvidia.machine import NvidiaMachine

@@ -1,8 +1,8 @@
-"""Other CDI specifications in the machine, and what they do to devices of ours.
+"""Finds CDI specifications in the machine that the agent did not write, and their effect on the agent's devices.
 
-Cache.refresh (pkg/cdi/cache.go of the Container Device Interface) decides who wins: a directory outranks those before
-it, a name in two files of one directory belongs to neither, and an invalid file is skipped. It reads non-files too
-(scanSpecDirs), and waits for a FIFO without a writer.
+The rules are those of Cache.refresh (pkg/cdi/cache.go of the Container Device Interface). A directory takes precedence
+over those before it; a name in two files of one directory is unusable; an invalid file is skipped. Files that are not
+regular are read too (scanSpecDirs), which for a FIFO means waiting for a writer.
 """
 
 import errno
@@ -25,11 +25,11 @@ SUFFIXES = (".json", ".yaml")
 ENABLED = "/etc/systemd/system/multi-user.target.wants"
 MASKS = "/etc/systemd/system"
 SHOWN = 4
-"""Device names in a message; there may be hundreds."""
+"""Device names that a message shows; there may be hundreds."""
 
 
 class OwnSpec(Protocol):
-    """A specification of ours, as a MachineVendor describes its own."""
+    """Describes a specification of the agent, as a MachineVendor does."""
 
     @property
     def spec_path(self) -> str: ...
@@ -46,36 +46,37 @@ class OwnSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ForeignSpec:
-    """A file that others wrote."""
+    """A specification file that the agent did not write."""
 
     path: str
     devices: tuple[str, ...]
-    """Qualified names."""
+    """Qualified names of its devices."""
     fault: str = ""
-    """Why it has no devices, as a message says it after the path."""
+    """Why it has no devices; follows the path in a message."""
     blocking: bool = False
-    """Runtimes that read it may hang for ever."""
+    """Runtimes that read the file may hang forever."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """All other files next to our specification."""
+    """The other specifications next to one of the agent's, with the names of devices that they have too."""
 
     same_directory: Mapping[str, str]
-    """Path by device name."""
+    """Paths by device name, in the directory of the agent's specification."""
     outranking: Mapping[str, str]
+    """Paths by device name, in directories that take precedence."""
     remarks: tuple[str, ...] = ()
-    """Remarks on files that harm no device of ours."""
+    """Remarks on files that do not affect the agent's devices."""
     blocking: tuple[str, ...] = ()
-    """What is wrong with files that keep runtimes from reading any specification."""
+    """Problems of files that keep runtimes from reading any specification."""
 
     def names(self) -> frozenset[str]:
-        """Return the names of devices that pods do not get from our specification."""
+        """Return the names of devices that pods do not get from the agent's specification."""
         return frozenset({*self.same_directory, *self.outranking})
 
 
 def look(context: Context, vendor: MachineVendor) -> Foreign:
-    """Return what else is there besides the vendor's specification; see `others`."""
+    """Return the files next to the vendor's specification, with remarks; see `others`."""
     specs = others(context, vendor)
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
@@ -84,7 +85,7 @@ def look(context: Context, vendor: MachineVendor) -> Foreign:
 
 
 def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
-    """Keep only those with devices of our specification's kind. Pure."""
+    """Return those specifications that have devices of the own specification's kind. Pure."""
     rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
     same: dict[str, str] = {}
     outranking: dict[str, str] = {}
@@ -95,7 +96,7 @@ def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
 
 
 def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
-    """Return all files of others; runs the vendor's tool once for every new or changed one."""
+    """Return all specifications that the agent did not write. Runs the vendor's tool for each new or changed file."""
     system, notes = context.system, context.notes
     name = f"foreign-specs-{vendor.name}"
     noted = notes.load(name)
@@ -114,7 +115,10 @@ def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
 
 
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
-    """Say why a specification with these devices is not published: the names would then belong to neither file."""
+    """Return the condition if a specification with these devices must not be published; None if it may be.
+
+    It must not be if another file in the directory has one of the names, which would become unusable in both files.
+    """
     shared = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
     if not shared or system.exists(own.spec_path):
         return None
@@ -123,7 +127,7 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
 
 
 def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
-    """Adjust our specification's condition, given its devices, to the effect of the other files. Pure."""
+    """Return the condition of a specification with these devices, adjusted to the effect of the other files. Pure."""
     if condition.status is not Status.TRUE:
         return condition
     if foreign.blocking:
@@ -142,7 +146,7 @@ def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendo
 
 
 def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
-    """Return the condition for devices of ours that others have too. Pure."""
+    """Return the condition for devices of the agent that other files have too. Pure."""
     kind, where = ConditionType.CDI_SPEC_CURRENT, ", ".join(paths)
     stop = _advice(vendor) if vendor.rival_spec in paths else f"remove {where} and stop what writes it"
     if reason is Reason.SHADOWED:
@@ -159,7 +163,7 @@ def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], ven
 
 
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
-    """Read a file of others; return it with the note on it."""
+    """Return the specification in a file, and the note about it."""
     try:
         if not system.is_file(path) and _leads_somewhere(system, path):
             why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
@@ -171,9 +175,9 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
     else:
-        # Alone in a directory, so that the listed devices are those of this file.
+        # The file is alone in a directory, so that the listed devices are its own.
         directory = f"{MACHINE_STATE}/cdi-foreign"
-        # A name that is only a suffix counts, as in Go's filepath.Ext.
+        # As in Go's filepath.Ext, a name can consist only of a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))
         for each in SUFFIXES:
             system.remove(f"{directory}/spec{each}")
@@ -188,9 +192,9 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
 
 
 def _content(system: System, path: str) -> bytes:
-    """Return the content, following a link only to a world-readable file. Raises OSError.
+    """Return the file's content. A link is followed only to a world-readable file. Raises OSError.
 
-    A pod with access to the directory can link to a secret, which a tool's error would then quote in our report.
+    A pod that may write in the directory can link to a secret, which a tool's error message would quote in our report.
     """
     if system.read_link(path) is None:
         return system.read(path)
@@ -202,7 +206,7 @@ def _content(system: System, path: str) -> bytes:
 
 
 def _leads_somewhere(system: System, path: str) -> bool:
-    """Return False for a dangling link, which runtimes ignore."""
+    """Return whether the path exists; a dangling link, which runtimes ignore, does not."""
     try:
         system.real_path(path)
     except OSError:
@@ -211,7 +215,7 @@ def _leads_somewhere(system: System, path: str) -> bool:
 
 
 def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
-    """Name units that write a competing file: one that is enabled now makes a file that outranks ours tomorrow."""
+    """Return a remark on enabled units that may write a rival specification later, which would take precedence."""
     enabled = [
         unit
         for unit in vendor.rival_units
@@ -228,8 +232,8 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
 def _advice(vendor: OwnSpec) -> str:
     if not vendor.rival_units:
         return f"remove {vendor.rival_spec}, and no longer run what wrote it"
-    # 1.20.1 starts units that are only disabled, by a udev rule with SYSTEMD_WANTS. 1.19's packages have them in
-    # /etc/systemd/system, where nothing can be masked and disabling is enough.
+    # 1.20.1 starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they are masked. The packages of 1.19
+    # have them in /etc/systemd/system, where units cannot be masked; disabling them is enough.
     units = " ".join(vendor.rival_units)
     return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {vendor.rival_spec}"
 

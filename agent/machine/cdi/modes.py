@@ -1,6 +1,7 @@
-"""Publishes the CDI specifications that a vendor's generator makes in other modes, each in its own file.
+"""Publishes the CDI specifications that a vendor's generator makes in further modes, each in its own file.
 
-As with that of GPUs: generated aside, verified, put in place by one rename, and generated again when its inputs change.
+They are treated like the specification of GPUs: generated in another directory, verified, published by a rename, and
+generated again when an input changes.
 """
 
 import contextlib
@@ -26,22 +27,22 @@ from agent.model.text import one_line
 from agent.vendors.machine_vendor import CdiModes, MachineVendor
 
 MODE_LIMIT = 8.0
-"""Seconds for one mode; none of them starts anything slow."""
+"""Seconds to generate the specification of one mode. No mode starts anything slow."""
 LIMIT = 10.0
-"""Seconds for all together: with those of GPUs, which a run may try twice, far below the TimeoutStartSec= of
-unbounded-agent-gpu.service, after which no node would be withdrawn and nothing reported."""
+"""Seconds to generate all of them. Even if a run also generates that of GPUs twice, this stays far below
+TimeoutStartSec= of unbounded-agent-gpu.service, after which no node would be withdrawn and nothing reported."""
 SHORTEST = 1.0
-"""Seconds below which it is not worth starting one."""
+"""Seconds that must be left to start the generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """One specification: what it is made of, and where it goes. An OwnSpec."""
+    """One mode's specification, with its inputs and its place. An OwnSpec."""
 
     name: str
     vendor: CdiModes
     request: Request
-    """What it is made from."""
+    """What the specification is made from."""
     spec_path: str
     spec_kind: str
     rival_spec: str = ""
@@ -53,9 +54,9 @@ class _Mode:
 
 
 def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> str:
-    """Publish all modes that the request asks for, and return a remark for CDISpecCurrent; raises nothing.
+    """Publish the specifications of all requested modes, and return a remark for CDISpecCurrent. Raises nothing.
 
-    Only a remark, because Ready is about GPUs, and pods get those from another file.
+    A failure is only a remark, because Ready is about GPUs, which pods get from another file.
     """
     modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
     owned, publisher = context.owned, _Publisher(context, vendor)
@@ -65,18 +66,18 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
         if modes is None or not (kind := modes.kind(name)):
             failed.append(f"{name}: the image's agent does not know this mode; bring the image to the host's release")
             with contextlib.suppress(OSError):
-                # From a newer image's agent: this release does not know which of its devices are still this machine's.
+                # A newer agent wrote this file: this release does not know which of its devices are still granted.
                 owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
         try:
             if not mode.request.devices:
-                # No pod may get what is no longer this machine's.
+                # Pods must not get devices that are no longer granted.
                 owned.remove(path)
                 lacking.append(name)
             else:
                 served.append(publisher.settle(mode))
-        # Any exception: output of the tool or of others must cost neither the other modes nor the report.
+        # Any exception, because the content of files or a tool's output must not keep the report from being written.
         except Exception as error:
             failed.append(f"{name}: {one_line(str(error))[:ERROR_SHOWN]}{publisher.keep(mode)}")
     parts = [
@@ -89,7 +90,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
 
 
 class _Publisher:
-    """Publishes one mode after another."""
+    """Publishes the specifications of modes one after another."""
 
     def __init__(self, context: Context, vendor: MachineVendor) -> None:
         self._context, self._vendor = context, vendor
@@ -97,10 +98,13 @@ class _Publisher:
         self._deadline = time.monotonic() + LIMIT
         self._others: tuple[ForeignSpec, ...] | None = None
         self.remarks: dict[str, None] = {}
-        """Remarks on several modes, each once, in order."""
+        """Remarks on the modes, in order. Each one is made once, even if it concerns several modes."""
 
     def settle(self, mode: _Mode) -> str:
-        """Say what pods can request in the mode. Raises AgentError or OSError; the caller must then call `keep`."""
+        """Bring the mode's specification up to date, and return a sentence on what pods can request.
+
+        Raises AgentError or OSError; the caller must then call `keep`.
+        """
         if not self._owned.make_way(mode.spec_path):
             raise AgentError(f"another program wrote {mode.spec_path}; it stays", "move it away if nothing needs it")
         if self._others is None:
@@ -115,7 +119,10 @@ class _Publisher:
         return said.message
 
     def keep(self, mode: _Mode) -> str:
-        """Keep a published specification that cannot be regenerated, without withdrawn nodes. Raises nothing."""
+        """Remove withdrawn nodes from a published specification that cannot be generated again.
+
+        Returns the end of a message about it. Raises nothing.
+        """
         try:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
                 return ""
@@ -123,12 +130,12 @@ class _Publisher:
                 return "; the published one is out of date"
             self._owned.remove(mode.spec_path)
             return f"; removed {mode.spec_path}, as none of its devices is granted any longer"
-        # As in publish_modes; the first failure is reported anyway.
+        # Any exception, as in publish_modes. The first failure is reported anyway.
         except Exception as error:
             return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
 
     def _narrow(self, mode: _Mode) -> bool:
-        """Remove nodes that are no longer granted from the published specification; False if it cannot stay."""
+        """Remove nodes that are no longer granted from the published specification. Return whether it can stay."""
         from agent.vendors.cdi.normalise import settled
 
         try:
@@ -137,19 +144,19 @@ class _Publisher:
             if spec is not None and _text(settled(spec)) != text:
                 self._system.write(mode.spec_path, _text(settled(spec)))
         except (OSError, ValueError, RecursionError):
-            # Text of others, or no space for ours: a file can still be removed.
+            # The file is malformed, or the disk is full. The file can still be removed.
             return False
         return spec is not None
 
     def _current(self, mode: _Mode) -> dict[str, Any]:
-        """Return the note on the published specification if it is unchanged and its inputs are too."""
+        """Return the note about the published specification; empty if the specification or an input has changed."""
         noted = self._notes.load(mode.note)
         if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._context, mode):
             return {}
         return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
 
     def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
-        """Generate and publish; return the note on the result."""
+        """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
         noted, inputs = self._notes.load(mode.note), _inputs(self._context, mode)
         if noted.get("inputs") == inputs:
             self._refuse(mode, noted["devices"], foreign)
@@ -161,7 +168,7 @@ class _Publisher:
         spec, remarks = self._generate(mode, limit)
         devices = [each["name"] for each in spec["devices"]]
         noted = {"inputs": inputs, "devices": devices, "remarks": list(remarks)}
-        # Noted, so that a colliding one is not generated again each minute.
+        # Noted before the check, so that a refused specification is not generated again each minute.
         self._notes.save(mode.note, noted)
         self._refuse(mode, devices, foreign)
         text = _text(spec)
@@ -176,7 +183,7 @@ class _Publisher:
             raise AgentError(refused.message)
 
     def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return a specification that may be published, and remarks on it."""
+        """Return a verified specification, and remarks on it. Raises AgentError or OSError."""
         # Imported here: most runs generate nothing.
         from agent.machine.containerd.version import as_containerd_takes
         from agent.vendors.cdi.normalise import settled
@@ -206,18 +213,18 @@ def _host_paths(spec: object) -> set[str]:
 
 
 def _inputs(context: Context, mode: _Mode) -> str:
-    """Return a digest of everything that the specification is made from."""
+    """Return a digest of everything that the specification depends on."""
     system = context.system
     tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}
     live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
     there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
-    # containerd's version limits what the specification may hold.
+    # containerd's version decides what the specification may contain.
     depends = [asdict(mode.request), tools, live, there, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 
 def _text(spec: object) -> bytes:
-    """Return it as JSON, which is YAML."""
+    """Return the specification as JSON, which is also YAML."""
     return json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
 
 

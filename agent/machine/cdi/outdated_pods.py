@@ -1,6 +1,6 @@
-"""Finds pods whose containers were made with another driver root, or other device numbers, than those granted now.
+"""Finds pods whose containers were created with driver roots or device numbers that are not the currently granted ones.
 
-They keep what they were made with until their owner recreates them: the agent only names them.
+The agent only names these pods: they keep what they were created with until their owner recreates them.
 """
 
 import json
@@ -14,20 +14,20 @@ from agent.model.paths import MACHINE_HOST_NVIDIA
 from agent.system.files import System
 
 BUNDLES = "/run/containerd/io.containerd.runtime.v2.task/k8s.io"
-"""containerd's bundles `<container id>/` of the CRI's running containers, each with its OCI specification config.json.
+"""containerd's bundles of the CRI's running containers: `<container id>/config.json` is the OCI specification.
 
-Below `state` of containerd's configuration, by default /run/containerd; this layout since containerd 1.2.
+The directory is below `state` of containerd's configuration, by default /run/containerd, since containerd 1.2.
 """
 NAMESPACE, POD = "io.kubernetes.cri.sandbox-namespace", "io.kubernetes.cri.sandbox-name"
 """Annotations that containerd's CRI plugin writes (pkg/cri/annotations)."""
 SHOWN = 10
-"""Pods in the message, whose length is limited; the others are counted."""
+"""Pods that the message names, because its length is limited; the others are counted."""
 
 
 def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[Condition, ...]:
-    """Add the pods' names to CDISpecCurrent's message; status and reason stay.
+    """Return the conditions with the pods' names added to CDISpecCurrent's message. Status and reason stay.
 
-    A long message gives way, as one on why a specification is not published names each node of each GPU.
+    A long message, which may name each node of each GPU, is shortened.
     """
     pods = outdated_pods(context)
     if not pods:
@@ -39,7 +39,10 @@ def name_outdated(context: Context, conditions: tuple[Condition, ...]) -> tuple[
 
 
 def outdated_pods(context: Context) -> dict[str, set[str]]:
-    """Return, by `namespace/name`, the driver roots and device numbers that a pod has and the handoff does not."""
+    """Return outdated pods by `namespace/name`.
+
+    The values are the driver roots and device numbers of the pod that the handoff does not have.
+    """
     requests, versions = context.handoff.requests, _versions(context)
     granted = {device.path: device for request in requests for device in request.devices}
     current = {request.driver_root for request in requests}
@@ -53,7 +56,7 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
 
 
 def _versions(context: Context) -> dict[str, Any]:
-    """Return driver versions by driver root, of all handoffs since the machine's boot."""
+    """Return the driver versions of all driver roots that handoffs have named since the machine's boot."""
     versions, requests = context.notes.load("driver-versions"), context.handoff.requests
     versions |= {request.driver_root: request.driver_version for request in requests if request.driver_root}
     context.notes.save("driver-versions", versions)
@@ -74,7 +77,7 @@ def _other_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, Grant
 
 
 def _containers(context: Context) -> dict[str, dict[str, Any]]:
-    """Return containers by id. An OCI specification never changes while its container runs, so each is read once."""
+    """Return the containers by id. Each one is read once: its OCI specification never changes while it runs."""
     system, notes = context.system, context.notes
     noted = notes.load("containers")
     names = system.entries(BUNDLES) if system.is_directory(BUNDLES) else ()
@@ -89,7 +92,10 @@ def _containers(context: Context) -> dict[str, dict[str, Any]]:
 
 
 def _container(system: System, name: str) -> dict[str, Any] | None:
-    """Return what a container has of drivers; None if it cannot be read, as it is being made or removed."""
+    """Return a container's pod, driver roots and device numbers; None if it cannot be read, such as during its removal.
+
+    The result is empty for a container without any of these.
+    """
     try:
         specification = json.loads(system.read(f"{BUNDLES}/{name}/config.json"))
         annotations = specification.get("annotations") or {}

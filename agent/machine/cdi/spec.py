@@ -1,4 +1,7 @@
-"""Publishes a vendor's CDI specification: generated aside, verified, put in place by one rename. Never a worse one."""
+"""Publishes a vendor's CDI specification. It is generated in another directory, verified, and published by a rename.
+
+A specification that serves fewer GPUs never replaces one that serves more.
+"""
 
 import hashlib
 import json
@@ -29,12 +32,13 @@ from agent.vendors.machine_vendor import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
 UNPARTITIONED_FOR = 600.0
-"""Seconds for which a GPU counts as usable only by partitions: with no partition, nothing signals the end of that."""
+"""Seconds for which a GPU that has no partition, and is usable only by partitions, does not count as missing. This has
+to end, because no event shows that the GPU has become usable as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The CDISpecCurrent condition, and the names of the devices that pods can request."""
+    """The condition CDISpecCurrent, and the names of the devices that pods can request."""
 
     condition: Condition
     devices: tuple[str, ...] = ()
@@ -47,7 +51,7 @@ class Candidate:
     text: bytes
     verdict: Verdict
     unpartitioned: tuple[str, ...] = ()
-    """Granted GPUs that no specification can serve; the verdict does not count them as missing."""
+    """Granted GPUs that no specification can have. The verdict does not count them as missing."""
 
     @property
     def good(self) -> bool:
@@ -55,7 +59,7 @@ class Candidate:
 
 
 def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
-    """Bring the published specification up to date; starts no program if nothing that it depends on has changed."""
+    """Bring the published specification up to date. No program is started unless an input has changed."""
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
         if removed:
@@ -71,9 +75,9 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> P
 
 
 def remove_stale_specs(context: Context) -> None:
-    """Remove our specifications under names of former releases, and of modes that no request names any more.
+    """Remove the agent's specifications that have names of earlier releases, or are of modes no longer requested.
 
-    Also what killed writers left next to notes, and next to the specifications of all vendors that this release knows.
+    Temporary files that killed writers left, next to notes and next to all vendors' specifications, are removed too.
     """
     system, owned, requests = context.system, context.owned, context.handoff.requests
     modes = (mode_spec_file(request.vendor, mode) for request in requests for mode in request.cdi_modes)
@@ -86,12 +90,12 @@ def remove_stale_specs(context: Context) -> None:
             system.remove_remains(path)
         remove_remains(system)
     except (AgentError, OSError) as error:
-        # Leftovers must not cost the report.
+        # Leftovers must not keep the report from being written.
         say(WARNING, f"cannot remove leftovers of earlier CDI specifications and runs: {error}")
 
 
 def spec_changed(context: Context, vendor: MachineVendor) -> int:
-    """Return when the specification was last published or removed, nanoseconds since the epoch; 0 if not since boot."""
+    """Return when the specification was last published or removed, in nanoseconds since the epoch; 0 if unknown."""
     try:
         return context.system.identity(vendor.spec_path).mtime_ns
     except FileNotFoundError:
@@ -132,7 +136,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         return Published(refused)
     if not current or current.text != new.text:
         context.owned.claim(vendor.spec_path)
-        # The temporary file next to it has no suffix .yaml or .json: two files with one device make it unusable.
+        # The temporary file next to it does not end in .yaml or .json: devices in two files would be unusable.
         system.write(vendor.spec_path, new.text)
         was_ours = current is not None and noted.get("digest") == _digest(current.text)
         if noted.get("inputs") == inputs and "digest" in noted and not was_ours:
@@ -163,7 +167,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 
 
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
-    """Fail static: keep the old specification in use, unless there is none or it is now wrong."""
+    """Return the result if no new specification could be published: the old one, if any, stays (fail static)."""
     if current is None:
         return Published(false(KIND, reason, f"{message}. No CDI specification has been published yet"))
     if current.verdict.problems:
@@ -173,7 +177,7 @@ def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
 
 
 def _better(new: Verdict, current: Verdict) -> bool:
-    """Return whether every GPU and partition that is served now still would be."""
+    """Return whether the new specification has every granted GPU and partition that the current one has."""
     return bool(current.problems) or new.missing <= current.missing
 
 
@@ -192,14 +196,14 @@ def _generate(
         system.remove(f"{directory}/{name}")
     spec, left_out = as_containerd_takes(context, settled(generated.spec))
     remarks = (*generated.remarks, *left_out)
-    # Publish what was verified, not what another parser may read from the same text. JSON is YAML.
+    # Published is what was verified, not the original text, which another parser may read differently. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
     return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
 def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return the published specification; for some time, GPUs that none could serve do not count as missing in it."""
+    """Return the published specification. GPUs that no specification can have do not count as missing for some time."""
     until, gpus = noted.get("until"), noted.get("unpartitioned")
     if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
         return current
@@ -214,9 +218,9 @@ def _without_unpartitioned(candidate: Candidate, gpus: Collection[str]) -> Candi
 def _current(
     system: System, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]
 ) -> Candidate | None:
-    """Return the published specification; None if there is none, or if others replaced it.
+    """Return the published specification; None if it is missing or malformed.
 
-    Raises OSError if it cannot be read: then nothing may replace it, because it may be the better one.
+    Raises OSError if it cannot be read. It must not be replaced then, because it may be better than a new one.
     """
     try:
         text = system.read(vendor.spec_path)
@@ -238,12 +242,12 @@ def _verdict(
 
 
 def _inputs(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
-    """Return a digest of everything a specification is made from. A boot of the machine clears the notes with it."""
+    """Return a digest of everything that the specification depends on. It is noted until the machine's next boot."""
     system, programs = context.system, (*vendor.tools, *vendor.inputs)
     tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     there = [path for path in vendor.optional_paths(request) if system.exists(path)]
-    # containerd's version limits what the specification may hold.
+    # containerd's version decides what the specification may contain.
     depends = [context.generation, tools, numbers, there, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 

@@ -1,4 +1,4 @@
-"""Checks that containerd runs with its configuration, and restarts it only if the configuration really differs."""
+"""Checks that containerd runs with its current configuration, and restarts it."""
 
 import re
 import time
@@ -15,18 +15,21 @@ from agent.system.files import System
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
 CHANGED = "containerd-changed"
-"""The note of when its configuration last changed, and a digest of the result."""
+"""Name of the note that has the time of the last change of containerd's configuration, and a digest of the result."""
 LOADED = "containerd-loaded"
-"""The note of the containerd last proven to run with its configuration: its start time, and that digest."""
+"""Name of the note about the last containerd that was proven to run with its configuration: start time and digest."""
 REPLACED = "containerd-replaced"
-"""The note of a containerd that still runs after its program was replaced by one that takes other CDI specifications:
-its file in /proc, and the identity of the program behind that."""
+"""Name of the note about a containerd that still runs after its program was replaced by one that accepts other CDI
+specifications: its link in /proc, and the identity of the program to which that leads."""
 CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
-"""One of containerd's global options."""
+"""Matches containerd's global option that names its main configuration file."""
 
 
 def note_change(notes: Notes, effective: str = "") -> None:
-    """Note that only a containerd started from now on, or with the same effective configuration, is up to date."""
+    """Note that containerd's configuration has changed, with a digest of the result once that is known.
+
+    Only a containerd that starts later, or that runs with the same effective configuration, is up to date.
+    """
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
 
 
@@ -37,9 +40,9 @@ def unfinished(notes: Notes) -> bool:
 
 
 def check_active(context: Context, configured: Condition) -> Condition:
-    """Return RuntimeActive: containerd runs, and was started after our last change of its configuration.
+    """Return RuntimeActive: whether containerd runs with our last change of its configuration.
 
-    Its reason is RestartPending when the caller is to call `restart`. `configured` is RuntimeConfigured.
+    If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
     """
     if configured.reason == Reason.NOT_APPLICABLE:
         return replace(configured, type=ACTIVE)
@@ -49,11 +52,11 @@ def check_active(context: Context, configured: Condition) -> Condition:
     changed = notes.load(CHANGED)
     unit = show(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
-    # Both are CLOCK_MONOTONIC, which a machine shares with its host and which setting the clock does not move.
+    # Both times are by CLOCK_MONOTONIC, which a machine shares with its host, and which nobody can set.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # Our drop-in of containerd.service starts this service by ExecStartPost=, once containerd has said READY=1.
+    # Our drop-in for containerd.service starts this service by ExecStartPost=, after containerd has sent READY=1.
     running = state == "active" or unit.get("SubState") == "start-post"
     other = config_argument(unit.get("ExecStart", ""))
     if running and other not in ("", MAIN):
@@ -63,7 +66,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
             f"{UNIT} starts containerd with {other} instead of {MAIN}: remove that argument from ExecStart=",
         )
     loaded = {"started": started, "effective": changed.get("effective", "")}
-    # The latter: after a repair of its files, if the same process never read the changed ones.
+    # The second alternative is a process that did not read its files while they were changed and repaired.
     if running and (
         started >= changed.get("microseconds", 0) or (loaded["effective"] and notes.load(LOADED) == loaded)
     ):
@@ -77,7 +80,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
 
 
 def config_argument(exec_start: str) -> str:
-    """Return containerd's --config argument in the property ExecStart=; empty without one. Ignores other programs'."""
+    """Return containerd's --config argument in the property ExecStart=; empty if it has none."""
     for arguments in exec_start.split("argv[]=")[1:]:
         arguments = arguments.partition(";")[0]
         program = arguments.partition(" ")[0]
@@ -87,13 +90,13 @@ def config_argument(exec_start: str) -> str:
 
 
 def show(system: System, properties: str) -> dict[str, str]:
-    """Return properties of containerd's unit by name. Raises CommandError."""
+    """Return properties of containerd's unit, by name. Raises CommandError."""
     output = system.run("systemctl", "show", f"--property={properties}", UNIT, timeout=20)
     return {key: value for key, _, value in (line.partition("=") for line in output.splitlines())}
 
 
 def containerd_state(context: Context) -> list[object]:
-    """Return everything that the result of as_containerd_takes depends on, without starting a program."""
+    """Return everything that the result of `as_containerd_takes` depends on. No program is started for this."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")
@@ -101,16 +104,16 @@ def containerd_state(context: Context) -> list[object]:
 
 
 def program_identity(system: System, path: str) -> list[object] | None:
-    """Return a program's identity as notes keep it; None if there is none."""
+    """Return a program's identity in the form of notes; None if the program does not exist."""
     try:
         return list(astuple(system.identity(path)))
     except OSError:
-        # For a process that has just ended, the kernel may also return EACCES.
+        # For a process that has just exited, the kernel may return EACCES.
         return None
 
 
 def restart(system: System) -> None:
-    """Restart containerd; the last act of a run. Raises CommandError."""
-    # --no-block: containerd's start waits for the end of this run, which is ordered before it: we would wait for
-    # ourselves. Its stop does not wait (job_compare in systemd's job.c lets stops go first), so now there is no CRI.
+    """Restart containerd. Nothing may follow in a run. Raises CommandError."""
+    # --no-block, because containerd's start waits for the end of this run, which is ordered before it. Its stop does
+    # not wait (job_compare in systemd's job.c), so there is no CRI from now on.
     system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)

@@ -1,4 +1,4 @@
-"""Writes our part of containerd's configuration, reads it back, and undoes what containerd did not accept."""
+"""Writes our part of containerd's configuration, reads it back, and undoes the change if containerd rejects it."""
 
 import hashlib
 import json
@@ -16,49 +16,50 @@ from agent.vendors.machine_vendor import MachineVendor
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Texts of the two files (None: leave as it is), and what containerd loads with them."""
+    """The new texts of the main file and the drop-in (None: the file stays), and what the result is compared with."""
 
     main: bytes | None
     drop_in: bytes | None
     baseline: Table
-    """The dump of the main file without the drop-in."""
+    """containerd's dump without the drop-in."""
     behind: tuple[str, ...]
     """Files that containerd loads after the drop-in."""
     document: Table
-    """What the drop-in must contain."""
+    """The content of the drop-in."""
     version: tuple[int, ...]
-    """Version of the containerd that reads it."""
+    """The version of the containerd that reads the files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where our part of containerd's configuration goes."""
+    """Paths of our part of containerd's configuration."""
 
     drop_in: str
     former: tuple[str, ...]
-    """Its earlier paths, where it is removed."""
+    """Earlier paths of the drop-in, where it must be removed."""
 
 
 def write_and_read_back(
     context: Context, vendor: MachineVendor, places: Places, wanted: Wanted, before: dict[str, bytes | None]
 ) -> str:
-    """Write what differs. Return what is wrong with the result, after restoring the files, or "".
+    """Write the files that differ. Return what is wrong with the result; empty if it is right.
 
-    Raises AgentError or OSError, after restoring too, if the result is unknown: a full disk, a time limit.
+    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit. In both
+    cases the files are restored.
     """
     notes, drop_in = context.notes, places.drop_in
     written = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
-    # Remove the old file last, so that a containerd that starts meanwhile has the handler.
+    # Old files are removed last, so that a containerd that starts meanwhile has the handler.
     changes: dict[str, bytes | None] = {**written, **{path: None for path in places.former if before[path] is not None}}
     noted, effective = notes.load(CHANGED), ""
     try:
         if changes:
             context.owned.claim(drop_in)
-            # Before the first write, so that a run killed in between leaves no files that containerd never loads.
+            # Noted before the first write: if this run is killed, later runs know that containerd must load the files.
             note_change(notes)
         files.put(context.system, changes)
         with_ours = files.effective(context.system, MAIN, wanted.version)
-        # Without the list of files, which containerd 1.7 prints in a different order each time (a map of Go's).
+        # Without the list of files, which containerd 1.7 prints in a different order each time (a map in Go).
         effective = digest(json.dumps(with_ours | {"imports": []}, sort_keys=True, default=str).encode())
         default = context.handoff.default_runtime
         found = tables.problems(wanted.baseline, with_ours, wanted.document, vendor.handler, default=default)
@@ -74,7 +75,7 @@ def write_and_read_back(
         _put_back(context, changes, before, noted)
         return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
-        # Check again: a containerd that started since may have read the first file without the second.
+        # Noted again: a containerd that has started since may have read the first file without the second.
         note_change(notes, effective)
     elif unfinished(notes):
         # A containerd that already runs with the same configuration needs no restart.

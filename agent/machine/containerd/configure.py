@@ -1,4 +1,4 @@
-"""Configures containerd, and reads back what containerd makes of it."""
+"""Configures containerd, and reads back the resulting configuration."""
 
 import hashlib
 import json
@@ -27,9 +27,9 @@ ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI
 
 
 def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    """Configure containerd if possible, and return RuntimeConfigured."""
+    """Configure containerd for a request, and return RuntimeConfigured."""
     if not request.gpus:
-        # The configuration stays: GPUs come back, and removing it would restart containerd twice.
+        # The configuration stays: removing it would restart containerd twice if the GPUs come back.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
     others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
@@ -38,7 +38,7 @@ def configure_runtime(context: Context, vendor: MachineVendor, request: Request)
 
 
 def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
-    """Do the same for the one vendor with GPUs here whose runtime is to be configured."""
+    """Configure containerd for a vendor's runtime, or for CDI alone if it has none, and return RuntimeConfigured."""
     system, notes = context.system, context.notes
     handler, places = vendor.handler, _places(context, vendor)
     drop_in, name = places.drop_in, f"containerd-{vendor.name if handler else 'cdi'}"
@@ -52,7 +52,7 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     if handler:
         _edit_runtime_config(context, vendor)
     noted = notes.load(name)
-    # One digest of everything that the result depends on: a run that finds it unchanged starts no program.
+    # A digest of everything that the result depends on. If it has not changed, no program is started.
     state = _state(context, program, vendor, drop_in)
     if noted.get("state") == state and not unfinished(notes):
         return ENABLED if noted.get("by_others") else _configured(str(noted.get("problem", "")), drop_in)
@@ -75,19 +75,22 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
 
 
 def _places(context: Context, vendor: MachineVendor) -> Places:
-    """Choose the paths. A vendor's drop-in stays even if only CDI is needed: removing it would restart containerd."""
+    """Return the paths of the drop-in, and of old ones to remove.
+
+    If only CDI is needed, vendors' drop-ins are not removed, because that would restart containerd.
+    """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_of_vendors()}
     return Places(drop_in, tuple(path for path in context.owned.ending(tables.SUFFIXES) if path not in kept))
 
 
 def _of_vendors() -> list[str]:
-    """Return the usual paths of drop-ins for vendors' runtimes."""
+    """Return the usual paths of the drop-ins for vendors' runtimes."""
     return [tables.drop_in_path(handler) for handler in _handlers()]
 
 
 def _names_a_runtime(system: System, drop_in: str) -> bool:
-    """Return whether it was written for a vendor's runtime: at a configured path all of ours have the same name."""
+    """Return whether the drop-in is for a vendor's runtime. A configured path does not show that."""
     content = files.read_optional(system, drop_in) or b""
     return any(handler.binary.encode() in content for handler in _handlers())
 
@@ -98,10 +101,10 @@ def _handlers() -> list[RuntimeHandler]:
 
 
 def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
-    """Return whether pods get CDI devices, if they need only CDI, without a drop-in for that.
+    """Return whether CDI is enabled without our drop-in for CDI alone.
 
-    A drop-in for a vendor's runtime also enables CDI, stays when that vendor's last GPU goes, and is loaded after our
-    drop-in for CDI, which containerd 1.x would then replace by it.
+    A drop-in for a vendor's runtime also enables CDI. It stays when that vendor's last GPU is withdrawn, and is loaded
+    after the drop-in for CDI, which it would replace in containerd 1.x.
     """
     system = context.system
     of_vendors = any(context.owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
@@ -113,7 +116,7 @@ def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
         version = known_version(context, program)
         return not list(tables.cdi_problems(files.effective(system, MAIN, version)))
     except (ExitCodeError, DocumentError):
-        # The steps that follow report what is wrong with it.
+        # The following steps report what is wrong.
         return False
 
 
@@ -124,7 +127,7 @@ def _configured(problem: str, drop_in: str) -> Condition:
 
 
 def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
-    """Say what others did to our part since it was noted; empty if only what it follows changed."""
+    """Return what somebody did to our part of the configuration since it was noted; empty if nothing."""
     if not noted.get("drop_in") or noted.get("path") != drop_in:
         return ""
     if wanted.drop_in is not None and found != noted["drop_in"]:
@@ -133,7 +136,10 @@ def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, dro
 
 
 def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
-    """Set only our keys, as the file belongs to the handler's package. It is read at each container's start."""
+    """Set our keys in the configuration of the handler's program, which reads it at each container's start.
+
+    The rest stays, because the file belongs to the program's package.
+    """
     system, notes = context.system, context.notes
     name = f"runtime-{vendor.name}"
     present = files.read_optional(system, vendor.runtime_config)
@@ -157,13 +163,13 @@ def _wanted(
     text = before[MAIN] or b""
     main = files.parse(MAIN, text)
     if not main:
-        # No file, or one with only comments, which stay.
+        # There is no file, or it has only comments, which stay.
         text = files.render_toml({"version": tables.new_version(version)}) + text
     if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
         text = files.with_import(text, tables.import_pattern(drop_in))
     main = files.parse(MAIN, text)
     everything = files.loaded_files(system, main, drop_in)
-    # The order without our earlier files, which will be removed.
+    # Without our earlier drop-ins, which will be removed.
     order = [path for path in everything if path not in places.former]
     behind = tuple(order[order.index(drop_in) + 1 :])
     loaded = {path: everything[path] for path in order if path != drop_in}
@@ -184,7 +190,7 @@ def _wanted(
 
 
 def _baseline(system: System, main: Table, imported: Iterable[str], version: tuple[int, ...]) -> Table:
-    """Return what containerd itself, of whatever version, makes of the same files without ours."""
+    """Return containerd's effective configuration of the same files without our drop-in. Raises DocumentError."""
     system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
     try:
         return files.effective(system, BASELINE, version)
@@ -196,7 +202,7 @@ def _baseline(system: System, main: Table, imported: Iterable[str], version: tup
 
 
 def _state(context: Context, program: str, vendor: MachineVendor, drop_in: str) -> str:
-    """Return a digest of containerd's program, of all files that it loads, and of what is requested."""
+    """Return a digest of containerd's program, of all files that it loads, and of the requested configuration."""
     system, default = context.system, context.handoff.default_runtime
     handler = astuple(vendor.handler) if vendor.handler else None
     digest = hashlib.sha256(json.dumps([astuple(system.identity(program)), handler, default]).encode())

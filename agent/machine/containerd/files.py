@@ -1,4 +1,4 @@
-"""Reads containerd's configuration files and writes ours, so that an earlier state can be restored."""
+"""Reads and writes containerd's configuration files."""
 
 import re
 import tomllib
@@ -17,14 +17,15 @@ TOKENS = re.compile(
     r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
     re.DOTALL | re.MULTILINE,
 )
-"""Strings, comments and brackets (toml.io/en/v1.0.0); a long string may end in two further quotation marks."""
+"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A long string may end in two more quotation marks."""
 HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
 
 def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
-    """Return the files that containerd imports, in its order, including ours (as an empty table) if it is covered.
+    """Return the files that containerd imports, in the order of loading. Raises DocumentError.
 
-    Breadth first, each once (LoadConfig in containerd's cmd/containerd/server/config). Raises DocumentError.
+    The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
+    If an import covers our drop-in, it is included as an empty table.
     """
     loaded: dict[str, Table] = {}
     pending = list(imports(MAIN, main))
@@ -47,7 +48,7 @@ def _load(system: System, path: str) -> Table:
 
 
 def _glob(system: System, pattern: str) -> list[str]:
-    """Return the paths that match a pattern of Go's filepath.Glob; no match is not an error."""
+    """Return the paths that match a pattern, as Go's filepath.Glob does; there may be none."""
     found = [""]
     for part in pattern.split("/")[1:]:
         wild = any(character in part for character in "*?[")
@@ -60,19 +61,22 @@ def _glob(system: System, pattern: str) -> list[str]:
 
 
 def effective(system: System, main: str, version: tuple[int, ...]) -> Table:
-    """Return containerd's result for a main file and its imports, with defaults. Raises CommandError, DocumentError."""
-    # Before 2.0.6, `dump` prints defaults in place of a version 2 file's tables. `migrate` does what the daemon does
-    # (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
+    """Return containerd's effective configuration for a main file and its imports, including defaults.
+
+    Raises CommandError, DocumentError.
+    """
+    # Before 2.0.6, `dump` prints defaults instead of the tables of a version 2 file. `migrate` does what the daemon
+    # does (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     text = system.run("containerd", "--config", main, "config", verb)
     return parse(main, text.encode(errors="surrogateescape"))
 
 
 def parse(path: str, text: bytes) -> Table:
-    """Parse TOML. Raises DocumentError that names the file."""
+    """Parse TOML. Raises DocumentError, which names the file."""
     try:
         return tomllib.loads(text.decode())
-    # ValueError: not TOML, not UTF-8, or a number with more digits than int() accepts.
+    # ValueError: the text is not TOML or UTF-8, or has a number with more digits than int() accepts.
     except (ValueError, RecursionError) as error:
         raise DocumentError(
             f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
@@ -80,7 +84,7 @@ def parse(path: str, text: bytes) -> Table:
 
 
 def read_optional(system: System, path: str) -> bytes | None:
-    """Return a file's content; None if there is no such file."""
+    """Return a file's content; None if the file does not exist."""
     try:
         return system.read(path)
     except FileNotFoundError:
@@ -89,7 +93,7 @@ def read_optional(system: System, path: str) -> bytes | None:
 
 def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
     """Return plain data as TOML text. Raises DocumentError."""
-    # Imported here: it takes longer than a run that writes nothing.
+    # Imported here: the import takes longer than a run that writes nothing.
     import tomlkit
 
     try:
@@ -101,12 +105,12 @@ def render_toml(table: Mapping[str, Any], header: str = "") -> bytes:
 
 
 def with_import(text: bytes, pattern: str) -> bytes:
-    """Return the main file's text with one more import; comments and layout stay. Raises DocumentError."""
+    """Return the main file's text with one more import. Comments and layout stay. Raises DocumentError."""
     document = parse(MAIN, text)
     if "imports" not in document:
-        # At the start: at the end it would become a key of the last table.
+        # At the start, because at the end it would become a key of the last table.
         return f'imports = ["{pattern}"]\n'.encode() + text
-    # Called only for its error.
+    # Called only for the error that it may raise.
     imports(MAIN, document)
     document["imports"] = [*document["imports"], pattern]
     try:
@@ -114,7 +118,7 @@ def with_import(text: bytes, pattern: str) -> bytes:
         if parse(MAIN, edited) == document:
             return edited
         why = "the edit would change more than its imports"
-    # Any exception: tomlkit raises its own, and a file that containerd reads must stay intact.
+    # Any exception, because tomlkit raises its own, and a file that containerd reads must stay intact.
     except Exception as error:
         why = str(error)
     raise DocumentError(f"{MAIN}: cannot be edited: {why}", f'add "{pattern}" to its list `imports`')
@@ -123,7 +127,7 @@ def with_import(text: bytes, pattern: str) -> bytes:
 def _with_listed(text: str, pattern: str) -> str:
     import tomlkit
 
-    # Top-level keys stand before the first table, so tomlkit need not parse more: it fails at orders of tables that
+    # Top-level keys come before the first table. tomlkit must not parse the rest: it fails at orders of tables that
     # containerd accepts.
     head = _without_tables(text)
     if len(head) > EDIT_LIMIT:
@@ -135,9 +139,10 @@ def _with_listed(text: str, pattern: str) -> str:
 
 
 def _without_tables(text: str) -> str:
-    """Return the text before the first table's header: a bracket that begins a line outside lists and strings.
+    """Return the text before the header of the first table.
 
-    The text must be TOML, so that every string and list ends. Takes one pass, whatever they contain.
+    A header is a line that begins with a bracket, outside lists and strings. The text must be TOML, so that every
+    string and list ends. It is searched only once, whatever it contains.
     """
     depth = 0
     for token in TOKENS.finditer(text):
@@ -154,7 +159,7 @@ def _without_tables(text: str) -> str:
 
 
 def put(system: System, files: Mapping[str, bytes | None]) -> None:
-    """Write what differs, in this order; None removes a file."""
+    """Write the files that differ, in this order. A file whose content is None is removed."""
     for path, content in files.items():
         if content is None:
             system.remove(path)
@@ -163,5 +168,5 @@ def put(system: System, files: Mapping[str, bytes | None]) -> None:
 
 
 def write(system: System, path: str, content: bytes) -> None:
-    """Keep the file's mode. A new file is only for root: it may repeat passwords of the main file's registries."""
+    """Write a file, and keep its mode. Only root may read a new file: it may have passwords of registries."""
     system.write(path, content, system.mode(path) if system.exists(path) else 0o600)

@@ -1,7 +1,7 @@
-"""What containerd's configuration needs so that pods get devices by CDI, and whether it has it. Pure.
+"""Makes the tables that containerd's configuration needs so that pods get devices by CDI, and checks the result. Pure.
 
-The tables are those of containerd's docs/cri/config.md: version 2 of the file has one CRI table, and from version 3 it
-is split in two, of which only the runtime's matters here.
+The tables are described in containerd's docs/cri/config.md. A file of version 2 has one table for the CRI plugin; since
+version 3 there are two, of which only the runtime's matters here.
 """
 
 import copy
@@ -21,35 +21,36 @@ Table = dict[str, Any]
 MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
 IMPORT = f"{CONF_D}/*.toml"
-"""As in containerd 2.2's default configuration; a pattern without a match is no error, but a missing file is one."""
+"""The import that containerd 2.2's default configuration has. A pattern may match nothing, but a file must exist."""
 SUFFIXES = (".toml", ".part")
-"""Suffixes of our drop-in; `.part` is Talos's, for files that it merges."""
+"""Suffixes that our drop-in may have. Talos merges files whose names end in `.part`."""
 
 CRI_2 = "io.containerd.grpc.v1.cri"
 CRI_3 = "io.containerd.cri.v1.runtime"
 SHIM = "io.containerd.runc.v2"
 OLDEST = (1, 7, 0)
-"""The first containerd whose CRI plugin supports CDI."""
+"""The first version of containerd whose CRI plugin supports CDI."""
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """The files that containerd loads, in its order, without our drop-in."""
+    """containerd's configuration without our drop-in."""
 
     main: Table
     imported: Mapping[str, Table]
-    """By path."""
+    """The imported files by path, in the order of loading."""
     dump: Table
-    """What `containerd config dump` prints for these files: with all defaults."""
+    """The output of `containerd config dump` for these files, with all defaults."""
     behind: tuple[str, ...] = ()
     """The imported files that are loaded after our drop-in."""
     drop_in: str = ""
-    """Path of our drop-in."""
+    """The path of our drop-in."""
 
     def version(self, containerd: tuple[int, ...]) -> int:
-        """Return the version that decides the names of the tables: the main file's, 1 if it has none.
+        """Return the version of the files, which decides the names of the tables.
 
-        In a main file without plugins' tables there is nothing to name: then it is that of the files that it imports.
+        It is the main file's, or 1 if that has none. If the main file has neither a version nor tables of plugins, it
+        is that of the imported files.
         """
         if "version" in self.main or "plugins" in self.main:
             value = self.main.get("version", 1)
@@ -59,19 +60,22 @@ class Configuration:
 
 
 def drop_in_path(handler: RuntimeHandler | None) -> str:
-    """Return its path; without a handler, for CDI alone. 99 sorts last: containerd loads drop-ins alphabetically."""
+    """Return the usual path of the drop-in for a handler, or for CDI alone.
+
+    99 sorts last, because containerd loads drop-ins in alphabetical order.
+    """
     return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
 
 
 def import_pattern(drop_in: str) -> str:
-    """Return what the main file must import; in a directory of others' files it matches only ours."""
+    """Return the pattern that the main file must import. Outside CONF_D, it matches only our drop-in."""
     stem, suffix = posixpath.splitext(drop_in)
     return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
 
 
 def parse_version(text: str) -> tuple[int, ...]:
-    """Parse `containerd --version`: "containerd github.com/containerd/containerd/v2 v2.1.9 <commit>"."""
-    # At most nine digits: int() refuses thousands of them.
+    """Parse the output of `containerd --version`: "containerd github.com/containerd/containerd/v2 v2.1.9 <commit>"."""
+    # At most nine digits: int() raises ValueError for thousands of them.
     match = re.search(r"\sv?(\d{1,9})\.(\d{1,9})\.(\d{1,9})(?!\d)", text)
     if match is None:
         raise DocumentError(f"containerd --version: no version in {text.strip()[:200]!r}")
@@ -79,17 +83,20 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def new_version(containerd: tuple[int, ...]) -> int:
-    """Return the version for a new file; every containerd 2 reads version 3."""
+    """Return the version for a new configuration file. Every containerd 2 reads version 3."""
     return 2 if containerd < (2, 0, 0) else 3
 
 
 def cri_table(version: int) -> str:
-    """Return the CRI plugin's name in files of a version."""
+    """Return the name of the CRI plugin's table in files of a version."""
     return CRI_2 if version < 3 else CRI_3
 
 
 def imports(path: str, document: Table) -> tuple[str, ...]:
-    """Return absolute patterns of the files that a file imports; relative ones start at the importing file."""
+    """Return the absolute patterns of a file's imports. Relative ones in the file start at its directory.
+
+    Raises DocumentError.
+    """
     listed = document.get("imports", [])
     if not isinstance(listed, list):
         raise DocumentError(f"{path}: key imports is not a list", "repair it: containerd cannot start with it either")
@@ -98,7 +105,7 @@ def imports(path: str, document: Table) -> tuple[str, ...]:
 
 
 def covers(pattern: str, path: str) -> bool:
-    """Return whether an import makes containerd load a file; it treats only text with an asterisk as a pattern."""
+    """Return whether an import makes containerd load a file. Only imports with an asterisk are patterns."""
     if "*" not in pattern:
         return pattern == path
     # Like Go's filepath.Glob: no wildcard matches a slash.
@@ -109,7 +116,7 @@ def covers(pattern: str, path: str) -> bool:
 def render(
     configuration: Configuration, containerd: tuple[int, ...], handler: RuntimeHandler | None, *, default: bool
 ) -> Table:
-    """Return the drop-in's content; raises UnsupportedError if this containerd or its configuration cannot do it."""
+    """Return the drop-in's content. Raises UnsupportedError if containerd or its configuration does not allow CDI."""
     if containerd < OLDEST:
         raise UnsupportedError(
             f"containerd {_text(containerd)} is too old: {_text(OLDEST)} is the first with CDI",
@@ -128,7 +135,7 @@ def render(
                 f"{path} disables containerd's CRI plugin, so no kubelet can use it",
                 "remove cri from disabled_plugins",
             )
-    # containerd 1.x replaces a plugin's whole table by that of the last file loaded; 2.0 merges them deeply.
+    # containerd 1.x replaces a plugin's whole table by that of the last file; 2.0 merges the tables deeply.
     replaces = containerd < (2, 0, 0)
     later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
     if replaces and later:
@@ -139,19 +146,19 @@ def render(
     effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
     if replaces:
-        # Its default runtimes are also replaced by a table that names any.
+        # A table with any runtime also replaces the default runtimes.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
         effective = copy.deepcopy(table)
     _add_ours(table, effective, version, handler, default=default)
-    # If drop-in and main file differ in version, containerd 2.0-2.2 silently drops one of them.
+    # If drop-in and main file have different versions, containerd 2.0 to 2.2 silently ignores one of them.
     return {"version": version, "plugins": {cri_table(version): table}}
 
 
 def problems(
     before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
 ) -> Iterator[str]:
-    """Say what is wrong with `containerd config dump` after the drop-in, compared with that of the files without it."""
+    """Yield what is wrong with the output of `containerd config dump`: without the drop-in (`before`) and with it."""
     left = dict(_leaves(after.get("plugins", {})))
     for path, value in _leaves(before.get("plugins", {})):
         if _is_ours(path, handler):
@@ -159,13 +166,13 @@ def problems(
         if path not in left:
             yield f"setting {'.'.join(path)} is lost"
         elif left[path] != value:
-            # Not the values: they may be passwords of a registry, and this message is shown on the Node.
+            # Without the values: they may be passwords of registries, and this message is shown on the Node.
             yield f"setting {'.'.join(path)} is changed"
     if handler:
         runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
         if _at(runtime, "options").get("BinaryName") != handler.binary:
             yield f"runtime {handler.name} does not run {handler.binary}"
-        # Compare with its basis as containerd prints it: neither has keys that containerd does not know.
+        # Compared with the basis in containerd's output: neither has keys that containerd does not know.
         taken, known = dict(_leaves(runtime)), dict(_leaves(_basis(cri_of(before), handler)))
         for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
             if path in known and not _is_ours((handler.name, *path), handler) and taken.get(path) != known[path]:
@@ -185,7 +192,7 @@ def _is_ours(path: tuple[str, ...], handler: RuntimeHandler | None) -> bool:
 
 
 def cdi_problems(dump: Table) -> Iterator[str]:
-    """Say what keeps pods from CDI devices, according to `containerd config dump`."""
+    """Yield what keeps pods from getting CDI devices, according to `containerd config dump`."""
     cri = cri_of(dump)
     if not cri.get("enable_cdi", dump.get("version", 0) >= 3):
         yield "enable_cdi is not true"
@@ -195,7 +202,10 @@ def cdi_problems(dump: Table) -> Iterator[str]:
 
 
 def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
-    """Return the CRI table that the files result in: all merged, or (`replaces`) that of the last file that has one."""
+    """Return the CRI table that results from all files.
+
+    The files' tables are merged or, with `replaces`, the last file that has the table replaces all others.
+    """
     documents = (configuration.main, *configuration.imported.values())
     tables = [_at(each, "plugins", cri) for each in documents]
     if replaces:
@@ -208,7 +218,7 @@ def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Tab
 
 def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool) -> None:
     if version < 3 or effective.get("enable_cdi") is False:
-        # The default since containerd 2.0, deprecated in 2.2.
+        # It is the default since containerd 2.0, and deprecated since 2.2.
         table["enable_cdi"] = True
     listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
     table["cdi_spec_dirs"] = [*listed, *(each for each in CDI_DIRECTORIES if each not in listed)]
@@ -224,9 +234,9 @@ def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHand
 
 
 def _basis(effective: Table, handler: RuntimeHandler) -> Table:
-    """Return the settings that the handler starts from: its namesake's, else the default runtime's, else runc's.
+    """Return the runtime whose settings the handler takes over: the one of its name, the default one, or runc.
 
-    Another shim's, such as Kata's, has options that this one does not know.
+    A default runtime of a different shim, such as Kata's, is not used: it has options that this shim does not know.
     """
     containerd = _at(effective, "containerd")
     runtimes, default = _at(containerd, "runtimes"), containerd.get("default_runtime_name")
@@ -236,7 +246,7 @@ def _basis(effective: Table, handler: RuntimeHandler) -> Table:
 
 
 def cri_of(dump: Table) -> Table:
-    """Return the CRI table of a dump, which containerd 2 prints in version 3 whatever version the files have."""
+    """Return the CRI table of a dump. containerd 2 prints version 3, whatever version the files have."""
     plugins = dump.get("plugins", {})
     return _at(plugins, CRI_3) or _at(plugins, CRI_2)
 

@@ -1,4 +1,4 @@
-"""Finds containerd's version by one call of its program, and which CDI specifications it takes."""
+"""Finds containerd's version, and adapts CDI specifications to it."""
 
 import posixpath
 from dataclasses import astuple
@@ -10,12 +10,15 @@ from agent.model.errors import DocumentError
 
 NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
-"""The first with version 0.7 of the Container Device Interface's library. An older one skips any specification with
-additionalGids entirely, because they came with version 0.7.0."""
+"""The first version with the Container Device Interface's library 0.7. Older ones ignore a whole specification if it
+has additionalGids, which the format has since version 0.7.0."""
 
 
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
-    """Ask each program file once in a boot. Raises CommandError, DocumentError or OSError."""
+    """Return containerd's version. Runs each program file once per boot.
+
+    Raises CommandError, DocumentError or OSError.
+    """
     system, notes = context.system, context.notes
     identity, noted = list(astuple(system.identity(program))), notes.load(NOTE)
     if noted.get("program") == identity and isinstance(noted.get("version"), list):
@@ -26,7 +29,7 @@ def containerd_version(context: Context, program: str) -> tuple[int, ...]:
 
 
 def known_version(context: Context, program: str) -> tuple[int, ...]:
-    """Return the same; () for a custom build that reports no version."""
+    """Return containerd's version; () for a custom build that reports none. Raises CommandError or OSError."""
     try:
         return containerd_version(context, program)
     except DocumentError:
@@ -34,7 +37,7 @@ def known_version(context: Context, program: str) -> tuple[int, ...]:
 
 
 def as_containerd_takes(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
-    """Return a settled CDI specification without what this machine's containerd does not know, and a remark on changes.
+    """Return a settled CDI specification in a form that this machine's containerd accepts, and a remark if it changed.
 
     Raises CommandError or OSError.
     """
@@ -51,9 +54,9 @@ def as_containerd_takes(context: Context, spec: object) -> tuple[object, tuple[s
 
 
 def _without_groups(context: Context) -> str:
-    """Return the version of a containerd that does not know additionalGids, else "".
+    """Return the version of a containerd that does not know additionalGids; empty if all know them.
 
-    A specification must suit both the program and a containerd that still runs after its program was replaced.
+    A specification must suit both the program on disk and a containerd that still runs after it was replaced.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):
@@ -63,22 +66,25 @@ def _without_groups(context: Context) -> str:
         if version < GROUPS_SINCE:
             return _text(version)
     except DocumentError:
-        # A custom build. RuntimeConfigured says so.
+        # A custom build, which RuntimeConfigured reports.
         pass
     return _running_without_groups(context, program)
 
 
 def _running_without_groups(context: Context, program: str) -> str:
-    """Return the same for a running containerd that is not of that file; noted, as its end changes the answer."""
+    """Return the version of a running containerd whose program was replaced, and that does not know additionalGids.
+
+    Returns an empty text for any other. The process is noted, because the result changes when it exits.
+    """
     system = context.system
     process = show(system, "MainPID").get("MainPID", "0")
-    # The kernel leads from here to the running file, even if it was removed (proc(5)).
+    # This link leads to the running program, even if its file was removed (proc(5)).
     running = f"/proc/{process}/exe"
     identity = program_identity(system, running)
     if identity is None or identity == program_identity(system, program):
         return ""
     if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
-        # For example a shell that waits for it, which is not to be run.
+        # It may be a shell that waits for containerd, for example, which must not be run.
         return ""
     try:
         version = parse_version(system.run(running, "--version", timeout=10))

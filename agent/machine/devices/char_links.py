@@ -1,8 +1,8 @@
-"""Links to the granted nodes by their number, /dev/char/MAJOR:MINOR.
+"""Makes the links to granted nodes by number, /dev/char/MAJOR:MINOR.
 
-On a host, udev makes them. No udevd runs in a machine, and nspawn makes only those of its own nodes.
-Older runc, and systemd in containers' scopes, find a device's path by them; `nvidia-ctk system
-create-dev-char-symlinks` and the GPU Operator's validator make the same.
+On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
+runc, and systemd in containers' scopes, use the links to find a device's path. `nvidia-ctk system
+create-dev-char-symlinks` and the GPU Operator's validator make the same links.
 """
 
 import posixpath
@@ -16,7 +16,7 @@ DIRECTORY = "/dev/char"
 
 
 def link_nodes(context: Context, request: Request) -> None:
-    """Make missing links, and remove those to nodes that are no longer granted; others' links stay."""
+    """Make missing links, and remove the agent's links to nodes that are no longer granted."""
     system, notes = context.system, context.notes
     name = f"char-links-{request.vendor}"
     made = {path: text for path, text in notes.load(name).items() if isinstance(text, str)}
@@ -30,7 +30,7 @@ def link_nodes(context: Context, request: Request) -> None:
             if wanted.get(path) != text and system.read_link(path) == text:
                 system.remove(path)
         ours = {path: text for path, text in wanted.items() if made.get(path) == text or not system.exists(path)}
-        # Note them before making them, so that a run killed in between leaves none behind.
+        # Noted before they are made, so that a killed run leaves no link that nobody removes.
         notes.save(name, ours)
         for path, text in ours.items():
             if not system.exists(path):

@@ -1,6 +1,6 @@
-"""Links by which programs find a GPU's DRM nodes from its PCI address. On hosts, udev makes them.
+"""Makes the links by which programs find a GPU's DRM nodes from its PCI address.
 
-No udevd runs in a machine, and a bind brings only the node.
+On a host, udev makes these links. In a machine no udevd runs, and binding a node does not make its link.
 """
 
 import posixpath
@@ -11,7 +11,7 @@ from agent.model.handoff import Request
 
 
 def link_dri_nodes(context: Context, request: Request) -> None:
-    """Make the links to the granted nodes, and remove those made for others. Raises OSError."""
+    """Make the links to the granted nodes, and remove the agent's other ones. Raises OSError."""
     system, notes = context.system, context.notes
     wanted = {
         link: posixpath.relpath(device.path, posixpath.dirname(link))
@@ -20,9 +20,9 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     }
     name = f"dri-links-{request.vendor}"
     made = notes.load(name)
-    # A correct link that was not made here is udev's, for example if the whole of /dev/dri is bound.
+    # A correct link that the agent did not make is udev's, for example if the whole of /dev/dri is bound.
     ours = {link: text for link, text in wanted.items() if made.get(link) == text or system.read_link(link) != text}
-    # Note them before making them, so that a run killed in between leaves none behind.
+    # Noted before they are made, so that a killed run leaves no link that nobody removes.
     notes.save(name, {**made, **ours})
     for link in made.keys() - wanted:
         if system.read_link(link) == made[link]:

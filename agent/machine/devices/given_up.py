@@ -1,4 +1,4 @@
-"""Finds what the machine still has although the handoff no longer names it."""
+"""Finds nodes and vendors that the machine still has although the handoff no longer names them."""
 
 import fnmatch
 
@@ -14,13 +14,13 @@ from agent.system.files import System
 
 
 def note_strays(context: Context) -> tuple[Condition, ...]:
-    """Add mounted nodes to the notes of granted nodes; return a condition only if that failed.
+    """Add mounted nodes to the notes of granted nodes, so that they are withdrawn. Return a condition if that failed.
 
-    The host may withdraw a GPU after nspawn has bound its node, but before the first run that could note it.
+    Such nodes exist if the host withdraws a GPU after nspawn has bound its node, but before the first run noted it.
     """
     requests = context.handoff.requests
     known = {device.path for request in requests for device in request.devices}
-    # DRM nodes may be any vendor's: unknown ones go to a vendor that this run settles anyway.
+    # DRM nodes may belong to any vendor. Unknown ones are noted for a vendor that this run settles anyway.
     vendors = [each.vendor for each in requests if each.vendor in GPU_NODES]
     try:
         for vendor in dict.fromkeys((*vendors, *GPU_NODES)):
@@ -41,7 +41,7 @@ def _note(context: Context, vendor: str, paths: set[str]) -> None:
 
 
 def _bound_nodes(system: System, pattern: str) -> list[str]:
-    """Return the mounts below /dev that match a pattern, except directories."""
+    """Return the mounted nodes below /dev that match a pattern."""
     directory, _, name = f"/dev/{pattern}".rpartition("/")
     entries = system.entries(directory) if system.is_directory(directory) else ()
     paths = [f"{directory}/{each}" for each in fnmatch.filter(entries, name)]
@@ -49,7 +49,7 @@ def _bound_nodes(system: System, pattern: str) -> list[str]:
 
 
 def given_up(context: Context) -> list[Request]:
-    """Return empty requests for vendors that the handoff no longer names, so that the machine gives up what it has."""
+    """Return empty requests for vendors that the handoff no longer names, so that their devices are withdrawn."""
     named = {request.vendor for request in context.handoff.requests}
     return [
         Request(name, (), ())
@@ -60,7 +60,7 @@ def given_up(context: Context) -> list[Request]:
 
 
 def may_have(notes: Notes, name: str) -> bool:
-    """Return whether a note has content; True if it cannot be read, because the step that needs it then says so."""
+    """Return whether a note has content; True if it cannot be read, which a later step reports."""
     try:
         return bool(notes.load(name))
     except OSError:
@@ -68,7 +68,7 @@ def may_have(notes: Notes, name: str) -> bool:
 
 
 def _may_own(owned: Owned, path: str) -> bool:
-    """Return whether the path is ours; True also if that is unknown."""
+    """Return whether the agent wrote the file at this path; True if that is unknown."""
     try:
         return owned.has(path)
     except AgentError:

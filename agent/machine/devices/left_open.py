@@ -1,6 +1,6 @@
-"""Finds processes that still have a withdrawn node open: descriptors outlive both node and permission.
+"""Finds processes that still have a withdrawn node open: a descriptor stays usable without node and permission.
 
-The host half's service may not search them, and after a GPU has left by itself nothing on the host searches either.
+The host half's service may not inspect processes, and after the loss of a GPU no command on the host does so either.
 """
 
 from collections.abc import Mapping
@@ -14,42 +14,43 @@ from agent.system.deadlines import bounded
 from agent.system.open_files import Held, Number, find_holders
 
 SHOWN = 10
-"""Processes in the message, whose length is limited; the others are counted."""
+"""Processes that the message names, because its length is limited; the others are counted."""
 LOOK_LIMIT = 10.0
-"""Seconds for all processes together: the report, which is the machine's heartbeat, waits for this."""
+"""Seconds to search all processes. The report, which is the machine's heartbeat, waits for this."""
 LOOKS = "left-open"
-"""The note of how many searches in a row have failed."""
+"""Name of the note that has the number of failed searches in a row."""
 FAILED_LOOKS = 5
-"""Failed searches in a row after which no more are made: each costs its run time, and there is a run every minute."""
+"""Failed searches in a row after which no more are made: each delays the report of a run, and one runs every minute."""
 
 
 def name_left_open(
     context: Context, conditions: tuple[Condition, ...], limit: float = LOOK_LIMIT
 ) -> tuple[Condition, ...]:
-    """Add the processes to DevicesAllowed's message, and forget nodes that no process has open.
+    """Return the conditions with the processes added to DevicesAllowed's message, and forget nodes that are not open.
 
-    Raises what a search raises, TimeoutError after `limit` seconds: such searches are tried FAILED_LOOKS times.
+    Raises any error of the search, TimeoutError after `limit` seconds. After FAILED_LOOKS errors in a row, no search is
+    made.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
     by_now = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
-    # A number that was granted again is another GPU's: processes may have that open.
+    # A number that was granted again may belong to another GPU, which processes may have open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
     failed = notes.load(LOOKS).get("failed")
     failed = failed if isinstance(failed, int) else 0
-    # Before the search, which may end this run too.
+    # Counted before the search, during which this run may be killed.
     notes.save(LOOKS, {"failed": failed + 1})
     look = bool(wanted) and failed < FAILED_LOOKS
     held = bounded("/proc", partial(find_holders, context.system, wanted), limit) if look else Held()
     open_paths = {path for holder in held.holders for path in holder.paths}
-    # Processes that the kernel hides are no reason to search for ever: they may be any, and never change.
+    # Processes that cannot be inspected are no reason to search forever: this may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
     notes.save(LOOKS, {"failed": 0})
     return with_remark(conditions, ConditionType.DEVICES_ALLOWED, _remark(held, notes.load("containers")))
 
 
 def _remark(held: Held, containers: Mapping[str, object]) -> str:
-    """Return the remark; empty if there is nothing to say."""
+    """Return the remark on the processes; empty if there are none."""
     unseen = f"{len(held.unseen)} processes could not be inspected" if held.unseen else ""
     if not held.holders:
         return f"; {unseen}, and may have withdrawn nodes open" if unseen else ""
@@ -71,6 +72,6 @@ def _by_number(noted: Mapping[str, object]) -> dict[Number, str]:
 
 
 def _pod(containers: Mapping[str, object], container: str) -> str:
-    """Return the pod of a container, as agent.machine.cdi.outdated_pods noted it for those with devices; else empty."""
+    """Return the pod of a container with devices, which agent.machine.cdi.outdated_pods noted; empty if unknown."""
     known = containers.get(container)
     return str(known.get("pod", "")) if isinstance(known, dict) else ""

@@ -1,4 +1,4 @@
-"""Checks that the granted device nodes are in this machine, with the right numbers, and that they open."""
+"""Checks that the granted device nodes exist in this machine, have the right numbers and open; withdraws others."""
 
 import errno
 import sys
@@ -16,18 +16,18 @@ from agent.model.reasons import Reason
 from agent.system.files import System
 
 OPEN_LIMIT = 30
-"""Seconds for all nodes together: without a persistence daemon the first open initialises the GPU."""
+"""Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU."""
 
 STACKED = 16
-"""Mounts at one node: systemd before 255 stacks a new mount on the old one when a node is bound again."""
+"""Mounts that are removed at one node. systemd before 255 stacks a new mount on the old one at each bind."""
 
 GRANTED = "granted-"
-"""The note, with a vendor's name added, of the nodes that the machine has: numbers by path."""
+"""Prefix of the names of notes, one per vendor, that have the machine's nodes: numbers by path."""
 WITHDRAWN = "withdrawn"
-"""The note of nodes withdrawn since the machine's boot that may still be open: numbers by path."""
+"""Name of the note that has the nodes withdrawn since the machine's boot that may still be open: numbers by path."""
 
 NOT_AGAIN = (errno.EIO, errno.ETIMEDOUT)
-"""The driver tried and failed: trying again each minute would only do harm."""
+"""Errors after which the node is not opened again each minute: the driver has tried, and trying again may do harm."""
 
 REASONS = {
     errno.EPERM: (
@@ -43,12 +43,12 @@ REASONS = {
     ),
     errno.ETIMEDOUT: (Reason.OPEN_TIMED_OUT, f"it did not open within {OPEN_LIMIT} s: see `dmesg` on the host"),
 }
-"""By errno: the condition's reason, and what to do next."""
+"""The condition's reason and what to do next, by errno."""
 ANOTHER_ERROR = (Reason.OPEN_FAILED, "see `dmesg` on the host")
 
 
 def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str, DeviceNumber]:
-    """Return the numbers of those nodes that are character devices in this machine."""
+    """Return the numbers of the nodes that are character devices in this machine, by path."""
     numbers = {}
     for device in devices:
         try:
@@ -61,7 +61,7 @@ def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str
 
 
 def check_devices(context: Context, request: Request) -> Condition:
-    """Return DevicesAllowed; open what was not opened since boot with these numbers and this grant."""
+    """Return DevicesAllowed. Nodes are opened once since boot, and again after a change of numbers or of the grant."""
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
     system, notes = context.system, context.notes
@@ -80,10 +80,10 @@ def check_devices(context: Context, request: Request) -> Condition:
 
 
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
-    """Change DevicesAllowed's reason if nodes open but some of `paths`, which the kernel then has, are missing here.
+    """Return DevicesAllowed with reason DriverHidden if nodes open, but some of `paths` are missing in this machine.
 
-    If all are missing, the driver was unloaded since. The status stays True: whether this driver's NVML minds is proven
-    by the CDI specification, which is made with it.
+    The kernel has these paths while the driver is loaded; if all are missing, it was unloaded meanwhile. The status
+    stays True: the CDI specification, which NVML generates, proves whether NVML needs them.
     """
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
@@ -99,14 +99,15 @@ def with_hidden_driver(system: System, condition: Condition, paths: Collection[s
 def withdraw_nodes(
     context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
-    """Remove nodes that were granted since the machine's start and no longer are; a condition only if that failed.
+    """Remove nodes that are no longer granted. Return the removed paths, and a condition if that failed.
 
-    `newest`: the present handoff; if it is newer, the host has already bound its nodes. None: it is unreadable, and
-    nothing is removed. The host cannot remove nodes: machinectl(1) binds into a machine, but cannot unbind.
+    The host cannot remove nodes: machinectl(1) can bind into a machine, but not unbind. `newest` is the current
+    handoff. It may be newer than the request's, and the host may have bound its nodes already. If it is None because
+    it is unreadable, nothing is removed.
     """
     try:
         return _withdraw_nodes(context, request, newest)
-    # Any exception, such as a full /run, must not cost the report.
+    # No exception, such as for a full /run, may keep the report from being written.
     except Exception as error:
         return (), not_withdrawn(f"cannot withdraw nodes that are no longer granted: {error}")
 
@@ -118,7 +119,7 @@ def not_withdrawn(why: str) -> Condition:
 def _withdraw_nodes(
     context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
-    """Withdraw and note it. Raises OSError if the note fails."""
+    """Withdraw nodes and note that. Raises OSError if it cannot be noted."""
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     by_now = newest.requests if newest else ()
@@ -127,7 +128,7 @@ def _withdraw_nodes(
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None
-    # A path may now be another vendor's node, and is then in that vendor's note.
+    # A path may belong to another vendor's node by now, which is in that vendor's note.
     kept = {*granted, *(device.path for each in by_now for device in each.devices)}
     stale = {path: number for path, number in noted.items() if path not in kept}
     failures = []
@@ -138,7 +139,7 @@ def _withdraw_nodes(
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
-    # Noted first: if killed in between, the next run withdraws again and forgets nothing that may be open.
+    # Noted first: if this run is killed, the next one withdraws again, and no node that may be open is forgotten.
     notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
     notes.save(name, granted)
     if not failures:
@@ -147,9 +148,9 @@ def _withdraw_nodes(
 
 
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
-    """Unmount nodes whose source the host has removed since, so that it can bind their successors.
+    """Unmount nodes whose source was removed on the host, so that the host can bind new ones.
 
-    systemd before 255 mounts on top of the old mount, which the kernel refuses if its source has no name any more
+    systemd before 255 mounts on top of the old mount, which the kernel refuses if the mount's source was removed
     (ENOENT, cant_mount() in fs/namespace.c). The host cannot unmount anything in a machine.
     """
     for path in paths:
@@ -159,7 +160,7 @@ def unmount_removed(system: System, paths: Iterable[str]) -> None:
                     break
                 system.run("umount", "--lazy", path)
         except (AgentError, OSError) as error:
-            # A newer systemd on the host still binds it again once DevicesAllowed says WrongNode.
+            # A newer systemd on the host can bind the node again even so, once DevicesAllowed reports WrongNode.
             say(WARNING, f"cannot unmount {path}, which was removed on the host: {error}")
 
 
@@ -167,11 +168,11 @@ def _withdraw(system: System, path: str) -> None:
     for _ in range(STACKED):
         if not system.is_mount(path):
             break
-        # --lazy: a program of the machine's own may still have it open; the mount lasts until that closes it.
+        # With --lazy, the mount lasts until programs of the machine that have the node open close it.
         system.run("umount", "--lazy", path)
     else:
         raise ApplyError(f"{path}: unmounted {STACKED} stacked mounts, but there are more")
-    # The mount point is an empty file. Any other file there belongs to others.
+    # The mount point is an empty file. Any other file is not the agent's.
     if system.is_file(path) and not system.identity(path).size:
         system.remove(path)
 
@@ -179,7 +180,7 @@ def _withdraw(system: System, path: str) -> None:
 def wrong_numbers(
     system: System, devices: tuple[GrantedDevice, ...], live: Mapping[str, DeviceNumber]
 ) -> tuple[str, ...]:
-    """Return a sentence for each node that is missing here or has other numbers."""
+    """Return a sentence for each node that is missing in this machine or has the wrong numbers."""
     wrong = []
     for device in devices:
         number, wanted = live.get(device.path), f"character device {device.major}:{device.minor}"
@@ -197,7 +198,11 @@ def wrong_numbers(
 
 
 def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], generation: str) -> dict[str, int]:
-    """Return results that still hold: nodes that opened with their present numbers, and failures of this grant."""
+    """Return the noted results that still hold.
+
+    These are the results of nodes that opened with their current numbers, and failures since the last change of the
+    grant.
+    """
     nodes = noted.get("nodes")
     if not isinstance(nodes, dict):
         return {}
@@ -212,10 +217,10 @@ def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], genera
 
 
 def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
-    """Return the error number by path (0: it opens)."""
+    """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
     program = agent.machine.devices.open_nodes.__file__
     output = system.run(
-        # -I -S: nothing but the standard library, which halves the start.
+        # With -I -S, Python loads only the standard library, which halves its start.
         sys.executable, "-I", "-S", program, str(OPEN_LIMIT), *paths, timeout=OPEN_LIMIT + 10,
     )  # fmt: skip
     codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}

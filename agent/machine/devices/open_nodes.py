@@ -1,7 +1,7 @@
-"""Opens device nodes, all at once and in a process of its own, so that a hanging driver never hangs its caller.
+"""A program that opens device nodes, all at once, so that a hanging driver does not hang the caller.
 
-Run as a program. Arguments: a time limit in seconds, then the nodes. Prints one line `<errno> <path>` for each:
-0 opened, 110 (ETIMEDOUT) not within the limit. Ends in time even if the kernel keeps the opening process in open(2).
+The arguments are a time limit in seconds and the nodes. It prints a line `<errno> <path>` for each node: 0 if it
+opened, 110 (ETIMEDOUT) if it did not open within the limit. It exits in time even if open(2) hangs in the kernel.
 """
 
 import errno
@@ -10,15 +10,15 @@ import signal
 import sys
 import time
 
-# Not threading: importing it takes longer than the threads.
+# Not threading, which takes longer to import than the threads take to run.
 from _thread import start_new_thread
 
 PAUSE = 0.002
-"""Seconds between two checks of what has opened."""
+"""Seconds between two checks for results."""
 
 
 def main(arguments: list[str]) -> None:
-    """Fork one child that opens every node in a thread of its own, collect its results, and abandon it."""
+    """Fork a child that opens each node in a thread, print its results, and abandon it."""
     deadline, paths = time.monotonic() + float(arguments[0]), arguments[1:]
     reader, writer = os.pipe()
     child = os.fork()
@@ -28,14 +28,14 @@ def main(arguments: list[str]) -> None:
     codes = _gather(reader, len(paths), deadline)
     for index, path in enumerate(paths):
         sys.stdout.write(f"{codes.get(index, errno.ETIMEDOUT)} {path}\n")
-    # It may be impossible to kill the child: leave it to init instead of waiting.
+    # The child may be impossible to kill: leave it to init instead of waiting.
     sys.stdout.flush()
     os.kill(child, signal.SIGKILL)
     os._exit(0)
 
 
 def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
-    """Return the error number by the node's index, of those known in time."""
+    """Return the error numbers that the child reports in time, by the node's index."""
     os.set_blocking(reader, False)
     text = b""
     while text.count(b"\n") < number and time.monotonic() < deadline:
@@ -52,15 +52,15 @@ def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
 
 
 def _open_all(paths: list[str], writer: int) -> None:
-    """Open all nodes, in the child. Never returns."""
-    # Otherwise the caller, which reads until end of file, would wait for a process that hangs.
+    """Open all nodes, in the child process. Never returns."""
+    # Otherwise the caller, which reads our output until end of file, would wait for a child that hangs.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)
     for index, path in enumerate(paths):
         start_new_thread(_open, (path, index, writer))
     while True:
-        # The parent ends it, once it has all results or the time is over.
+        # The parent kills this process once it has all results, or time is up.
         time.sleep(60)
 
 
@@ -70,7 +70,7 @@ def _open(path: str, index: int, writer: int) -> None:
         os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY))
     except OSError as error:
         code = error.errno or errno.EIO
-    # One write of less than PIPE_BUF bytes: lines of several threads never mix.
+    # A write of less than PIPE_BUF bytes is atomic: lines of several threads never mix.
     os.write(writer, f"{index} {code}\n".encode())
 
 

@@ -1,6 +1,6 @@
-"""Settles non-GPU devices: their nodes and the links to them. Nodes are checked but never opened.
+"""Settles non-GPU devices: their nodes, and the links to them. Nodes are checked, but never opened.
 
-Opening a watchdog starts it, and the host reboots soon after; opening other devices can have effects too.
+Opening a watchdog would start it, and the host would reboot soon after. Opening other devices may have effects too.
 """
 
 from agent.machine.context import Context
@@ -16,7 +16,10 @@ KIND = ConditionType.DEVICES_ALLOWED
 
 
 def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
-    """Return DevicesAllowed, once or twice. `newest`: the present handoff, as withdraw_nodes has it."""
+    """Settle the devices, and return DevicesAllowed; return it twice if withdrawing failed.
+
+    `newest` is as in `withdraw_nodes`.
+    """
     try:
         unmount_removed(context.system, (device.path for device in request.devices))
         link_nodes(context, request)

@@ -1,8 +1,8 @@
-"""What the kubelet advertises of the granted GPUs, from its own files: without a request to plugin or API server.
+"""Checks from the kubelet's files whether it advertises the granted GPUs, without requests to plugin or API server.
 
-The checkpoint is that of k8s.io/kubernetes pkg/kubelet/cm/devicemanager: written when a plugin sends its list and when
-a pod gets devices, but neither when a plugin goes (its devices become unhealthy at once, the file follows after five
-minutes) nor when the kubelet starts. So the sockets are tried, and a list older than they are proves nothing.
+The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends its list and
+when a pod gets devices. It does not when it starts, and only five minutes after a plugin has exited, whose devices
+become unhealthy at once. So the sockets are tried as well, and a checkpoint older than the sockets proves nothing.
 """
 
 import fnmatch
@@ -22,40 +22,41 @@ from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
 PLUGINS = "/var/lib/kubelet/device-plugins"
-"""pluginapi.DevicePluginPath of k8s.io/kubelet: not configurable in device plugins."""
+"""The kubelet's directory for device plugins, which is not configurable (DevicePluginPath of k8s.io/kubelet)."""
 KUBELET_SOCKET = f"{PLUGINS}/kubelet.sock"
 CHECKPOINT = f"{PLUGINS}/kubelet_internal_checkpoint"
 CHECKPOINT_LIMIT = 8 << 20
-"""Bytes: it holds what each container with devices was given."""
+"""Bytes of the largest checkpoint that is read. It lists the devices of each container."""
 NAMES_SHOWN = 16
+"""Names that a message shows."""
 RESTART_MENDS = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
-"""Reasons that a restart fixes; agent.machine.kubelet.plugin_spec gives the second."""
+"""Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet.plugin_spec."""
 WATCHED = "all"
-"""Id of a resource for monitoring all GPUs, such as `gpu.intel.com/i915_monitoring`: it is not a GPU."""
+"""Id of a device for monitoring all GPUs, such as that of `gpu.intel.com/i915_monitoring`. It is not a GPU."""
 
 KIND = ConditionType.GPUS_ADVERTISED
 
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """A vendor's device plugin as the kubelet's directory shows it."""
+    """A vendor's device plugin, as the kubelet's directory shows it."""
 
     serving: Mapping[str, int] = field(default_factory=dict)
-    """Sockets that accept connections, with the process that listens (0: in another PID namespace)."""
+    """Sockets that accept connections, with the id of the process that listens (0 in another PID namespace)."""
     dead: tuple[str, ...] = ()
-    """Abandoned sockets."""
+    """Sockets that nobody listens on."""
     registered: Mapping[str, tuple[str, ...]] | None = None
     """Ids of the healthy devices by resource; None without a checkpoint."""
     begun: int = 0
-    """When the plugin began to serve, by the newest of its sockets; nanoseconds since the epoch."""
+    """When the plugin began to serve, by its newest socket, in nanoseconds since the epoch."""
     up_to_date: bool = False
-    """Whether the checkpoint was written after that."""
+    """Whether the checkpoint was written after the plugin began to serve."""
 
 
 def check_advertised(
     context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]
 ) -> Condition:
-    """Return GPUsAdvertised; `published` are the device names in the CDI specification. Raises OSError."""
+    """Return GPUsAdvertised. `published` has the names of the devices in the CDI specification. Raises OSError."""
     condition = _kubelets(context, vendor, request, published)
     if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
         return condition
@@ -66,7 +67,7 @@ def check_advertised(
 
 
 def _kubelets(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
-    """Judge by the kubelet's directory alone."""
+    """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
     system = context.system
     if not system.is_directory(PLUGINS):
         if not request.gpus:
@@ -92,7 +93,7 @@ def _kubelets(context: Context, vendor: MachineVendor, request: Request, publish
 
 
 def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
-    """Return the GPUs that were advertised in this run or an earlier one, since the plugin began to serve."""
+    """Return the GPUs that were advertised in this or an earlier run, since the plugin began to serve."""
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
     before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
@@ -106,14 +107,14 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
 
 
 def look(system: System, vendor: MachineVendor) -> Plugin:
-    """Read the kubelet's directory. Raises DocumentError, which names the checkpoint's key, or OSError."""
+    """Return the vendor's device plugin. Raises DocumentError, which names the checkpoint's key, or OSError."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
     sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
     serving = {path: process for path, process in sockets.items() if process is not None}
     dead = tuple(path for path, process in sockets.items() if process is None)
     try:
         written = system.identity(CHECKPOINT).mtime_ns
-        # Pods of device plugins have this directory, and may put a link there.
+        # Pods of device plugins may write in this directory, and may put a link there.
         registered = parse_checkpoint(system.read_untrusted(CHECKPOINT, CHECKPOINT_LIMIT)[0])
         times = [system.identity(path).mtime_ns for path in serving]
     except FileNotFoundError:
@@ -121,17 +122,17 @@ def look(system: System, vendor: MachineVendor) -> Plugin:
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
     ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
-    # A socket from the future is older than a clock that was set back: compared with it, no list would ever count.
+    # If the clock was set back, sockets seem to be from the future. They are ignored: no checkpoint would be newer.
     now = time.time_ns()
     begun = max((each for each in times if each <= now), default=0)
     return Plugin(serving, dead, ours, begun, up_to_date=written >= begun)
 
 
 def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
-    """Return ids of the registered devices by resource; raises DocumentError.
+    """Return the ids of the registered devices, by resource. Raises DocumentError.
 
-    Kubernetes up to 1.19 wrote the devices of pods differently, and before 1.10 everything without `Data`; the part
-    that is read here is the same in all. The checksum is not verified: it is of Go's printed form of the structure.
+    The part that is read here is the same in all versions of Kubernetes, except that `Data` is missing before 1.10. The
+    checksum is not verified, because it depends on how Go prints the structure.
     """
     hint = "see the kubelet's log; it writes the file again when a device plugin registers"
     try:
@@ -154,7 +155,7 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 
 
 def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
-    """Return the condition if no plugin runs, or none has a list that is known to be its own; else None."""
+    """Return the condition if no plugin runs, or the kubelet has no list of a running one; otherwise None."""
     advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
@@ -163,7 +164,7 @@ def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
         why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
         return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin does not run: {why}; {advice}")
     if plugin.dead:
-        # Each resource has a socket of its own: one that is served says nothing about the others.
+        # Each resource has its own socket: one that is served says nothing about the others.
         why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"
         return false(
             KIND, Reason.DEVICE_PLUGIN_DOWN, f"{why}; {advice}; remove a socket that no plugin uses any longer"
@@ -181,9 +182,10 @@ def _compare(
     registered: Mapping[str, tuple[str, ...]],
     known: Set[str] | None,
 ) -> Condition:
-    """Compare identities: with time-slicing and MIG, counts say nothing.
+    """Return the condition after comparing the GPUs' identities: with time-slicing and MIG, counts do not help.
 
-    `known` are the GPUs that the plugin has advertised since it began, if the CDI specification has changed since then.
+    `known` has the GPUs that the plugin has advertised since its start, if the CDI specification has changed since;
+    otherwise it is None.
     """
     gpus = _gpus(vendor, request, registered)
     ids = [(resource, each) for resource, listed in registered.items() for each in listed]
@@ -200,7 +202,7 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # The plugin considers a GPU unhealthy if it knows but does not advertise it; a restart would forget that.
+    # If the plugin knows a GPU and does not advertise it, it considers the GPU unhealthy. A restart would forget that.
     if known is not None and (missing - known or stale):
         why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
@@ -212,7 +214,7 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Drop conditions of unused plugins, of several vendors' conditions of one type, if another vendor's is used."""
+    """Return several vendors' conditions of one type without those of unused plugins, if another vendor's is used."""
     used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
     return used if conditions[0].type is KIND and used else conditions
 

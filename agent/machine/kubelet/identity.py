@@ -1,8 +1,8 @@
-"""Finds this machine's kubelet's identity for the API server: Node name and kubeconfig, from the running process.
+"""Finds the identity of this machine's kubelet for the API server, its Node name and kubeconfig.
 
-From the process rather than from a path that an installer chose: kubeadm, a distribution's package and a custom script
-each use another. A pod may also call its process kubelet, and a kubeconfig can name a program to run: so processes in
-containers do not count.
+They are read from the arguments of the running process, because kubeadm, distributions' packages and custom scripts use
+different paths. Processes in containers are ignored: a pod may call its process kubelet, and a kubeconfig can name a
+program to run.
 """
 
 import re
@@ -17,7 +17,7 @@ KIND = ConditionType.NODE_CONDITION_SET
 COMMAND_LINE_LIMIT = 1 << 20
 HOST_NAME = "/proc/sys/kernel/hostname"
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-"""A subdomain of RFC 1123, as the API server requires for a Node's name."""
+"""The form of a Node's name that the API server requires: a subdomain of RFC 1123."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Identity:
 
 
 def find_identity(system: System) -> Identity | Condition:
-    """Return the running kubelet's identity, or the NodeConditionSet condition that says why there is none."""
+    """Return the running kubelet's identity, or the condition NodeConditionSet with the reason why it is unknown."""
     arguments = _kubelet(system)
     if arguments is None:
         return false(
@@ -41,7 +41,7 @@ def find_identity(system: System) -> Identity | Condition:
     if not kubeconfig.startswith("/"):
         what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so it has no API server"
         return false(KIND, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: set it to an absolute path")
-    # Like nodeutil.GetHostname of k8s.io/component-helpers: trimmed and in lower case.
+    # As in nodeutil.GetHostname of k8s.io/component-helpers, the name is trimmed and in lower case.
     name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
     node = name.strip().lower()
     if not NODE_NAME.fullmatch(node):
@@ -52,26 +52,27 @@ def find_identity(system: System) -> Identity | Condition:
 
 
 def _kubelet(system: System) -> tuple[str, ...] | None:
-    """Return the arguments of the oldest kubelet that runs as a service of root's."""
+    """Return the arguments of the oldest kubelet that runs as a service of root; None if there is none."""
     for process in sorted((name for name in system.entries("/proc") if name.isdecimal()), key=int):
         try:
             line = system.read(f"/proc/{process}/cmdline", COMMAND_LINE_LIMIT)
             arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
-            # The second argument as it is: it selects the kubelet in a program with many names (hyperkube).
+            # The second argument selects the kubelet in a program with many names (hyperkube).
             named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
             if named and _is_service_of_root(system, process):
                 return arguments
         except OSError:
-            # It has ended meanwhile.
+            # The process has exited meanwhile.
             continue
     return None
 
 
 def _is_service_of_root(system: System, process: str) -> bool:
-    """Check what neither a container nor another user can choose: user ids, PID namespace and cgroup.
+    """Return whether a process runs as root in a service of this machine, outside containers.
 
-    A kubeconfig can name a program, which would run as root. systemd's units are services and slices, those of users
-    below user.slice. runc puts a pod into a scope or a directory without a suffix, the kubelet puts all below kubepods.
+    A kubeconfig can name a program, which would run as root. So this checks what neither a container nor another user
+    can choose: user ids, PID namespace and cgroup. systemd's own cgroups are services and slices; those of users are
+    below user.slice. A pod's is a scope or a directory without a suffix (runc), below kubepods (kubelet).
     """
     status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
     fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
@@ -79,12 +80,12 @@ def _is_service_of_root(system: System, process: str) -> bool:
     paths = [line.split(":", 2)[-1] for line in cgroups]
     units = any(path.endswith((".service", ".slice")) for path in paths)
     others = any("kubepods" in path or "/user.slice" in path for path in paths)
-    # Real, effective, saved and file system user: a setuid root program has another real one.
+    # Real, effective, saved and file system user: in a setuid root program, the real one differs.
     return fields.get("Uid") == ["0"] * 4 and len(fields.get("NSpid", ())) == 1 and units and not others
 
 
 def _option(arguments: Sequence[str], name: str) -> str:
-    """Return the last value of `--name=value` or `--name value`, "" without one."""
+    """Return the last value of an option, `--name=value` or `--name value`; empty if it is missing."""
     found = ""
     for index, each in enumerate(arguments):
         if each.startswith(f"{name}="):

@@ -1,8 +1,8 @@
 """`python3 -m agent.machine.kubelet.node_condition`: sets the condition GPUReady on this machine's own Node object.
 
-Started by unbounded-agent-node-condition.service, apart from the GPU setup, which must never wait for an API server.
-The result is noted, and the GPU setup's next run reports it as NodeConditionSet. Exit code 1 only if it cannot be
-noted.
+unbounded-agent-node-condition.service runs it separately from the GPU setup, which must never wait for an API server.
+The result is noted, and the next run of the GPU setup reports it as NodeConditionSet. The exit code is 1 only if the
+result cannot be noted.
 """
 
 import contextlib
@@ -29,35 +29,37 @@ from agent.system.spawn_runner import MachineRunner
 KIND = ConditionType.NODE_CONDITION_SET
 JUDGEMENT = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
 TYPE = "GPUReady"
-"""The condition's type on the Node, next to the kubelet's own."""
+"""The condition's type on the Node, next to the kubelet's conditions."""
 HEARTBEAT = 300.0
-"""Seconds after which an unchanged condition is set again, as the kubelet does with its own."""
+"""Seconds after which an unchanged condition is set again, as the kubelet does with its conditions."""
 KUBECTL_LIMIT = 15
-"""Seconds for one kubectl, which makes one request to the API server."""
+"""Seconds for one run of kubectl, which makes one request to the API server."""
 NOTE = NODE_CONDITION
 NODE = f"{MACHINE_STATE}/node.json"
 ATTEMPTS = 3
+"""How often to try to change the Node, if others change it meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The condition that the API server accepted last."""
+    """The last condition that the API server accepted."""
 
     node: str
     status: str
     reason: str
     message: str
     transition: float
-    """Seconds since the epoch, as `heartbeat`."""
+    """When the status last changed, in seconds since the epoch."""
     heartbeat: float
+    """When the condition was last set, in seconds since the epoch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a run, as it was noted."""
+    """The noted result of a run."""
 
     at: float
-    """Seconds since the epoch."""
+    """The time of the run, in seconds since the epoch."""
     status: Status
     reason: str
     message: str
@@ -75,9 +77,9 @@ def main() -> int:
 
 
 def run(system: System, now: float) -> None:
-    """Set the condition, or remove it once the host half no longer wants it. Raises OSError."""
+    """Set the condition on the Node, or remove it if it is no longer configured. Raises OSError."""
     notes, noted = Notes(system), {}
-    # Without the note, the condition is set once more.
+    # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
         noted = notes.load(NOTE)
     applied = _applied(noted)
@@ -95,7 +97,7 @@ def run(system: System, now: float) -> None:
 
 
 def reported(system: System, notes: Notes, now: float) -> Condition | None:
-    """Return NodeConditionSet as the last run left it; None if the host half does not ask for it."""
+    """Return NodeConditionSet with the result of the last run; None if the condition is not configured."""
     if not system.exists(JUDGEMENT):
         return None
     try:
@@ -127,13 +129,13 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
 
 
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
-    """Return the machine's Ready condition, and NodeConditionSet if the host half's document is unusable."""
+    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable."""
     try:
         verdict = parse_judgement(system.read(JUDGEMENT, SIZE_LIMIT))
     except (DocumentError, OSError) as error:
         unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{JUDGEMENT}: {error}")
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
-    # After the clock was set back, it comes from the future.
+    # abs(): if the clock was set back, the host status lies in the future.
     if abs(now - verdict.judged) > SILENT_AFTER:
         message = f"the host half has evaluated nothing since {rfc3339(verdict.judged)}: see "
         message += "`systemctl status unbounded-agent` on the host"
@@ -142,9 +144,9 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
 
 
 def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
-    """Return what the Node should have; `applied` itself while that says the same and is not due again."""
+    """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
     same_status = applied is not None and applied.status == wanted.status
-    # The host half dates its own changes of status; the change to Unknown for its silence is dated here.
+    # The first time, the transition is the host half's. Later changes, such as to Unknown, are dated here.
     transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
     if applied and replace(new, heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
@@ -153,9 +155,9 @@ def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: fl
 
 
 def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condition | None:
-    """Set it on the Node; return why that failed, or None."""
+    """Set the condition on the Node. Return a condition with the reason why that failed; None if it did not."""
     if _marked_node(system) != identity.node:
-        # Before the first time, and on disk: the Node's condition outlives a boot of the machine.
+        # Recorded before it is first set, and on disk: the Node's condition outlives a boot of the machine.
         system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
     condition = {
         "type": TYPE,
@@ -169,7 +171,7 @@ def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condi
 
 
 def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
-    """Remove our condition from the Node, if the Node is known to have one."""
+    """Remove the agent's condition from the Node, if the Node is recorded as having it. Return the result."""
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     marked = _marked_node(system)
     if marked is None:
@@ -179,7 +181,7 @@ def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None,
         return applied, identity
     if identity.node == marked:
         refusal = _change(system, identity, None)
-        # Without the Node there is no condition either.
+        # If the Node does not exist, its condition does not either.
         if refusal and refusal.reason != Reason.NODE_NOT_REGISTERED:
             return applied, refusal
     else:
@@ -189,7 +191,10 @@ def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None,
 
 
 def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> Condition | None:
-    """Set our condition on the Node, or remove it if `ours` is None; return why that failed, or None."""
+    """Set the agent's condition on the Node, or remove it if `ours` is None.
+
+    Returns a condition with the reason why that failed; None if it did not.
+    """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
     refusal = None
@@ -205,13 +210,13 @@ def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> 
 
 
 def _replace(system: System, identity: Identity, ours: dict[str, str] | None) -> None:
-    """Read the Node, and write its status with that one difference. Raises CommandError or DocumentError.
+    """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
 
-    The API server refuses the write (Conflict), by the object's resourceVersion, if others changed it in between.
+    If others changed the Node in between, the API server refuses the write (Conflict) by its resourceVersion.
     """
-    # kubectl rather than a client of ours: it knows every form of a kubeconfig, and the kubelet chooses the form. Not
-    # `kubectl patch`: it reads nodes/status first, which the Node authorizer refuses a kubelet. Not server-side apply:
-    # removing its only condition, it also drops all conditions without a field manager.
+    # kubectl, because it can read every form of a kubeconfig. Not `kubectl patch`: it reads nodes/status first, which
+    # the Node authorizer refuses to a kubelet. Not server-side apply: when it removes its only condition, it also
+    # removes all conditions that have no field manager.
     kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
     path = f"/api/v1/nodes/{identity.node}"
     node = parse_object(path, system.run(*kubectl, "get", f"--raw={path}", timeout=KUBECTL_LIMIT).encode())
@@ -225,7 +230,10 @@ def _replace(system: System, identity: Identity, ours: dict[str, str] | None) ->
 
 
 def _refusal(identity: Identity, error: CommandError | DocumentError) -> Condition:
-    """Judge by kubectl's message: most answers of the API server begin with `Error from server (REASON)`."""
+    """Return the condition for an error of kubectl.
+
+    Most answers of the API server begin with `Error from server (REASON)`.
+    """
     words = error.message
     if isinstance(error, CommandError):
         words = " ".join(error.stderr.split()) or words.removeprefix(f"{' '.join(error.argv)}: ")
@@ -240,7 +248,7 @@ def _refusal(identity: Identity, error: CommandError | DocumentError) -> Conditi
 
 
 def _marked_node(system: System) -> str | None:
-    """Return the Node that has our condition; None without the mark."""
+    """Return the name of the Node that has the agent's condition; None if none is recorded."""
     try:
         return system.read_text(NODE_CONDITION_MARK).strip()
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Restarts the container of a vendor's device plugin through the CRI, if the configuration asks for that.
+"""Restarts the container of a vendor's device plugin through the CRI, if `restart_device_plugin` is set.
 
-The kubelet starts it again, like any container of a DaemonSet that ends; no other container is touched. This does not
-wait: the next run sees the result.
+The container is stopped, and the kubelet starts it again, as any container of a DaemonSet. Other containers are not
+affected. The next run sees the result.
 """
 
 import re
@@ -19,27 +19,31 @@ from agent.vendors.machine_vendor import MachineVendor
 
 ENDPOINT = "unix:///run/containerd/containerd.sock"
 GRACE = 10
-"""Seconds for the plugin to end after SIGTERM."""
+"""Seconds that the plugin has to exit after SIGTERM."""
 CONNECT_LIMIT = 10
-"""Seconds for the CRI to answer."""
+"""Seconds that the CRI has to answer."""
 CRICTL_LIMIT = 60
-"""Seconds for one crictl."""
+"""Seconds that crictl may run."""
 DISTANCE = 300.0
-"""Seconds between two restarts: the kubelet's delay before it starts a container again doubles up to this."""
+"""Least seconds between two restarts. The kubelet's delay before it starts a container again grows up to this."""
 UNIT = "unbounded-agent-restart-device-plugin"
 SHOWN = 13
-"""Characters of a container's id, as crictl shows them."""
+"""Characters of a container's id that crictl shows."""
 CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
-"""A container's part of its cgroup's path: cri-containerd-ID.scope by systemd's driver, ID by that for cgroupfs."""
+"""The last part of the path of a container's cgroup: `cri-containerd-ID.scope` (systemd) or `ID` (cgroupfs)."""
 
 
 def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
-    """Restart it and say so in the message of `needed`. Raises OSError, or DocumentError for a bad checkpoint."""
+    """Restart the plugin, and return `needed` with a message about that. Raises OSError or DocumentError."""
     return replace(needed, message=f"{needed.message}; {_restart(context, vendor)}")
 
 
 def _restart(context: Context, vendor: MachineVendor) -> str:
-    """Restart at most once for each CDI specification, and not within DISTANCE: what one does not fix, none will."""
+    """Restart the plugin if it may be restarted now, and return a sentence about that.
+
+    It is restarted at most once for each CDI specification, because a second restart would not help either, and only
+    after DISTANCE.
+    """
     system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
     noted = notes.load(name)
@@ -48,7 +52,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
         return f"it was restarted less than {DISTANCE:.0f} s ago, and can be again after that"
-    # One with a second name may be another plugin's, linked to by a process that may write in that directory.
+    # A socket with two names may belong to another plugin: processes that may write in the directory can link to it.
     processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
@@ -58,7 +62,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
         return "it is not restarted: install crictl in the machine's image"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
     told = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
-    # Noted first: a restart that could not be noted would repeat each minute.
+    # Noted first: a restart that could not be noted would be repeated each minute.
     notes.save(name, {"spec": spec, "at": now, "number": number, "told": told})
     try:
         _stop(system, program, containers)
@@ -69,7 +73,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
 
 
 def _stop(system: System, program: str, containers: Iterable[str]) -> None:
-    """Stop them by a transient unit without waiting for it: the plugin may take time to end."""
+    """Stop containers by a transient unit, without waiting for it: a plugin may take time to exit."""
     properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
     unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
     crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
@@ -77,13 +81,13 @@ def _stop(system: System, program: str, containers: Iterable[str]) -> None:
 
 
 def _container(system: System, process: int) -> str:
-    """Return the pod's container that a process runs in, by its cgroup; "" outside pods, or if it has ended."""
+    """Return the id of the container of a process, by its cgroup; empty outside pods, or if the process has exited."""
     try:
         cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
     except OSError:
         return ""
     for path in (line.split(":", 2)[-1] for line in cgroups):
-        # The kubelet puts all containers of pods below kubepods or kubepods.slice.
+        # The cgroups of all pods' containers are below kubepods or kubepods.slice.
         inside = path.partition("kubepods")[2].split("/")
         found = [match[1] for each in inside if (match := CONTAINER.fullmatch(each))]
         if found:

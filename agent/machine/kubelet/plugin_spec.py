@@ -1,6 +1,6 @@
-"""Checks whether the CDI specification that a device plugin made for itself still holds. Reports, and never edits it.
+"""Checks whether the CDI specification that a device plugin wrote is still right. The file is never edited.
 
-With the plugin's CDI strategies, pods get the devices of that specification, not of ours.
+With the plugin's CDI strategies, pods get the devices of this specification, not those of the agent's.
 """
 
 import json
@@ -14,15 +14,15 @@ from agent.system.files import System
 from agent.vendors.machine_vendor import MachineVendor
 
 SHOWN = 3
-"""Problems in a message: after an upgrade of the driver each of its files would be one."""
+"""Problems that a message names. After an upgrade of the driver, there is one for each of its files."""
 
 
 def beside_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
-    """Return GPUsAdvertised, made False if all is well except the specification of a running plugin. Raises OSError."""
+    """Return GPUsAdvertised; False instead of True if the plugin's specification is out of date. Raises OSError."""
     if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
         return advertised
     try:
-        # Pods of device plugins have this directory, and may put a link there.
+        # Pods of device plugins may write in this directory, and may put a link there.
         content = system.read_untrusted(vendor.plugin_spec)[0]
     except FileNotFoundError:
         return advertised

@@ -1,4 +1,4 @@
-"""Makes the driver's libraries and programs usable in this machine: links into the driver root, and ldconfig."""
+"""Makes the driver's libraries and programs usable in this machine, by links into the driver root and ldconfig."""
 
 import hashlib
 import posixpath
@@ -29,9 +29,9 @@ from agent.system.files import System
 LOADER_CACHE = "/etc/ld.so.cache"
 CONFIGURED = "/etc/ld.so.conf.d"
 ENTRY = re.compile(r"\t(?P<name>\S+) \((?P<abi>[^\s)]+?)(?:, [^)]*)?\) => (?P<path>.*)")
-"""A line of `ldconfig -p` (print_entry in glibc's elf/cache.c); `hwcap:` and `OS ABI:` follow the ABI."""
+"""A line of `ldconfig -p` (print_entry in glibc's elf/cache.c). `hwcap:` and `OS ABI:` may follow the ABI."""
 LDCONFIG_OWED = f"{STATE}/ldconfig-owed"
-"""This file exists from before a change of links until ldconfig has run; on disk, like the links."""
+"""This file exists from before a change of links until ldconfig has run. Like the links, it is on disk."""
 KIND = ConditionType.LIBRARIES_LINKED
 
 
@@ -40,16 +40,17 @@ class Cached:
     """The faults of the loader cache."""
 
     missing: frozenset[str] = frozenset()
+    """Paths of links that are not in the cache."""
     shadowed: Mapping[str, str] = field(default_factory=dict)
-    """By the path of our link: the path that programs load instead."""
+    """Paths that programs load instead of our links, by the path of the link."""
 
 
 def link_libraries(context: Context, request: Request, data: tuple[str, ...] = ()) -> Condition:
-    """Make the links if possible, and return LibrariesLinked. `data`: see Places."""
+    """Make the links and run ldconfig if needed, and return LibrariesLinked. `data` is as in Places."""
     system = context.system
     where = _places(system, context.handoff.architecture, data)
     if request.driver_root and not _staged(system, request.driver_root):
-        # Old links stay: the driver root that they point to may soon be back, and removing them does not help.
+        # Old links stay: removing them does not help, and their driver root may soon be back.
         return false(
             KIND,
             Reason.NOT_STAGED,
@@ -91,7 +92,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
 
 
 def _tell_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
-    """Log a repair if links are wrong that an earlier run had made completely and that are still wanted."""
+    """Log a repair if links are wrong that an earlier run had made completely, and that are still wanted."""
     name = f"links-{request.vendor}"
     links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
     made = {"digest": hashlib.sha256(repr(links).encode()).hexdigest()}
@@ -108,14 +109,14 @@ def _places(system: System, architecture: str, data: tuple[str, ...]) -> Places:
 
 
 def _staged(system: System, driver_root: str) -> bool:
-    # nvidia-ctk, given a symbolic link as driver root, omits every library and exits with 0. An empty directory is
-    # the mount point, before the host has mounted the driver root there.
+    # If the driver root is a symbolic link, nvidia-ctk omits all libraries and exits with 0. If it is empty, the host
+    # has not mounted it yet.
     plain = system.is_directory(driver_root) and system.read_link(driver_root) is None
     return plain and bool(system.entries(driver_root))
 
 
 def _listing(system: System, where: Places) -> dict[str, str]:
-    """Return every link's text, and FOREIGN for other entries, in the directories where our links go."""
+    """Return the text of each link, and FOREIGN for other entries, in the directories of our links, by path."""
     found = {}
     for directory in where.directories():
         if system.is_directory(directory):
@@ -133,7 +134,7 @@ def _describe(system: System, path: str) -> str:
 
 
 def _change(system: System, plan: LinkPlan) -> bool:
-    """Change the links. Return whether ldconfig must run: after this change, or one whose ldconfig did not finish."""
+    """Change the links. Return whether ldconfig must run, because of this or an earlier change."""
     owed = system.exists(LDCONFIG_OWED)
     if not (plan.remove or plan.make):
         return owed
@@ -151,10 +152,10 @@ def _refresh_loader_cache(
 ) -> Cached:
     """Run ldconfig if needed; return the remaining faults of the loader cache.
 
-    ldconfig deletes dangling links, so it runs after the links are made and while the driver root is there.
+    ldconfig deletes dangling links, so it must run after the links are made, and while the driver root exists.
     """
     system, notes = context.system, context.notes
-    # What is in the way of our links may not be a library, and no cache would ever list it.
+    # Conflicting files are left out: they may not be libraries, and would never be in the cache.
     needed = needed_sonames(request, where) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
     noted = {"cache": _identity(system), "needed": sorted(needed)}
@@ -162,7 +163,7 @@ def _refresh_loader_cache(
         return Cached()
     cached = Cached(needed) if owed else _cached(system, needed)
     if owed or cached.missing:
-        # Without -X, ldconfig would point others' links at the newest library with that SONAME.
+        # Without -X, ldconfig would change conflicting links to lead to the newest library with that SONAME.
         system.run("ldconfig", *(["-X"] if conflicts else []), timeout=60)
         cached = _cached(system, needed)
     system.remove(LDCONFIG_OWED)
@@ -179,7 +180,10 @@ def _identity(system: System) -> list[int]:
 
 
 def _cached(system: System, needed: frozenset[str]) -> Cached:
-    """Read `ldconfig -p`: of entries with one name and ABI, the loader takes the first (search_cache in dl-cache.c)."""
+    """Return the faults of the loader cache, according to `ldconfig -p`.
+
+    Of entries with one name and ABI, the loader takes the first (search_cache in dl-cache.c).
+    """
     if not needed or not system.exists(LOADER_CACHE):
         return Cached(needed)
     first: dict[tuple[str, str], str] = {}
@@ -195,11 +199,11 @@ def _cached(system: System, needed: frozenset[str]) -> Cached:
 
 
 def _same(system: System, path: str, other: str) -> bool:
-    """Compare real paths: Debian's ldconfig lists /lib/<triplet>, which is /usr/lib/<triplet> under another name."""
+    """Return whether two paths lead to the same file, as /lib/<triplet> and /usr/lib/<triplet> do on Debian."""
     if other in (path, path.removeprefix("/usr")):
         return True
     try:
         return system.real_path(path) == system.real_path(other)
     except OSError:
-        # The cache is older than one of the two; the loader skips entries that do not exist.
+        # One of the two was removed after the cache was written. The loader skips entries that do not exist.
         return not system.exists(other)

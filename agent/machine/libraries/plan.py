@@ -1,7 +1,7 @@
-"""Plans which links into a driver root the machine needs, and which of ours it no longer needs. Pure.
+"""Plans which links into a driver root the machine needs, and which of its links it no longer needs. Pure.
 
-The links are relative: programs that see the machine's file system below another root (a device plugin at
-/driver-root) would follow absolute ones out of it.
+The links are relative: programs that see the machine's file system in a subdirectory, such as a device plugin at
+/driver-root, would follow absolute links out of it.
 """
 
 import posixpath
@@ -12,26 +12,27 @@ from agent.model.handoff import Request
 from agent.model.paths import MACHINE_HOST_NVIDIA
 
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
-"""Debian's multiarch directory below /usr/lib, by machine architecture; driver roots use this layout."""
+"""Debian's multiarch directories below /usr/lib, by architecture. Driver roots have this layout."""
 TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
-"""Directories below the library directory from which drivers load plugins by path."""
+"""Subdirectories of the library directory that have links: in some, libraries load plugins of drivers by path."""
 
 FOREIGN = ""
-"""In a listing: a file, directory or device node instead of a link's text."""
+"""Stands for an entry that is not a link, in place of a link's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The machine's directories for links, by the driver root's directory that each stands for."""
+    """The machine's directories for links."""
 
     by_root_directory: Mapping[str, str]
+    """Directories in the machine, by the directory in the driver root to which their links lead."""
     data: tuple[str, ...] = ()
-    """Directories with configuration for loaders, at the same path in driver root and machine."""
+    """Directories with configuration for loaders, which have the same path in the driver root and in the machine."""
 
     def directories(self) -> tuple[str, ...]:
-        """Return every directory in which a link of ours may be."""
+        """Return every directory that may contain one of our links."""
         libraries = sorted(set(self.by_root_directory.values()) - {BINARIES})
         return (
             *(posixpath.join(each, sub).rstrip("/") for each in libraries for sub in SUBDIRECTORIES),
@@ -40,7 +41,10 @@ class Places:
         )
 
     def target(self, file: str) -> str | None:
-        """Return where a file of the driver root is linked; None if only containers need it, such as firmware."""
+        """Return the path of the link to a file of the driver root.
+
+        Return None for a file that only containers need, such as firmware.
+        """
         for root_directory, directory in self.by_root_directory.items():
             rest = file.removeprefix(f"{root_directory}/")
             if rest != file and posixpath.dirname(rest) in SUBDIRECTORIES:
@@ -50,16 +54,17 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """What to change; conflicts are paths where another file or link is."""
+    """The changes of links."""
 
     remove: tuple[str, ...]
     make: Mapping[str, str]
-    """Link text by path."""
+    """The texts of new links, by path."""
     conflicts: tuple[str, ...]
+    """Paths of wanted links where there is another file or link."""
 
 
 def places(architecture: str, directories: Set[str], data: tuple[str, ...] = ()) -> Places:
-    """Choose from those of /usr/lib/<triplet> and /usr/lib64 that the machine has."""
+    """Return the machine's directories. `directories` are those of /usr/lib/<triplet> and /usr/lib64 that exist."""
     triplet = TRIPLETS.get(architecture, f"{architecture}-linux-gnu")
     multiarch = f"/usr/lib/{triplet}"
     found = {f"usr/lib/{triplet}": multiarch if multiarch in directories else "/usr/lib64", "usr/bin": BINARIES}
@@ -70,7 +75,7 @@ def places(architecture: str, directories: Set[str], data: tuple[str, ...] = ())
 
 
 def wanted_links(request: Request, where: Places) -> dict[str, str]:
-    """Return link text by path, for every file of the driver root that the machine itself uses."""
+    """Return the texts of links, by path, to all files of the driver root that the machine itself uses."""
     links = {}
     for file in request.files:
         path = where.target(file.target)
@@ -80,10 +85,13 @@ def wanted_links(request: Request, where: Places) -> dict[str, str]:
 
 
 def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPlan:
-    """Compare; `present` has the text of every link (FOREIGN for other files) in the directories of `Places`."""
+    """Return the changes to the links.
+
+    `present` has the texts of all links in the directories of Places, and FOREIGN for other files.
+    """
     own = {path for path, text in present.items() if _points_into_driver_root(path, text)}
-    # ldconfig adds links between ours: libcuda.so.1 to libcuda.so.550.163.01. It also removes those that dangle, so
-    # only ours are removed here.
+    # ldconfig adds links between our links, such as from libcuda.so.1 to libcuda.so.550.163.01. It also removes these
+    # when they dangle, so only our own links are removed here.
     replaceable = own | {path for path, text in present.items() if text and _resolve(path, text) in own | set(wanted)}
     conflicts = tuple(path for path in sorted(wanted) if path in present and path not in replaceable)
     make = {path: text for path, text in sorted(wanted.items()) if path not in conflicts and present.get(path) != text}
@@ -91,7 +99,7 @@ def plan_links(wanted: Mapping[str, str], present: Mapping[str, str]) -> LinkPla
 
 
 def needed_sonames(request: Request, where: Places) -> frozenset[str]:
-    """Return the paths of links that the loader cache must name, such as `libcuda.so.1`: SONAMEs of driver files."""
+    """Return the paths of links that must be in the loader cache: those named like a SONAME, such as `libcuda.so.1`."""
     found = set()
     for file in request.files:
         path = where.target(file.target)

@@ -7,7 +7,10 @@ from agent.model.errors import DocumentError
 
 
 def device_names(text: str) -> tuple[str, ...]:
-    """Return qualified names; none for an invalid specification. Raises DocumentError if that is unknown."""
+    """Return the qualified names of a specification's devices; none if the specification is invalid.
+
+    Raises DocumentError if the names cannot be determined.
+    """
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
@@ -22,8 +25,8 @@ def device_names(text: str) -> tuple[str, ...]:
 
 
 def _of_yaml(text: str) -> object:
-    # Imported here: few machines have other specifications in YAML, and PyYAML takes a third of the time that loading
-    # all the rest takes.
+    # Imported here: few machines have other specifications in YAML, and importing PyYAML takes a third as long as all
+    # other imports.
     try:
         from agent.vendors.cdi.yaml_names import parse
     except ImportError as error:
@@ -34,7 +37,7 @@ def _of_yaml(text: str) -> object:
 
 
 def _member(document: Any, key: str) -> Any:  # noqa: ANN401 - whatever JSON holds
-    """Return a member, or None. Go's decoder, which runtimes read with, takes keys in upper case too."""
+    """Return a member, or None. Keys may be in upper case, because runtimes use Go's decoder, which accepts that."""
     if not isinstance(document, dict):
         return None
     return next((value for each, value in document.items() if each.casefold() == key), None)

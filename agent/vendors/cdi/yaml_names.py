@@ -1,10 +1,11 @@
-"""Finds kind and device names in a CDI specification in YAML, by the parser's events. Pure.
+"""Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
-Events, because a pod may have written the file: no alias is expanded, and nothing here recurses. Whatever is not plain
-is refused: a specification taken for one without devices would outrank ours, or collide with it, unnoticed.
+A pod may have written the file. With events, no alias is expanded, and nothing here recurses. Everything that is not
+plain YAML is refused: if its devices were overlooked, the specification could take precedence over ours, or conflict
+with it, unnoticed.
 
-Importing this needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes read
-with a translation of it (go.yaml.in/yaml/v2).
+Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
+use a translation of libyaml into Go (go.yaml.in/yaml/v2).
 """
 
 import re
@@ -16,22 +17,22 @@ from yaml import CSafeLoader
 from agent.model.errors import DocumentError
 
 DEEPEST = 100
-"""Levels of nesting; a specification has seven. libyaml's time is quadratic in it: minutes for 1 MiB of brackets."""
+"""Most levels of nesting; a specification has seven. libyaml needs quadratic time: minutes for 1 MiB of brackets."""
 SMALL_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 OTHER_TYPE = re.compile(
     r"|~|null|y|yes|true|on|n|no|false|off|<<"
     r"|[-+]?(0[box][0-9a-f_]+|\.?[0-9][0-9_]*(\.[0-9_]*)?(e[-+]?[0-9]+)?)",
     re.IGNORECASE,
 )
-"""Plain scalars that runtimes may read as something else: `010` as `8`, `1.0` as `1`, `yes` as `true`."""
+"""Plain scalars that runtimes may read as another value: `010` as `8`, `1.0` as `1`, `yes` as `true`."""
 
 
 def parse(text: str) -> dict[str, object]:
-    """Return kind and devices, and of those only names. Raises DocumentError; ImportError without libyaml."""
+    """Return the kind and the devices, of which only the names are kept. Raises DocumentError."""
     try:
         return _document(_events(text.encode(errors="surrogateescape")))
     except yaml.YAMLError as error:
-        # Do not repeat its text, which quotes the file: a pod may have put anything there.
+        # The error's text is not repeated, because it quotes the file: a pod may have put anything there.
         mark = getattr(error, "problem_mark", None)
         where = f", see line {mark.line + 1}" if mark else ""
         raise DocumentError(f"neither JSON nor plain YAML{where}", "write it as JSON, or remove it") from None
@@ -80,7 +81,10 @@ def _devices(events: Iterator[yaml.Event], start: yaml.Event) -> list[dict[str, 
 
 
 def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[str, yaml.Event]]:
-    """Yield a mapping's keys, each with the first event of its value, of which the caller takes the rest."""
+    """Yield a mapping's keys, each with the first event of its value.
+
+    The caller must consume the other events of the value.
+    """
     if not isinstance(start, yaml.MappingStartEvent):
         raise _refusal(start)
     seen = set()
@@ -93,7 +97,7 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 
 
 def _text(event: yaml.Event) -> str:
-    """Return a scalar that every parser takes for this text."""
+    """Return a scalar's text. Raises YAMLError if some parsers would take it for another value."""
     if isinstance(event, yaml.ScalarEvent):
         # Both are false for one with a tag.
         plain, quoted = event.implicit
@@ -103,7 +107,7 @@ def _text(event: yaml.Event) -> str:
 
 
 def _skip(events: Iterator[yaml.Event], event: yaml.Event) -> None:
-    """Take the rest of a value, given its first event."""
+    """Consume the other events of a value, whose first event is `event`."""
     depth = _step(event)
     while depth:
         depth += _step(next(events))
