@@ -1,4 +1,4 @@
-"""Fixtures that several test modules use."""
+"""Fixtures that several test modules share."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from hypothesis import settings
 from tests.fakes.gpu_host import set_up
 from tests.fakes.host import Host
 
-# Time limits of single examples fail on a busy machine, and tell nothing of what is tested.
+# Hypothesis's time limit for one example fails on a busy machine, and says nothing about the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
@@ -23,5 +23,5 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def gpu_host(host: Host) -> Host:
-    """Two GPUs, Debian's driver, one stopped machine."""
+    """A host with two GPUs, Debian's driver and one stopped machine."""
     return set_up(host)

@@ -1,4 +1,4 @@
-"""What root in a machine, a pod or a user of the host may put where the agent looks: it harms nobody but themselves."""
+"""Files that root in a machine, a pod or a user puts where the agent reads: nobody but themselves is harmed."""
 
 import contextlib
 import subprocess
@@ -19,7 +19,7 @@ from agent.system.process import Completed
 
 NAME = "gpu-node"
 AT_ONCE = 2.0
-"""Seconds; the kernel keeps who opens a leased file for 45 (/proc/sys/fs/lease-break-time)."""
+"""Seconds. The kernel makes whoever opens a leased file wait for 45 (/proc/sys/fs/lease-break-time)."""
 
 HOLD = """
 import fcntl, os, signal, sys, time
@@ -42,7 +42,7 @@ def system(tmp_path: Path) -> System:
 
 @contextlib.contextmanager
 def leased(place: Path) -> Iterator[None]:
-    """Another process holds a write lease on the file, and does not let go (fcntl(2), F_SETLEASE)."""
+    """Let another process hold a write lease on the file without releasing it (fcntl(2), F_SETLEASE)."""
     process = subprocess.Popen([sys.executable, "-c", HOLD, str(place)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
@@ -67,7 +67,7 @@ READS: dict[str, Read] = {
 
 @pytest.mark.parametrize("name", READS)
 def test_attack_a_lease_on_a_file_stops_no_reader(system: System, tmp_path: Path, name: str) -> None:
-    """Not for 45 s at each look: it cannot be seen now, which is another thing than absent."""
+    """An open would wait for 45 s. The file could not be observed, which is different from absent."""
     system.write("/etc/cdi/spec.json", b"{}")
     READS[name](system, "/etc/cdi/spec.json")
     with leased(tmp_path / "etc/cdi/spec.json"):
@@ -77,7 +77,7 @@ def test_attack_a_lease_on_a_file_stops_no_reader(system: System, tmp_path: Path
         assert time.monotonic() - started < AT_ONCE
 
 
-def test_attack_a_lease_on_a_report_is_its_machines_unseen(system: System, tmp_path: Path) -> None:
+def test_attack_a_lease_on_a_report_makes_that_report_unseen(system: System, tmp_path: Path) -> None:
     for machine in ("bad", NAME):
         system.write(f"{report_directory(machine)}/{REPORT_NAME}", b"{}")
     with leased(Path(f"{tmp_path}{report_directory('bad')}/{REPORT_NAME}")):

@@ -1,4 +1,4 @@
-"""A look that fails (EIO) is never taken for "not there", on either half."""
+"""A call that fails (EIO) never counts as "does not exist", on either half."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ Fail = Callable[[System, str], None]
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
-    """From now on the kernel cannot tell what is at a path."""
+    """Return a function that makes every later stat of a path fail."""
 
     def from_now_on(system: System, path: str) -> None:
         place = f"{system.root}{path}"
@@ -42,11 +42,11 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> Fail:
             call = getattr(os, name)
 
             def failing(
-                asked: object, *arguments: object, call: Callable[..., object] = call, **named: object
+                requested: object, *arguments: object, call: Callable[..., object] = call, **named: object
             ) -> object:
-                if asked == place:
+                if requested == place:
                     raise OSError(errno.EIO, os.strerror(errno.EIO), place)
-                return call(asked, *arguments, **named)
+                return call(requested, *arguments, **named)
 
             monkeypatch.setattr(os, name, failing)
 
@@ -67,7 +67,7 @@ LOOKS: dict[str, Callable[[System], object]] = {
 
 
 @pytest.mark.parametrize("name", LOOKS)
-def test_a_failed_look_is_not_a_no(tmp_path: Path, fail: Fail, name: str) -> None:
+def test_a_failed_call_raises_and_is_not_false(tmp_path: Path, fail: Fail, name: str) -> None:
     system = System(no_process, str(tmp_path))
     assert not LOOKS[name](system)
     fail(system, "/usr/bin/tool")
@@ -76,8 +76,8 @@ def test_a_failed_look_is_not_a_no(tmp_path: Path, fail: Fail, name: str) -> Non
 
 
 @pytest.mark.parametrize("path", ["/a\0b", f"/{'x' * 300}", "/file/below", "/loop"])
-def test_what_can_be_nowhere_is_not_there(tmp_path: Path, path: str) -> None:
-    """Such as a text of a CDI specification that is no path."""
+def test_impossible_paths_do_not_exist(tmp_path: Path, path: str) -> None:
+    """A text in a CDI specification may not be a path at all."""
     system = System(no_process, str(tmp_path))
     system.write("/file", b"")
     system.link("/loop", "loop")
@@ -88,7 +88,7 @@ def test_what_can_be_nowhere_is_not_there(tmp_path: Path, path: str) -> None:
 
 @pytest.mark.parametrize("path", [CONFIG_FILE, CONFIG_DIRECTORY])
 def test_no_machine_falls_out_of_the_configuration(tmp_path: Path, fail: Fail, path: str) -> None:
-    """The settings of one that is not in it any more are removed."""
+    """Otherwise the settings of a configured machine would be removed."""
     system = System(no_process, str(tmp_path))
     system.write(CONFIG_FILE, b"[machines.first]\n")
     system.write(f"{CONFIG_DIRECTORY}/second.toml", b"[machines.second]\n")
@@ -97,7 +97,7 @@ def test_no_machine_falls_out_of_the_configuration(tmp_path: Path, fail: Fail, p
         load_config(system)
 
 
-def test_no_machine_is_said_to_be_none(gpu_host: Host, fail: Fail) -> None:
+def test_an_unreadable_machine_is_not_reported_missing(gpu_host: Host, fail: Fail) -> None:
     reconciler(gpu_host).reconcile()
     fail(gpu_host, f"{MACHINE_ROOTS}/{MACHINE}")
     assert isinstance(observe_machine(MACHINE, Unit("active"), gpu_host, Ages()).root, Unseen)
@@ -106,8 +106,8 @@ def test_no_machine_is_said_to_be_none(gpu_host: Host, fail: Fail) -> None:
     assert "NoSuchMachine" not in {each.reason for each in outcome.machines[0].conditions}
 
 
-def test_a_pass_goes_on_where_states_of_machines_cannot_be_listed(gpu_host: Host, fail: Fail) -> None:
-    """Or whether systemd is owed a reload: one too many harms nobody."""
+def test_a_pass_goes_on_if_states_of_machines_cannot_be_listed(gpu_host: Host, fail: Fail) -> None:
+    """The same if it is unknown whether systemd needs a reload: an extra reload is harmless."""
     reconciler(gpu_host).reconcile()
     gpu_host.failing[MACHINES_STATE] = OSError(errno.EIO, os.strerror(errno.EIO))
     fail(gpu_host, "/run/unbounded-agent/reload-owed")
@@ -116,8 +116,8 @@ def test_a_pass_goes_on_where_states_of_machines_cannot_be_listed(gpu_host: Host
     assert outcome.failures == (f"{MACHINES_STATE}: cannot remove outdated conditions for Nodes: Input/output error",)
 
 
-def test_links_do_not_go_elsewhere(tmp_path: Path, fail: Fail) -> None:
-    """They went to /usr/lib64, where no loader of Debian's looks, and stayed."""
+def test_links_are_not_made_elsewhere(tmp_path: Path, fail: Fail) -> None:
+    """Links went to /usr/lib64, where no Debian loader searches, and stayed there."""
     machine = gpu_machine(tmp_path / "machine")
     machine.before_write = lambda path: None
     (machine.tree / "usr/lib64").mkdir()
@@ -128,7 +128,7 @@ def test_links_do_not_go_elsewhere(tmp_path: Path, fail: Fail) -> None:
     assert "Input/output error" in machine.message(ConditionType.LIBRARIES_LINKED)
 
 
-def test_a_verdict_that_cannot_be_looked_for_costs_no_report(tmp_path: Path, fail: Fail) -> None:
+def test_an_unreadable_host_status_costs_no_report(tmp_path: Path, fail: Fail) -> None:
     machine = gpu_machine(tmp_path / "machine")
     fail(machine, f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}")
     assert run(machine) == 0

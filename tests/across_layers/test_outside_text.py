@@ -1,4 +1,4 @@
-"""Text of the kernel, of programs and of people that is too long, too deep, or has too many digits."""
+"""Text from the kernel, programs and people that is too long, too deeply nested, or has too many digits."""
 
 import time
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from agent.vendors.proc_devices import names_by_major, parse_majors, parse_misc
 from tests.fakes.host import Host
 
 DIGITS = "9" * 5000
-"""int() raises ValueError for more than 4,300."""
+"""int() raises ValueError for more than 4,300 digits."""
 MIB = 1 << 20
 
 DEEP = {
@@ -45,7 +45,7 @@ def test_a_configuration_that_is_nested_too_deep(tmp_path: Path, text: str) -> N
 
 
 @pytest.mark.parametrize("digits", [DIGITS, "٣"], ids=["too many", "of another script"])
-def test_what_no_number_is_that_the_kernel_writes(host: Host, digits: str) -> None:
+def test_numbers_that_the_kernel_never_writes(host: Host, digits: str) -> None:
     devices = f"Character devices:\n{digits} nvidia\n195 nvidiactl\n"
     assert parse_majors(devices) == {"nvidiactl": 195}
     assert names_by_major(devices) == {195: {"nvidiactl"}}
@@ -64,7 +64,7 @@ def test_what_no_number_is_that_the_kernel_writes(host: Host, digits: str) -> No
 
 
 @pytest.mark.parametrize("digits", [DIGITS, "٣"], ids=["too many", "of another script"])
-def test_what_no_number_is_that_programs_write(host: Host, digits: str) -> None:
+def test_numbers_that_programs_never_write(host: Host, digits: str) -> None:
     assert isinstance(parse_listing(f"{digits} libs found in cache `/etc/ld.so.cache'\n"), Broken)
     with pytest.raises(DocumentError, match="cuDriverGetVersion returned"):
         cuda_version("/libcuda.so", digits)
@@ -75,8 +75,8 @@ def test_a_version_of_many_digits(host: Host) -> None:
     assert isinstance(observe_version(host), Broken)
 
 
-def test_time_grows_with_the_text_and_no_faster(host: Host) -> None:
-    """A MiB, which is the most that is read of a file. Each took seconds to hours."""
+def test_parsing_time_grows_linearly(host: Host) -> None:
+    """A MiB is the most that is read of a file. Each of these once took seconds to hours."""
     entry = "DeviceAllow=/dev/a rw\n"
     joined = "DeviceAllow=/dev/a \\\n"
     argument = "argv[]=containerd "

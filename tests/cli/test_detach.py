@@ -1,6 +1,6 @@
-"""Taking a GPU out of use: whole passes over a simulated host, whose machine answers when it is waited for.
+"""Detaching a GPU: whole passes over a simulated host, whose machine reports whenever somebody waits for it.
 
-The processes are synthetic, and end when a test says so.
+The processes are synthetic, and exit when a test says so.
 """
 
 import shutil
@@ -34,14 +34,14 @@ FAST = Timing(poll=0, answer=20, tell=0)
 
 
 class Site:
-    """A host, its running machine, and what happens while somebody waits."""
+    """A host with its running machine, and what happens while somebody waits."""
 
     def __init__(self, tree: Path) -> None:
         self.host = set_up(Host(tree))
         self.host.make_directory("/proc")
-        self.heard: list[str] = []
+        self.messages: list[str] = []
         self.meanwhile: list[Callable[[], object]] = []
-        """Done one by one, whenever a machine or a process is waited for."""
+        """Steps, run one by one whenever a machine or a process is waited for."""
         self.answers = True
         for bus in ("01", "02"):
             self.plug(f"0000:{bus}:00.0")
@@ -50,25 +50,25 @@ class Site:
     def plug(self, address: str) -> None:
         link = Path(self.host.root, f"sys/bus/pci/devices/{address}")
         if link.is_symlink():
-            # The file system may give the new link the number of one that was removed, which kernfs does not.
-            link.rename(link.with_name(f"before-{len(self.heard)}-{address}"))
+            # Here the new link may get the inode number of a removed one; in kernfs it never does.
+            link.rename(link.with_name(f"before-{len(self.messages)}-{address}"))
         self.host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
 
     def configure(self, **settings: object) -> Reconciler:
         config = Config.model_validate({"machines": {MACHINE: settings}})
-        self.agent = Reconciler(config, self.host, self.host, self.hear)
+        self.agent = Reconciler(config, self.host, self.host, self.on_progress)
         return self.agent
 
     def start(self) -> None:
-        """The machine, with what it was prepared for."""
+        """Start the machine with what it was prepared for."""
         (machine,) = self.agent.reconcile().machines
         assert machine.starts_with
         self.host.write(live_file(MACHINE), render_live(machine.starts_with))
         units(self.host, "active")
         self.answer()
 
-    def hear(self, sentence: str) -> None:
-        self.heard.append(sentence)
+    def on_progress(self, sentence: str) -> None:
+        self.messages.append(sentence)
         if not sentence.startswith("wait"):
             return
         if self.answers:
@@ -112,15 +112,15 @@ def site(tmp_path: Path) -> Site:
     return site
 
 
-def said(ending: Ending) -> str:
+def text(ending: Ending) -> str:
     return "\n".join(ending.sentences)
 
 
 def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
     assert site.permitted()
     ending = detach(SECOND, site.agent, FAST)
-    assert ending.done, said(ending)
-    assert f"{SECOND} may be removed" in said(ending)
+    assert ending.done, text(ending)
+    assert f"{SECOND} may be removed" in text(ending)
     assert site.granted() == (FIRST,)
     assert not site.permitted()
     assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
@@ -129,21 +129,21 @@ def test_a_gpu_that_nobody_uses_may_be_removed(site: Site) -> None:
     assert conditions[ConditionType.READY] == (Status.TRUE, "AllConditionsTrue")
 
 
-def test_a_process_that_cannot_be_looked_at_is_told_and_decides_nothing(site: Site) -> None:
-    """Any pod can have some for ever."""
+def test_a_process_that_cannot_be_inspected_is_reported_and_decides_nothing(site: Site) -> None:
+    """Any pod can have such a process forever."""
     for pid in range(30, 45):
         process(Path(site.host.root), pid)
         site.host.failing[f"/proc/{pid}/task/{pid}/maps"] = PermissionError(13, "Permission denied")
     ending = detach(SECOND, site.agent, FAST)
-    assert ending.done, said(ending)
+    assert ending.done, text(ending)
     assert f"{SECOND} may be removed: no process that could be inspected has it open" in ending.sentences[0]
     assert "cannot inspect PID 30: Permission denied" in ending.sentences
     assert ending.sentences[-1] == "and 5 more processes cannot be inspected"
     assert holders(SECOND, site.agent)[0] == f"{SECOND}: no process that could be inspected has it open"
 
 
-def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
-    """With another driver, or without a node of its number: there is no number to look for."""
+def test_a_gpu_whose_users_cannot_be_determined_is_left_as_it_is(site: Site) -> None:
+    """With another driver, or without a node, there is no device number to search for."""
     site.host.remove_file("/dev/nvidia1")
     site.host.rebind(FIRST, "vfio-pci")
     site.host.remove_file(f"/proc/driver/nvidia/gpus/{FIRST}/information")
@@ -160,7 +160,7 @@ def test_a_gpu_whose_users_nobody_can_tell_is_left_as_it_is(site: Site) -> None:
 
 
 def test_the_spec_is_withdrawn_before_the_permission(site: Site) -> None:
-    """Else a new pod would be given a node that does not open."""
+    """Otherwise a new pod would get a node that does not open."""
     order: list[tuple[tuple[str, ...], bool]] = []
     site.meanwhile = [lambda: order.append((site.granted(), site.permitted()))]
     assert detach(SECOND, site.agent, FAST).done
@@ -179,18 +179,18 @@ def test_refuse_changes_nothing(site: Site) -> None:
     assert detach(FIRST, site.agent, FAST).done, "the other GPU is not in use"
 
 
-def test_the_device_plugin_is_said_to_need_a_restart(site: Site) -> None:
-    """It has every GPU open, so that `refuse` refuses always; a program of that name on the host is another."""
+def test_the_message_says_that_the_device_plugin_needs_a_restart(site: Site) -> None:
+    """It has every GPU open, so `refuse` would always refuse. A program of that name on the host is a different one."""
     directory = site.hold(group=POD_GROUP, command=b"nvidia-device-p")
     advice = 'machines.NAME.restart_device_plugin = true and on_detach = "drain-wait"'
-    assert advice in said(detach(SECOND, site.agent, FAST))
+    assert advice in text(detach(SECOND, site.agent, FAST))
     shutil.rmtree(directory)
     site.hold(command=b"nvidia-device-p")
-    assert advice not in said(detach(SECOND, site.agent, FAST))
+    assert advice not in text(detach(SECOND, site.agent, FAST))
 
 
-def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
-    """Between the look and the withdrawal of the spec a pod may start."""
+def test_refuse_returns_a_gpu_that_was_opened_meanwhile(site: Site) -> None:
+    """A pod may start between the check and the withdrawal of the specification."""
     site.meanwhile = [site.hold]
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
@@ -199,7 +199,7 @@ def test_refuse_gives_back_what_was_opened_meanwhile(site: Site) -> None:
     assert site.permitted()
 
 
-def test_drain_wait_waits_for_the_users_to_end(site: Site) -> None:
+def test_drain_wait_waits_for_the_users_to_exit(site: Site) -> None:
     agent = site.configure(on_detach="drain-wait")
     directory = site.hold()
     during: list[tuple[tuple[str, ...], bool]] = []
@@ -209,13 +209,13 @@ def test_drain_wait_waits_for_the_users_to_end(site: Site) -> None:
         lambda: shutil.rmtree(directory),
     ]
     ending = detach(SECOND, agent, FAST)
-    assert ending.done, said(ending)
+    assert ending.done, text(ending)
     assert during == [((FIRST,), True)], "no new pod gets it, and its users may open it again"
     assert not site.permitted()
 
 
 def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
-    """As with a node that could not be drained: it gets no new work, and who asks again goes on waiting."""
+    """As with a node that could not be drained, the GPU gets no new work, and a second call goes on waiting."""
     agent = site.configure(on_detach="drain-wait", drain_wait=0)
     directory = site.hold()
     ending = detach(SECOND, agent, FAST)
@@ -229,8 +229,8 @@ def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
     assert not site.permitted()
 
 
-def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> None:
-    """Where a number is asked for, another one takes its place only when its users have ended."""
+def test_a_drained_gpu_stays_with_its_machine_and_is_then_replaced(site: Site) -> None:
+    """If a number of GPUs is configured, another one takes its place only when its users have exited."""
     agent = site.configure(gpus="count=1", on_detach="drain-wait", drain_wait=0)
     agent.reconcile()
     assert site.granted() == (FIRST,)
@@ -238,7 +238,7 @@ def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> No
     for _ in range(2):
         assert "is withheld from new pods" in detach(FIRST, agent, FAST).sentences[0]
         assert site.granted_gpus() == ()
-    assert f"{FIRST} was given back to {MACHINE}" in said(attach(FIRST, agent, FAST))
+    assert f"{FIRST} was given back to {MACHINE}" in text(attach(FIRST, agent, FAST))
     assert site.granted() == (FIRST,)
     assert not detach(FIRST, agent, FAST).done
     shutil.rmtree(directory)
@@ -246,12 +246,12 @@ def test_a_drained_gpu_stays_its_machines_and_is_then_replaced(site: Site) -> No
     assert detach(FIRST, agent, FAST).done
     assert site.granted() == (SECOND,)
     assert DeviceAllow("/dev/char/195:0", "rw") not in parse_live(site.host.read(live_file(MACHINE))).allow
-    assert f"{FIRST} is no longer detached; no machine's settings ask for it" in said(attach(FIRST, agent, FAST))
+    assert f"{FIRST} is no longer detached; no machine's settings ask for it" in text(attach(FIRST, agent, FAST))
     assert site.granted() == (SECOND,)
 
 
-def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) -> None:
-    """Not the one at the lower address, which would have been its replacement."""
+def test_refuse_returns_the_same_gpu_if_a_number_is_configured(site: Site) -> None:
+    """The GPU at the lower address would have been its replacement."""
     site.configure(gpus=[SECOND]).reconcile()
     agent = site.configure(gpus="count=1")
     site.meanwhile = [site.hold]
@@ -261,15 +261,13 @@ def test_refuse_gives_back_the_same_gpu_where_a_number_is_asked_for(site: Site) 
 
 
 class Interrupted(BaseException):
-    """As KeyboardInterrupt, which would end the test run."""
+    """Acts like KeyboardInterrupt, which would end the test run."""
 
 
 @pytest.mark.parametrize("error", [Interrupted(), OSError(5, "Input/output error"), ObservationError("simulated")])
 @pytest.mark.parametrize(("policy", "left"), [("refuse", False), ("drain-wait", True), ("force", True)])
-def test_what_fails_on_the_way_leaves_no_refused_gpu_noted(
-    site: Site, policy: str, left: bool, error: BaseException
-) -> None:
-    """Else it would stay out of use although nobody was told so; what is left noted is said, with the way back."""
+def test_a_failure_leaves_no_note_of_a_refused_gpu(site: Site, policy: str, left: bool, error: BaseException) -> None:
+    """A refused GPU must not stay out of use unnoticed. If the note stays, the last message says how to revert."""
 
     def fail() -> None:
         raise error
@@ -279,13 +277,13 @@ def test_what_fails_on_the_way_leaves_no_refused_gpu_noted(
     with pytest.raises(type(error)):
         detach(SECOND, agent, FAST)
     assert (SECOND in observe_detached(site.host).gpus) is left
-    said_last = site.heard[-1]
-    assert (f"`unbounded-agent gpus attach {SECOND}`" in said_last) is left
+    last_message = site.messages[-1]
+    assert (f"`unbounded-agent gpus attach {SECOND}`" in last_message) is left
     site.agent.reconcile()
     assert site.granted() == ((FIRST,) if left else (FIRST, SECOND))
 
 
-def test_what_was_detached_before_stays_so_when_another_attempt_fails(site: Site) -> None:
+def test_a_detached_gpu_stays_detached_if_another_attempt_fails(site: Site) -> None:
     assert note_detached(site.host, SECOND, draining=True)
     site.answers = False
 
@@ -314,7 +312,7 @@ def test_the_last_gpu_is_drained_with_the_nodes_that_all_share(site: Site) -> No
     assert site.conditions()[ConditionType.READY] == (Status.TRUE, "GPUDetached")
 
 
-def test_force_takes_it_and_says_who_still_has_it(site: Site) -> None:
+def test_force_takes_the_gpu_and_names_its_users(site: Site) -> None:
     agent = site.configure(on_detach="force")
     site.hold(command=b"nvidia-persiste")
     ending = detach(SECOND, agent, FAST)
@@ -324,42 +322,42 @@ def test_force_takes_it_and_says_who_still_has_it(site: Site) -> None:
     assert (site.granted(), site.permitted()) == ((FIRST,), False)
 
 
-def test_a_machine_that_never_answers_is_forbidden_it_all_the_same(site: Site) -> None:
+def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
     site.answers = False
     site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
     ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, tell=0))
-    assert ending.done, said(ending)
-    assert f"machine {MACHINE} did not remove it from its CDI specification" in said(ending)
+    assert ending.done, text(ending)
+    assert f"machine {MACHINE} did not remove it from its CDI specification" in text(ending)
     assert not site.permitted()
 
 
-def test_a_machine_of_other_settings_may_still_open_it(site: Site) -> None:
-    """Nothing can be taken from a machine of which nobody knows what it was started with."""
+def test_a_machine_with_unknown_settings_may_still_open_the_gpu(site: Site) -> None:
+    """Nothing can be withdrawn from a machine if it is unknown what it was started with."""
     site.host.remove_file(live_file(MACHINE))
     ending = detach(SECOND, site.agent, FAST)
     assert not ending.done
     assert f"{MACHINE} can still open it" in ending.sentences[0]
-    assert f"machinectl reboot {MACHINE}" in said(ending)
+    assert f"machinectl reboot {MACHINE}" in text(ending)
 
 
 def test_a_stopped_machine_is_not_waited_for(site: Site) -> None:
     units(site.host, "inactive")
     assert detach(SECOND, site.agent, FAST).done
-    assert not [each for each in site.heard if each.startswith("wait")]
+    assert not [each for each in site.messages if each.startswith("wait")]
     assert b"/dev/nvidia1\n" not in site.host.read(nspawn_file(MACHINE))
 
 
-def test_what_is_detached_comes_back_by_hand(site: Site) -> None:
+def test_attach_returns_a_detached_gpu(site: Site) -> None:
     assert detach(SECOND, site.agent, FAST).done
     ending = attach(SECOND, site.agent, FAST)
-    assert ending.done, said(ending)
+    assert ending.done, text(ending)
     assert site.granted() == (FIRST, SECOND)
     assert site.permitted()
-    assert "not detached: nothing to do" in said(attach(SECOND, site.agent, FAST))
+    assert "not detached: nothing to do" in text(attach(SECOND, site.agent, FAST))
 
 
-def test_what_is_plugged_anew_is_granted_as_usual(site: Site) -> None:
-    """Also when nobody looked while it was gone."""
+def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:
+    """Even if no pass ran while it was unplugged."""
     assert detach(SECOND, site.agent, FAST).done
     site.agent.reconcile()
     assert site.granted() == (FIRST,)
@@ -380,7 +378,7 @@ def test_an_unknown_address_is_bad_input(site: Site) -> None:
 
 
 def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
-    """It is held as it is, by a failed look at something else."""
+    """Its changes are blocked because something else could not be observed."""
     agent = site.configure(gpus="count=2")
     site.host.failing["/var/lib/unbounded-agent/driver-roots"] = PermissionError(13, "Permission denied")
     with pytest.raises(ObservationError, match=f"cannot change machine {MACHINE}: "):
@@ -397,8 +395,8 @@ def test_a_machine_that_cannot_be_changed_now_keeps_its_gpu(site: Site) -> None:
         ([FIRST, "0000:03:00.0"], (), "GPUNotFound"),
     ],
 )
-def test_what_a_machine_gets_in_its_place(tmp_path: Path, gpus: object, granted: tuple[str, ...], reason: str) -> None:
-    """Another GPU where a number is asked for and one is free, as for a GPU that is gone."""
+def test_the_replacement_of_a_detached_gpu(tmp_path: Path, gpus: object, granted: tuple[str, ...], reason: str) -> None:
+    """If a number is configured and another GPU is free, the machine gets that, as for a GPU that is gone."""
     site = Site(tmp_path / "host")
     site.configure(gpus=gpus)
     site.start()
@@ -427,7 +425,7 @@ def test_holders_are_listed_by_gpu(site: Site) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"0000:02:00.0": 1}', b'{"0000:02:00.0": {"device": 1}}', b"\xff"])
-def test_a_spoiled_note_is_discarded_and_told(site: Site, content: bytes) -> None:
+def test_a_damaged_note_is_discarded_and_reported(site: Site, content: bytes) -> None:
     site.host.write(DETACHED_GPUS, content)
     outcome = site.agent.reconcile()
     assert any(DETACHED_GPUS in problem for problem in outcome.facts.problems)
@@ -442,7 +440,7 @@ def test_a_note_that_cannot_be_read_grants_nothing(site: Site) -> None:
         site.agent.reconcile()
 
 
-def test_notes_are_of_one_gpu_each(site: Site) -> None:
+def test_each_note_is_about_one_gpu(site: Site) -> None:
     assert note_detached(site.host, FIRST, draining=False)
     assert note_detached(site.host, SECOND, draining=True)
     assert not note_detached(site.host, "0000:0f:00.0", draining=True), "there is no such device"

@@ -1,4 +1,4 @@
-"""What `doctor` says: findings of conditions and of the host, in words and as JSON."""
+"""What `doctor` prints: findings from conditions and from the host, as text and as JSON."""
 
 import json
 import re
@@ -55,7 +55,7 @@ def test_a_sound_machine_has_no_finding() -> None:
     ]
 
 
-def test_faults_come_in_order_with_what_they_look_like() -> None:
+def test_faults_come_in_order_with_their_symptoms() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(*SILENT, NOT_LOADED, NO_DAEMON)))
     assert not sound([diagnosis], HostDiagnosis())
     driver, daemon, silent = diagnosis.findings
@@ -75,13 +75,13 @@ def test_faults_come_in_order_with_what_they_look_like() -> None:
     assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
 
 
-def test_what_is_not_needed_for_ready_is_told_and_no_fault() -> None:
+def test_conditions_not_needed_for_ready_are_listed_but_are_not_faults() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
     assert len(diagnosis.findings) == 1
     assert sound([diagnosis], HostDiagnosis())
 
 
-def test_the_error_codes_that_are_mixed_up_are_told_apart() -> None:
+def test_error_codes_that_people_confuse_are_explained() -> None:
     fabric = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "start it")
     versions = false(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH, "reload it")
     found = {
@@ -118,11 +118,11 @@ def test_as_json() -> None:
     }
 
 
-def test_symptoms_are_of_reasons_that_there_are() -> None:
-    """A reason that was renamed would leave its symptom behind."""
+def test_symptoms_belong_to_existing_reasons() -> None:
+    """Renaming a reason would leave its symptom behind."""
     reasons = {row["reason"] for row in rows() if row["status"] == "False"}
-    of_vendors = {reason for vendor in HOST_VENDORS for _, reason in vendor.symptoms if reason}
-    assert of_vendors - reasons == set()
+    symptom_reasons = {reason for vendor in HOST_VENDORS for _, reason in vendor.symptoms if reason}
+    assert symptom_reasons - reasons == set()
 
 
 # ---- the host
@@ -157,13 +157,13 @@ def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, 
     assert said in line
 
 
-def test_without_a_driver_there_is_nothing_to_say_of_one(sound_host: Host) -> None:
+def test_without_a_driver_no_driver_is_listed(sound_host: Host) -> None:
     assert diagnose_host(NOTHING, sound_host).drivers == ()
 
 
 @pytest.mark.usefixtures("sound_host")
-def test_only_the_host_s_own_library_is_loaded(gpu_host: Host) -> None:
-    """Not the copy that machines see: root in one of them may have changed it."""
+def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
+    """Root in a machine may have changed the copy that machines see."""
     passes = reconciler(gpu_host)
     passes.reconcile()
     answer_of_libcuda(gpu_host, "12040\n")
@@ -176,7 +176,7 @@ def test_only_the_host_s_own_library_is_loaded(gpu_host: Host) -> None:
 
 @pytest.mark.usefixtures("sound_host")
 @pytest.mark.parametrize("path", [LIBCUDA, "/usr/lib/x86_64-linux-gnu/nvidia"])
-def test_what_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
+def test_a_library_that_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
     facts = reconciler(gpu_host).look()[0]
     gpu_host.owners[path] = (0o775, 0)
     (driver,) = diagnose_host(facts, gpu_host).drivers
@@ -185,7 +185,7 @@ def test_what_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
 
 
 @pytest.mark.usefixtures("sound_host")
-def test_the_image_is_chosen_by_the_gpus_that_are_there(gpu_host: Host) -> None:
+def test_the_image_is_chosen_by_the_present_gpus(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     answer_of_libcuda(gpu_host, "12040\n")
     image = diagnose_host(passes.look()[0], gpu_host).image
@@ -201,7 +201,7 @@ def test_a_host_as_it_should_be(sound_host: Host) -> None:
     assert host_findings(sound_host) == ()
 
 
-def test_a_service_that_does_not_run_or_is_not_there(sound_host: Host) -> None:
+def test_a_service_that_is_stopped_or_not_installed(sound_host: Host) -> None:
     sound_host.bus.unit(SERVICE, "failed")
     (finding,) = host_findings(sound_host)
     assert finding.startswith("unbounded-agent.service is failed: nothing follows changes on the host")

@@ -1,6 +1,6 @@
-"""Loading the driver where that is configured, by scripted modprobe, nvidia-modprobe and mknod on a synthetic host.
+"""Loading a configured driver, with scripted modprobe, nvidia-modprobe and mknod on a synthetic host.
 
-What these programs do to the host is played by the test: module directories, GPUs' drivers and device nodes.
+The tests simulate what these programs do to the host: module directories, GPUs' drivers and device nodes.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ BY_OPTION = {
 
 
 class Programs(ScriptedRunner):
-    """modprobe and those that make nodes."""
+    """modprobe, and programs that make device nodes."""
 
     host: Host
 
@@ -48,7 +48,7 @@ class Programs(ScriptedRunner):
         """Modules that are not installed."""
         self.on_disk = VERSION
         self.broken = False
-        """Whether what makes nodes does nothing."""
+        """Whether the programs that make device nodes do nothing."""
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv in self.answers:
@@ -98,7 +98,7 @@ def programs() -> Programs:
 
 @pytest.fixture
 def host(tmp_path: Path, programs: Programs) -> Host:
-    """A GPU without a driver, and nvidia-modprobe."""
+    """A host with nvidia-modprobe, and a GPU without a driver."""
     host = Host(tmp_path, runner=programs)
     programs.host = host
     host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
@@ -109,11 +109,11 @@ def host(tmp_path: Path, programs: Programs) -> Host:
 
 
 def load(host: Host, *, configured: bool = True) -> str:
-    """What was told."""
-    said: list[str] = []
+    """Load the modules, and return the messages."""
+    messages: list[str] = []
     config = Config.model_validate({"machines": {"a": {}}, "driver": {"load_modules": configured}})
-    load_modules(config, host, host, said.append)
-    return "\n".join(said)
+    load_modules(config, host, host, messages.append)
+    return "\n".join(messages)
 
 
 def nodes(host: Host) -> dict[str, tuple[int, int]]:
@@ -121,33 +121,33 @@ def nodes(host: Host) -> dict[str, tuple[int, int]]:
     return {path: (number.major, number.minor) for path, number in found.items() if number}
 
 
-def modprobed(host: Host) -> list[str]:
+def modprobe_calls(host: Host) -> list[str]:
     return [call[2] for call in host.runner.calls if call[0] == "modprobe"]
 
 
-def test_nothing_is_done_where_it_is_not_configured(host: Host) -> None:
+def test_nothing_is_loaded_unless_configured(host: Host) -> None:
     assert "driver.load_modules is not set" in load(host, configured=False)
     assert host.runner.calls == []
 
 
 def test_modules_in_their_order_then_nodes(host: Host) -> None:
-    said = load(host)
-    assert modprobed(host) == list(MODULES)
+    messages = load(host)
+    assert modprobe_calls(host) == list(MODULES)
     assert nodes(host) == ALL_NODES
-    assert "loaded kernel module nvidia_uvm" in said
-    assert "created /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in said
+    assert "loaded kernel module nvidia_uvm" in messages
+    assert "created /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in messages
     options = [call[1:] for call in host.runner.calls if call[0] == "nvidia-modprobe"]
     assert sorted(options) == sorted(BY_OPTION), "one call makes both nodes of nvidia_uvm"
 
 
-def test_what_is_there_is_left_alone(host: Host) -> None:
+def test_loaded_modules_and_existing_nodes_are_left_alone(host: Host) -> None:
     load(host)
     host.runner.calls.clear()
     assert load(host) == ""
     assert host.runner.calls == []
 
 
-def test_without_nvidia_modprobe_by_the_driver_s_parameters(host: Host) -> None:
+def test_without_nvidia_modprobe_the_drivers_parameters_decide(host: Host) -> None:
     host.remove_file("/usr/bin/nvidia-modprobe")
     for module in MODULES:
         loaded(host, module)
@@ -165,15 +165,15 @@ def test_without_nvidia_modprobe_by_the_driver_s_parameters(host: Host) -> None:
     )
 
 
-def test_node_of_before_a_reload_is_made_anew(host: Host) -> None:
-    """A dynamic major is another one then, and may be another driver's."""
+def test_a_node_from_before_a_reload_is_recreated(host: Host) -> None:
+    """A dynamic major number may be different after the reload, or belong to another driver."""
     host.remove_file("/usr/bin/nvidia-modprobe")
     host.node("/dev/nvidia-uvm", 234, 0)
     load(host)
     assert nodes(host)["/dev/nvidia-uvm"] == (511, 0)
 
 
-def test_what_is_no_device_is_not_replaced(host: Host) -> None:
+def test_a_file_that_is_not_a_device_is_not_replaced(host: Host) -> None:
     host.remove_file("/usr/bin/nvidia-modprobe")
     host.file("/dev/nvidiactl", "a file of somebody")
     with pytest.raises(ApplyError, match="cannot create /dev/nvidiactl: /dev/nvidiactl is not a device"):
@@ -182,7 +182,7 @@ def test_what_is_no_device_is_not_replaced(host: Host) -> None:
     assert "/dev/nvidia0" in nodes(host), "the others are not held up"
 
 
-def test_driver_that_wants_no_nodes_made(host: Host) -> None:
+def test_a_driver_whose_parameters_forbid_making_nodes(host: Host) -> None:
     for module in MODULES:
         loaded(host, module)
     host.file("/proc/driver/nvidia/params", "ModifyDeviceFiles: 0\n")
@@ -190,7 +190,7 @@ def test_driver_that_wants_no_nodes_made(host: Host) -> None:
     assert nodes(host) == {}
 
 
-def test_nodes_that_do_not_come(host: Host, programs: Programs) -> None:
+def test_nodes_that_are_never_made(host: Host, programs: Programs) -> None:
     programs.broken = True
     with pytest.raises(ApplyError, match=r"cannot create /dev/nvidiactl, .*: nvidia-modprobe reported no error"):
         load(host)
@@ -198,11 +198,11 @@ def test_nodes_that_do_not_come(host: Host, programs: Programs) -> None:
 
 @pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
 def test_blacklisted_module_is_not_loaded(host: Host, programs: Programs, module: str) -> None:
-    """modprobe says nothing of it."""
+    """modprobe prints nothing about it."""
     programs.blacklisted = {module}
     with pytest.raises(ApplyError, match=f"kernel module {module} was not loaded: modprobe.d blacklists"):
         load(host)
-    assert modprobed(host)[-1] == module
+    assert modprobe_calls(host)[-1] == module
 
 
 @pytest.mark.parametrize("module", ["nvidia", "nvidia_uvm"])
@@ -212,30 +212,30 @@ def test_module_that_is_not_installed(host: Host, programs: Programs, module: st
         load(host)
 
 
-def test_modules_for_graphics_are_no_condition(host: Host, programs: Programs) -> None:
-    """Packages for servers without a display have neither."""
+def test_modules_for_graphics_are_optional(host: Host, programs: Programs) -> None:
+    """Driver packages for servers without a display have neither of the two."""
     programs.missing = {"nvidia_modeset", "nvidia_drm"}
-    said = load(host)
-    assert "cannot load all of nvidia_modeset, nvidia_drm, which only graphics needs: " in said
+    messages = load(host)
+    assert "cannot load all of nvidia_modeset, nvidia_drm, which only graphics needs: " in messages
     assert nodes(host).keys() == ALL_NODES.keys() - {"/dev/nvidia-modeset"}
 
 
-def test_what_is_blacklisted_is_not_loaded_for_another_module(host: Host, programs: Programs) -> None:
-    """modprobe applies the blacklist to what it is asked for, and not to what that depends on."""
+def test_a_blacklisted_module_is_not_loaded_as_a_dependency(host: Host, programs: Programs) -> None:
+    """modprobe applies the blacklist to the module that it is asked for, not to that module's dependencies."""
     programs.blacklisted = {"nvidia_modeset"}
     assert "kernel module nvidia_modeset was not loaded: modprobe.d blacklists" in load(host)
-    assert modprobed(host) == list(MODULES[:3])
+    assert modprobe_calls(host) == list(MODULES[:3])
 
 
-def test_module_on_disk_of_another_version(host: Host, programs: Programs) -> None:
-    """The driver's upgrade has not come to its end."""
+def test_a_module_of_another_version_on_disk(host: Host, programs: Programs) -> None:
+    """The driver's upgrade is not finished."""
     loaded(host, "nvidia")
     programs.on_disk = "580.95.05"
     with pytest.raises(
         ApplyError, match=r"nvidia 550\.163\.01 is loaded, but nvidia_uvm on disk has version 580\.95\.05"
     ):
         load(host)
-    assert modprobed(host) == []
+    assert modprobe_calls(host) == []
 
 
 def _vfio(host: Host) -> None:
@@ -247,16 +247,16 @@ def _reserved(host: Host) -> None:
 
 
 @pytest.mark.parametrize("take", [_vfio, _reserved])
-def test_gpu_of_another_driver_is_left_to_it(host: Host, take: Callable[[Host], None]) -> None:
-    """Also one that is only reserved for it, and without a driver at the moment."""
+def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, take: Callable[[Host], None]) -> None:
+    """Also a GPU that is only reserved for another driver, and has none at the moment."""
     take(host)
-    said = load(host)
-    assert f"GPU {GPU} is left to its driver vfio-pci" in said
-    assert "this host has no GPU for NVIDIA's driver" in said
+    messages = load(host)
+    assert f"GPU {GPU} is left to its driver vfio-pci" in messages
+    assert "this host has no GPU for NVIDIA's driver" in messages
     assert host.runner.calls == []
 
 
-def test_gpu_that_shares_the_host_with_one_of_vfio(host: Host) -> None:
+def test_a_gpu_next_to_one_with_vfio(host: Host) -> None:
     assert isinstance(host.pci, tuple)
     host.pci = (*host.pci, PciDevice("0000:02:00.0", 0x10DE, 0x2330, 0x030200, "vfio-pci"))
     assert "GPU 0000:02:00.0 is left to its driver vfio-pci" in load(host)
@@ -278,15 +278,15 @@ def test_nothing_is_done_while_a_gpu_is_detached(host: Host) -> None:
     assert host.runner.calls == []
 
 
-def test_bus_that_cannot_be_listed(host: Host) -> None:
-    """Which driver the GPUs have is not known then."""
+def test_a_bus_that_cannot_be_listed(host: Host) -> None:
+    """Then the GPUs' drivers are unknown."""
     host.pci = Unseen("udev: cannot list pci devices")
     with pytest.raises(ObservationError, match="cannot list pci"):
         load(host)
     assert host.runner.calls == []
 
 
-def test_driver_up_to_535_has_one_name_for_all(host: Host) -> None:
+def test_driver_535_has_one_name_for_all_devices(host: Host) -> None:
     for module in MODULES:
         loaded(host, module)
     host.file("/proc/devices", "Character devices:\n195 nvidia-frontend\n511 nvidia-uvm\n\nBlock devices:\n")

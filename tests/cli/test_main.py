@@ -1,4 +1,4 @@
-"""The command line: help texts, exit codes, and commands on a host that lacks what machines need."""
+"""The command line: help texts, exit codes, and commands on a host without what machines need."""
 
 import argparse
 import json
@@ -107,14 +107,14 @@ def test_a_wrong_configuration_names_the_file(tmp_path: Path, capsys: pytest.Cap
 
 @pytest.fixture
 def bare_host(gpu_host: Host) -> Host:
-    """Machines cannot start on it."""
+    """A host on which machines cannot start."""
     gpu_host.remove_file(TEMPLATE)
     gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
     answer_of_libcuda(gpu_host, "12040\n")
     return gpu_host
 
 
-def test_doctor_lists_the_missing_template_and_goes_on(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli._doctor(reconciler(bare_host), False) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", lines[1]]
@@ -132,7 +132,9 @@ def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]
     assert MACHINE in document["machines"]
 
 
-def test_status_notes_it_and_prints_the_table(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+def test_status_reports_the_missing_template_and_prints_the_table(
+    bare_host: Host, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli._status(reconciler(bare_host), False) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
@@ -146,7 +148,7 @@ def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.Ca
     assert INSTALL in printed.err
 
 
-def test_a_pass_changes_nothing_of_a_machine_that_has_its_settings(gpu_host: Host) -> None:
+def test_a_pass_leaves_a_machine_with_its_settings_unchanged(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.remove_file(TEMPLATE)

@@ -1,4 +1,4 @@
-"""A configuration without machines: what was written for those that it had goes, and each command says so."""
+"""With a configuration without machines, files of former machines are removed, and each command says so."""
 
 import json
 import sys
@@ -23,14 +23,14 @@ SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 
 @pytest.fixture
 def empty(gpu_host: Host) -> Reconciler:
-    """On a host that had a machine."""
+    """A reconciler without machines, on a host that had one."""
     assert not reconciler(gpu_host).reconcile().failures
     gpu_host.bus.unit("unbounded-agent.service", "active")
     gpu_host.command(sys.executable, "-I", "-c", ASK, LIBCUDA, stdout="12040\n")
     return Reconciler(Config(machines={}), gpu_host, gpu_host)
 
 
-def test_a_pass_removes_what_was_written_for_a_machine_that_is_off(gpu_host: Host, empty: Reconciler) -> None:
+def test_a_pass_removes_the_files_of_a_stopped_machine(gpu_host: Host, empty: Reconciler) -> None:
     assert all(gpu_host.exists(path) for path in SETTINGS)
     outcome = empty.run_pass()
     assert (outcome.machines, outcome.failures) == ((), ())
@@ -45,7 +45,7 @@ def test_a_machine_that_runs_keeps_its_settings(gpu_host: Host, empty: Reconcile
     assert all(gpu_host.exists(path) for path in SETTINGS)
 
 
-def test_the_pages_have_the_host_alone(empty: Reconciler) -> None:
+def test_the_pages_have_only_the_host(empty: Reconciler) -> None:
     outcome = empty.run_pass()
     page = Metrics().page(View("0.1.0", outcome.machines, outcome, observed=1.7e9), TEXT).body.decode()
     assert "unbounded_agent_host_pci_gpus 2.0" in page
@@ -54,19 +54,19 @@ def test_the_pages_have_the_host_alone(empty: Reconciler) -> None:
 
 
 @pytest.mark.parametrize(
-    ("look", "code"),
+    ("command", "code"),
     [
         (cli._plan, 0),
         (cli._apply, 0),
         (lambda agent: cli._status(agent, False), 0),
-        # The kubelet's sysctls are not set on the simulated host.
+        # The simulated host lacks the kubelet's sysctls.
         (lambda agent: cli._doctor(agent, False), 1),
     ],
 )
-def test_each_command_says_so(
-    empty: Reconciler, capsys: pytest.CaptureFixture[str], look: Callable[[Reconciler], int], code: int
+def test_each_command_says_that_no_machine_is_configured(
+    empty: Reconciler, capsys: pytest.CaptureFixture[str], command: Callable[[Reconciler], int], code: int
 ) -> None:
-    assert look(empty) == code
+    assert command(empty) == code
     assert capsys.readouterr().out.splitlines().count("no machine is configured") == 1
 
 

@@ -23,15 +23,15 @@ def test_the_machine_gets_fresh_settings(gpu_host: Host) -> None:
 
 
 def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_host: Host) -> None:
-    """`systemctl start` of a running machine pulls prepare@ in as well."""
+    """`systemctl start` of a running machine starts prepare@ too."""
     gpu_host.write(live_file(MACHINE), b"0123")
     units(gpu_host, "active")
     prepare(MACHINE, reconciler(gpu_host))
     assert gpu_host.read(live_file(MACHINE)) == b"0123"
 
 
-def test_what_an_earlier_machine_of_that_name_reported_answers_nothing(gpu_host: Host) -> None:
-    """Also if its unit could not mount an empty report directory. It may be another machine altogether."""
+def test_an_earlier_machines_report_does_not_count(gpu_host: Host) -> None:
+    """Even if its unit could not mount an empty report directory. The new machine may be a different one altogether."""
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")
@@ -46,7 +46,7 @@ def test_what_an_earlier_machine_of_that_name_reported_answers_nothing(gpu_host:
 
 
 def test_a_machine_that_is_replaced_while_a_pass_changes_its_devices(gpu_host: Host) -> None:
-    """The note is of the new one, which has all by its settings: nothing is bound a second time."""
+    """The note describes the new machine, which has everything by its settings: nothing is bound a second time."""
     starting: list[threading.Thread] = []
     call = gpu_host.bus.__call__
 
@@ -75,14 +75,14 @@ def test_a_machine_that_is_replaced_while_a_pass_changes_its_devices(gpu_host: H
     assert gpu_host.bus.changes == []
 
 
-def test_a_driver_that_never_comes_costs_its_wait_and_not_the_machine(gpu_host: Host) -> None:
+def test_a_driver_that_never_loads_delays_but_does_not_stop_the_machine(gpu_host: Host) -> None:
     gpu_host.rebind("0000:02:00.0", "")
-    said: list[str] = []
+    messages: list[str] = []
     agent = reconciler(gpu_host, driver_wait=1)
-    agent.progress = said.append
+    agent.progress = messages.append
     prepare(MACHINE, agent)
-    assert "waiting for the driver of GPU 0000:02:00.0, up to 1 s" in said
-    assert "continuing without GPU 0000:02:00.0" in said
+    assert "waiting for the driver of GPU 0000:02:00.0, up to 1 s" in messages
+    assert "continuing without GPU 0000:02:00.0" in messages
     assert gpu_host.exists(live_file(MACHINE))
 
 
@@ -92,14 +92,14 @@ def test_another_machine_is_refused_by_name(gpu_host: Host) -> None:
 
 
 def test_a_full_disk_costs_no_settings(gpu_host: Host) -> None:
-    """/etc may be on another one; the driver roots of the machine's last start just stay."""
+    """/etc may be on another disk. Driver roots of the machine's last start are kept."""
     gpu_host.full.append(f"{MACHINES_STATE}/")
     prepare(MACHINE, reconciler(gpu_host))
     assert b"Bind=/dev/nvidia1\n" in gpu_host.read(nspawn_file(MACHINE))
 
 
-class BesideAPass(Host):
-    """Another pass has the lock first, and found the machine running: it notes a change of its devices."""
+class DuringAnotherPass(Host):
+    """A host where another pass locks first and, having found the machine running, notes a change of its devices."""
 
     def __init__(self, tree: Path) -> None:
         super().__init__(tree)
@@ -112,10 +112,10 @@ class BesideAPass(Host):
         return super().open_lock(path)
 
 
-def test_what_the_machine_had_before_is_forgotten_whoever_has_the_lock(tmp_path: Path) -> None:
+def test_the_note_of_the_last_start_is_removed_whoever_has_the_lock(tmp_path: Path) -> None:
     tree = tmp_path / "host"
     tree.mkdir()
-    host = BesideAPass(tree)
+    host = DuringAnotherPass(tree)
     set_up(host)
     host.write(live_file(MACHINE), b"0123")
     prepare(MACHINE, reconciler(host))

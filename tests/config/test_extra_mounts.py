@@ -1,4 +1,4 @@
-"""Directories and files of the host in a machine, from the settings to its start."""
+"""Directories and files of the host in a machine, from the settings to the machine's start."""
 
 import threading
 from dataclasses import replace
@@ -32,10 +32,10 @@ def goal(seen: Facts, *mounts: dict[str, object]) -> MachineGoal:
     return machine
 
 
-def at(path: str, *way: str) -> MountSource:
-    """A source that is there; `way`: further links and directories on it."""
+def at(path: str, *components: str) -> MountSource:
+    """Return a source that exists, with further links and directories among its `components`."""
     parts = path.split("/")[1:]
-    return MountSource(path, (*way, "/", *("/" + "/".join(parts[: end + 1]) for end in range(len(parts)))))
+    return MountSource(path, (*components, "/", *("/" + "/".join(parts[: end + 1]) for end in range(len(parts)))))
 
 
 def with_sources(**sources: Seen[MountSource]) -> Facts:
@@ -47,7 +47,7 @@ def conditions(settings: Config, machine: MachineGoal, seen: Facts) -> dict[Cond
     return {each.type: each for each in found}
 
 
-def test_read_only_unless_said_otherwise() -> None:
+def test_read_only_by_default() -> None:
     seen = with_sources(data=at("/srv/data"), scratch=at("/srv/scratch"))
     scratch = {"source": "/srv/scratch", "target": "/mnt/a:b", "read_only": False}
     lines = goal(seen, DATA, scratch).nspawn.content.decode().splitlines()
@@ -56,8 +56,8 @@ def test_read_only_unless_said_otherwise() -> None:
 
 
 @pytest.mark.parametrize("state", [Absent("gone"), Unseen("no answer within 10 s"), Broken("not for machines")])
-def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[MountSource]) -> None:
-    """nspawn would end with an error."""
+def test_a_missing_source_does_not_stop_the_machine(state: Seen[MountSource]) -> None:
+    """nspawn would exit with an error."""
     seen = with_sources(data=state)
     machine = goal(seen, DATA)
     assert b"/srv/data" not in machine.nspawn.content
@@ -65,8 +65,8 @@ def test_a_source_that_is_not_there_does_not_stop_the_machine(state: Seen[MountS
     assert "; requested but missing: /srv/data for /mnt/data" in present.message
 
 
-def test_the_settings_name_what_was_looked_at() -> None:
-    """nspawn would follow a link of that moment, as root."""
+def test_the_settings_name_the_path_that_was_checked() -> None:
+    """nspawn, as root, would follow a link that somebody makes later."""
     assert b"BindReadOnly=/disk/data:/mnt/data" in goal(with_sources(data=at("/disk/data")), DATA).nspawn.content
 
 
@@ -79,8 +79,8 @@ def test_the_settings_name_what_was_looked_at() -> None:
         {"nspawn": {"extra": {"Files": {"BindReadOnly": ["/other", "-/disk"]}}}},
     ],
 )
-def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(other: dict[str, object]) -> None:
-    """By where they really are, and whether or not that one is read-only, or there already."""
+def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> None:
+    """Real paths decide, whether or not the other mount is read-only, or exists already."""
     seen = with_sources(data=at("/disk/data", "/srv/data"), outer=at("/disk", "/srv/outer"))
     settings = Config.model_validate({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
     (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
@@ -90,7 +90,7 @@ def test_what_lies_in_another_mount_is_its_machines_to_lead_anywhere(other: dict
 
 
 def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
-    """Nor does where it leads count as given: others go on with what is there."""
+    """Its target does not count as granted either: other machines keep what exists."""
     host.file("/srv/a/file")
     host.file("/usr/share/data/file")
     host.symlink("/srv/a/sub", "/usr/share")
@@ -108,7 +108,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
     assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
 
 
-def test_two_machines_share_one_place() -> None:
+def test_two_machines_share_one_source() -> None:
     machines = {name: {"extra_mounts": [DATA]} for name in ("gpu-node", "other")}
     for machine in plan(
         Config.model_validate({"machines": machines}), with_sources(data=at("/srv/data"))
@@ -116,16 +116,16 @@ def test_two_machines_share_one_place() -> None:
         assert machine.lacking == ()
 
 
-def test_a_machine_that_runs_has_what_came_later_from_its_next_start() -> None:
-    """A mount cannot be taken back from it, and pods may have mounted things below it: so none is made live."""
+def test_a_running_machine_gets_later_mounts_at_its_next_start() -> None:
+    """A mount cannot be withdrawn from a running machine, and pods may mount below it: so none is made live."""
     without, seen = with_sources(data=Absent("gone")), with_sources(data=at("/srv/data"))
     later = "; mounted at the machine's next start: /mnt/data"
-    for started, now, said in ((without, seen, True), (seen, seen, False), (seen, without, False)):
+    for started, now, expected in ((without, seen, True), (seen, seen, False), (seen, without, False)):
         live = goal(started, DATA).live
         running = replace(now, machines=(replace(now.machines[0], unit_state="active", live=live),))
         machine = goal(running, DATA)
         found = conditions(config(DATA), machine, running)
-        assert found[ConditionType.DEVICES_PRESENT].message.endswith(later) == said
+        assert found[ConditionType.DEVICES_PRESENT].message.endswith(later) == expected
         assert found[ConditionType.DEVICES_ALLOWED].reason == "NoReport", "Ready does not depend on it"
         assert live.fixed == machine.live.fixed
         planned = plan(config(DATA), running)
@@ -139,13 +139,13 @@ def test_other_settings_need_a_restart() -> None:
     assert fixed[0] == goal(facts()).live.fixed
 
 
-def test_what_a_machine_started_with_is_noted() -> None:
+def test_the_mounts_that_a_machine_started_with_are_noted() -> None:
     live = goal(with_sources(data=at("/srv/data")), DATA).live
     assert live.mounts == ("/mnt/data",)
     assert parse_live(render_live(live)) == live
 
 
-def test_sources_are_looked_at_through_links(host: Host) -> None:
+def test_sources_are_checked_through_links(host: Host) -> None:
     host.file("/srv/disk/data/file")
     host.symlink("/srv/data", "disk/data")
     host.symlink("/srv/dangling", "disk/gone")
@@ -171,8 +171,8 @@ def why_broken(host: Host, source: str) -> str:
     return seen.why
 
 
-def test_the_way_to_a_source_is_roots(host: Host) -> None:
-    """Who may put a link there would choose what root in the machine sees; what it is itself may be anybody's."""
+def test_only_root_may_change_the_path_to_a_source(host: Host) -> None:
+    """Whoever may put a link there would choose what root in the machine sees. The source itself may be anybody's."""
     host.file("/home/alice/data/file")
     host.symlink("/srv/models", "/home/alice/data")
     host.symlink("/srv/home", "/home/alice")
@@ -185,8 +185,8 @@ def test_the_way_to_a_source_is_roots(host: Host) -> None:
     assert "users other than root can write in /home" in why_broken(host, "/home/alice"), "its owner could rename it"
 
 
-def test_a_link_to_what_no_machine_gets(host: Host) -> None:
-    """Also where that is a link itself."""
+def test_a_link_to_a_forbidden_directory(host: Host) -> None:
+    """Even if the forbidden directory is a link itself."""
     host.make_directory("/disk/machines/other")
     host.make_directory("/etc/systemd/system")
     host.symlink("/var/lib/machines", "/disk/machines")
@@ -196,14 +196,14 @@ def test_a_link_to_what_no_machine_gets(host: Host) -> None:
 
 
 @pytest.mark.parametrize("name", ["d\udce9pot", "a\nBind=/etc/shadow:/mnt", "a ", "a\\b"])
-def test_a_link_to_what_settings_cannot_name(host: Host, name: str) -> None:
+def test_a_link_to_a_name_that_settings_cannot_have(host: Host, name: str) -> None:
     host.make_directory(f"/mnt/{name}")
     host.symlink("/srv/data", f"/mnt/{name}")
     assert "has a backslash, a control character, or a blank at its start or end" in why_broken(host, "/srv/data")
 
 
 def test_names_of_others_directories_are_printable(host: Host) -> None:
-    """They go into a condition's message, and with it into JSON and onto terminals."""
+    """They appear in a condition's message, and so in JSON and on terminals."""
     host.make_directory("/disk/data")
     host.make_directory("/srv/\udce9")
     host.symlink("/srv/\udce9/link", "/disk/data")
@@ -215,8 +215,8 @@ def test_names_of_others_directories_are_printable(host: Host) -> None:
     assert message.isprintable()
 
 
-def test_a_dead_server_does_not_hurry_gpus() -> None:
-    """Each deadline that is missed halves those of its own kind alone."""
+def test_a_dead_server_does_not_shorten_gpu_deadlines() -> None:
+    """Each missed deadline halves only later ones of its own kind."""
     over = threading.Event()
     try:
         for number in range(4):
@@ -246,14 +246,14 @@ def test_sources_that_are_refused(source: str) -> None:
     "source",
     ["/usr", "/usr/bin/nvidia-smi", "/usr/lib", "/opt", "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot"],
 )
-def test_by_what_people_become_root_is_not_mounted_at_all(source: str) -> None:
-    """Not read-only either, as root in the machine can remount it."""
+def test_sources_that_give_root_rights_are_never_mounted(source: str) -> None:
+    """Not even read-only: root in the machine can remount it."""
     with pytest.raises(ValidationError, match="contains files that control the host"):
         config(DATA | {"source": source})
 
 
 @pytest.mark.parametrize("source", ["/usr/share/models", "/usr/local/lib", "/etc/ssl/certs", "/lib64/x"])
-def test_the_host_s_own_directories_are_not_written(host: Host, source: str) -> None:
+def test_the_hosts_own_directories_are_not_writable(host: Host, source: str) -> None:
     assert len(config(DATA | {"source": source}).machines) == 1
     with pytest.raises(ValidationError, match=f"{source} is where the host keeps its own programs and settings"):
         config(DATA | {"source": source, "read_only": False})
@@ -283,12 +283,12 @@ def test_usual_targets_are_taken(target: str) -> None:
     assert config(DATA | {"target": target}).machines["gpu-node"].extra_mounts[0].target == target
 
 
-def test_one_place_is_mounted_once() -> None:
+def test_each_target_is_mounted_once() -> None:
     with pytest.raises(ValidationError, match="a mount at /mnt/data appears twice"):
         config(DATA, DATA | {"source": "/srv/other", "target": "/mnt//data/"})
 
 
-def test_a_host_without_gpus_has_them_too() -> None:
+def test_a_host_without_gpus_has_mounts_too() -> None:
     bare = replace(with_sources(data=at("/srv/data")), vendors=())
     assert MachineSettings().beside_gpus is False
     assert goal(bare, DATA).live.mounts == ("/mnt/data",)

@@ -1,4 +1,4 @@
-"""A wrong configuration, and the last one that was right."""
+"""A wrong configuration, and the last good one."""
 
 import errno
 import os
@@ -29,7 +29,7 @@ nspawn.extra.Files.Bind = ["/srv/data"]
 
 
 class FullDisk(System):
-    """Nothing can be written."""
+    """A system on which nothing can be written."""
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", path)
@@ -41,7 +41,7 @@ def host(tmp_path: Path, config: bytes) -> System:
     return system
 
 
-def test_a_wrong_configuration_is_replaced_by_the_last_right_one(tmp_path: Path) -> None:
+def test_a_wrong_configuration_is_replaced_by_the_last_good_one(tmp_path: Path) -> None:
     right = load_or_last_good(host(tmp_path, RIGHT))
     assert not right.rejected
     found = load_or_last_good(host(tmp_path, RIGHT + b"speed = 9\n"))
@@ -50,13 +50,13 @@ def test_a_wrong_configuration_is_replaced_by_the_last_right_one(tmp_path: Path)
     assert "machines.a.speed: unknown key" in found.rejected
 
 
-def test_it_is_roots_alone(tmp_path: Path) -> None:
+def test_only_root_can_read_the_last_good_configuration(tmp_path: Path) -> None:
     load_or_last_good(host(tmp_path, RIGHT))
     assert (tmp_path / LAST_GOOD_CONFIG[1:]).stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("kept", [None, b"", b"\0\0", b"{}", b'{"machines": {"a": {"speed": 9}}}'])
-def test_without_a_right_one_the_error_is_that_of_the_files(tmp_path: Path, kept: bytes | None) -> None:
+def test_without_a_good_one_the_files_error_is_raised(tmp_path: Path, kept: bytes | None) -> None:
     system = host(tmp_path, b"machines.a.speed = 9\n")
     if kept is not None:
         system.write(LAST_GOOD_CONFIG, kept)
@@ -64,14 +64,14 @@ def test_without_a_right_one_the_error_is_that_of_the_files(tmp_path: Path, kept
         load_or_last_good(system)
 
 
-def test_a_full_disk_is_no_reason_not_to_start(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_prevent_a_start(tmp_path: Path) -> None:
     host(tmp_path, RIGHT)
     assert not load_or_last_good(FullDisk(ScriptedRunner(), str(tmp_path))).rejected
 
 
 @pytest.mark.parametrize("full", [True, False])
-def test_an_older_one_never_gives_back_what_a_newer_one_took(tmp_path: Path, full: bool) -> None:
-    """Also where the newer one could not be kept: a machine then starts without either."""
+def test_an_older_configuration_never_restores_what_a_newer_one_removed(tmp_path: Path, full: bool) -> None:
+    """Even if the newer one could not be saved: then a machine starts without either."""
     load_or_last_good(host(tmp_path, RIGHT))
     narrower = RIGHT.replace(b'devices = ["kvm"]\n', b"")
     system = host(tmp_path, narrower)
@@ -86,8 +86,8 @@ def test_an_older_one_never_gives_back_what_a_newer_one_took(tmp_path: Path, ful
 
 
 @pytest.mark.parametrize("left", [None, b'metrics.address = "127.0.0.1:9000"\n', b""])
-def test_a_configuration_that_is_gone_brings_no_machine_back(tmp_path: Path, left: bytes | None) -> None:
-    """That is how machines are taken out; a mistake in a file is another thing, also where it hides them."""
+def test_a_deleted_configuration_brings_no_machine_back(tmp_path: Path, left: bytes | None) -> None:
+    """Machines are removed by deleting the configuration. A mistake in a file is different, even if it hides them."""
     system = host(tmp_path, RIGHT)
     load_or_last_good(system)
     if left is None:
@@ -100,7 +100,7 @@ def test_a_configuration_that_is_gone_brings_no_machine_back(tmp_path: Path, lef
     assert list(load_or_last_good(system).config.machines) == ["a"]
 
 
-def test_an_empty_table_is_a_right_one_without_machines(tmp_path: Path) -> None:
+def test_an_empty_table_is_a_good_configuration_without_machines(tmp_path: Path) -> None:
     load_or_last_good(host(tmp_path, RIGHT))
     assert load_or_last_good(host(tmp_path, b"[machines]\n")) == Loaded(Config(machines={}))
     assert not load_or_last_good(host(tmp_path, b"speed = 9\n[machines]\n")).config.machines
@@ -108,7 +108,7 @@ def test_an_empty_table_is_a_right_one_without_machines(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may run `apply`")
 @pytest.mark.parametrize("standard", [True, False])
-def test_apply_keeps_the_standard_one_and_goes_on_with_no_other(tmp_path: Path, standard: bool) -> None:
+def test_apply_saves_only_the_standard_configuration(tmp_path: Path, standard: bool) -> None:
     system = host(tmp_path, RIGHT)
     system.write("/srv/other.toml", RIGHT)
     options = Namespace(command="apply", config=CONFIG_FILE if standard else "/srv/other.toml")

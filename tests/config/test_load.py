@@ -25,7 +25,7 @@ def system_with(root: Path, **files: str) -> System:
 
 
 def test_defaults(tmp_path: Path) -> None:
-    """One line names a machine; everything else has a default."""
+    """One line configures a machine; everything else has a default."""
     config = load_config(system_with(tmp_path, main="[machines.gpu-node]\n"))
     assert config.machines["gpu-node"].gpus == "all"
     assert config.metrics.address == "127.0.0.1:9788"
@@ -94,7 +94,7 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, named: str) -> None
 
 @pytest.mark.scenario("001")
 def test_where_the_driver_is(tmp_path: Path) -> None:
-    """Paths are normalised; a root that is named is configured, also if it is the host's own."""
+    """Paths are normalised. A named root counts as configured, even if it is the host's own."""
     text = (
         '[machines.a]\ncontainerd_drop_in = "/etc/cri/conf.d/20-nvidia.part"\n[driver]\nroot = "/run//nvidia/driver/"'
     )
@@ -109,7 +109,7 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "owner", "said"),
+    ("path", "owner", "expected"),
     [
         (
             CONFIG_FILE,
@@ -126,8 +126,8 @@ def test_where_the_driver_is(tmp_path: Path) -> None:
         ("/srv", (0o777, 0), "users other than root can write to /srv (mode 0777)"),
     ],
 )
-def test_what_others_may_write_decides_nothing(host: Host, path: str, owner: tuple[int, ...], said: str) -> None:
-    """It tells root what to do. A link counts as what it leads to; who names a file answers for it."""
+def test_a_file_that_others_may_write_is_refused(host: Host, path: str, owner: tuple[int, ...], expected: str) -> None:
+    """The configuration decides what root does. A link counts as its target. Whoever names a file answers for it."""
     host.file(CONFIG_FILE, "[machines.a]\n")
     host.file("/srv/a.toml", "[machines.a]\n")
     host.file(f"{CONFIG_DIRECTORY}/a.toml", "")
@@ -136,13 +136,13 @@ def test_what_others_may_write_decides_nothing(host: Host, path: str, owner: tup
     host.owners[path] = owner  # type: ignore[assignment]
     with pytest.raises(ConfigError) as raised:
         load_config(host)
-    assert said in str(raised.value)
+    assert expected in str(raised.value)
     assert list(load_config(host, "/srv/a.toml").machines) == ["a"]
 
 
 @pytest.mark.parametrize("owner", [(0o755, 1000), (0o777, 0)])
-def test_nor_does_what_they_can_put_there_by_a_directory_above(host: Host, owner: tuple[int, int]) -> None:
-    """Who owns a directory above the target, or one in which a link on the way to it lies, can exchange it."""
+def test_a_file_below_a_directory_of_others_is_refused(host: Host, owner: tuple[int, int]) -> None:
+    """The owner of a directory above the target, or above a link on the way to it, can replace it."""
     host.file(CONFIG_FILE, "[machines.a]\n")
     host.file("/home/user/etc/a.toml", "")
     host.symlink("/home/user/links/b.toml", "/srv/b.toml")
@@ -157,8 +157,8 @@ def test_nor_does_what_they_can_put_there_by_a_directory_above(host: Host, owner
         host.owners.clear()
 
 
-def test_the_files_of_a_link_farm_are_taken(host: Host) -> None:
-    """As NixOS has them: root's, in a directory that is sticky and its group's to write."""
+def test_the_files_of_a_link_farm_are_accepted(host: Host) -> None:
+    """NixOS has such files: root's, in a directory that is sticky and group-writable."""
     host.file("/nix/store/a.toml", "[machines.a]\n")
     host.symlink(CONFIG_FILE, "/nix/store/a.toml")
     host.owners["/nix/store"] = (0o1775, 0, 30000)
@@ -175,7 +175,7 @@ def test_missing_file_says_what_to_write(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("value", ['"""hunter2\nhunter2"""', '["hunter2\\n"]', '{ A = "hunter2" }', '"hunter2\\u0000"'])
 def test_errors_do_not_repeat_what_may_be_a_secret(tmp_path: Path, key: str, value: str) -> None:
-    """Everybody can read the condition and the page that they are shown in."""
+    """Everybody can read the condition and the page that show errors."""
     with pytest.raises(ConfigError) as raised:
         load_config(system_with(tmp_path, main=f"[machines.a]\n{key} = {value}\n"))
     assert f"machines.a.{key}" in str(raised.value)
@@ -183,7 +183,7 @@ def test_errors_do_not_repeat_what_may_be_a_secret(tmp_path: Path, key: str, val
 
 
 def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
-    """Tables merge, later files win, and an error names the file that holds the key."""
+    """Tables are merged, later files win, and an error names the file that has the key."""
     system = system_with(tmp_path, main='[machines.a]\ngpus = "all"\n', b='[machines.a]\ngpus = "count=2"\n')
     assert load_config(system).machines["a"].gpus == "count=2"
     system.write(f"{CONFIG_DIRECTORY}/c.toml", b"[machines.a]\nwrong = 1\n")
@@ -192,6 +192,6 @@ def test_drop_ins_are_merged_and_named(tmp_path: Path) -> None:
 
 
 def test_a_pci_address_as_tools_print_it(tmp_path: Path) -> None:
-    """nvidia-smi has eight digits of domain and capitals, lspci none of both."""
+    """nvidia-smi prints eight digits of domain and capitals, lspci neither."""
     system = system_with(tmp_path, main='[machines.a]\ngpus = ["00000000:3B:00.0", "0001:3b:00.0", "10000:e1:00.0"]\n')
     assert load_config(system).machines["a"].gpus == ["0000:3b:00.0", "0001:3b:00.0", "10000:e1:00.0"]

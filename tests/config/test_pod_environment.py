@@ -1,4 +1,4 @@
-"""Variables for pods: from the configuration through the handoff into the CDI spec, and nothing else beside them."""
+"""Variables for pods: from the configuration through the handoff into the CDI specification, and nothing else."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_configuration(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "expected"),
     [
         ('"A B" = "x"', ".A B: 'A B' is not the name of an environment variable"),
         ('"A=B" = "x"', ".A=B: 'A=B' is not the name of an environment variable"),
@@ -60,13 +60,13 @@ def test_configuration(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused_is_named_with_file_and_key(tmp_path: Path, variables: str, said: str) -> None:
+def test_refused_variables_are_named_with_file_and_key(tmp_path: Path, variables: str, expected: str) -> None:
     with pytest.raises(ConfigError) as raised:
         configured(tmp_path, variables)
-    assert str(raised.value).startswith(f"{CONFIG_FILE}: machines.a.pod_environment.nvidia{said}")
+    assert str(raised.value).startswith(f"{CONFIG_FILE}: machines.a.pod_environment.nvidia{expected}")
 
 
-def test_a_vendor_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_vendor_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
         configured(tmp_path, 'A = "x"', vendor="nvidai")
     assert str(raised.value) == f"{CONFIG_FILE}: machines.a.pod_environment.nvidai: Input should be 'nvidia'"
@@ -78,7 +78,7 @@ def planned(**settings: Any) -> Request:  # noqa: ANN401
 
 
 def test_only_the_handoff_changes(tmp_path: Path) -> None:
-    """Neither the machine's settings nor its unit's: nothing asks for a restart."""
+    """Neither the machine's settings nor its unit change, so no restart is needed."""
     variables = {"__GLX_VENDOR_LIBRARY_NAME": "nvidia", "A": "1"}
     assert planned(pod_environment={"nvidia": variables}).environment == (Variable("A", "1"), GLX)
     goals = [
@@ -91,24 +91,24 @@ def test_only_the_handoff_changes(tmp_path: Path) -> None:
     assert goals[0].handoff.generation != goals[1].handoff.generation
 
 
-def test_the_handoff_says_it_only_where_it_is_configured() -> None:
-    plain, asked = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (ASKED,))
+def test_the_handoff_has_variables_only_if_configured() -> None:
+    plain, changed = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (ASKED,))
     assert b"environment" not in render_handoff(plain)
-    document = json.loads(render_handoff(asked))
+    document = json.loads(render_handoff(changed))
     assert document["version"] == 2
     assert document["requests"][0]["environment"] == [{"name": GLX.name, "value": GLX.value}]
-    assert parse_handoff(render_handoff(asked)) == asked
-    # A value that is empty is said too.
+    assert parse_handoff(render_handoff(changed)) == changed
+    # An empty value is a value too.
     empty = Handoff("m", "x86_64", (replace(REQUEST, environment=(Variable("A", ""),)),))
     assert parse_handoff(render_handoff(empty)) == empty
 
 
-def test_hooks_change_the_handoff_alone() -> None:
-    """As with the environment of pods, which no older image understands either."""
+def test_hooks_change_only_the_handoff() -> None:
+    """Like pods' environment, hooks are unknown to older images."""
     hooks = ["update-application-profile", "enable-cuda-compat"]
-    asked = planned(cdi_hooks=hooks)
-    assert asked == replace(planned(), cdi_hooks=("enable-cuda-compat", "update-application-profile"))
-    handoff = Handoff("m", "x86_64", (asked,))
+    changed = planned(cdi_hooks=hooks)
+    assert changed == replace(planned(), cdi_hooks=("enable-cuda-compat", "update-application-profile"))
+    handoff = Handoff("m", "x86_64", (changed,))
     assert json.loads(render_handoff(handoff))["version"] == 2
     assert parse_handoff(render_handoff(handoff)) == handoff
     for wrong in (["chmod"], [*hooks, "enable-cuda-compat"]):
@@ -123,7 +123,7 @@ def environment(spec: object) -> list[str]:
     return found
 
 
-def test_the_spec_has_what_was_asked_for_beside_its_own() -> None:
+def test_the_spec_has_the_configured_variables_and_its_own() -> None:
     own = environment(recorded_spec())
     spec, _ = with_additions(recorded_spec(), ASKED)
     assert environment(spec) == [*own, SETTING]
@@ -134,7 +134,7 @@ def test_the_spec_has_what_was_asked_for_beside_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("present", "said"),
+    ("present", "expected"),
     [
         ([SETTING, "LD_PRELOAD=/x.so"], "unexpected environment variable 'LD_PRELOAD=/x.so'"),
         (
@@ -145,18 +145,18 @@ def test_the_spec_has_what_was_asked_for_beside_its_own() -> None:
         ([], "__GLX_VENDOR_LIBRARY_NAME is not set to 'nvidia'"),
     ],
 )
-def test_the_verdict_allows_just_that(present: list[str], said: str) -> None:
+def test_verification_allows_only_the_configured_variables(present: list[str], expected: str) -> None:
     spec, _ = with_additions(recorded_spec(), ASKED)
     assert isinstance(spec, dict)
     spec["containerEdits"]["env"] = present
-    assert said in "; ".join(verify(spec, ASKED, LIVE, PRESENT).problems)
+    assert expected in "; ".join(verify(spec, ASKED, LIVE, PRESENT).problems)
     assert verify(with_additions(recorded_spec(), ASKED)[0], REQUEST, LIVE, PRESENT).problems == (
         f"containerEdits: unexpected environment variable {SETTING!r}",
     )
 
 
 def test_a_change_renews_the_spec_of_a_running_machine(tmp_path: Path) -> None:
-    """Set, changed and taken back again; each time the spec is made anew and verified."""
+    """The variable is set, changed and removed; each time the specification is made again and verified."""
     machine = gpu_machine(tmp_path / "machine")
     for value in ("nvidia", "mesa", None):
         variables = (Variable(GLX.name, value),) if value else ()

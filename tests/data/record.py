@@ -25,7 +25,7 @@ DOCUMENTATION = re.compile(r"\.gz$|/modprobe\.d/|/systemd/|/firmware/|\.(conf|se
 
 
 def rows(tree: Path) -> Iterator[str]:
-    """One line for each file or link of the driver."""
+    """Yield one line for each file or link of the driver."""
     for name in ("bin", "lib", "lib64", "sbin"):
         if (tree / name).is_symlink():
             yield f"link\t/{name}\t{(tree / name).readlink()}"
@@ -49,7 +49,7 @@ def main(tree: Path, directory: Path) -> None:
     subprocess.run(command, check=True)
     listing = subprocess.run([*command, "-p"], check=True, capture_output=True).stdout
     (directory / "ldconfig.txt").write_bytes(listing)
-    # After ldconfig, which makes links for sonames.
+    # After ldconfig, which makes soname links.
     (directory / "files.tsv").write_text("".join(f"{row}\n" for row in rows(tree)))
 
 

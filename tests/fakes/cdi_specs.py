@@ -1,4 +1,4 @@
-"""CDI specs with DRM nodes, and small ones for each feature of the format."""
+"""CDI specifications with DRM nodes, and small ones for each feature of the format."""
 
 from dataclasses import replace
 from typing import Any
@@ -23,7 +23,7 @@ Spec = dict[str, Any]
 
 
 def drm_spec() -> Spec:
-    """The recorded spec with what nvidia-ctk 1.19 adds for DRM nodes: they, their groups, and links by PCI address."""
+    """Return the recorded specification with nvidia-ctk 1.19's additions for DRM nodes, such as PCI links."""
     spec = recorded_spec()
     for device in spec["devices"]:
         own = [

@@ -24,7 +24,7 @@ version = 2
   [plugins."io.containerd.internal.v1.opt"]
     path = "/var/lib/containerd"
 """
-"""The file of Debian's package: no runtime in it."""
+"""The file of Debian's package, which has no runtime."""
 MAIN_3 = """\
 version = 3
 [plugins."io.containerd.cri.v1.runtime".containerd.runtimes.runc]

@@ -1,4 +1,4 @@
-"""A small host as facts, for tests of what is pure."""
+"""A small host as facts, for tests of pure functions."""
 
 from dataclasses import replace
 
@@ -77,7 +77,7 @@ TEMPLATE = (DeviceAllow("/dev/net/tun", "rwm"), DeviceAllow("char-pts", "rw"))
 
 
 def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts:
-    """A host where nothing of ours is on disk yet, with one stopped machine."""
+    """Return a host with one stopped machine, and nothing of ours on disk."""
     return Facts(
         architecture="x86_64",
         systemd_version=257,

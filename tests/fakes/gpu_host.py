@@ -1,6 +1,6 @@
-"""A host for tests of whole passes: recorded files of a driver, and around them a simulation.
+"""A host for tests of whole passes: a driver's recorded files on a simulated host.
 
-Recorded: names, links and sizes of Debian's driver files, and ldconfig's output. Synthetic: the files' contents (of at
+Recorded: names, links and sizes of Debian's driver files, and ldconfig's output. Synthetic: the files' contents (at
 most 4 KiB), the GPUs with their nodes and procfs, the loaded module, systemd's answers, and the machine, which is an
 empty directory.
 """
@@ -28,7 +28,7 @@ def units(host: Host, machine: str, stopped_at: int = 0, device_allow: list[tupl
 
 
 def set_up(host: Host) -> Host:
-    """Two GPUs, Debian's driver with all files cut to 4 KiB (staging copies them), one stopped machine."""
+    """Set up two GPUs, one stopped machine and Debian's driver, with files cut to 4 KiB because staging copies them."""
     host.load(RECORDED)
     for path in Path(host.root).rglob("*"):
         if path.is_file() and not path.is_symlink() and path.stat().st_size > 4096:

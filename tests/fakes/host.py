@@ -1,7 +1,7 @@
-"""Hosts to observe: a tree below a temporary directory, scripted programs, listed device nodes and devices.
+"""Simulated hosts: a tree below a temporary directory, scripted programs, listed device nodes and devices.
 
-`tests/data/hosts/<name>` holds what was recorded from real packages (record.py says how). Everything else that a test
-adds, GPUs above all, is synthetic: written after the driver's sources, not seen on silicon.
+`tests/data/hosts/<name>` has what was recorded from real packages (record.py says how). Everything that a test adds,
+above all GPUs, is synthetic: written after the driver's sources, not seen on silicon.
 """
 
 import errno
@@ -27,7 +27,7 @@ STAFF = 50
 
 
 class ScriptedRunner:
-    """Answers the commands that a test lists; any other one fails the test."""
+    """Answers the commands that a test lists; any other command fails the test."""
 
     def __init__(self) -> None:
         self.answers: dict[tuple[str, ...], Completed] = {}
@@ -186,7 +186,7 @@ class ScriptedBus:
 
 
 class Host(System):
-    """A System below `tree` that is also a DeviceSource; the methods below `----` set it up."""
+    """A System below `tree` that is also a DeviceSource; the methods after the line `----` set it up."""
 
     def __init__(self, tree: Path, architecture: str = "x86_64", runner: ScriptedRunner | None = None) -> None:
         self.runner = runner or ScriptedRunner()
@@ -197,11 +197,11 @@ class Host(System):
         self.drm: Seen[tuple[DrmDevice, ...]] = ()
         self.failing: dict[str, Exception] = {}
         self.full: list[str] = []
-        """Beginnings of paths that cannot be written, for want of space."""
+        """Prefixes of paths on a full disk."""
         self.owners: dict[str, tuple[int, int] | tuple[int, int, int]] = {}
-        """Permission bits, user and group id by path; all else is root's and not others' to write.
+        """Permission bits, user and group ID by path. Everything else belongs to root, and others cannot write it.
 
-        Whoever runs the tests. Where no group is given, it is Debian's staff.
+        This holds whoever runs the tests. Without a group, it is Debian's staff.
         """
         self.acls: set[str] = set()
         """Paths that have an access control list."""
@@ -264,18 +264,18 @@ class Host(System):
         return self._in_tree(path) in self.acls
 
     def _in_tree(self, path: str) -> str:
-        """Below an inner root too: the path of the whole tree."""
+        """Return the path in the whole tree, also from below an inner root."""
         return f"{self.root.removeprefix(str(self._tree))}{path}".rstrip("/") or "/"
 
     def _fail(self, path: str) -> None:
-        """Tests may run as root, whom no permission bits stop."""
+        """Raise the error of a failing path: permission bits would not stop tests that run as root."""
         if path in self.failing:
             raise self.failing[path]
 
     # ---- setting up
 
     def file(self, path: str, content: str | bytes = b"", *, size: int = 0, executable: bool = False) -> None:
-        """A file; with `size`, a sparse one."""
+        """Write a file; with `size`, a sparse one."""
         place = self._tree / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -290,7 +290,7 @@ class Host(System):
         place.symlink_to(target)
 
     def node(self, path: str, major: int, minor: int, mode: int = 0o666) -> None:
-        """A character device."""
+        """Add a character device."""
         self.file(path)
         self._nodes[path] = DeviceNumber(major, minor, mode)
 
@@ -298,11 +298,11 @@ class Host(System):
         (self._tree / path.lstrip("/")).unlink()
 
     def command(self, *argv: str, stdout: str = "", stderr: str = "", status: int = 0) -> None:
-        """What a program prints."""
+        """Define what a program prints."""
         self.runner.answers[argv] = Completed(status, stdout.encode(errors="surrogateescape"), stderr.encode())
 
     def load(self, name: str) -> None:
-        """The recorded driver packages of a distribution."""
+        """Add the recorded driver packages of a distribution."""
         for line in (HOSTS / name / "files.tsv").read_text().splitlines():
             kind, path, rest = line.split("\t")
             if kind == "link":
@@ -312,13 +312,13 @@ class Host(System):
         self.loader_cache((HOSTS / name / "ldconfig.txt").read_text())
 
     def loader_cache(self, listing: str) -> None:
-        """What `ldconfig -p` prints."""
+        """Define what `ldconfig -p` prints."""
         self.file(CACHE, "not read by us")
         self.file("/usr/sbin/ldconfig", executable=True)
         self.command("/sbin/ldconfig" if self.exists("/sbin/ldconfig") else "ldconfig", "-p", stdout=listing)
 
     def driver(self, version: str, gpus: int = 0) -> None:
-        """Synthetic: the loaded module, as kernel-open 545 and newer show it, with GPUs on buses 1 and up."""
+        """Add a synthetic loaded module, as kernel-open 545 and newer show it, with GPUs on buses 1 and up."""
         self.file("/proc/devices", PROC_DEVICES)
         self.file("/sys/module/nvidia/version", f"{version}\n")
         self.node("/dev/nvidiactl", 195, 255)
@@ -329,7 +329,7 @@ class Host(System):
             self.gpu(f"0000:{index + 1:02x}:00.0", index)
 
     def gpu(self, address: str, minor: int) -> None:
-        """Synthetic: one more GPU, with its node and its two DRM nodes."""
+        """Add a synthetic GPU with its node and its two DRM nodes."""
         information = INFORMATION.format(minor=minor, address=address)
         self.file(f"/proc/driver/nvidia/gpus/{address}/information", information)
         self.node(f"/dev/nvidia{minor}", 195, minor)
@@ -345,7 +345,7 @@ class Host(System):
         )
 
     def unplug(self, address: str) -> None:
-        """A GPU of `gpu` goes from the bus, with all that its driver had made for it."""
+        """Remove a GPU that `gpu` added from the bus, with all that its driver had made for it."""
         assert isinstance(self.pci, tuple)
         assert isinstance(self.drm, tuple)
         self.pci = tuple(each for each in self.pci if each.address != address)
@@ -362,12 +362,12 @@ class Host(System):
             del self._nodes[path]
 
     def rebind(self, address: str, driver: str) -> None:
-        """Another kernel driver takes a PCI device."""
+        """Bind a PCI device to another kernel driver."""
         assert isinstance(self.pci, tuple)
         self.pci = tuple(replace(each, driver=driver) if each.address == address else each for each in self.pci)
 
     def capability(self, path: str, minor: int, mode: int = 0o444) -> None:
-        """Synthetic: one of the driver's capabilities with its node."""
+        """Add one of the driver's capabilities, synthetic, with its node."""
         text = f"DeviceFileMinor: {minor}\nDeviceFileMode: {mode}\nDeviceFileModify: 1\n"
         self.file(f"/proc/driver/nvidia/capabilities/{path}", text)
         self.node(f"/dev/nvidia-caps/nvidia-cap{minor}", 508, minor, mode)

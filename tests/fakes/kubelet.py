@@ -1,6 +1,6 @@
-"""The kubelet's directory on a simulated machine: checkpoints in its forms, and real Unix sockets without servers.
+"""The kubelet's directory on a simulated machine: checkpoints in its formats, and real Unix sockets without servers.
 
-A socket here only listens: what is simulated are the kubelet and the device plug-in behind it.
+A socket here only listens: the kubelet and its device plugin are simulated.
 """
 
 import json
@@ -19,7 +19,7 @@ BACKLOG = 16
 
 
 class Kubelet:
-    """The directory of a kubelet with one device plug-in."""
+    """The directory of a kubelet with one device plugin."""
 
     def __init__(self, machine: Machine, stack: ExitStack) -> None:
         self.machine, self._stack = machine, stack
@@ -28,7 +28,7 @@ class Kubelet:
 
     def listen(self, path: str, kind: socket.SocketKind = socket.SOCK_STREAM) -> None:
         listener = self._stack.enter_context(socket.socket(socket.AF_UNIX, kind))
-        # By a descriptor of the directory: temporary paths are longer than sun_path.
+        # Through a descriptor of the directory: temporary paths are longer than sun_path.
         directory = os.open(self.machine.tree / PLUGINS[1:], os.O_PATH)
         listener.bind(f"/proc/self/fd/{directory}/{path.rsplit('/', 1)[1]}")
         os.close(directory)
@@ -37,18 +37,18 @@ class Kubelet:
         self._sockets[path] = listener
 
     def serve(self) -> None:
-        """Kubelet and plug-in run since the CDI spec was published, and both GPUs are advertised."""
+        """Let kubelet and plugin run, started after the CDI specification was published, and advertise both GPUs."""
         run(self.machine)
         self.listen(KUBELET_SOCKET)
         self.listen(PLUGIN_SOCKET)
         self.advertise(gpu=list(UUIDS))
 
     def publish_later(self) -> None:
-        """The CDI spec was changed since the plug-in began to serve."""
+        """Date the CDI specification later than the plugin's start."""
         self._date(plugin=-20, spec=-10)
 
     def begin_later(self) -> None:
-        """The plug-in began to serve since the CDI spec was changed."""
+        """Date the plugin's start later than the CDI specification."""
         self._date(plugin=-10, spec=-20)
 
     def _date(self, *, plugin: float, spec: float) -> None:
@@ -57,7 +57,7 @@ class Kubelet:
             os.utime(self.machine.tree / path[1:], (now + seconds, now + seconds))
 
     def kill(self, path: str) -> None:
-        """The process is gone, its socket stays."""
+        """End the process behind a socket; the socket stays."""
         self._sockets.pop(path).close()
 
     def checkpoint(self, text: str | bytes) -> None:

@@ -1,7 +1,7 @@
-"""A machine to settle: a tree below a temporary directory, listed device nodes, and programs that a test scripts.
+"""A simulated machine: a tree below a temporary directory, listed device nodes, and programs that a test scripts.
 
-The GPUs and their driver are simulated: no test here has seen silicon. `specs/nvidia-ctk-1.19.1-simulated-nvml.json` is
-what the real nvidia-ctk 1.19.1 wrote for two GPUs of a simulated NVML and a driver root of these files.
+The GPUs and their driver are simulated: no test here has seen silicon. The real nvidia-ctk 1.19.1 wrote
+`specs/nvidia-ctk-1.19.1-simulated-nvml.json` for two GPUs of a simulated NVML and a driver root with these files.
 """
 
 import json
@@ -34,7 +34,7 @@ DEVICES = (
 
 
 def _files() -> tuple[GrantedFile, ...]:
-    """The driver root that the recorded spec was made from."""
+    """Return the files of the driver root from which the recorded specification was made."""
     versioned = ("EGL_nvidia:0", "GLX_nvidia:0", "cuda:1", "nvcuvid:1", "nvidia-encode:1", "nvidia-ml:1")
     files = [GrantedFile(f"{LIBRARIES}/libcuda.so", "libcuda.so.1"), GrantedFile(f"{LIBRARIES}/libnvidia-api.so.1")]
     for name, _, number in (each.partition(":") for each in (*versioned, "nvidia-ptxjitcompiler:1")):
@@ -54,7 +54,7 @@ EMPTY = Request("nvidia", (), ())
 
 
 def recorded_spec() -> dict[str, Any]:
-    """A fresh copy."""
+    """Return a new copy of the recorded specification."""
     loaded: dict[str, Any] = json.loads(SPEC.read_text())
     return loaded
 
@@ -71,18 +71,18 @@ class Machine(System):
         self.calls: list[tuple[str, ...]] = []
         self.nodes: dict[str, DeviceNumber] = {}
         self.mounts: list[str] = []
-        """Bound nodes; one that is there twice has two mounts upon each other."""
+        """Paths of bound nodes; one that is listed twice has two stacked mounts."""
         self.removed: list[str] = []
-        """Of these mounts the host has removed what was bound; one each."""
+        """Paths of mounts whose bound node the host has removed; one entry for each mount."""
         self.programs: dict[str, Answer] = {}
         self.before_write: Callable[[str], None] = lambda path: None
-        """May raise what a full disk or a kill would."""
+        """May raise, like a full disk or a kill."""
         self.before_link = self.after_link = self.before_write
-        """The same of a link."""
+        """The same for links."""
         self.before_read: Callable[[str], None] = lambda path: None
-        """May raise what a disk that fails would."""
+        """May raise, like a failing disk."""
         self.before_list: Callable[[str], None] = lambda path: None
-        """May raise what the kernel says of a directory, or hang."""
+        """May raise the kernel's error for a directory, or hang."""
         self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
         for directory in ("/run/unbounded-agent/report", f"/{LIBRARIES}", "/usr/bin", "/etc"):
             (tree / directory.lstrip("/")).mkdir(parents=True)
@@ -134,7 +134,7 @@ class Machine(System):
         (self.tree / path.lstrip("/")).unlink()
 
     def program(self, name: str, answer: Answer | str, status: int = 0, stderr: str = "") -> None:
-        """Answer a program, known by the last part of its path: a text, or what a function makes of the arguments."""
+        """Script a program, found by the last part of its path: with a text, or a function of the arguments."""
         text = answer
         self.programs[name] = (
             answer if callable(answer) else lambda _: Completed(status, str(text).encode(), stderr.encode())
@@ -157,7 +157,7 @@ class Machine(System):
         return loaded
 
     def conditions(self) -> dict[str, tuple[str, str]]:
-        """Status and reason by type, as reported."""
+        """Return status and reason by type, as reported."""
         return {each["type"]: (each["status"], each["reason"]) for each in self.report()["conditions"]}
 
     def message(self, kind: str) -> str:
@@ -172,12 +172,12 @@ class Machine(System):
 
 
 def hang(argv: tuple[str, ...]) -> Completed:
-    """A program that the runner killed."""
+    """Act like a program that the runner killed."""
     raise TimeLimitError
 
 
 def gpu_machine(tree: Path) -> Machine:
-    """A machine with two simulated GPUs granted, a staged driver root and all tools, before its first run."""
+    """Return a machine with two simulated GPUs granted, a staged driver root and all tools, before its first run."""
     machine = Machine(tree)
     for device in DEVICES:
         machine.node(device.path, device.major, device.minor)
@@ -204,7 +204,7 @@ def gpu_machine(tree: Path) -> Machine:
 
 
 def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
-    """A scripted umount: what it uncovers at last is the empty file that was made to be mounted on."""
+    """Act as umount. Under the last mount is the empty file that it was mounted on."""
     path = argv[-1]
     machine.mounts.remove(path)
     if path in machine.removed:
@@ -215,7 +215,7 @@ def umount(machine: Machine, argv: tuple[str, ...]) -> Completed:
 
 
 def nvidia_ctk(machine: Machine, argv: tuple[str, ...], spec: object, version: str = "1.19.1") -> Completed:
-    """A scripted nvidia-ctk, which writes a given spec, and lists the devices of a directory's specs."""
+    """Act as nvidia-ctk: write a given specification, or list the devices of a directory's specifications."""
     if argv[1:] == ("--version",):
         return Completed(0, f"NVIDIA Container Toolkit CLI version {version}\ncommit: 0\n".encode(), b"")
     if argv[1:3] == ("cdi", "list"):
@@ -232,12 +232,12 @@ def _device_names(machine: Machine, path: str) -> list[str]:
         spec = yaml.safe_load(machine.read(path))
         return [f"{spec['kind']}={device['name']}" for device in spec["devices"]]
     except (yaml.YAMLError, KeyError, TypeError):
-        # Not valid, which the tool warns of.
+        # An invalid specification: the real tool warns.
         return []
 
 
 def ldconfig(machine: Machine, argv: tuple[str, ...]) -> Completed:
-    """A scripted ldconfig: its cache has all names of the library directory at the time of its last run."""
+    """Act as ldconfig: its cache has all names that the library directory had at its last run."""
     names = [f"\t{name} (libc6,x86-64) => /{LIBRARIES}/{name}" for name in machine.entries(f"/{LIBRARIES}")]
     if "-p" not in argv:
         machine.put("/etc/ld.so.cache", "\n".join(names))
@@ -246,7 +246,7 @@ def ldconfig(machine: Machine, argv: tuple[str, ...]) -> Completed:
 
 
 def containerd(machine: Machine, argv: tuple[str, ...], version: str = "v1.7.24") -> Completed:
-    """A scripted containerd: its dump is the main file with the CRI table of the file that it imports last (1.x)."""
+    """Act as containerd: its dump is the main file with the CRI table of the file that it imports last (1.x)."""
     import fnmatch
     import tomllib
 
@@ -267,7 +267,7 @@ def containerd(machine: Machine, argv: tuple[str, ...], version: str = "v1.7.24"
 def systemctl(
     state: str, started: int, substate: str = "running", load: str = "loaded", main_process: int = 0
 ) -> Answer:
-    """A scripted systemctl, which knows containerd.service only."""
+    """Return an Answer that acts as systemctl and knows only containerd.service."""
     text = f"LoadState={load}\nActiveState={state}\nSubState={substate}\nExecMainStartTimestampMonotonic={started}\n"
     text += f"MainPID={main_process}\n"
     return lambda argv: Completed(0, text.encode() if argv[1] == "show" else b"", b"")

@@ -1,4 +1,4 @@
-"""A GPU with MIG devices, as the recorded CDI spec of nvidia-ctk has it."""
+"""A GPU with MIG devices, as in the recorded CDI specification of nvidia-ctk."""
 
 import json
 from dataclasses import replace

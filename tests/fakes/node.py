@@ -19,7 +19,7 @@ KUBELETS_OWN = {"type": "Ready", "status": "True"}
 
 
 class Node(Machine):
-    """A machine with a kubelet, whose Node is kept by a scripted kubectl."""
+    """A machine with a kubelet; a scripted kubectl stores its Node."""
 
     object: dict[str, Any]
     replaced: list[dict[str, Any]]
@@ -43,7 +43,7 @@ class Node(Machine):
         return Completed(0, b"", b"")
 
     def on_node(self) -> dict[str, str]:
-        """Our condition."""
+        """Return our condition."""
         (condition,) = [each for each in self.object["status"]["conditions"] if each["type"] == TYPE]
         found: dict[str, str] = condition
         return found

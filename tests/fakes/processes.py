@@ -1,4 +1,4 @@
-"""Synthetic processes below a tree's /proc, in the form of proc(5). Nodes are those that the test's host has listed."""
+"""Synthetic processes below a tree's /proc, in the format of proc(5). Device nodes are those that the host lists."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,9 +28,9 @@ def process(
     inner: Sequence[int] = (),
     path: bytes = b"",
 ) -> Path:
-    """`opened`: what its descriptors lead to; `mapped`: a device; `inner`: its PIDs in the namespaces below.
+    """Make a process. `opened`: targets of its descriptors; `mapped`: a device; `inner`: its PIDs in inner namespaces.
 
-    `path`: what its mappings say of the device's, as bytes.
+    `path`: the mapped device's path in the process's mappings, as bytes.
     """
     files: Mapping[str, bytes] = {
         "comm": command + b"\n",
@@ -49,7 +49,7 @@ def process(
 
 
 def thread(tree: Path, pid: int, number: int, *, opened: Sequence[str] = (), maps: bytes = b"") -> Path:
-    """The first one has the process's number. One that has ended has neither descriptors nor mappings."""
+    """Make a thread; the first one has the process's number. An exited thread has no descriptors or mappings."""
     directory = tree / "proc" / str(pid) / "task" / str(number)
     (directory / "fd").mkdir(parents=True)
     (directory / "maps").write_bytes(maps)

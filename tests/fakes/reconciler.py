@@ -1,6 +1,6 @@
-"""A simulation of agent.host.reconcile.Reconciler: its outcomes come from a file. `main` runs the real daemon with it.
+"""A simulation of agent.host.reconcile.Reconciler, with outcomes from a file. `main` runs the real daemon with it.
 
-Its root directory holds etc/unbounded-agent/config.toml and behaviour.json.
+Its root directory has etc/unbounded-agent/config.toml and behaviour.json.
 """
 
 import json
@@ -29,7 +29,7 @@ GPUS = ("0000:01:00.0", "0000:02:00.0")
 
 
 def conditions(*different: Condition, now: float = 1_700_000_000.0) -> tuple[Condition, ...]:
-    """All conditions: those given, the others True; Ready sums up."""
+    """Return all conditions: the given ones, the others True, and Ready, which sums them up."""
     given = {each.type: each for each in different}
     found = [
         given.get(kind) or Condition(kind, Status.TRUE, "AsItShouldBe", "all is well")
@@ -55,7 +55,7 @@ VENDOR = VendorFacts(
 
 
 def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: tuple[str, ...] = ()) -> Outcome:
-    """A pass over a host with one vendor's GPUs."""
+    """Return the outcome of a pass over a host with one vendor's GPUs."""
     facts = Facts(architecture="x86_64", systemd_version=252, template_device_allow=(), vendors=(vendor,), machines=())
     return Outcome(facts=facts, machines=machines, failures=failures, duration=0.01, finished=time.time())
 
@@ -63,8 +63,8 @@ def outcome(*machines: MachineOutcome, vendor: VendorFacts = VENDOR, failures: t
 class SimulatedReconciler:
     """Does what behaviour.json says.
 
-    `hold`: a pass goes on until it no longer says so; `steps`, `error`, `bug`,
-    `failures`, `pending`, `condition`, `unseen`; `stuck`: a read (a thread that waits) or a command does not end.
+    Keys are `steps`, `error`, `bug`, `failures`, `pending`, `condition`, `unseen`; `hold`, which lengthens a pass until
+    it is removed; and `stuck`, for a read (a thread that waits) or a command that never ends.
     """
 
     def __init__(self, loaded: Loaded, progress: Callable[[str], None], root: Path) -> None:
@@ -107,7 +107,7 @@ class SimulatedReconciler:
 
 
 def main(root: str, timing: dict[str, float], environment: dict[str, str]) -> NoReturn:
-    """Run the real daemon below `root` as this process, with its log in `root`/log."""
+    """Run the real daemon below `root` in this process, with its log in `root`/log."""
     warnings.simplefilter("error")
     with Path(root, "log").open("ab") as log:
         os.dup2(log.fileno(), sys.stderr.fileno())

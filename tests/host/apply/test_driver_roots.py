@@ -1,4 +1,4 @@
-"""Staging a driver root: what somebody does meanwhile who can write where it is taken from, and what is recorded."""
+"""Staging a driver root while somebody can write to its sources, and what is recorded."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ SOURCE, SECRET = "/srv/nvidia/libcuda.so.570.211.01", "/etc/shadow"
 
 
 class Exchanging(Host):
-    """Somebody puts a link to a secret in a library's place as its copy begins, and the library back after it."""
+    """A host where a link to a secret replaces a library when its copy begins, and the library returns afterwards."""
 
     def make_directory(self, path: str) -> None:
         super().make_directory(path)
@@ -38,8 +38,8 @@ class Exchanging(Host):
         return super().identity(path)
 
 
-def test_a_link_that_is_there_for_a_moment(tmp_path: Path) -> None:
-    """The file that it leads to has the library's size and time, and is for root alone."""
+def test_a_link_that_exists_for_a_moment(tmp_path: Path) -> None:
+    """The link's target has the library's size and time, and only root can read it."""
     host = Exchanging(tmp_path)
     host.file(SOURCE, "library")
     host.file(SECRET, "secret!")
@@ -51,7 +51,7 @@ def test_a_link_that_is_there_for_a_moment(tmp_path: Path) -> None:
     assert copies == []
 
 
-def test_another_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
+def test_a_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
     host.file(SOURCE, "library")
     seen = host.identity(SOURCE)
     for size, mtime_ns in ((6, seen.mtime_ns), (7, seen.mtime_ns + 1)):
@@ -62,7 +62,7 @@ def test_another_file_of_another_size_or_time_is_not_copied(host: Host) -> None:
 
 
 class ReadByALink(Host):
-    """Somebody puts a link to a secret in place of a file, after its mode was looked at."""
+    """A host where a link to a secret replaces a file after its mode was checked."""
 
     swapped = ""
 
@@ -74,8 +74,8 @@ class ReadByALink(Host):
         return found
 
 
-def test_a_secret_is_not_told_as_a_path_of_a_library(tmp_path: Path) -> None:
-    """A problem is for everybody to read, and cites what OpenCL's files name."""
+def test_a_secret_is_not_quoted_as_a_librarys_path(tmp_path: Path) -> None:
+    """Everybody can read a problem, which quotes what OpenCL's files name."""
     host = ReadByALink(tmp_path)
     host.swapped = "/srv/data/OpenCL/vendors/nvidia.icd"
     put(host, "/srv/lib")
@@ -89,7 +89,7 @@ def test_a_secret_is_not_told_as_a_path_of_a_library(tmp_path: Path) -> None:
     assert found.version == VERSION
 
 
-def test_what_is_opened_is_a_plain_file_for_everybody(tmp_path: Path) -> None:
+def test_only_regular_files_that_everybody_can_read_are_opened(tmp_path: Path) -> None:
     system = System(host_runner, str(tmp_path))
     (tmp_path / "real").mkdir()
     (tmp_path / "real/file").write_text("content")
@@ -102,8 +102,8 @@ def test_what_is_opened_is_a_plain_file_for_everybody(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
     with system.open_public("/real/file") as reading:
         assert reading.read() == b"content"
-    refused = {"/real/secret": errno.EINVAL, "/real/link": errno.ELOOP, "/directory/file": errno.ELOOP}
-    for path, number in {**refused, "/real/fifo": errno.EINVAL, "/real": errno.EINVAL}.items():
+    errors = {"/real/secret": errno.EINVAL, "/real/link": errno.ELOOP, "/directory/file": errno.ELOOP}
+    for path, number in {**errors, "/real/fifo": errno.EINVAL, "/real": errno.EINVAL}.items():
         with pytest.raises(OSError, match=path) as raised:
             system.open_public(path)
         assert raised.value.errno == number, path
@@ -112,7 +112,7 @@ def test_what_is_opened_is_a_plain_file_for_everybody(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_the_manifest_has_the_place_it_came_from(host: Host) -> None:
+def test_the_manifest_names_the_drivers_location(host: Host) -> None:
     host.file(SOURCE, "library")
     library = Library("libcuda.so", SOURCE, size=7, mtime_ns=host.identity(SOURCE).mtime_ns)
     root = StagedRoot(0, "nvidia", VERSION, (library,), place="NixOS")

@@ -1,4 +1,4 @@
-"""The host half publishes its verdict where it is wanted, and takes it back where it is not."""
+"""The host half publishes a machine's host status if configured, and otherwise removes it."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ def test_nothing_is_published_by_default(gpu_host: Host) -> None:
     assert not gpu_host.exists(FILE)
 
 
-def test_each_pass_publishes_its_verdict_beside_the_handoff(gpu_host: Host) -> None:
+def test_each_pass_publishes_the_host_status_next_to_the_handoff(gpu_host: Host) -> None:
     outcome = reconciler(gpu_host, node_condition=True).reconcile()
     assert published(gpu_host).ready == outcome.machines[0].conditions[-1]
     assert abs(published(gpu_host).judged - time.time()) < 60
@@ -41,15 +41,15 @@ def test_each_pass_publishes_its_verdict_beside_the_handoff(gpu_host: Host) -> N
     assert gpu_host.read(handoff_file(MACHINE)) == handoff, "it is no part of the handoff"
 
 
-def test_it_is_taken_back(gpu_host: Host) -> None:
+def test_the_host_status_is_removed(gpu_host: Host) -> None:
     reconciler(gpu_host, node_condition=True).reconcile()
     assert gpu_host.exists(FILE)
     reconciler(gpu_host).reconcile()
     assert not gpu_host.exists(FILE)
 
 
-def test_an_unchanged_verdict_is_dated_anew_by_the_next_timed_pass(gpu_host: Host) -> None:
-    """Passes that follow each other do not wake the machine."""
+def test_the_next_timed_pass_renews_the_date_of_an_unchanged_status(gpu_host: Host) -> None:
+    """A pass soon after another must not wake the machine."""
     reconciler(gpu_host).reconcile()
     for now, judged in ((100.0, 100.0), (100.0 + FRESH - 1, 100.0), (100.0 + FRESH, 100.0 + FRESH), (50.0, 50.0)):
         assert publish_judgements(gpu_host, {MACHINE: READY}, now) == ()
@@ -65,7 +65,7 @@ def test_an_unchanged_verdict_is_dated_anew_by_the_next_timed_pass(gpu_host: Hos
 
 
 def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Host) -> None:
-    """Root in it can remount its handoff directory writable."""
+    """Root in the machine can remount its handoff directory writable."""
     reconciler(gpu_host).reconcile()
     elsewhere = "/var/tmp/conditions.json"
     publish_judgements(gpu_host, {MACHINE: READY}, 100.0)
@@ -79,14 +79,14 @@ def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Ho
 
 @pytest.fixture
 def cleared(gpu_host: Host) -> Iterator[None]:
-    """For a test that makes what pytest's own removal of old directories cannot remove."""
+    """Remove afterwards what pytest's own removal of old directories cannot remove."""
     yield
     subprocess.run(["rm", "-r", gpu_host.place(STATE)], check=True)
 
 
 @pytest.mark.usefixtures("cleared")
 def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
-    """Python's own removal of it raised RecursionError, with which the service ended, at each of its starts."""
+    """Python's own removal raised RecursionError, which ended the service at each start."""
     reconciler(gpu_host).reconcile()
     os.mkdir(gpu_host.place(FILE))
     with contextlib.chdir(gpu_host.place(FILE)):
@@ -104,7 +104,7 @@ def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
 
 @pytest.mark.parametrize("path", [FILE, remains(FILE)], ids=["file", "remains"])
 def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: str) -> None:
-    """It is moved away, whatever is in it."""
+    """The directory is moved away, whatever is in it."""
     reconciler(gpu_host).reconcile()
     for number in range(1000):
         os.makedirs(gpu_host.place(f"{path}/{number}"))
@@ -129,8 +129,8 @@ def test_a_stray_file_among_the_machines_directories(gpu_host: Host) -> None:
     assert publish_judgements(gpu_host, {}, 1.0) == ()
 
 
-def test_failure_is_told_and_holds_up_no_other_machine(gpu_host: Host) -> None:
-    """Such as a second directory in the way, while the first one is not cleared yet."""
+def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> None:
+    """For example, a second directory is in the way while the first one is not removed yet."""
     reconciler(gpu_host).reconcile()
     for failures in ([], [f"cannot update {conditions_file('another')}"]):
         gpu_host.remove(conditions_file("another"))
@@ -140,17 +140,19 @@ def test_failure_is_told_and_holds_up_no_other_machine(gpu_host: Host) -> None:
         assert published(gpu_host).judged == 1.0
 
 
-def test_a_machine_without_gpus_gets_no_directory_for_it(host: Host) -> None:
+def test_a_machine_without_gpus_gets_no_directory_for_the_status(host: Host) -> None:
     assert publish_judgements(host, {"gpu-node": READY}, 1.0) == ()
     assert not host.exists(f"{STATE}/machines")
 
 
-def test_conditions_of_a_machine_that_is_not_asked(gpu_host: Host) -> None:
-    """It is not applicable, whatever the machine is."""
+def test_the_condition_of_a_machine_without_the_setting(gpu_host: Host) -> None:
+    """The condition is not applicable, whatever the machine is."""
     reconciler(gpu_host).reconcile()
     units(gpu_host, "active")
     kind = ConditionType.NODE_CONDITION_SET
     plain = {each.type: each for each in reconciler(gpu_host).reconcile().machines[0].conditions}
-    asked = {each.type: each for each in reconciler(gpu_host, node_condition=True).reconcile().machines[0].conditions}
+    configured = {
+        each.type: each for each in reconciler(gpu_host, node_condition=True).reconcile().machines[0].conditions
+    }
     assert (plain[kind].status, plain[kind].reason) == (Status.TRUE, "NotApplicable")
-    assert (asked[kind].status, asked[kind].reason) == (Status.UNKNOWN, "NoReport")
+    assert (configured[kind].status, configured[kind].reason) == (Status.UNKNOWN, "NoReport")

@@ -1,4 +1,4 @@
-"""Driver roots where machines see them: mounted by PID 1, else plain; after a crash at any step the next pass goes on.
+"""How machines see driver roots: mounted by PID 1, otherwise plain. After a crash at any step, the next pass resumes.
 
 Simulated: PID 1, its mounts and the kernel's table of them (tests/fakes/host.py).
 """
@@ -50,7 +50,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def plain(host: Host) -> Host:
-    """As the release before left it, and as it is where the kernel has no overlay file systems."""
+    """Driver roots as the previous release left them, and as they are if the kernel has no overlay file systems."""
     host.bus.mounts.no_overlay = True
     assert reconciler(host).reconcile().failures == ()
     host.bus.mounts.no_overlay = False
@@ -64,7 +64,7 @@ def staged(outcome: Outcome) -> tuple[Status, str]:
 
 
 def test_the_name_of_a_unit() -> None:
-    """`systemd-escape --path --suffix=mount` says so."""
+    """The output of `systemd-escape --path --suffix=mount`."""
     assert ROOT == r"var-lib-unbounded\x2dagent-host\x2dnvidia-0.mount"
 
 
@@ -79,8 +79,8 @@ def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> Non
     assert reconciler(host).reconcile().actions == ()
 
 
-def test_nothing_of_it_can_be_written_to(host: Host) -> None:
-    """No upper layer, so that the kernel refuses to make it writable; the parent, with the mount points, as well."""
+def test_driver_roots_cannot_be_made_writable(host: Host) -> None:
+    """Without an upper layer, the kernel refuses to make it writable; also the parent, which has the mount points."""
     reconciler(host).reconcile()
     text = {unit: host.read_text(f"{UNITS}/{unit}") for unit in (PARENT, ROOT)}
     assert f"Options=ro,nosuid,nodev,nofail,lowerdir={MOUNT_POINTS}:{NOTHING}\n" in text[PARENT]
@@ -90,7 +90,7 @@ def test_nothing_of_it_can_be_written_to(host: Host) -> None:
     assert host.entries(NOTHING) == ()
 
 
-def test_no_pass_reloads_units_for_it(host: Host) -> None:
+def test_mounting_reloads_no_units(host: Host) -> None:
     units(host, "active")
     reconciler(host).reconcile()
     host.remove_tree(f"{TREES}/0")
@@ -100,14 +100,14 @@ def test_no_pass_reloads_units_for_it(host: Host) -> None:
     assert ("systemctl", "daemon-reload") not in host.runner.calls[before:]
 
 
-def test_after_a_start_of_the_host_it_is_there_without_a_pass(host: Host) -> None:
+def test_after_a_boot_driver_roots_are_mounted_without_a_pass(host: Host) -> None:
     reconciler(host).reconcile()
     host.bus.mounts.boot()
     assert ROOT in host.bus.mounts.mounted
     assert reconciler(host).reconcile().actions == ()
 
 
-def test_one_that_is_not_mounted_is_mounted_by_the_next_pass(host: Host) -> None:
+def test_the_next_pass_mounts_an_unmounted_driver_root(host: Host) -> None:
     reconciler(host).reconcile()
     host.bus.mounts.job("StopUnit", ROOT)
     outcome = reconciler(host).reconcile()
@@ -116,7 +116,7 @@ def test_one_that_is_not_mounted_is_mounted_by_the_next_pass(host: Host) -> None
 
 
 @pytest.mark.parametrize("name", [PARENT, ROOT])
-def test_a_directory_in_the_place_of_its_unit_is_put_aside(host: Host, name: str) -> None:
+def test_a_directory_in_the_units_place_is_moved_aside(host: Host, name: str) -> None:
     reconciler(host).reconcile()
     good = host.read(f"{UNITS}/{name}")
     host.bus.mounts.job("StopUnit", ROOT)
@@ -128,7 +128,7 @@ def test_a_directory_in_the_place_of_its_unit_is_put_aside(host: Host, name: str
     assert len([each for each in host.entries(UNITS) if each.startswith(f"{name}.damaged-")]) == 1
 
 
-def test_a_directory_in_the_place_of_a_manifest_is_replaced_with_its_driver_root(host: Host) -> None:
+def test_a_directory_in_a_manifests_place_and_its_driver_root_are_replaced(host: Host) -> None:
     reconciler(host).reconcile()
     host.remove_file(f"{MANIFESTS}/0.json")
     host.file(f"{MANIFESTS}/0.json/inner", "somebody's")
@@ -139,8 +139,8 @@ def test_a_directory_in_the_place_of_a_manifest_is_replaced_with_its_driver_root
     assert not host.exists(f"{MANIFESTS}/0.json")
 
 
-def test_a_mount_that_fails_is_told_and_holds_no_settings_up(host: Host) -> None:
-    """The parent is mounted: a plain directory would be seen by nobody."""
+def test_a_failed_mount_is_reported_and_holds_up_no_settings(host: Host) -> None:
+    """The parent is mounted, so nobody would see a plain directory."""
     host.bus.mounts.broken.add(ROOT)
     outcome = reconciler(host).reconcile()
     assert staged(outcome) == (Status.FALSE, "NotMounted")
@@ -153,7 +153,7 @@ def test_a_mount_that_fails_is_told_and_holds_no_settings_up(host: Host) -> None
     assert driver_root(host) == "/run/host-nvidia/0"
 
 
-def test_pid_1_that_does_not_answer_is_no_reason_for_a_plain_directory(host: Host) -> None:
+def test_a_silent_pid_1_does_not_lead_to_a_plain_directory(host: Host) -> None:
     agent = reconciler(host)
     agent.reconcile()
     host.remove_tree(f"{TREES}/0")
@@ -165,7 +165,7 @@ def test_pid_1_that_does_not_answer_is_no_reason_for_a_plain_directory(host: Hos
     assert host.exists(f"{TREES}/1")
 
 
-# ---- where it cannot be mounted
+# ---- if it cannot be mounted
 
 
 def test_without_overlay_file_systems_it_is_a_plain_directory(plain: Host) -> None:
@@ -183,7 +183,7 @@ def test_without_overlay_file_systems_it_is_a_plain_directory(plain: Host) -> No
     assert [each for each in found if "modprobe overlay" in each and PARENT in each]
 
 
-def test_nothing_in_a_plain_directory_is_looked_at(plain: Host, tmp_path: Path) -> None:
+def test_nothing_in_a_plain_directory_is_read(plain: Host, tmp_path: Path) -> None:
     place = tmp_path / f"host{HOST_NVIDIA}/0/usr/bin"
     place.rename(place.with_name("aside"))
     place.symlink_to("x" * 300)
@@ -191,8 +191,8 @@ def test_nothing_in_a_plain_directory_is_looked_at(plain: Host, tmp_path: Path) 
     assert (outcome.actions, outcome.facts.all_problems()) == ((), ())
 
 
-def test_a_running_machine_never_loses_sight_of_a_plain_one(plain: Host) -> None:
-    """A mount over its parent would hide it: what comes meanwhile is plain too."""
+def test_a_running_machine_always_sees_a_plain_driver_root(plain: Host) -> None:
+    """A mount over its parent would hide it, so a driver root that is added meanwhile is plain too."""
     plain.bus.mounts.failed.clear()
     plain.write(f"{MANIFESTS}/0.json", b"spoiled")
     outcome = reconciler(plain).reconcile()
