@@ -203,7 +203,7 @@ def test_a_running_machine_always_sees_a_plain_driver_root(plain: Host) -> None:
 
 
 @pytest.mark.parametrize("state", ["inactive", "failed", "activating"])
-def test_plain_ones_are_replaced_once_no_machine_runs(plain: Host, state: str) -> None:
+def test_plain_driver_roots_are_replaced_once_no_machine_runs(plain: Host, state: str) -> None:
     plain.bus.mounts.failed.clear()
     units(plain, state)
     outcome = reconciler(plain).reconcile()
@@ -215,8 +215,8 @@ def test_plain_ones_are_replaced_once_no_machine_runs(plain: Host, state: str) -
     assert reconciler(plain).reconcile().actions == ()
 
 
-def test_what_was_changed_in_a_plain_one_is_never_mounted(plain: Host) -> None:
-    """Root in a machine did; nor what it still has a file open of."""
+def test_a_changed_plain_driver_root_is_never_mounted(plain: Host) -> None:
+    """Root in a machine changed it, and may still have a file of it open."""
     with open(f"{plain.root}{HOST_NVIDIA}/0/{LIBCUDA}", "r+b") as held:
         held.write(b"evil")
         held.flush()
@@ -230,8 +230,8 @@ def test_what_was_changed_in_a_plain_one_is_never_mounted(plain: Host) -> None:
         assert plain.read(f"{published}/{LIBCUDA}") == plain.read(SOURCE)
 
 
-def test_a_plain_one_that_the_host_has_no_files_of_stays(plain: Host) -> None:
-    """The module's version is nowhere else any more; the newer one is what a start of the host loads."""
+def test_a_plain_driver_root_without_files_on_the_host_is_kept(plain: Host) -> None:
+    """The loaded module's version is nowhere else; the newer one would be loaded at a boot."""
     plain.bus.mounts.failed.clear()
     upgrade(plain)
     start_machine(plain)
@@ -248,7 +248,7 @@ def test_a_plain_one_that_the_host_has_no_files_of_stays(plain: Host) -> None:
     )
 
 
-def test_a_plain_one_stays_while_no_machine_s_settings_can_be_planned(plain: Host) -> None:
+def test_a_plain_driver_root_is_kept_while_no_machines_settings_can_be_planned(plain: Host) -> None:
     plain.bus.mounts.failed.clear()
     units(plain, "inactive")
     plain.failing["/proc/devices"] = PermissionError(13, "Permission denied", "/proc/devices")
@@ -256,7 +256,7 @@ def test_a_plain_one_stays_while_no_machine_s_settings_can_be_planned(plain: Hos
     assert plain.exists(f"{HOST_NVIDIA}/0/{LIBCUDA}")
 
 
-def test_that_is_tried_once_where_it_fails(plain: Host) -> None:
+def test_a_failed_replacement_is_tried_only_once(plain: Host) -> None:
     plain.bus.mounts.failed.clear()
     plain.bus.mounts.no_overlay = True
     units(plain, "inactive")
@@ -273,8 +273,8 @@ def test_that_is_tried_once_where_it_fails(plain: Host) -> None:
     assert plain.bus.mounts.failed == set(), "no unit is left that would hide it"
 
 
-def test_a_link_on_the_way_is_named(plain: Host, tmp_path: Path) -> None:
-    """PID 1 refuses to mount there, as if the kernel had no such file systems."""
+def test_a_link_in_the_path_is_named(plain: Host, tmp_path: Path) -> None:
+    """PID 1 refuses to mount there, as if the kernel had no overlay file systems."""
     state = tmp_path / f"host{STATE}"
     state.rename(tmp_path / "host/elsewhere")
     state.symlink_to("../../elsewhere")
@@ -285,7 +285,7 @@ def test_a_link_on_the_way_is_named(plain: Host, tmp_path: Path) -> None:
     assert [each for each in diagnose_host(replace(outcome.facts, vendors=()), plain).findings if LINKED in each]
 
 
-# ---- taken away
+# ---- removal
 
 
 def test_a_driver_root_in_use_is_not_unmounted(host: Host) -> None:
@@ -300,22 +300,22 @@ def test_a_driver_root_in_use_is_not_unmounted(host: Host) -> None:
     assert host.exists(f"{TREES}/0")
     assert host.exists(f"{WANTS}/{ROOT}")
     host.bus.mounts.busy.clear()
-    # Another process's pass, as this one's agent tries again after minutes.
+    # By another process's pass: this one's agent tries again only after minutes.
     reconciler(host).reconcile()
     assert (host.entries(TREES), host.entries(MANIFESTS)) == (("1",), ("1.json",))
     assert host.entries(WANTS) == (mount_unit(f"{HOST_NVIDIA}/1"), PARENT)
     assert not host.exists(f"{UNITS}/{ROOT}")
 
 
-# ---- killed in between
+# ---- killed at any step
 
 
 class KilledError(BaseException):
-    """As SIGKILL: nothing on the way catches it."""
+    """Acts like SIGKILL: no handler on the way catches it."""
 
 
 class Killed(Host):
-    """Ends before a change of the host's disk or units, by its number."""
+    """A host that is killed before a change of its disk or units, by the change's number."""
 
     left = 10**9
 
@@ -329,7 +329,7 @@ class Killed(Host):
         super().write(path, content, mode)
 
     def link(self, path: str, target: str) -> None:
-        # What is copied is looked at by nobody before it is whole.
+        # Nobody reads an incomplete copy.
         if not path.startswith(STAGING):
             self._count()
         super().link(path, target)
@@ -351,7 +351,7 @@ class Killed(Host):
 
 
 def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bool]:
-    """A host on which `prepare` was killed before its change number `step`; whether it came that far."""
+    """Return a host on which `prepare` was killed before change number `step`, and whether it came that far."""
     tree = tmp_path / f"{prepare}-{step}"
     host = Killed(tree, runner=RunnerWithRm(tree))
     set_up(host)
@@ -383,7 +383,7 @@ def killed_everywhere(tmp_path: Path, prepare: str, step: int) -> tuple[Host, bo
 
 @pytest.mark.parametrize("boots", [False, True], ids=["goes on", "boots"])
 @pytest.mark.parametrize("what", ["stage", "protect", "put back", "remove"])
-def test_whatever_it_is_killed_in_the_next_pass_goes_on(tmp_path: Path, what: str, boots: bool) -> None:
+def test_wherever_a_pass_is_killed_the_next_one_resumes(tmp_path: Path, what: str, boots: bool) -> None:
     step, killed = 0, True
     while killed:
         host, killed = killed_everywhere(tmp_path, what, step)

@@ -1,4 +1,4 @@
-"""GPU errors in the kernel's log: records, NVIDIA's messages, what is counted, kept and made of it."""
+"""GPU errors in the kernel log: records, NVIDIA's messages, what is counted and kept, and what follows from it."""
 
 import errno
 import itertools
@@ -35,14 +35,14 @@ PAGE_FAULT = "NVRM: Xid (PCI:0000:02:00): 31, pid=79749, name=exe, Ch 0000000a, 
 
 
 class Log:
-    """A simulated /dev/kmsg: each datagram is one record, as each read(2) of the real one gives."""
+    """A simulated /dev/kmsg: each datagram is one record, like each read(2) of the real one."""
 
     def __init__(self) -> None:
         self.ours, self._theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._theirs.setblocking(False)
         self.opened = self._written = 0
         self.failing: list[int] = []
-        """errno values that the next reads give."""
+        """errno values that the next reads raise."""
         self._flood: list[bytes] = []
 
     def write(self, text: str, priority: int = 3) -> None:
@@ -50,7 +50,7 @@ class Log:
         self.ours.send(f"{priority},{self._written},5140900,-;{text}\n SUBSYSTEM=pci\n".encode())
 
     def flood(self, records: int) -> None:
-        """More than a socket holds, before all that is written later."""
+        """Write more records than a socket holds, before all that is written later."""
         for _ in range(records):
             self._written += 1
             self._flood.append(f"6,{self._written},5140900,-;usb 1-1: new device\n".encode())
@@ -74,7 +74,7 @@ class Log:
 @pytest.fixture
 def kernel_log() -> Iterator[Log]:
     made = Log()
-    # A real one is never empty.
+    # A real log is never empty.
     made.write("Linux version")
     yield made
     made.close()
@@ -97,10 +97,10 @@ def follow(gpu_host: Host, kernel_log: Log, counts: Counter[tuple[str, int]]) ->
 
 
 def bind(host: Host, address: str) -> None:
-    """The kernel binds its driver anew: a new link, of which sysfs never gives the same number soon again."""
+    """Let the kernel bind a GPU's driver again: sysfs makes a new link, and does not soon reuse an inode number."""
     link = Path(host.root, f"sys/bus/pci/devices/{address}/driver")
     if link.is_symlink():
-        # The file system of the test would give the number that was just freed; sysfs does not.
+        # The test's file system would reuse the number that was just freed.
         link.rename(link.with_name("before"))
     host.symlink(f"/sys/bus/pci/devices/{address}/driver", "../../../../bus/pci/drivers/nvidia")
 
@@ -114,7 +114,7 @@ def bind(host: Host, address: str) -> None:
         (b"3,1,2,-;NVRM: x\n", 1, "NVRM: x"),
         (b"6,20,2,-,caller=T1;a;b\n SUBSYSTEM=pci\n", 20, "a;b"),
         (b"0,1,2,c;emergency", 1, "emergency"),
-        # LOG_USER (1) and LOG_LOCAL7 (23): written into /dev/kmsg by a program.
+        # LOG_USER (1) and LOG_LOCAL7 (23): a program wrote these to /dev/kmsg.
         (b"11,1,2,-;NVRM: x\n", 1, None),
         (b"191,1,2,-;NVRM: x\n", 1, None),
         (b"8,1,2,-;NVRM: x\n", 1, None),
@@ -129,7 +129,7 @@ def test_only_the_kernels_own_records_count(record: bytes, number: int | None, t
     assert parse_record(record) == (number, text)
 
 
-def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
+def test_a_log_is_read_from_its_end(tmp_path: Path) -> None:
     path = tmp_path / "kmsg"
     path.write_bytes(b"3,1,2,-;old\n")
     found = open_kernel_log(str(path))
@@ -142,8 +142,8 @@ def test_a_log_is_read_from_its_end_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("after", "texts"), [(0, ("one", "three")), (1, ("three",)), (3, ()), (99, ())])
-def test_a_log_is_read_from_a_record_on(tmp_path: Path, after: int, texts: tuple[str, ...]) -> None:
-    """Records of user space count, too. A number from nowhere is forgotten once all is read."""
+def test_a_log_is_read_from_a_record(tmp_path: Path, after: int, texts: tuple[str, ...]) -> None:
+    """Records of user space have numbers too. An impossible number is forgotten once everything is read."""
     path = tmp_path / "kmsg"
     records = Log()
     for text, priority in (("one", 3), ("two", 11), ("three", 3)):
@@ -214,7 +214,7 @@ def test_other_messages_are_none(text: str) -> None:
     assert parse_xid(text) is None
 
 
-def test_an_applications_fault_is_told_from_a_gpus() -> None:
+def test_an_applications_fault_is_not_a_gpus() -> None:
     fault, gone = parse_xid(PAGE_FAULT), parse_xid(OFF_THE_BUS)
     assert isinstance(fault, GpuError)
     assert isinstance(gone, GpuError)
@@ -225,7 +225,7 @@ def test_an_applications_fault_is_told_from_a_gpus() -> None:
 # ---- what is made of them
 
 
-def test_errors_are_counted_told_and_shown(
+def test_errors_are_counted_logged_and_shown(
     follow: Callable[[], GpuErrors],
     kernel_log: Log,
     counts: Counter[tuple[str, int]],
@@ -260,7 +260,7 @@ def test_series_are_bounded_by_the_hosts_devices(
     assert counts == {(SECOND, 48): 1, (SECOND, 79): 1}
 
 
-def test_a_log_that_fails_is_told_once_and_opened_again(
+def test_a_failing_log_is_reported_once_and_opened_again(
     follow: Callable[[], GpuErrors],
     kernel_log: Log,
     counts: Counter[tuple[str, int]],
@@ -276,7 +276,7 @@ def test_a_log_that_fails_is_told_once_and_opened_again(
     assert (found.why_not, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
 
 
-def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_host_without_a_kernel_log_is_served(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
     found = GpuErrors(gpu_host)
     assert [found.read(), found.read()] == [False, False]
     assert found.why_not == "/dev/kmsg: No such file or directory"
@@ -284,7 +284,7 @@ def test_a_host_without_that_log_is_served_all_the_same(gpu_host: Host, caplog: 
 
 
 def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
-    """A run of the service, as long as it takes to read one record."""
+    """Run the service as long as it takes to read one record."""
     found = follow()
     kernel_log.write(PAGE_FAULT)
     found.read()
@@ -292,7 +292,7 @@ def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None
     found.close()
 
 
-def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
+def test_messages_while_the_service_was_down_are_not_missed(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
     listen_for_a_while(follow, kernel_log)
@@ -303,7 +303,7 @@ def test_what_the_kernel_wrote_while_nobody_listened_is_not_missed(
     assert list(observe_lost(gpu_host)) == [FIRST]
 
 
-def test_what_is_noted_already_is_not_written_again(
+def test_an_unchanged_note_is_not_written_again(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
 ) -> None:
     found = follow()
@@ -318,7 +318,7 @@ def test_what_is_noted_already_is_not_written_again(
     assert gpu_host.exists(KERNEL_LOG_READ)
 
 
-def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
+def test_a_gpu_whose_driver_was_rebound_meanwhile_is_not_lost(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
     listen_for_a_while(follow, kernel_log)
@@ -331,10 +331,10 @@ def test_a_gpu_whose_driver_was_bound_anew_meanwhile_is_not_lost(
     assert after.read() is True, "it is up to date by now"
 
 
-def test_a_first_run_in_a_quiet_time_is_enough_to_miss_nothing_later(
+def test_after_a_quiet_first_run_nothing_is_missed(
     follow: Callable[[], GpuErrors], kernel_log: Log, counts: Counter[tuple[str, int]], gpu_host: Host
 ) -> None:
-    """The kernel writes nothing during the first run; what it wrote before is nobody's to tell."""
+    """The kernel writes nothing during the first run; earlier messages cannot be attributed."""
     kernel_log.write(OFF_THE_BUS)
     found = follow()
     assert not found.read()
@@ -347,14 +347,14 @@ def test_a_first_run_in_a_quiet_time_is_enough_to_miss_nothing_later(
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
-def test_all_that_is_there_at_first_is_passed_over(
+def test_messages_before_the_first_run_are_skipped(
     follow: Callable[[], GpuErrors],
     kernel_log: Log,
     counts: Counter[tuple[str, int]],
     gpu_host: Host,
     interrupted: str | None,
 ) -> None:
-    """However many goes that takes, and whatever comes in between."""
+    """However many reads that takes, and whatever happens in between."""
     kernel_log.flood(BURST)
     kernel_log.write(OFF_THE_BUS)
     found = follow()
@@ -372,10 +372,10 @@ def test_all_that_is_there_at_first_is_passed_over(
 
 
 @pytest.mark.parametrize("interrupted", [None, "lost", "restarted"])
-def test_a_pass_amid_the_catching_up_does_not_make_old_errors_new(
+def test_a_pass_while_catching_up_does_not_make_old_errors_new(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, interrupted: str | None
 ) -> None:
-    """More was written than is read in one go: what comes behind it may be of an older binding all the same."""
+    """More was written than one read returns; the rest may belong to an older binding of the driver too."""
     listen_for_a_while(follow, kernel_log)
     bind(gpu_host, FIRST)
     kernel_log.flood(BURST)
@@ -398,7 +398,7 @@ def test_a_pass_amid_the_catching_up_does_not_make_old_errors_new(
 
 
 @pytest.mark.parametrize("kept", [b"", b"{", b'{"sequence": "x", "bindings": {}}'])
-def test_a_spoiled_note_of_how_far_the_log_was_read_is_none(
+def test_a_damaged_note_of_the_read_position_is_ignored(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, kept: bytes
 ) -> None:
     gpu_host.file(KERNEL_LOG_READ, kept)
@@ -415,7 +415,7 @@ def devices_present(outcome: Outcome) -> Condition:
     return next(each for each in machine.conditions if each.type is ConditionType.DEVICES_PRESENT)
 
 
-def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_bound_anew(
+def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_rebound(
     follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
 ) -> None:
     found = follow()
@@ -437,8 +437,8 @@ def test_a_gpu_off_the_bus_withdraws_readiness_until_its_driver_is_bound_anew(
     assert devices_present(passes.run_pass()).status is Status.TRUE
 
 
-def test_a_lost_gpu_asks_for_a_pass_and_others_do_not(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
-    """As a source of wake-ups, whose loss is the wait's to mend."""
+def test_only_a_lost_gpu_needs_a_pass(follow: Callable[[], GpuErrors], kernel_log: Log) -> None:
+    """It is a source of wake-ups, and the poller handles its loss."""
     found = follow()
     assert list(found.polled().values()) == [select.POLLIN]
     kernel_log.write(PAGE_FAULT)
@@ -466,7 +466,7 @@ def test_only_machines_that_have_the_gpu_lose_it() -> None:
     assert (devices(address(0)), devices(address(1))) == (Status.FALSE, Status.TRUE)
 
 
-def test_a_spoiled_memory_is_none(gpu_host: Host) -> None:
+def test_a_damaged_note_of_lost_gpus_is_ignored(gpu_host: Host) -> None:
     bind(gpu_host, FIRST)
     assert record_lost(gpu_host, FIRST, "gone")
     assert observe_lost(gpu_host) == {FIRST: "gone"}

@@ -32,7 +32,7 @@ from agent.system.sh_runner import host_runner
 from tests.fakes import reconciler as simulated_reconciler
 
 CHILDREN = multiprocessing.get_context("forkserver")
-"""Forked from a process that has imported everything already: the imports took most of the time of these tests."""
+"""Forked from a process that has imported everything: imports took most of these tests' time."""
 CHILDREN.set_forkserver_preload(["tests.fakes.reconciler"])
 FAST = {"interval": 0.3, "pending": 0.1, "pending_watched": 0.1, "pending_limit": 0.6, "back_off": 0.1, "grace": 1.0}
 SLOW = FAST | {"interval": 60.0}
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.processes
 
 
 def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
-    """Until it is true."""
+    """Wait until `what()` is true."""
     deadline = time.monotonic() + seconds
     while not what():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -49,7 +49,7 @@ def wait_for(what: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 class Service:
-    """One daemon, as systemd would have it."""
+    """One daemon, as systemd would run it."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -62,7 +62,7 @@ class Service:
         self.manager = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.manager.bind(f"\0{self.address[1:]}")
         self.notified: list[str] = []
-        # Taken at once, as systemd does: the kernel queues only net.unix.max_dgram_qlen (10) of them.
+        # Read at once, like systemd: the kernel queues only net.unix.max_dgram_qlen (10) datagrams.
         self.taking = threading.Thread(target=self._take_notifications, daemon=True)
         self.taking.start()
         self.child: ForkServerProcess | None = None
@@ -87,13 +87,13 @@ class Service:
         os.kill(self.child.pid, number)
 
     def ended(self) -> int | None:
-        """Wait for its end; how it ended, as subprocess has it."""
+        """Wait until the process exits, and return its exit code as subprocess has it."""
         assert self.child is not None
         self.child.join(60)
         return self.child.exitcode
 
-    def told(self, text: str) -> int:
-        """How many notifications had this text."""
+    def notifications(self, text: str) -> int:
+        """Return how many notifications contained this text."""
         return sum(text in each for each in self.notified)
 
     def _take_notifications(self) -> None:
@@ -120,7 +120,7 @@ class Service:
         return float(found[1]) if found else None
 
     def statusz(self) -> dict[str, Any]:
-        """The page on the Unix socket."""
+        """Return the page on the Unix socket."""
         directory = os.open(self.root / "run/unbounded-agent", os.O_PATH)
         try:
             with socket.socket(socket.AF_UNIX) as client:
@@ -157,20 +157,20 @@ def service(tmp_path: Path) -> Iterator[Service]:
 
 
 def ready(service: Service) -> bool:
-    return service.told("READY=1") > 0
+    return service.notifications("READY=1") > 0
 
 
-def test_ready_comes_after_the_first_pass_also_if_machines_are_not(service: Service) -> None:
+def test_the_service_is_ready_after_the_first_pass_even_if_machines_are_not(service: Service) -> None:
     service.behave(hold=True, condition=("DriverLoaded", "False", "ModuleMissing", "load the module nvidia"))
     service.start(SLOW)
     wait_for(lambda: service.passes())
-    assert service.told("READY=1") == 0
+    assert service.notifications("READY=1") == 0
     assert service.get("/livez") == (200, "ok\n")
     assert service.get("/readyz")[0] == 503
     assert service.metric('machine_ready{machine="gpu-node"}') == 0
     service.behave()
     wait_for(lambda: ready(service))
-    assert service.told("STATUS=gpu-node: not ready: DriverLoaded ModuleMissing") == 1
+    assert service.notifications("STATUS=gpu-node: not ready: DriverLoaded ModuleMissing") == 1
     assert service.get("/readyz") == (200, "ok\n")
     status, body = service.get("/readyz/machines/gpu-node")
     assert status == 503
@@ -182,7 +182,7 @@ def test_ready_comes_after_the_first_pass_also_if_machines_are_not(service: Serv
 def test_a_ready_machine(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
-    assert service.told("STATUS=gpu-node: Ready") == 1
+    assert service.notifications("STATUS=gpu-node: Ready") == 1
     assert service.get("/readyz/machines/gpu-node") == (200, "ok\n")
     assert "[+]CDISpecCurrent True" in service.get("/readyz/machines/gpu-node?verbose")[1]
     assert service.get("/healthz?verbose") == (200, "[+]loop ok\nhealthz check passed\n")
@@ -196,10 +196,10 @@ def test_sigterm_ends_an_idle_daemon_at_once(service: Service) -> None:
     service.signal(signal.SIGTERM)
     assert service.ended() == 0
     assert time.monotonic() - started < 30, "the interval is 60 s"
-    assert service.told("STOPPING=1") == 1
+    assert service.notifications("STOPPING=1") == 1
 
 
-def test_sigterm_breaks_off_a_pass_that_does_not_end(service: Service) -> None:
+def test_sigterm_interrupts_a_pass_that_does_not_end(service: Service) -> None:
     service.behave(hold=True)
     service.start(SLOW | {"grace": 0.5})
     wait_for(lambda: service.passes())
@@ -207,23 +207,23 @@ def test_sigterm_breaks_off_a_pass_that_does_not_end(service: Service) -> None:
     service.signal(signal.SIGTERM)
     assert service.ended() == 0
     assert time.monotonic() - started > 0.45, "its grace"
-    assert service.told("STOPPING=1") == 1
+    assert service.notifications("STOPPING=1") == 1
     assert "<4>interrupted during a pass" in service.log()
 
 
-def test_sigterm_lets_a_pass_end_in_its_grace(service: Service) -> None:
+def test_sigterm_lets_a_pass_end_within_the_grace_period(service: Service) -> None:
     service.behave(hold=True)
     service.start(SLOW | {"grace": 60.0})
     wait_for(lambda: service.passes())
     service.signal(signal.SIGTERM)
-    wait_for(lambda: service.told("STOPPING=1"))
+    wait_for(lambda: service.notifications("STOPPING=1"))
     service.behave()
     assert service.ended() == 0
     assert "in the middle" not in service.log()
 
 
 @pytest.mark.parametrize("stuck", ["read", "command"])
-def test_sigterm_does_not_wait_for_what_is_stuck(service: Service, stuck: str) -> None:
+def test_sigterm_does_not_wait_for_stuck_calls(service: Service, stuck: str) -> None:
     service.behave(stuck=stuck, seconds=500)
     service.start(SLOW | {"grace": 0.2})
     wait_for(lambda: service.passes())
@@ -249,7 +249,7 @@ def test_a_stuck_read_is_counted_named_and_does_not_stop_the_service(service: Se
 
 
 def test_errors_of_gpus_are_followed(service: Service) -> None:
-    """A simulated /dev/kmsg: a plain file, of which each read takes what was appended."""
+    """/dev/kmsg is simulated by a plain file; each read returns what was appended."""
     log = service.root / "dev/kmsg"
     log.parent.mkdir()
     log.write_bytes(b"3,1,1,-;NVRM: Xid (PCI:0000:01:00): 48, before the start\n")
@@ -265,13 +265,13 @@ def test_errors_of_gpus_are_followed(service: Service) -> None:
     assert "[+]kernel-log ok\n[+]gpu 0000:01:00.0 Xid 31: " in body
 
 
-def test_parts_of_a_step_are_signs_of_life_but_no_lines(service: Service) -> None:
+def test_parts_of_a_step_are_signs_of_life_but_not_logged(service: Service) -> None:
     service.behave(steps=["stage driver", *[""] * 50])
     service.start(SLOW)
     wait_for(lambda: ready(service))
-    told = [each for each in service.notified if "WATCHDOG=1" in each]
-    assert told[1] == "WATCHDOG=1\nEXTEND_TIMEOUT_USEC=120000000"
-    assert 3 <= len(told) < 10, "begin, the step, end; its parts at most once a second"
+    notifications = [each for each in service.notified if "WATCHDOG=1" in each]
+    assert notifications[1] == "WATCHDOG=1\nEXTEND_TIMEOUT_USEC=120000000"
+    assert 3 <= len(notifications) < 10, "begin, the step, end; its parts at most once a second"
     assert service.log().count("<6>\n") == 0
 
 
@@ -280,14 +280,14 @@ def test_sighup_reads_the_configuration_again(service: Service) -> None:
     wait_for(lambda: ready(service))
     service.configure("[machines.gpu-node]\n[machines.second]")
     service.signal(signal.SIGHUP)
-    wait_for(lambda: service.told("READY=1") == 2)
+    wait_for(lambda: service.notifications("READY=1") == 2)
     (reloading,) = [text for text in service.notified if "RELOADING=1" in text]
     assert re.fullmatch(r"RELOADING=1\nMONOTONIC_USEC=\d+", reloading)
     assert service.get("/readyz/machines/second") == (200, "ok\n")
     assert service.metric('config_reloads_total{result="ok"}') == 1
     service.configure("[machines.second]")
     service.signal(signal.SIGHUP)
-    wait_for(lambda: service.told("READY=1") == 3)
+    wait_for(lambda: service.notifications("READY=1") == 3)
     assert 'machine="gpu-node"' not in service.get("/metrics")[1], "series go with their machine"
 
 
@@ -296,7 +296,7 @@ def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
     wait_for(lambda: ready(service))
     service.configure("[machines.gpu-node]\nspeed = 9")
     service.signal(signal.SIGHUP)
-    wait_for(lambda: service.told("READY=1") == 2)
+    wait_for(lambda: service.notifications("READY=1") == 2)
     assert (
         "<3>configuration rejected, using the last good one: /etc/unbounded-agent/config.toml: machines.gpu-node.speed"
         in (service.log())
@@ -309,14 +309,14 @@ def test_a_bad_configuration_is_kept_out_and_counted(service: Service) -> None:
     wait_for(lambda: service.metric("config_last_reload_successful") == 1)
 
 
-def test_a_start_with_a_bad_configuration_goes_on_with_the_last_good_one(service: Service) -> None:
+def test_a_start_with_a_bad_configuration_uses_the_last_good_one(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
     service.signal(signal.SIGTERM)
     assert service.ended() == 0
     service.configure("[machines.gpu-node]\nspeed = 9")
     service.start(SLOW)
-    wait_for(lambda: service.told("READY=1") == 2)
+    wait_for(lambda: service.notifications("READY=1") == 2)
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
     assert service.metric("config_last_reload_successful") == 0
     assert (
@@ -331,14 +331,14 @@ def test_a_new_address_is_served_and_the_old_one_freed(service: Service) -> None
     old, service.port = service.port, free_port()
     service.configure()
     service.signal(signal.SIGHUP)
-    wait_for(lambda: service.told("READY=1") == 2)
+    wait_for(lambda: service.notifications("READY=1") == 2)
     assert service.get("/livez") == (200, "ok\n")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind(("127.0.0.1", old))
 
 
-def test_an_address_that_cannot_be_had_on_reload_changes_nothing(service: Service) -> None:
+def test_an_unavailable_address_on_reload_changes_nothing(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
     with socket.socket() as taken:
@@ -346,13 +346,13 @@ def test_an_address_that_cannot_be_had_on_reload_changes_nothing(service: Servic
         taken.listen()
         service.configure(address=f"127.0.0.1:{taken.getsockname()[1]}")
         service.signal(signal.SIGHUP)
-        wait_for(lambda: service.told("READY=1") == 2)
+        wait_for(lambda: service.notifications("READY=1") == 2)
     assert service.get("/livez") == (200, "ok\n")
     assert "metrics.address: cannot listen on" in service.log()
 
 
-def test_a_taken_port_at_start_is_said_and_tried_again_while_gpus_are_managed(service: Service) -> None:
-    """A pod on the host's network can take it while the agent is down."""
+def test_a_taken_port_at_start_is_reported_and_retried_while_gpus_are_managed(service: Service) -> None:
+    """A pod on the host's network can take the port while the agent is down."""
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("127.0.0.1", service.port))
@@ -361,7 +361,7 @@ def test_a_taken_port_at_start_is_said_and_tried_again_while_gpus_are_managed(se
         wait_for(lambda: ready(service) and len(service.passes()) >= 3)
         what = f"configuration key metrics.address: cannot listen on 127.0.0.1:{service.port}: Address already in use"
         what += f" by a process of user {os.getuid()}, which answers Prometheus instead"
-        assert service.told(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
+        assert service.notifications(f"STATUS=no metrics: {what}; gpu-node: Ready") >= 1
         assert service.log().count("cannot listen") == 1, "the same failure is logged once"
         assert re.search(
             f"^<3>cannot serve metrics .* {re.escape(what)} .*configure another address", service.log(), re.MULTILINE
@@ -371,7 +371,7 @@ def test_a_taken_port_at_start_is_said_and_tried_again_while_gpus_are_managed(se
     wait_for(lambda: service.notified[-1] == "WATCHDOG=1" and service.notified[-2] == "STATUS=gpu-node: Ready")
 
 
-def test_a_port_that_there_is_not_is_an_error_of_the_configuration(service: Service) -> None:
+def test_an_impossible_port_is_an_error_of_the_configuration(service: Service) -> None:
     service.configure(address="127.0.0.1:99999")
     service.start(SLOW)
     assert service.ended() == 2
@@ -396,7 +396,7 @@ def test_the_lock_of_a_killed_agent_is_free(service: Service) -> None:
     service.signal(signal.SIGKILL)
     service.ended()
     service.start(SLOW)
-    wait_for(lambda: service.told("READY=1") == 2)
+    wait_for(lambda: service.notifications("READY=1") == 2)
 
 
 def test_passes_by_timer_with_jitter(service: Service) -> None:
@@ -423,8 +423,8 @@ def test_an_event_causes_a_pass_at_once_and_a_quiet_host_none(service: Service) 
     assert len(service.passes()) == 2, "the pass itself is no event"
 
 
-def test_the_way_from_an_event_to_the_machine_s_answer_is_one_measure(service: Service) -> None:
-    """Of the source that began it; neither a pass that awaits a report nor one that failed is its end."""
+def test_the_time_from_an_event_to_the_machines_report_is_measured(service: Service) -> None:
+    """The event's source labels it. A pass that awaits a report, or one that failed, does not end the time."""
     converged = 'event_to_converged_seconds_count{source="loader-cache"}'
     service.start(SLOW)
     wait_for(lambda: ready(service))
@@ -443,7 +443,7 @@ def test_the_way_from_an_event_to_the_machine_s_answer_is_one_measure(service: S
 
 
 def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
-    """Each costs its peer a socket, and the service no thread beyond its few."""
+    """Each connection costs its peer a socket, and the service no more than its few threads."""
     strange = (b"GET /metrics HTTP/1.0\r\n", b"", b"POST / HTTP/1.0\r\n\r\n", b"\xff" * 9000)
     service.start(SLOW)
     wait_for(lambda: ready(service))
@@ -461,7 +461,7 @@ def test_attack_a_thousand_connections_delay_no_pass(service: Service) -> None:
         assert len(os.listdir(f"/proc/{service.child.pid}/task")) < 50
 
 
-def test_statusz_is_on_the_unix_socket_alone_and_tells_of_the_last_passes(service: Service) -> None:
+def test_statusz_is_only_on_the_unix_socket_and_has_the_last_passes(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
     wait_for(lambda: [each["trigger"] for each in service.statusz()["passes"]] == ["start"])
@@ -483,8 +483,8 @@ def test_an_event_during_a_pass_causes_another_one(service: Service) -> None:
     wait_for(lambda: len(service.passes()) == 2)
 
 
-def test_a_source_that_there_is_not_is_said_and_shown(service: Service) -> None:
-    """No udevd runs in the test's tree; the other sources do their work."""
+def test_a_missing_source_is_logged_and_shown(service: Service) -> None:
+    """No udevd runs in the test's tree; the other sources work."""
     service.start(SLOW)
     wait_for(lambda: ready(service))
     assert service.metric('wakeup_source_watching{source="udev"}') == 0
@@ -494,7 +494,7 @@ def test_a_source_that_there_is_not_is_said_and_shown(service: Service) -> None:
         assert service.metric(f'wakeup_source_watching{{source="{source}"}}') == 1
 
 
-def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) -> None:
+def test_pending_machines_are_checked_soon_but_not_forever(service: Service) -> None:
     service.behave(pending=True)
     service.start(SLOW)
     wait_for(lambda: len(service.passes()) >= 3)
@@ -502,7 +502,7 @@ def test_pending_machines_are_looked_at_soon_but_not_for_ever(service: Service) 
     assert 3 <= len(service.passes()) <= 8
 
 
-def test_a_failing_pass_backs_off_and_takes_readiness_away(service: Service) -> None:
+def test_a_failing_pass_backs_off_and_withdraws_readiness(service: Service) -> None:
     service.start(SLOW)
     wait_for(lambda: ready(service))
     assert service.metric('machine_ready{machine="gpu-node"}') == 1
@@ -521,8 +521,8 @@ def test_a_failing_pass_backs_off_and_takes_readiness_away(service: Service) -> 
     wait_for(lambda: service.metric('machine_ready{machine="gpu-node"}') == 1)
 
 
-def test_an_error_that_nobody_foresaw_does_not_end_the_service(service: Service) -> None:
-    """Each of its starts would end the same way. The log has the traceback, once."""
+def test_an_unexpected_error_does_not_end_the_service(service: Service) -> None:
+    """A restart would fail the same way. The log has the traceback once."""
     service.start(SLOW)
     wait_for(lambda: ready(service))
     service.behave(bug="maximum recursion depth exceeded")
@@ -535,8 +535,8 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_service(service: Service)
     wait_for(lambda: service.get("/readyz")[0] == 200)
 
 
-def test_a_pass_that_hangs_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
-    """Nothing of the loop runs then; the request alone finds the time over."""
+def test_a_hanging_pass_makes_evidence_stale_and_the_loop_not_alive(service: Service) -> None:
+    """Nothing of the loop runs then: the request itself finds that the time is over."""
     service.start(FAST)
     wait_for(lambda: ready(service))
     service.behave(hold=True)
@@ -546,13 +546,13 @@ def test_a_pass_that_hangs_makes_evidence_stale_and_the_loop_not_alive(service: 
     assert service.metric("host_pci_gpus") is None
 
 
-def test_the_watchdog_hears_of_passes_and_steps_only(service: Service) -> None:
+def test_only_passes_and_steps_notify_the_watchdog(service: Service) -> None:
     service.behave(steps=["write /etc/x (1 bytes)", "stage driver"])
     service.start(SLOW)
     wait_for(lambda: ready(service))
     time.sleep(0.3)
-    assert service.told("WATCHDOG=1") == 4, "begin, two steps, end"
-    assert service.told("STATUS=stage driver") == 1
+    assert service.notifications("WATCHDOG=1") == 4, "begin, two steps, end"
+    assert service.notifications("STATUS=stage driver") == 1
     assert "<6>stage driver" in service.log()
 
 
@@ -562,7 +562,7 @@ def test_passes_come_often_enough_for_the_watchdog(service: Service) -> None:
     wait_for(lambda: len(service.passes()) >= 3)
 
 
-def test_a_minute_stopped_at_the_worst_moment_is_within_the_watchdogs_time(
+def test_a_pause_of_a_minute_is_always_within_the_watchdogs_time(
     service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "120000000")
@@ -606,7 +606,7 @@ def test_each_change_of_a_condition_is_logged_once(service: Service) -> None:
     wait_for(lambda: "<6>gpu-node: FabricReady is True" in service.log())
 
 
-def test_what_could_not_be_looked_at_keeps_readyz_false(service: Service) -> None:
+def test_a_failed_observation_keeps_readyz_false(service: Service) -> None:
     service.behave(unseen=True)
     service.start(SLOW)
     wait_for(lambda: ready(service))

@@ -15,7 +15,7 @@ from agent.host.daemon.sd_notify import STATUS_LIMIT, Notifier, log_to, watchdog
 
 @pytest.fixture(params=["path", "abstract"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[socket.socket, str]]:
-    """A socket as the service manager has it, with its $NOTIFY_SOCKET."""
+    """A service manager's socket, and its $NOTIFY_SOCKET."""
     address = f"@unbounded-agent-test-{uuid4()}" if request.param == "abstract" else str(tmp_path / "n")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
         listening.bind(f"\0{address[1:]}" if address.startswith("@") else address)
@@ -30,7 +30,7 @@ def test_assignments_arrive_as_one_datagram(manager: tuple[socket.socket, str]) 
 
 
 def test_status_is_one_bounded_line(manager: tuple[socket.socket, str]) -> None:
-    """A line break would start an assignment of its own."""
+    """A line break would start another assignment."""
     listening, address = manager
     Notifier(address).status("broken\nREADY=1 " + "x" * 10_000)
     received = listening.recv(65536)
@@ -39,7 +39,7 @@ def test_status_is_one_bounded_line(manager: tuple[socket.socket, str]) -> None:
     assert len(received) == STATUS_LIMIT + len("STATUS=")
 
 
-def test_no_manager_is_no_error(tmp_path: Path) -> None:
+def test_a_missing_manager_is_not_an_error(tmp_path: Path) -> None:
     Notifier("").send("READY=1")
     Notifier(str(tmp_path / "gone")).send("READY=1")
 

@@ -1,4 +1,4 @@
-"""Our own state on disk and the machine's: ownership record, manifests, driver roots, report file."""
+"""Our own state on disk, and the machine's: ownership record, manifests, driver roots, report file."""
 
 import errno
 import hashlib
@@ -61,7 +61,7 @@ def test_ownership_record_is_read_back(files: dict[str, str]) -> None:
         OWNED_FILES.render(Owned({"/etc/a": "short"})),
     ],
 )
-def test_a_record_that_is_not_ours_is_discarded_and_said(host: Host, data: bytes) -> None:
+def test_a_record_of_unknown_format_is_discarded_and_reported(host: Host, data: bytes) -> None:
     with pytest.raises(DocumentError):
         OWNED_FILES.parse(OWNED, data)
     host.file(OWNED, data)
@@ -70,7 +70,7 @@ def test_a_record_that_is_not_ours_is_discarded_and_said(host: Host, data: bytes
     assert OWNED in problem
 
 
-def test_a_directory_in_the_record_s_place_is_discarded_and_no_record_is_none(host: Host) -> None:
+def test_a_directory_in_the_records_place_is_discarded(host: Host) -> None:
     assert read_owned(host) == ({}, "")
     host.make_directory(OWNED)
     owned, problem = read_owned(host)
@@ -94,7 +94,7 @@ def test_files_of_the_goal_and_of_the_record(host: Host) -> None:
 
 
 def stage(host: Host, index: int = 0, place: str = TREES) -> StagedRoot:
-    """What apply leaves behind, but for its mount."""
+    """Make what staging leaves behind, except the mount."""
     root = StagedRoot(
         index,
         "nvidia",
@@ -109,7 +109,7 @@ def stage(host: Host, index: int = 0, place: str = TREES) -> StagedRoot:
     return root
 
 
-def test_whole_roots_are_read_back_and_which_machines_see(host: Host) -> None:
+def test_complete_roots_are_read_back_with_their_visibility(host: Host) -> None:
     first, second = stage(host, 0), stage(host, 10)
     host.bus.mounts.mounted = {"parent": HOST_NVIDIA, "root": f"{HOST_NVIDIA}/0"}
     staged = observe_staged(host)
@@ -117,7 +117,7 @@ def test_whole_roots_are_read_back_and_which_machines_see(host: Host) -> None:
     assert [root.hidden for root in staged.roots] == [False, True]
 
 
-def test_a_mount_of_another_kind_is_none_of_ours(host: Host) -> None:
+def test_a_mount_of_another_kind_is_not_ours(host: Host) -> None:
     stage(host)
     host.bus.mounts.mounted = {"parent": HOST_NVIDIA, "root": f"{HOST_NVIDIA}/0"}
     lines = [line.replace(b"overlay", b"tmpfs") for line in host.bus.mounts.lines()]
@@ -126,18 +126,18 @@ def test_a_mount_of_another_kind_is_none_of_ours(host: Host) -> None:
     assert (staged.mounted, [root.hidden for root in staged.roots]) == (False, [True])
 
 
-def test_what_only_root_may_list_keeps_no_user_from_a_plan(host: Host) -> None:
+def test_directories_that_only_root_may_list_do_not_prevent_a_plan(host: Host) -> None:
     for place in ("staging", "removed"):
         path = f"/var/lib/unbounded-agent/{place}"
         host.failing[path] = PermissionError(errno.EACCES, "Permission denied", path)
     assert not observe_staged(host).unseen
 
 
-def test_nothing_staged_is_no_problem(host: Host) -> None:
+def test_without_driver_roots_there_is_no_problem(host: Host) -> None:
     assert observe_staged(host) == Staged((), next_index=0)
 
 
-def test_a_root_whose_files_are_gone_does_not_count(host: Host) -> None:
+def test_a_root_without_its_files_does_not_count(host: Host) -> None:
     stage(host)
     host.remove_tree(f"{TREES}/0")
     staged = observe_staged(host)
@@ -155,18 +155,16 @@ def test_a_broken_manifest_does_not_hold_up_the_others(host: Host, text: str) ->
 
 
 @pytest.mark.parametrize("put", [os.mkdir, os.mkfifo, lambda place: os.symlink("/nowhere", place)])
-def test_what_is_no_file_in_the_place_of_a_manifest_is_damage_of_that_one(
-    host: Host, put: Callable[[str], None]
-) -> None:
-    """It was a failed look, for which the whole host was unknown for ever."""
+def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Host, put: Callable[[str], None]) -> None:
+    """This once counted as a failed observation, which made the whole host unknown forever."""
     root = stage(host, 1)
     put(host.place(MANIFESTS) + "/0.json")
     staged = observe_staged(host)
     assert (staged.roots, staged.spoiled, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
 
 
-def test_a_manifest_of_the_release_before_is_understood(host: Host) -> None:
-    """It recorded what it watched of each file."""
+def test_a_manifest_of_the_previous_release_is_understood(host: Host) -> None:
+    """The previous release recorded what it watched of each file."""
     root = stage(host)
     document = json.loads(render_manifest(root)) | {"version": 1, "staged": {"usr/lib/libcuda.so": {"inode": 7}}}
     del document["place"]
@@ -181,7 +179,7 @@ def test_files_without_a_manifest_take_their_index(host: Host) -> None:
 
 
 @pytest.mark.parametrize("path", [TREES, MANIFESTS, f"{MANIFESTS}/0.json", MOUNTS])
-def test_nothing_is_called_spoiled_while_not_all_can_be_looked_at(host: Host, path: str) -> None:
+def test_nothing_is_called_corrupt_unless_everything_can_be_read(host: Host, path: str) -> None:
     stage(host)
     host.failing[path] = OSError(errno.EIO, "Input/output error", path)
     staged = observe_staged(host)
@@ -189,7 +187,7 @@ def test_nothing_is_called_spoiled_while_not_all_can_be_looked_at(host: Host, pa
     assert staged.unseen.startswith(path)
 
 
-def test_a_plain_root_is_told_by_its_directory_and_no_link_is_followed(host: Host) -> None:
+def test_a_plain_root_is_recognised_by_its_directory_and_no_link_is_followed(host: Host) -> None:
     """Root in a machine can put anything there: a link of any length, or into a file system that never answers."""
     root = stage(host, 0, HOST_NVIDIA)
     stage(host, 1, "/elsewhere")
@@ -201,7 +199,7 @@ def test_a_plain_root_is_told_by_its_directory_and_no_link_is_followed(host: Hos
     assert not root.hidden
 
 
-def test_what_a_machine_puts_in_a_plain_root_s_way_is_passed_over(host: Host) -> None:
+def test_the_next_index_skips_what_a_machine_puts_in_the_way(host: Host) -> None:
     stage(host, 0, HOST_NVIDIA)
     host.make_directory(f"{HOST_NVIDIA}/1")
     host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
@@ -209,20 +207,20 @@ def test_what_a_machine_puts_in_a_plain_root_s_way_is_passed_over(host: Host) ->
     assert observe_staged(host).next_index == 3
 
 
-def test_an_index_is_given_again_where_mount_points_end(host: Host) -> None:
+def test_indices_are_reused_when_mount_points_run_out(host: Host) -> None:
     stage(host, 0)
     stage(host, INDICES - 1)
     assert observe_staged(host).next_index == 1
 
 
-def test_machine_without_anything(host: Host) -> None:
+def test_a_machine_without_anything(host: Host) -> None:
     facts = observe_machine("node", Unit("inactive"), host, Ages())
     assert (facts.unit_state, facts.live) == ("inactive", None)
     assert isinstance(facts.root, Absent)
     assert isinstance(facts.report, Absent)
 
 
-def test_machine_that_reports(host: Host) -> None:
+def test_a_machine_that_reports(host: Host) -> None:
     host.make_directory("/var/lib/machines/node")
     live = LiveSettings(DIGEST, (DeviceAllow("char-pts", "rw"),), {"/dev/nvidia0": "195:0"})
     host.file(live_file("node"), render_live(live))
@@ -230,11 +228,11 @@ def test_machine_that_reports(host: Host) -> None:
     facts = observe_machine("node", Unit("active", needs_reload=True), host, Ages())
     assert (facts.root, facts.live, facts.report) == ("/var/lib/machines/node", live, b"{}")
     assert facts.unit_needs_reload
-    # The file's modification time is years ago, but that is the writer's to choose.
+    # The file's modification time is years ago, but the writer chooses that.
     assert 0 <= facts.report_age < 60
 
 
-def test_a_link_as_the_machine_s_root_is_not_followed(host: Host) -> None:
+def test_a_link_as_the_machines_root_is_not_followed(host: Host) -> None:
     host.make_directory("/srv/elsewhere")
     host.symlink("/var/lib/machines/node", "/srv/elsewhere")
     assert isinstance(observe_machine("node", Unit("inactive"), host, Ages()).root, Broken)

@@ -57,7 +57,7 @@ def test_a_whole_host(debian: Host) -> None:
     assert facts.problems == ()
 
 
-def test_a_second_pass_sees_the_same_and_reuses_only_the_loader_s_listing(debian: Host) -> None:
+def test_a_second_pass_sees_the_same_and_reuses_only_the_loaders_listing(debian: Host) -> None:
     cache = LoaderCache()
     first = observe(CONFIG, debian, debian, cache, Ages())
     debian.runner.calls.clear()
@@ -66,7 +66,7 @@ def test_a_second_pass_sees_the_same_and_reuses_only_the_loader_s_listing(debian
 
 
 def test_devices_are_listed_while_pid_1_answers(debian: Host) -> None:
-    """Each takes as long as the other, and a GPU that comes waits for both."""
+    """The two take equally long, and a new GPU waits for both."""
     all_three, met = threading.Barrier(3), list[int]()
 
     def answer(
@@ -90,7 +90,7 @@ def test_devices_are_listed_while_pid_1_answers(debian: Host) -> None:
     assert facts.machines[0].unit_state == "active"
 
 
-def test_state_that_cannot_be_used_is_said(debian: Host) -> None:
+def test_unusable_state_is_reported(debian: Host) -> None:
     debian.file(OWNED, "{")
     (problem,) = observe(CONFIG, debian, debian, LoaderCache(), Ages()).problems
     assert OWNED in problem
@@ -184,7 +184,7 @@ print(first, len(started) - first)
 
 
 def test_listing_devices_again_starts_no_process() -> None:
-    """To find libudev, ctypes runs programs: seen to be two in each pass."""
+    """To find libudev, ctypes runs programs: once, there were two in each pass."""
     ended = subprocess.run((sys.executable, "-c", CONTEXTS), stdout=subprocess.PIPE, text=True, check=True, timeout=60)
     first, again = ended.stdout.split()
     assert int(first) > 0, "the count sees none"

@@ -81,12 +81,12 @@ def test_broken_lines_are_skipped_and_counted() -> None:
     ["", "187 Bibliotheken im Cache »/etc/ld.so.cache« gefunden\n", DEBIAN[: len(DEBIAN) // 2], DEBIAN[5:]],
     ids=["nothing", "translated", "cut short", "garbled"],
 )
-def test_what_is_no_whole_listing_is_broken(output: str) -> None:
+def test_an_incomplete_listing_is_broken(output: str) -> None:
     assert isinstance(parse_listing(output), Broken)
 
 
 @given(st.text(), st.integers(0, 3))
-def test_no_text_is_an_exception(text: str, count: int) -> None:
+def test_no_text_raises_an_exception(text: str, count: int) -> None:
     parse_listing(text)
     parse_listing(f"{count} libs found in cache `x'\n{text}")
 
@@ -109,7 +109,7 @@ def test_an_unreadable_cache_is_not_absent(host: Host, tmp_path: Path) -> None:
     assert isinstance(LoaderCache().read(host), Broken)
 
 
-def test_ldconfig_runs_again_only_for_another_cache(host: Host) -> None:
+def test_ldconfig_runs_again_only_for_a_changed_cache(host: Host) -> None:
     host.load("debian-13-driver-550")
     cache = LoaderCache()
     first = cache.read(host)

@@ -1,4 +1,4 @@
-"""The machine's report: what the machine half writes is taken, anything else is refused by the key's name."""
+"""The machine's report: what the machine half writes is accepted, anything else is refused with the key's name."""
 
 import json
 from typing import Any
@@ -24,7 +24,7 @@ def condition(**changes: Any) -> list[dict[str, Any]]:  # noqa: ANN401
     return [{"type": "LibrariesLinked", "status": "True", "reason": "Linked", "message": "x", **changes}]
 
 
-def test_what_the_machine_half_writes_is_read_back() -> None:
+def test_a_report_of_the_machine_half_is_read_back() -> None:
     report = parse_report(document())
     assert report.generation == "0123456789abcdef"
     assert report.conditions == (LINKED,)
@@ -38,16 +38,16 @@ def test_an_older_machine_half_counts_no_repairs() -> None:
     assert parse_report(json.dumps(whole).encode()).repairs == {}
 
 
-def test_what_a_newer_machine_half_says_beside_is_left_alone() -> None:
+def test_further_keys_of_a_newer_machine_half_are_ignored() -> None:
     assert parse_report(document(extra={"deep": [1, "\x1b"]})) == parse_report(document())
 
 
-def test_a_newer_machine_half_may_give_a_reason_that_is_not_known_here() -> None:
+def test_a_newer_machine_half_may_use_an_unknown_reason() -> None:
     (found,) = parse_report(document(conditions=condition(reason="FoundByANewerRelease"))).conditions
     assert found.reason == "FoundByANewerRelease"
 
 
-def test_a_program_s_error_output_in_a_message_does_not_spoil_the_report() -> None:
+def test_a_programs_error_output_in_a_message_does_not_damage_the_report() -> None:
     message = "nvidia-ctk: \x1b[31mfailed\nat \udc80" + "x" * 3000
     report = parse_report(render_report("", (Condition(LINKED.type, Status.FALSE, "Failed", message),), (), "", "", {}))
     assert report.conditions[0].message.startswith("nvidia-ctk: \\x1b[31mfailed at \\udc80x")

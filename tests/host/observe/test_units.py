@@ -1,4 +1,4 @@
-"""systemd's answers and the installed unit template (what Debian 12 and 13 have in theirs is in tests/data/units)."""
+"""systemd's answers, and the installed unit template (tests/data/units has those of Debian 12 and 13)."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_one_unit_with_its_properties(host: Host) -> None:
     assert properties(host, "d.service") == Unit("active")
 
 
-def test_one_unit_that_cannot_be_seen_hides_no_other(host: Host) -> None:
+def test_an_unseen_unit_hides_no_other(host: Host) -> None:
     host.bus.unit("a.service")
     host.bus.unit("b.service")
     path = host.bus.units["a.service"]
@@ -76,7 +76,7 @@ def test_a_property_of_another_type_leaves_the_unit_unseen(host: Host) -> None:
 
 
 @pytest.mark.parametrize("answer", [(), ([],), ("text",), ([("a",)] * 2,)], ids=["none", "short", "text", "long"])
-def test_an_answer_of_another_form_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
+def test_an_answer_of_unknown_format_leaves_all_unseen(host: Host, answer: tuple[object, ...]) -> None:
     system = System(host.runner, host.root, lambda *_: answer)
     assert isinstance(observe_units(("a.service",), system)["a.service"].state, Unseen)
 
@@ -95,7 +95,7 @@ def test_version(host: Host, text: str, version: int) -> None:
     assert observe_version(host) == version
 
 
-def test_no_version_is_no_number(host: Host) -> None:
+def test_a_version_without_a_number_is_broken(host: Host) -> None:
     host.bus.version("unknown")
     assert observe_version(host) == Broken("the version of systemd: no number in 'unknown'")
 
@@ -117,19 +117,19 @@ def test_template_of_debian(host: Host, version: int, fuse: tuple[str, ...]) -> 
     )
 
 
-def test_the_administrator_s_template_comes_first(host: Host) -> None:
+def test_the_administrators_template_comes_first(host: Host) -> None:
     host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")
     host.file("/etc/systemd/system/systemd-nspawn@.service", "[Service]\nDeviceAllow=/dev/fuse rw\n")
     assert observe_template(host) == (DeviceAllow("/dev/fuse", "rw"),)
 
 
-def test_no_template_says_what_to_install(host: Host) -> None:
+def test_without_a_template_the_error_says_what_to_install(host: Host) -> None:
     template = observe_template(host)
     assert isinstance(template, Absent)
     assert "install the package systemd-container" in template.why
 
 
-def test_a_masked_template_says_how_to_unmask_it(host: Host) -> None:
+def test_for_a_masked_template_the_error_says_how_to_unmask_it(host: Host) -> None:
     host.file("/dev/null-device-stand-in", "x")
     host.symlink("/etc/systemd/system/systemd-nspawn@.service", "systemd-nspawn@.service")
     host.file(TEMPLATE, "[Service]\nDeviceAllow=char-pts rw\n")

@@ -1,4 +1,4 @@
-"""What a machine's unit does by itself before each start, run by a real shell; the agent has no part in it."""
+"""What a machine's unit does by itself before each start, run by a real shell, without the agent."""
 
 import fcntl
 import os
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.processes
 
 
 def scripts(root: Path) -> list[str]:
-    """As systemd gives them to the shell (systemd.syntax(7), systemd.service(5)), with our places below `root`."""
+    """Return the scripts as systemd gives them to the shell (systemd.syntax(7), systemd.service(5)), below `root`."""
     drop_in = render_drop_in(MACHINE, MachineSettings(), ()).decode()
     lines = [line for line in drop_in.replace("\\\n", " ").splitlines() if line.startswith("ExecStartPre=")]
     found = []
@@ -53,7 +53,7 @@ def scripts(root: Path) -> list[str]:
 
 
 def start(root: Path) -> None:
-    """Until systemd-nspawn would be started. What mounts is noted, as not everybody may."""
+    """Run the scripts up to systemd-nspawn's start. Mounts are only recorded, because they need root."""
     programs = root / "programs"
     programs.mkdir(exist_ok=True)
     for name in ("mount", "umount"):
@@ -66,7 +66,7 @@ def start(root: Path) -> None:
 
 
 def settings(root: Path, *sources: str, theirs: tuple[str, ...] = ()) -> bytes:
-    """Of a machine that has these paths below `root` as nodes, and what its configuration says of further ones."""
+    """Write the settings of a machine with these paths below `root` as nodes, and `theirs` configured; return them."""
     nodes = tuple(DeviceNode(f"{root}{path}", DeviceKind.GPU, DeviceNumber(195, 0)) for path in sources)
     extra: dict[str, dict[str, str | list[str]]] = {"Files": {"Bind": [f"{root}{path}" for path in theirs]}}
     directories = (ServiceDirectory("fabricmanager", f"{root}/run/a:b c", 1),)
@@ -84,7 +84,7 @@ def written(root: Path) -> bytes:
     return (root / nspawn_file(MACHINE)[1:]).read_bytes()
 
 
-def test_what_a_machine_has_mounted_is_there_without_the_agent(tmp_path: Path) -> None:
+def test_a_machines_mount_sources_exist_without_the_agent(tmp_path: Path) -> None:
     start(tmp_path)
     for path in (HOST_NVIDIA, handoff_directory(MACHINE), report_directory(MACHINE)):
         assert (tmp_path / path[1:]).is_dir()
@@ -96,7 +96,7 @@ def test_what_a_machine_has_mounted_is_there_without_the_agent(tmp_path: Path) -
     ]
 
 
-def test_only_what_is_missing_is_taken_out_and_it_comes_back(tmp_path: Path) -> None:
+def test_only_missing_sources_are_commented_out_and_later_restored(tmp_path: Path) -> None:
     present, late = "/dev/nvidia0", "/dev/by-path/pci-0000:01:00.0\\b"
     for path in ("/run/a:b c", present):
         (tmp_path / path[1:]).mkdir(parents=True)
@@ -111,7 +111,7 @@ def test_only_what_is_missing_is_taken_out_and_it_comes_back(tmp_path: Path) -> 
     assert not [each for each in os.listdir(tmp_path / "etc/systemd/nspawn") if each.startswith(".")]
 
 
-def test_settings_of_which_nothing_is_missing_are_not_written(tmp_path: Path) -> None:
+def test_settings_with_all_sources_are_not_rewritten(tmp_path: Path) -> None:
     for path in ("/run/a:b c", "/dev/nvidia0"):
         (tmp_path / path[1:]).mkdir(parents=True)
     settings(tmp_path, "/dev/nvidia0")
@@ -121,14 +121,14 @@ def test_settings_of_which_nothing_is_missing_are_not_written(tmp_path: Path) ->
     assert (tmp_path / nspawn_file(MACHINE)[1:]).stat() == before
 
 
-def test_a_configured_line_stays_as_nspawn_refuses_a_start_without_its_source(tmp_path: Path) -> None:
+def test_a_configured_line_stays_even_if_its_source_is_missing(tmp_path: Path) -> None:
     settings(tmp_path, theirs=("/srv/data",))
     start(tmp_path)
     assert f"\nBind={tmp_path}/srv/data\n".encode() in written(tmp_path)
 
 
 @pytest.mark.parametrize("content", [None, b""])
-def test_no_settings_are_made_up(tmp_path: Path, content: bytes | None) -> None:
+def test_missing_settings_are_not_invented(tmp_path: Path, content: bytes | None) -> None:
     file = tmp_path / nspawn_file(MACHINE)[1:]
     if content is not None:
         settings(tmp_path)
@@ -138,7 +138,7 @@ def test_no_settings_are_made_up(tmp_path: Path, content: bytes | None) -> None:
     assert content is None or not file.read_bytes()
 
 
-def test_what_a_machine_starts_with_is_copied(tmp_path: Path) -> None:
+def test_the_settings_of_a_start_are_copied(tmp_path: Path) -> None:
     settings(tmp_path, "/dev/nvidia0")
     drop_in = tmp_path / unit_drop_in(MACHINE)[1:]
     drop_in.parent.mkdir(parents=True)
@@ -151,8 +151,8 @@ def test_what_a_machine_starts_with_is_copied(tmp_path: Path) -> None:
     assert not (tmp_path / started_drop_in(MACHINE)[1:]).exists(), "none of an earlier start"
 
 
-def test_a_pass_that_goes_on_is_waited_for(tmp_path: Path) -> None:
-    """Else the shell could put back what the pass has just replaced, with nodes that were taken back."""
+def test_a_running_pass_is_waited_for(tmp_path: Path) -> None:
+    """Otherwise the shell could restore what the pass has just replaced, including withdrawn nodes."""
     settings(tmp_path, "/dev/nvidia0")
     lock = tmp_path / PASS_LOCK[1:]
     lock.parent.mkdir(parents=True, exist_ok=True)
@@ -175,14 +175,14 @@ def test_a_lock_that_cannot_be_opened_stops_nothing(tmp_path: Path) -> None:
     assert b"#missing:" in written(tmp_path)
 
 
-def test_only_root_may_open_the_lock_that_it_makes(tmp_path: Path) -> None:
-    """Whoever could hold it would hold up every pass."""
+def test_only_root_may_open_the_lock(tmp_path: Path) -> None:
+    """Any user who could lock it would block every pass."""
     settings(tmp_path)
     start(tmp_path)
     assert (tmp_path / PASS_LOCK[1:]).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_pass_clears_away_what_a_killed_shell_left(tmp_path: Path) -> None:
+def test_a_pass_removes_what_a_killed_shell_left(tmp_path: Path) -> None:
     (script,) = [line for line in before_start(MACHINE) if "mv -f" in line]
     assert script.partition("mv -f ")[2].split()[0] == rewritten_nspawn(MACHINE)
     system = System(ScriptedRunner(), str(tmp_path))

@@ -33,7 +33,7 @@ def configured(**settings: object) -> Config:
 
 
 def template(systemd: int) -> tuple[DeviceAllow, ...]:
-    """DeviceAllow= of that version's template of nspawn's unit."""
+    """Return DeviceAllow= of that version's template of nspawn's unit."""
     return parse_device_allow(
         Path(__file__).parents[2].joinpath(f"data/units/systemd-nspawn-{systemd}.service").read_text()
     )
@@ -46,7 +46,7 @@ def bound(config: Config, seen: Facts) -> set[str]:
 
 
 def test_order_of_facts_does_not_matter() -> None:
-    """Sources list in any order; the bytes on disk must not follow."""
+    """Sources list in any order; the bytes on disk must not depend on it."""
     vendor = nvidia(8)
     devices = list(vendor.devices) if isinstance(vendor.devices, tuple) else []
     gpus = list(vendor.gpus)
@@ -70,7 +70,7 @@ def test_privileges_are_opt_in() -> None:
 
 
 def network(**settings: object) -> dict[str, object]:
-    """Settings of a machine's network."""
+    """Return the settings of a machine's network."""
     return {"extra": {"Network": settings}}
 
 
@@ -98,16 +98,14 @@ NETWORKS: list[tuple[dict[str, object], bool]] = [
 
 
 @pytest.mark.parametrize(("settings", "private"), NETWORKS)
-def test_where_nspawn_leaves_the_kernel_s_modules_out_they_are_bound(
-    settings: dict[str, object], private: bool
-) -> None:
+def test_sys_module_is_bound_if_nspawn_leaves_it_out(settings: dict[str, object], private: bool) -> None:
     """NVML looks for the driver's directory there."""
     machine = plan(configured(nspawn={"environment": {}} | settings), facts()).goal.machines[0]
     assert (SYS_MODULE in machine.nspawn.content.decode().splitlines()) is private
 
 
-def test_a_machine_that_runs_without_that_bind_needs_no_restart() -> None:
-    """It has gone on without until now; a release that adds it must not call every running machine outdated."""
+def test_a_machine_that_runs_without_sys_module_needs_no_restart() -> None:
+    """A release that adds this bind must not call every running machine outdated."""
     settings = MachineSettings()
     (machine,) = plan(CONFIG, facts()).goal.machines
     lines = render_nspawn("gpu-node", settings.nspawn, ()).splitlines(keepends=True)
@@ -117,7 +115,7 @@ def test_a_machine_that_runs_without_that_bind_needs_no_restart() -> None:
     assert machine.live.fixed == hashlib.sha256(before + drop_in).hexdigest()
 
 
-def test_what_only_prepares_a_start_asks_for_no_restart() -> None:
+def test_lines_that_only_prepare_a_start_need_no_restart() -> None:
     """A release that changes it must not call every running machine outdated."""
     config = configured(nspawn={"extra": {"Files": {"Bind": ["/srv/data"]}}})
     (machine,) = plan(config, facts()).goal.machines
@@ -138,14 +136,14 @@ def test_a_machine_gets_its_gpus_and_no_others(gpus: str | list[str]) -> None:
 
 
 def test_a_gpu_of_another_driver_is_left_alone() -> None:
-    """vfio-pci means that somebody gave the GPU to a virtual machine."""
+    """vfio-pci means that somebody assigned the GPU to a virtual machine."""
     vendor = nvidia()
     taken = replace(vendor, gpus=(replace(vendor.gpus[0], driver="vfio-pci"), vendor.gpus[1]))
     assert "/dev/nvidia0" not in bound(CONFIG, facts(taken))
 
 
 def test_the_drop_in_resets_the_list_and_repeats_the_template() -> None:
-    """An empty DeviceAllow= first: a snapshot of systemctl set-property would stay allowed otherwise."""
+    """An empty DeviceAllow= comes first: otherwise what `systemctl set-property` has set would stay allowed."""
     drop_in = plan(CONFIG, facts()).goal.machines[0].drop_in.content.decode()
     allowed = [line for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
     assert allowed[:3] == ["DeviceAllow=", "DeviceAllow=/dev/net/tun rwm", "DeviceAllow=char-pts rw"]
@@ -157,7 +155,7 @@ def test_the_drop_in_resets_the_list_and_repeats_the_template() -> None:
 
 @pytest.mark.parametrize(("systemd", "more"), [(252, []), (257, ["/dev/fuse rwm"])])
 def test_no_machine_gets_loop_devices_or_the_device_mapper(systemd: int, more: list[str]) -> None:
-    """The templates allow them for disk images; in a machine they are a way to the host's disks."""
+    """The templates allow them for disk images; in a machine they open a way to the host's disks."""
     seen = replace(facts(), template_device_allow=template(systemd))
     drop_in = plan(CONFIG, seen).goal.machines[0].drop_in.content.decode()
     allowed = [line.removeprefix("DeviceAllow=") for line in drop_in.splitlines() if line.startswith("DeviceAllow=")]
@@ -166,8 +164,8 @@ def test_no_machine_gets_loop_devices_or_the_device_mapper(systemd: int, more: l
     assert all(entry.startswith("/dev/char/") for entry in allowed[len(kept) + 1 :])
 
 
-def test_a_machine_that_uses_them_keeps_them_until_it_is_restarted() -> None:
-    """An older version gave them, and pods may have volumes on them; that it needs a restart is seen."""
+def test_a_machine_that_uses_loop_devices_keeps_them_until_its_restart() -> None:
+    """An older version allowed them, and pods may have volumes on them. The machine is shown to need a restart."""
     seen = replace(facts(), template_device_allow=template(257))
     goal = plan(CONFIG, seen).goal.machines[0]
     older = render_drop_in("gpu-node", MachineSettings(), template(257))
@@ -178,13 +176,13 @@ def test_a_machine_that_uses_them_keeps_them_until_it_is_restarted() -> None:
     planned = plan(CONFIG, running)
     (machine,) = planned.goal.machines
     assert machine.live.fixed == goal.live.fixed != fixed
-    # By the drop-in too, which a daemon-reload applies.
+    # Also in the drop-in, which a daemon-reload applies.
     assert b"\nDeviceAllow=block-loop rw\n" in machine.drop_in.content
     assert not [each for each in diff(planned, running).actions if isinstance(each, ChangeDevices)]
 
 
 def test_capabilities() -> None:
-    """Those that nspawn keeps from a machine by itself, and that a node needs; none that changes the host."""
+    """They are what a node needs and nspawn drops by default; none of them changes the host."""
     lines = plan(CONFIG, facts()).goal.machines[0].nspawn.content.decode().splitlines()
     assert "Capability=CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG" in lines
     everything = plan(configured(nspawn={"capability": "all"}), facts()).goal.machines[0].nspawn.content
@@ -192,7 +190,7 @@ def test_capabilities() -> None:
 
 
 def test_unseen_devices_change_nothing() -> None:
-    """Fail static: a failed look is not an empty list."""
+    """A failed observation is not an empty list."""
     seen = facts(VendorFacts("nvidia", devices=Unseen("/dev: permission denied")))
     planned = plan(CONFIG, seen)
     assert planned.held == {"gpu-node": "/dev: permission denied"}
@@ -200,8 +198,8 @@ def test_unseen_devices_change_nothing() -> None:
     assert diff(planned, replace(seen, files=owned)).actions == ()
 
 
-def test_a_machine_that_is_not_there_is_left_alone() -> None:
-    """Nothing is written, staged or removed: its file system may just not be mounted yet."""
+def test_a_missing_machine_is_left_alone() -> None:
+    """Nothing is written, staged or removed: its file system may only be not mounted yet."""
     seen = facts()
     why = "/var/lib/machines/gpu-node is not there"
     seen = replace(seen, machines=(replace(seen.machines[0], root=Absent(why)),))
@@ -211,7 +209,7 @@ def test_a_machine_that_is_not_there_is_left_alone() -> None:
 
 
 def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
-    """A GPU of vfio-pci was given away on purpose; nouveau's was only faster."""
+    """vfio-pci has a GPU on purpose; nouveau was only faster."""
     vendor = nvidia()
     for driver, problems in (("nouveau", 2), ("vfio-pci", 0)):
         gpus = tuple(replace(gpu, driver=driver) for gpu in vendor.gpus)
@@ -220,15 +218,15 @@ def test_nouveau_is_named_and_vfio_is_not_a_fault() -> None:
         assert machine.grants[0].nodes == ()
 
 
-def test_no_gpu_is_skipped_and_said() -> None:
+def test_a_host_without_gpus_is_skipped_and_reported() -> None:
     seen = facts(VendorFacts("nvidia"))
     planned = plan(CONFIG, seen)
     assert planned.skipped == {"gpu-node": "no GPU on this host"}
     assert diff(planned, seen).actions == ()
 
 
-def test_gpus_that_are_gone_are_taken_back() -> None:
-    """The machine stays configured, without nodes, when its last GPU goes."""
+def test_removed_gpus_are_withdrawn() -> None:
+    """The machine stays configured, without nodes, when its last GPU is removed."""
     seen = facts(VendorFacts("nvidia"))
     path = nspawn_file("gpu-node")
     seen = replace(seen, files={**seen.files, path: FileState(b"with GPUs", owned=True)})
@@ -237,8 +235,8 @@ def test_gpus_that_are_gone_are_taken_back() -> None:
     assert b"nvidia0" not in written[path]
 
 
-def test_steps_come_in_an_order_that_is_safe() -> None:
-    """Driver roots before the handoff that names them; the reload once that is answered where it is for no start."""
+def test_steps_come_in_a_safe_order() -> None:
+    """Driver roots come before the handoff that names them. A reload that no start needs waits for the report."""
     seen = facts()
     kinds = [type(action) for action in diff(plan(CONFIG, seen), seen).actions]
     assert kinds == [WriteFile, WriteFile, ReloadUnits, StageDriverRoot, WriteFile, WriteFile]
@@ -252,7 +250,7 @@ def test_steps_come_in_an_order_that_is_safe() -> None:
     assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
 
 
-def test_nothing_to_do_is_nothing() -> None:
+def test_nothing_is_done_twice() -> None:
     seen = facts()
     goal = plan(CONFIG, seen).goal
     files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
@@ -274,7 +272,7 @@ def test_a_foreign_file_is_refused_with_advice() -> None:
 
 
 def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
-    """Ownership is the record, so only recorded files go."""
+    """The record says what we own: only recorded files are removed."""
     seen = facts()
     gone, foreign = unit_drop_in("old"), nspawn_file("foreign")
     seen = replace(
@@ -287,8 +285,8 @@ def test_files_of_a_machine_that_is_no_longer_configured_are_removed() -> None:
     assert ReloadUnits() in diff(plan(CONFIG, running), running).actions, "its unit is not looked at any more"
 
 
-def test_a_running_machine_keeps_settings_that_are_not_configured_any_more() -> None:
-    """Its next start would be the template's, with -U, which gives the whole root directory to other users."""
+def test_a_running_machine_keeps_settings_that_are_no_longer_configured() -> None:
+    """Its next start would use the template's -U, which gives the whole root directory to other users."""
     seen = facts(machine="old")
     path = nspawn_file("old")
     seen = replace(seen, files={path: FileState(b"ours", owned=True)})
@@ -309,8 +307,8 @@ DeviceAllow={device} rw
 """
 
 
-def left(unit_state: str, device: str) -> Facts:
-    """A host with a machine that was given /dev/char/195:0 while it ran, and has left the configuration since."""
+def formerly_configured(unit_state: str, device: str) -> Facts:
+    """Return a host with a machine that is no longer configured, and was given /dev/char/195:0 while it ran."""
     seen = facts(machine="old")
     live = LiveSettings("", (DeviceAllow("char-pts", "rw"), DeviceAllow("/dev/char/195:0", "rw")), {})
     files = {
@@ -321,7 +319,7 @@ def left(unit_state: str, device: str) -> Facts:
 
 
 def test_privileges_need_no_newer_image() -> None:
-    """The handoff of the release before had their nodes too, but not the MIG instance, which the second GPU has."""
+    """The previous release's handoff had these nodes too, but not the second GPU's MIG instance."""
     config = configured(mig_config=True, mig_monitor=True, gpus=["0000:01:00.0"])
     machine = plan(config, facts()).goal.machines[0]
     assert {each.path[-4:] for each in machine.handoff.requests[0].devices} >= {"cap1", "cap2"}
@@ -333,32 +331,30 @@ def test_privileges_need_no_newer_image() -> None:
     [
         ("inactive", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
         ("failed", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
-        # Somebody else's.
+        # Not ours.
         ("inactive", "/dev/char/10:229", [unit_drop_in("old")]),
         ("active", "/dev/char/195:0", []),
     ],
 )
-def test_a_machine_that_has_left_starts_without_our_permissions(
-    unit_state: str, device: str, removed: list[str]
-) -> None:
-    """systemd keeps what set-property has set until the host's reboot, and applies it to the machine's next start."""
-    seen = left(unit_state, device)
+def test_a_removed_machine_starts_without_our_permissions(unit_state: str, device: str, removed: list[str]) -> None:
+    """systemd keeps what `set-property` has set until the host reboots, and applies it to the machine's next start."""
+    seen = formerly_configured(unit_state, device)
     planned = plan(Config(machines={"other": MachineSettings()}), replace(seen, vendors=(VendorFacts("nvidia"),)))
     actions = diff(planned, seen).actions
     assert [action.path for action in actions if isinstance(action, RemoveFile)] == removed
     assert (ReloadUnits() in actions) is bool(removed)
 
 
-def test_a_configured_machine_keeps_what_was_set() -> None:
-    """Its drop-in outranks that."""
-    seen = left("inactive", "/dev/char/195:0")
+def test_a_configured_machine_keeps_set_properties() -> None:
+    """Its drop-in outranks that setting."""
+    seen = formerly_configured("inactive", "/dev/char/195:0")
     seen = replace(seen, files={**facts(machine="old").files, **seen.files})
     actions = diff(plan(Config(machines={"old": MachineSettings()}), seen), seen).actions
     assert not [action for action in actions if isinstance(action, RemoveFile)]
 
 
 def test_the_driver_root_follows_the_loaded_module() -> None:
-    """After an upgrade of the libraries, the set of the loaded module keeps serving."""
+    """After an upgrade of the libraries, the driver root of the loaded module stays in use."""
     seen = facts()
     first = plan(CONFIG, seen).goal.driver_roots[0]
     vendor = nvidia()
@@ -382,7 +378,7 @@ def test_an_unusual_node_is_refused_by_name_and_holds_up_nothing() -> None:
 
 @given(st.text(max_size=40))
 def test_bind_paths_survive_their_escape(name: str) -> None:
-    """parse(render(x)) == x for systemd's rule: a backslash takes the next character as it is, a colon separates."""
+    """systemd's rule: a backslash makes the next character literal, a colon separates."""
     path = f"/dev/{name}"
     if not bindable(path):
         return
@@ -401,7 +397,7 @@ def test_bind_paths_survive_their_escape(name: str) -> None:
 
 @given(st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=40))
 def test_quoted_values_survive(value: str) -> None:
-    """Unquoting and expanding %% gives the value back (systemd.syntax(7))."""
+    """Unquoting and expanding %% restores the value (systemd.syntax(7))."""
     inner = quote(value)[1:-1]
     assert inner.replace("%%", "%").replace('\\"', '"').replace("\\\\", "\\") == value or "\\" in value
     assert not inner.replace("%%", "").count("%")

@@ -52,12 +52,12 @@ def bind(path: str) -> tuple[object, ...]:
     st.dictionaries(st.text(), st.text()), st.text(), st.booleans(),
     st.dictionaries(st.text(), st.text()),
 ))  # fmt: skip
-def test_what_is_noted_is_read_again(live: LiveSettings) -> None:
+def test_a_note_is_read_back(live: LiveSettings) -> None:
     assert parse_live(render_live(live)) == live
 
 
 def test_permissions_are_noted_as_systemd_writes_them() -> None:
-    """Machines go on while the agent is upgraded or taken back to an older release, which reads the same note."""
+    """Machines keep running while the agent is upgraded or downgraded, and older releases read the same note."""
     assert json.loads(render_live(AFTER))["allow"] == ["char-pts rw", "/dev/char/195:1 rw"]
 
 
@@ -75,13 +75,13 @@ def test_an_entry_without_permissions_stands_for_all_of_them(host: Host) -> None
         (b'{"version": 1, "fixed": "", "allow": [], "nodes": {"/dev/x": 1}}', r"nodes\['/dev/x'\]"),
     ],
 )
-def test_what_cannot_be_read_names_its_key(document: bytes, key: str) -> None:
+def test_an_unreadable_note_names_its_key(document: bytes, key: str) -> None:
     with pytest.raises(DocumentError, match=key):
         parse_live(document)
 
 
 def test_permitted_first_then_bound_then_noted(host: Host) -> None:
-    """The whole list in one call, an empty one first: otherwise entries that are not in it would stay."""
+    """One call has the whole list, after an empty one: otherwise entries that are not in the list would stay."""
     change_devices(CHANGE, host)
     assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
@@ -89,7 +89,7 @@ def test_permitted_first_then_bound_then_noted(host: Host) -> None:
 
 @pytest.mark.parametrize("full", ["/run/", "/var/", "/"])
 def test_a_full_disk_leaves_nothing_permitted_that_is_not_granted(host: Host, full: str) -> None:
-    """What takes a right away waits for no note; what gives one does, and what is bound would be bound in each pass."""
+    """Withdrawing a permission waits for no note. Granting one does: otherwise each pass would bind it again."""
     host.full.append(full)
     applied = apply((CHANGE, WriteFile(unit_drop_in(MACHINE), b"")), host)
     assert applied.failures
@@ -107,15 +107,15 @@ def test_a_full_disk_leaves_nothing_permitted_that_is_not_granted(host: Host, fu
     assert host.bus.changes == [SET, bind("/dev/nvidia1"), bind("/dev/nvidia2")]
 
 
-def test_a_full_run_binds_nothing_even_where_nothing_is_to_be_permitted(host: Host) -> None:
+def test_a_full_run_directory_prevents_binds_even_without_new_permissions(host: Host) -> None:
     host.full.append("/run/")
     with pytest.raises(OSError, match="No space"):
         change_devices(replace(CHANGE, before=replace(AFTER, nodes={})), host)
     assert host.bus.changes == []
 
 
-def test_a_question_without_an_answer_may_have_been_heard(host: Host) -> None:
-    """It is asked again, and what may be permitted is known: a GPU that goes meanwhile is forbidden."""
+def test_a_call_without_an_answer_may_have_been_executed(host: Host) -> None:
+    """The call is repeated. What may have been permitted is known: if the GPU is removed meanwhile, it is forbidden."""
     host.bus.refused[machine_unit(MACHINE)] = BusError("no answer in time")
     with pytest.raises(ApplyError, match="no answer"):
         change_devices(CHANGE, host)
@@ -129,21 +129,21 @@ def test_a_question_without_an_answer_may_have_been_heard(host: Host) -> None:
     assert parse_live(host.read(live_file(MACHINE))) == AFTER
 
 
-def test_what_may_not_have_been_done_is_done_again() -> None:
+def test_an_uncertain_change_is_repeated() -> None:
     seen = facts()
     live = replace(plan(CONFIG, seen).goal.machines[0].live, unsure=True)
     (change,) = changes(running(seen, live))
     assert not change.after.unsure
 
 
-def test_what_an_older_version_noted_is_sure(host: Host) -> None:
+def test_an_older_versions_note_is_certain(host: Host) -> None:
     document = json.loads(render_live(BEFORE))
     del document["unsure"], document["owners"]
     assert parse_live(json.dumps(document).encode()) == BEFORE
 
 
 def swapped() -> VendorFacts:
-    """As nvidia(), after the driver found its two GPUs in the other order."""
+    """Return nvidia() after the driver found its two GPUs in the other order."""
     vendor = nvidia()
     assert isinstance(vendor.devices, tuple)
     first, second = (gpu.pci_address for gpu in vendor.gpus)
@@ -151,36 +151,36 @@ def swapped() -> VendorFacts:
     return replace(vendor, devices=tuple(replace(node, pci_address=other[node.pci_address]) for node in vendor.devices))
 
 
-def test_what_was_permitted_of_a_gpu_is_not_kept_for_another_one_that_has_its_number_now() -> None:
+def test_a_gpus_permission_is_not_kept_for_another_gpu_with_its_number() -> None:
     """The machine has the same GPU before and after; the other GPU may be another machine's."""
     first, second = nvidia().gpus
-    of_first = Config(machines={MACHINE: MachineSettings(gpus=[first.pci_address])})
-    before = plan(of_first, facts()).goal.machines[0].live
+    with_first = Config(machines={MACHINE: MachineSettings(gpus=[first.pci_address])})
+    before = plan(with_first, facts()).goal.machines[0].live
     seen = running(facts(swapped()), before)
-    actions = diff(plan(of_first, seen), seen, NOTHING).actions
+    actions = diff(plan(with_first, seen), seen, NOTHING).actions
     (change,) = (action for action in actions if isinstance(action, ChangeDevices))
     assert DeviceAllow("/dev/char/195:0", "rw") in before.allow
     assert DeviceAllow("/dev/char/195:0", "rw") not in change.after.allow
     assert change.after.owners["/dev/char/195:1"] == first.pci_address
-    # As an older version noted it: that the number is still the GPU's cannot be told.
+    # With an older version's note, nobody knows whether the number is still the GPU's.
     taken = running(facts(), replace(before, owners={}))
-    of_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
-    actions = diff(plan(of_second, taken), taken, NOTHING).actions
+    with_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
+    actions = diff(plan(with_second, taken), taken, NOTHING).actions
     (change,) = (action for action in actions if isinstance(action, ChangeDevices))
     assert DeviceAllow("/dev/char/195:0", "rw") not in change.after.allow
 
 
-def test_a_drained_gpus_number_is_kept_for_who_used_that_gpu() -> None:
+def test_a_drained_gpus_number_is_kept_for_its_users() -> None:
     first, second = nvidia().gpus
-    of_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
-    before = plan(of_second, facts()).goal.machines[0].live
+    with_second = Config(machines={MACHINE: MachineSettings(gpus=[second.pci_address])})
+    before = plan(with_second, facts()).goal.machines[0].live
     vendor = replace(swapped(), gpus=(replace(first, detached=True), second))
     seen = replace(running(facts(vendor), before), draining=frozenset([first.pci_address]))
     assert DeviceAllow("/dev/char/195:1", "rw") in before.allow
-    assert DeviceAllow("/dev/char/195:1", "rw") not in plan(of_second, seen).goal.machines[0].live.allow
+    assert DeviceAllow("/dev/char/195:1", "rw") not in plan(with_second, seen).goal.machines[0].live.allow
 
 
-def test_whose_the_numbers_are_is_noted_in_what_an_older_version_noted(host: Host) -> None:
+def test_owners_of_numbers_are_added_to_an_older_versions_note(host: Host) -> None:
     seen = facts()
     live = plan(CONFIG, seen).goal.machines[0].live
     (change,) = changes(running(seen, replace(live, owners={})))
@@ -198,7 +198,7 @@ def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
     assert (noted.allow, list(noted.nodes)) == (ALLOW, ["/dev/nvidia2"])
 
 
-def test_what_could_not_be_permitted_may_be_and_is_tried_again(host: Host) -> None:
+def test_a_failed_permission_may_be_effective_and_is_retried(host: Host) -> None:
     host.bus.refused[machine_unit(MACHINE)] = BusAnswerError("Failed to set unit properties")
     with pytest.raises(ApplyError, match="Failed to set unit properties"):
         change_devices(CHANGE, host)
@@ -214,20 +214,20 @@ def running(seen: Facts, live: LiveSettings | None) -> Facts:
     return replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
 
 
-def changes(seen: Facts, said: Said = NOTHING) -> list[ChangeDevices]:
-    actions = diff(plan(CONFIG, seen), seen, said).actions
+def changes(seen: Facts, acknowledged: Said = NOTHING) -> list[ChangeDevices]:
+    actions = diff(plan(CONFIG, seen), seen, acknowledged).actions
     return [action for action in actions if isinstance(action, ChangeDevices)]
 
 
 def without_second_gpu() -> VendorFacts:
-    """As nvidia(), after the GPU of /dev/nvidia1 was unplugged."""
+    """Return nvidia() after the GPU of /dev/nvidia1 was unplugged."""
     vendor = nvidia()
     assert isinstance(vendor.devices, tuple)
     nodes = tuple(node for node in vendor.devices if node.pci_address != vendor.gpus[1].pci_address)
     return replace(vendor, gpus=vendor.gpus[:1], devices=nodes)
 
 
-def test_a_gpu_that_comes_is_permitted_and_bound_before_the_handoff() -> None:
+def test_a_new_gpu_is_permitted_and_bound_before_the_handoff() -> None:
     before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
     seen = running(facts(), before)
     (change,) = changes(seen)
@@ -241,8 +241,8 @@ def test_a_gpu_that_comes_is_permitted_and_bound_before_the_handoff() -> None:
     assert "ReloadUnits" not in kinds, "the machine's answer does not wait for it"
 
 
-def test_a_gpu_that_is_gone_is_forbidden_at_once() -> None:
-    """Its number may be another device's in a moment."""
+def test_a_removed_gpu_is_forbidden_at_once() -> None:
+    """Another device may get its number at any moment."""
     before = plan(CONFIG, facts()).goal.machines[0].live
     (change,) = changes(running(facts(without_second_gpu()), before))
     assert DeviceAllow("/dev/char/195:1", "rw") in before.allow
@@ -250,8 +250,8 @@ def test_a_gpu_that_is_gone_is_forbidden_at_once() -> None:
     assert "/dev/nvidia1" not in change.after.nodes
 
 
-def test_a_gpu_that_is_taken_back_is_forbidden_once_no_pod_can_be_given_it() -> None:
-    """The machine half removes it from the CDI spec first, and says so by its report."""
+def test_a_withdrawn_gpu_is_forbidden_once_no_pod_can_get_it() -> None:
+    """The machine half removes it from the CDI specification first, and confirms that in its report."""
     before = plan(CONFIG, facts()).goal.machines[0].live
     taken = replace(nvidia(), gpus=(nvidia().gpus[0], replace(nvidia().gpus[1], driver="vfio-pci")))
     seen = running(facts(taken), before)
@@ -264,8 +264,8 @@ def test_a_running_machine_that_has_everything_is_left_alone() -> None:
     assert changes(running(seen, plan(CONFIG, seen).goal.machines[0].live)) == []
 
 
-def test_what_an_administrator_permitted_stays() -> None:
-    """By a drop-in that sorts behind ours; the whole list is replaced when a GPU comes."""
+def test_an_administrators_permission_stays() -> None:
+    """A drop-in that sorts after ours permits it; a new GPU replaces the whole list."""
     before = plan(CONFIG, facts(without_second_gpu())).goal.machines[0].live
     seen = running(facts(), before)
     listed = (*reversed(before.allow), DeviceAllow("char-alsa", "rw"))
@@ -273,21 +273,21 @@ def test_what_an_administrator_permitted_stays() -> None:
     assert changes(seen)[0].others == (DeviceAllow("char-alsa", "rw"),)
 
 
-def test_nothing_is_done_in_a_machine_of_which_nothing_is_known() -> None:
-    """It was started without our settings: nothing of ours is bound into it."""
+def test_an_unknown_machine_is_not_changed() -> None:
+    """It was started without our settings, so nothing of ours is bound into it."""
     assert changes(running(facts(), None)) == []
 
 
-def test_another_number_at_the_same_path_is_bound_anew() -> None:
-    """A module that is loaded again may get other majors."""
+def test_a_new_number_at_the_same_path_is_bound_again() -> None:
+    """A module that is loaded again may get other major numbers."""
     live = plan(CONFIG, facts()).goal.machines[0].live
     old = replace(live, nodes={**live.nodes, "/dev/nvidia-uvm": "509:0"})
     (change,) = changes(running(facts(), old))
     assert change.describe() == "change the devices of machine gpu-node: bind /dev/nvidia-uvm"
 
 
-def test_who_is_killed_in_between_leaves_no_permission_that_nobody_knows_of(host: Host) -> None:
-    """What is about to be permitted is noted first: a GPU that goes meanwhile is forbidden by the next pass."""
+def test_a_killed_pass_leaves_no_unknown_permission(host: Host) -> None:
+    """What is about to be permitted is noted first: if the GPU is removed meanwhile, the next pass forbids it."""
     noted: list[LiveSettings] = []
 
     def die(*call: object) -> tuple[object, ...]:
@@ -299,8 +299,8 @@ def test_who_is_killed_in_between_leaves_no_permission_that_nobody_knows_of(host
     assert set(noted[0].allow) == {*BEFORE.allow, *ALLOW}
 
 
-def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host: Host) -> None:
-    """They were unmounted there, by somebody or by a run that was overtaken by another handoff."""
+def test_missing_nodes_are_bound_again_once_for_each_handoff(host: Host) -> None:
+    """Somebody, or a run that another handoff overtook, unmounted them in the machine."""
     seen = facts()
     goal = plan(CONFIG, seen).goal.machines[0]
     (change,) = changes(running(seen, goal.live), LACKING)
@@ -311,8 +311,8 @@ def test_nodes_that_the_machine_lacks_are_bound_once_more_for_each_handoff(host:
     assert change.after == goal.live
 
 
-def test_what_a_drained_gpus_users_may_open_outlasts_a_daemon_reload() -> None:
-    """A reload applies the drop-in anew, over what was set in the running unit."""
+def test_a_drained_gpus_permission_survives_a_daemon_reload() -> None:
+    """A reload applies the drop-in again, over what was set in the running unit."""
     before = plan(CONFIG, facts()).goal.machines[0].live
     first, second = nvidia().gpus
     seen = running(facts(replace(nvidia(), gpus=(first, replace(second, detached=True)))), before)
@@ -323,7 +323,7 @@ def test_what_a_drained_gpus_users_may_open_outlasts_a_daemon_reload() -> None:
 
 
 def test_settings_stay_as_long_as_a_permission_cannot_be_removed(host: Host) -> None:
-    """Their record is what leads the next pass to it."""
+    """Their record leads the next pass to the permission."""
     permission, drop_in = set_device_allow(MACHINE), unit_drop_in(MACHINE)
     host.file(f"{permission}/not-empty")
     host.file(drop_in)

@@ -1,4 +1,4 @@
-"""Several machines on one host, each with its GPUs."""
+"""Several machines on one host, each with its own GPUs."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -22,7 +22,7 @@ GPUS = 4
 
 
 def host(*machines: str, gpus: range = range(GPUS)) -> Facts:
-    """With those of the GPUs 0 to GPUS - 1 that are plugged in."""
+    """Return a host where those of the GPUs 0 to GPUS - 1 are plugged in that `gpus` has."""
     seen = facts(nvidia(GPUS))
     vendor = seen.vendors[0]
     assert isinstance(vendor.devices, tuple)
@@ -44,83 +44,83 @@ def config(**gpus: str | list[str]) -> Config:
     return Config(machines={name: MachineSettings(gpus=wanted) for name, wanted in gpus.items()})
 
 
-def given_to(settings: Config, seen: Facts) -> dict[str, list[int]]:
-    """Indices of the GPUs by machine."""
+def gpus_by_machine(settings: Config, seen: Facts) -> dict[str, list[int]]:
+    """Return the indices of GPUs by machine."""
     machines = plan(settings, seen).goal.machines
     return {each.name: [int(gpu[5:7], 16) - 1 for gpu in each.grants[0].gpus] for each in machines}
 
 
 def after(settings: Config, seen: Facts, then: Facts) -> Facts:
-    """The host later, with what was granted for what was seen before."""
+    """Return the host `then`, with what was granted on the host `seen`."""
     granted = {each.name: each.granted for each in plan(settings, seen).goal.machines}
     return replace(then, machines=tuple(replace(each, granted=granted[each.name]) for each in then.machines))
 
 
 def test_numbers_of_gpus_do_not_overlap() -> None:
-    assert given_to(config(a="count=1", b="count=2"), host("a", "b")) == {"a": [0], "b": [1, 2]}
+    assert gpus_by_machine(config(a="count=1", b="count=2"), host("a", "b")) == {"a": [0], "b": [1, 2]}
 
 
-def test_gpus_that_are_named_are_not_counted() -> None:
-    assert given_to(config(a="count=2", b=[address(1)]), host("a", "b")) == {"a": [0, 2], "b": [1]}
+def test_named_gpus_are_not_counted() -> None:
+    assert gpus_by_machine(config(a="count=2", b=[address(1)]), host("a", "b")) == {"a": [0, 2], "b": [1]}
 
 
-def test_all_are_all() -> None:
-    assert given_to(config(a="count=1", b="all"), host("a", "b")) == {"a": [0], "b": [0, 1, 2, 3]}
+def test_all_means_all_gpus() -> None:
+    assert gpus_by_machine(config(a="count=1", b="all"), host("a", "b")) == {"a": [0], "b": [0, 1, 2, 3]}
 
 
-def test_too_few_are_said_with_the_reason() -> None:
+def test_too_few_gpus_are_reported_with_the_reason() -> None:
     (_, second) = plan(config(a="count=3", b="count=2"), host("a", "b")).goal.machines
     assert second.grants[0].problems == (
         "the configuration asks for 2 GPUs, but the host has 1, and 3 for other machines",
     )
 
 
-def test_a_gpu_that_comes_pushes_out_none_that_is_used() -> None:
-    """Also where it sorts before them."""
+def test_a_new_gpu_displaces_none_in_use() -> None:
+    """Even if it sorts before them."""
     settings = config(a="count=1", b="count=1")
     before = host("a", "b", gpus=range(1, 4))
-    assert given_to(settings, before) == {"a": [1], "b": [2]}
-    assert given_to(settings, after(settings, before, host("a", "b"))) == {"a": [1], "b": [2]}
+    assert gpus_by_machine(settings, before) == {"a": [1], "b": [2]}
+    assert gpus_by_machine(settings, after(settings, before, host("a", "b"))) == {"a": [1], "b": [2]}
 
 
-def test_one_that_goes_is_replaced_and_the_others_stay() -> None:
+def test_a_removed_gpu_is_replaced_and_the_others_stay() -> None:
     settings = config(a="count=2", b="count=1")
     before = host("a", "b")
     then = after(settings, before, host("a", "b", gpus=range(1, 4)))
-    assert given_to(settings, then) == {"a": [1, 3], "b": [2]}
+    assert gpus_by_machine(settings, then) == {"a": [1, 3], "b": [2]}
 
 
 def detaching(seen: Facts, *indices: int, draining: bool) -> Facts:
-    """The host while an administrator takes some of its GPUs."""
+    """Return the host while an administrator detaches some of its GPUs."""
     taken = {address(index) for index in indices}
     vendor = seen.vendors[0]
     vendor = replace(vendor, gpus=tuple(replace(gpu, detached=gpu.pci_address in taken) for gpu in vendor.gpus))
     return replace(seen, vendors=(vendor,), draining=frozenset(taken if draining else ()))
 
 
-def test_one_that_is_drained_stays_its_machines() -> None:
-    """It may be given back: nobody gets another one in its place meanwhile, nor it, also who is short of GPUs."""
+def test_a_drained_gpu_stays_with_its_machine() -> None:
+    """It may be attached again. Meanwhile nobody else gets it, and its machine gets no other, even if short of GPUs."""
     settings = config(a="count=4", b="count=1")
     seen = host("a", "b", gpus=range(3))
     seen = replace(seen, machines=(seen.machines[0], replace(seen.machines[1], granted=Granted("", (address(1),), {}))))
     before = after(settings, seen, seen)
-    assert given_to(settings, before) == {"a": [0, 2], "b": [1]}
+    assert gpus_by_machine(settings, before) == {"a": [0, 2], "b": [1]}
     for _ in range(2):
         before = after(settings, before, detaching(host("a", "b"), 1, draining=True))
-        assert given_to(settings, before) == {"a": [0, 2, 3], "b": []}
-    assert given_to(settings, after(settings, before, host("a", "b"))) == {"a": [0, 2, 3], "b": [1]}
+        assert gpus_by_machine(settings, before) == {"a": [0, 2, 3], "b": []}
+    assert gpus_by_machine(settings, after(settings, before, host("a", "b"))) == {"a": [0, 2, 3], "b": [1]}
 
 
-def test_one_that_is_detached_is_replaced_once_it_is_drained() -> None:
+def test_a_detached_gpu_is_replaced_once_it_is_drained() -> None:
     settings = config(a="count=1", b="count=1")
     before = after(settings, host("a", "b"), detaching(host("a", "b"), 0, draining=True))
-    assert given_to(settings, before) == {"a": [], "b": [1]}
+    assert gpus_by_machine(settings, before) == {"a": [], "b": [1]}
     then = after(settings, before, detaching(host("a", "b"), 0, draining=False))
-    assert given_to(settings, then) == {"a": [2], "b": [1]}
-    assert given_to(settings, after(settings, then, host("a", "b"))) == {"a": [2], "b": [1]}
+    assert gpus_by_machine(settings, then) == {"a": [2], "b": [1]}
+    assert gpus_by_machine(settings, after(settings, then, host("a", "b"))) == {"a": [2], "b": [1]}
 
 
-def test_the_fabric_is_for_who_has_all_gpus_of_the_host() -> None:
+def test_only_a_machine_with_all_gpus_gets_the_fabric() -> None:
     """With those that are detached: else a machine with a part would reach the others when those come back."""
     for gpus, seen, expected in (
         ([address(0)], detaching(host("a", gpus=range(2)), 1, draining=False), False),
@@ -134,16 +134,16 @@ def test_the_fabric_is_for_who_has_all_gpus_of_the_host() -> None:
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, GPUS + 1), min_size=1))
 def test_no_gpu_is_given_twice_by_number(wanted: dict[str, int]) -> None:
     settings = config(**{name: f"count={number}" for name, number in wanted.items()})
-    found = given_to(settings, host(*wanted))
+    found = gpus_by_machine(settings, host(*wanted))
     assert sum(map(len, found.values())) == len({gpu for gpus in found.values() for gpu in gpus})
-    assert given_to(settings, after(settings, host(*wanted), host(*wanted))) == found
+    assert gpus_by_machine(settings, after(settings, host(*wanted), host(*wanted))) == found
 
 
 def test_a_gpu_that_is_named_waits_for_its_machine() -> None:
     """Its root directory may not be mounted yet: nobody else gets what would be taken back in a moment."""
     seen = host("a", "b")
     seen = replace(seen, machines=(replace(seen.machines[0], root=Absent("not mounted")), seen.machines[1]))
-    assert given_to(config(a=[address(0)], b="count=1"), seen) == {"b": [1]}
+    assert gpus_by_machine(config(a=[address(0)], b="count=1"), seen) == {"b": [1]}
 
 
 def test_what_cannot_be_seen_is_not_given_away() -> None:
@@ -162,7 +162,7 @@ def test_what_cannot_be_seen_of_one_machine_holds_up_only_who_could_be_given_its
     unseen = Unseen("granted.json: Input/output error")
     seen = replace(seen, machines=(replace(seen.machines[0], granted=unseen), *seen.machines[1:]))
     assert plan(config(**wanted), seen).held.keys() == {"a", "b"}
-    assert given_to(config(**wanted), seen) == {"c": [0, 1, 2, 3], "d": [3]}
+    assert gpus_by_machine(config(**wanted), seen) == {"c": [0, 1, 2, 3], "d": [3]}
     of_all = replace(seen, machines=(*seen.machines[:2], replace(seen.machines[2], granted=unseen), seen.machines[3]))
     of_all = replace(of_all, machines=(host("a").machines[0], *of_all.machines[1:]))
     assert plan(config(**wanted), of_all).held == {}, "nobody's GPUs are kept free for one that has all"
@@ -203,7 +203,7 @@ def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_t
     """Also who is planned before it: it was granted GPU 1, has still GPU 2, and was to have one other."""
     settings, seen = config(a=wanted, z="count=1"), faulted(1)
     assert plan(settings, seen).faults.keys() == {"z"}
-    assert given_to(settings, seen) == {"a": given_then}
+    assert gpus_by_machine(settings, seen) == {"a": given_then}
     still = [f"GPU {address(gpu)} is still held by machine z, which has an internal error" for gpu in (1, 2)]
     assert [each for each in problems(settings, seen) if each.startswith("GPU")] == still
 
@@ -212,9 +212,9 @@ def test_a_fault_takes_no_gpu_from_another_machine() -> None:
     """What it has it keeps, whoever else has it; and so it is with what the settings of both ask for."""
     settings = config(a="all", z=[address(0)])
     before = after(settings, host("a", "z"), host("a", "z"))
-    assert given_to(settings, faulted(1, 2, seen=before)) == {"a": [0, 1, 2, 3]}
-    assert given_to(settings, faulted(0)) == {"a": [0, 1, 3]}
-    assert given_to(config(a=[address(2)], z="all"), faulted(0)) == {"a": [2]}
+    assert gpus_by_machine(settings, faulted(1, 2, seen=before)) == {"a": [0, 1, 2, 3]}
+    assert gpus_by_machine(settings, faulted(0)) == {"a": [0, 1, 3]}
+    assert gpus_by_machine(config(a=[address(2)], z="all"), faulted(0)) == {"a": [2]}
 
 
 @pytest.mark.parametrize("wanted", [[address(1)], "all"])
@@ -223,12 +223,12 @@ def test_nobody_gets_more_while_it_is_unknown_what_a_faulted_machine_has(wanted:
     settings = config(a=wanted, z=[address(3)])
     seen = host("a", "z")
     seen = replace(seen, machines=(seen.machines[0], replace(seen.machines[1], root=wrong, granted=wrong)))
-    assert given_to(settings, seen) == {"a": [3] if wanted == "all" else []}
+    assert gpus_by_machine(settings, seen) == {"a": [3] if wanted == "all" else []}
     said = f"GPU {address(1)} is perhaps still held by machine z, which has an internal error"
     assert said in problems(settings, seen)
     has = replace(seen.machines[0], granted=Granted("", (address(1),), {}))
     seen = replace(seen, machines=(has, seen.machines[1]))
-    assert given_to(settings, seen) == {"a": [1, 3] if wanted == "all" else [1]}
+    assert gpus_by_machine(settings, seen) == {"a": [1, 3] if wanted == "all" else [1]}
     # Nor does it lose what it has where that cannot be told.
     seen = replace(seen, machines=(replace(has, granted=Unseen("EIO")), seen.machines[1]))
     assert plan(settings, seen).held["a"] == "EIO"

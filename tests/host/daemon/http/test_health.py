@@ -1,4 +1,4 @@
-"""What probes and `systemctl status` say of machines."""
+"""What health probes and `systemctl status` show of machines."""
 
 from http import HTTPStatus
 

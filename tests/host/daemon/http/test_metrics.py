@@ -1,4 +1,4 @@
-"""Outcomes to expositions, read back with Prometheus' own parsers; names agree with the documentation and the rules."""
+"""Metrics of outcomes, read by Prometheus' own parsers; names agree with the documentation and the rules."""
 
 import re
 import shutil
@@ -56,7 +56,7 @@ Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 def scrape(view: View, metrics: Metrics | None = None) -> Samples:
-    """Every sample of the text format."""
+    """Return every sample of the text format."""
     body = (metrics or Metrics()).page(view, TEXT).body.decode()
     return {
         (sample.name.removeprefix(f"{PREFIX}_"), frozenset(sample.labels.items())): sample.value
@@ -92,7 +92,7 @@ def test_a_ready_machine() -> None:
 
 @given(st.sampled_from(ConditionType), st.sampled_from(Status))
 def test_conditions_are_state_sets(kind: ConditionType, status: Status) -> None:
-    """Exactly one status of each of all conditions is 1, and Ready is the gauge's only source."""
+    """Exactly one status of each condition is 1, and the gauge machine_ready follows Ready alone."""
     machine = MachineOutcome("gpu-node", conditions(Condition(kind, status, "Reason", "message")))
     if kind is ConditionType.READY:
         machine = MachineOutcome("gpu-node", (Condition(kind, status, "Reason", "message"),))
@@ -134,7 +134,7 @@ def test_without_evidence_nothing_is_claimed() -> None:
     assert value(samples, "observation_last_success_timestamp_seconds") == 1.7e9
 
 
-def test_series_go_with_their_machine() -> None:
+def test_series_end_with_their_machine() -> None:
     metrics = Metrics()
     scrape(view_of(READY, replace(READY, name="other")), metrics)
     assert not any(("machine", "other") in labels for _, labels in scrape(view_of(READY), metrics))
@@ -170,10 +170,10 @@ def test_each_gpu_has_one_status(gpu: Gpu, devices: Seen[tuple[DeviceNode, ...]]
 
 
 def gpus_by_status(view: View) -> dict[str, float]:
-    """Those that there are; every status is exported."""
+    """Return the statuses with GPUs; every status is exported."""
     samples = scrape(view)
-    of_gpus = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
-    counted = {each: value(samples, "host_devices", kind="gpu", status=each) for each in of_gpus}
+    statuses = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
+    counted = {each: value(samples, "host_devices", kind="gpu", status=each) for each in statuses}
     assert sum(number for number in counted.values() if number is not None) == value(samples, "host_pci_gpus")
     return {each: number for each, number in counted.items() if number != 0 and number is not None}
 
@@ -283,7 +283,7 @@ def test_both_formats_hold_the_same() -> None:
 
 
 def metrics_in_code() -> set[str]:
-    """All families that a full exposition has; process_* is prometheus_client's own."""
+    """Return all families of a full page, except prometheus_client's own process_*."""
     metrics = Metrics()
     metrics.passed("start", outcome(READY))
     families = parse_text(metrics.page(view_of(READY), TEXT).body.decode())
@@ -295,7 +295,7 @@ def metrics_in_code() -> set[str]:
 
 
 def names_in(texts: Iterable[str]) -> set[str]:
-    """Metrics named in a text, a histogram's series by the histogram's name."""
+    """Return the metrics that texts name; a histogram's series count as the histogram."""
     found = {name for text in texts for name in re.findall(rf"\b{PREFIX}_[a-z_]+\b", text)}
     return {re.sub(r"(duration_seconds)_(bucket|sum|count)$", r"\1", name) for name in found}
 
@@ -309,7 +309,7 @@ def test_code_documentation_and_rules_agree() -> None:
 
 
 def rules() -> dict[str, str]:
-    """Each alert's text, by its name."""
+    """Return each alert's text by its name."""
     parts = re.split(r"^ +- alert: (\w+)$", (RULES / "unbounded-agent.rules.yml").read_text(), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -322,7 +322,7 @@ def test_every_alert_has_its_section_of_the_runbooks() -> None:
         assert re.search(r"severity: (page|ticket)\n", text)
 
 
-def test_every_section_of_the_runbooks_says_what_it_means_how_to_see_it_and_what_to_do() -> None:
+def test_every_section_of_the_runbooks_has_meaning_check_and_advice() -> None:
     parts = re.split(r"^## (\w+)$", (REPOSITORY / "docs/runbooks.md").read_text(), flags=re.MULTILINE)
     severities = {alert: re.findall(r"severity: (\w+)", text) for alert, text in rules().items()}
     for alert, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -352,7 +352,7 @@ def test_promtool_accepts_the_rules(command: str, file: str) -> None:
 
 @pytest.mark.processes
 def test_promtool_accepts_the_exposition() -> None:
-    """Names, units and help texts by Prometheus' own lint."""
+    """Prometheus' own lint checks names, units and help texts."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (apt install prometheus)")

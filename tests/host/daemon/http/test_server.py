@@ -40,7 +40,7 @@ def server() -> Iterator[Server]:
 
 
 def ask(server: Server, method: str, path: str, **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
-    """One request; any status."""
+    """Send one request, and return the response, whatever its status, and the body."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
     try:
         connection.request(method, path, headers=headers)
@@ -92,8 +92,8 @@ def test_garbage_is_answered_and_survived(server: Server) -> None:
     assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
-def test_the_stale_edition_takes_over_by_itself(server: Server) -> None:
-    """The loop need not run for that: a hung loop is just the case."""
+def test_stale_pages_take_over_by_themselves(server: Server) -> None:
+    """No loop runs here: stale pages exist for a hung loop."""
     site = server.site
     server.site = Site(site.fresh, site.stale, fresh_until=time.monotonic() - 1)
     response, body = ask(server, "GET", "/livez?verbose")
@@ -101,13 +101,13 @@ def test_the_stale_edition_takes_over_by_itself(server: Server) -> None:
 
 
 def connect(server: Server, stack: ExitStack, count: int) -> list[socket.socket]:
-    """Peers that are connected and have sent nothing."""
+    """Return sockets of connected peers that have sent nothing."""
     address = ("127.0.0.1", server.port)
     return [stack.enter_context(socket.create_connection(address, timeout=30)) for _ in range(count)]
 
 
 def serving() -> int:
-    """How many connections have a thread."""
+    """Return how many connections have a thread."""
     return sum("process_request_thread" in thread.name for thread in threading.enumerate())
 
 
@@ -115,7 +115,7 @@ HEADERS = Limits().headers
 
 
 def until(what: Callable[[], bool]) -> None:
-    """Until it is true."""
+    """Wait until `what()` is true."""
     deadline = time.monotonic() + 30
     while not what():
         assert time.monotonic() < deadline, "did not happen in time"
@@ -133,8 +133,8 @@ def test_idle_peers_free_their_places_soon(server: Server) -> None:
         assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
-def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server) -> None:
-    """Slowloris: each byte would start a socket's own time limit anew."""
+def test_a_trickling_peer_is_cut_like_an_idle_one(server: Server) -> None:
+    """In a slowloris attack, each byte would restart a socket's own time limit."""
     server.limits = Limits(whole=60.0)
     with ExitStack() as stack:
         (peer,) = connect(server, stack, 1)
@@ -147,7 +147,7 @@ def test_a_trickling_peer_is_cut_as_an_idle_one(server: Server) -> None:
 
 
 def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server) -> None:
-    """What it does not read fills the socket's buffers, and the answer waits."""
+    """Unread data fills the socket's buffers, so the answer waits."""
     server.limits = Limits(whole=1.5)
     server.site = Site(fresh={"/metrics": Page(HTTPStatus.OK, b"x" * 32_000_000)}, fresh_until=time.monotonic() + LONG)
     with ExitStack() as stack:
@@ -159,8 +159,8 @@ def test_a_peer_that_does_not_read_is_cut_at_the_deadline(server: Server) -> Non
         assert time.monotonic() - started > 1.5 - HEADERS, "what is left of the time after the request"
 
 
-def test_attack_idle_peers_do_not_blind_who_asks(server: Server) -> None:
-    """They are cut after a second, and who makes them makes new ones: Prometheus was served 0 of 42 times."""
+def test_attack_idle_peers_do_not_block_requests(server: Server) -> None:
+    """They are cut after a second, but an attacker makes new ones: once, Prometheus was served 0 of 42 times."""
     server.limits = Limits(headers=60.0, whole=120.0)
     with ExitStack() as stack:
         idle = connect(server, stack, CONNECTIONS)
@@ -172,7 +172,7 @@ def test_attack_idle_peers_do_not_blind_who_asks(server: Server) -> None:
         until(lambda: serving() <= CONNECTIONS)
 
 
-def test_attack_peers_that_do_not_read_their_answers_do_not_blind_who_asks(server: Server) -> None:
+def test_attack_peers_that_do_not_read_their_answers_do_not_block_requests(server: Server) -> None:
     server.limits = Limits(headers=0.5, whole=120.0)
     page = Page(HTTPStatus.OK, b"x" * 32_000_000)
     fresh = {**server.site.fresh, "/metrics": page}
@@ -185,8 +185,8 @@ def test_attack_peers_that_do_not_read_their_answers_do_not_blind_who_asks(serve
         assert ask(server, "GET", "/livez")[1] == b"ok\n"
 
 
-def test_who_asked_just_now_keeps_its_place() -> None:
-    """A further connection is closed at once where nobody is idle."""
+def test_a_peer_with_a_fresh_request_keeps_its_place() -> None:
+    """If no peer is idle, a further connection is closed at once."""
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(socket.socket()) for _ in range(3))
         peers = Peers(2)
@@ -238,8 +238,8 @@ def test_a_taken_port_names_the_key(server: Server) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_attack_who_takes_the_port_while_the_service_is_down_is_named() -> None:
-    """Any user of the host can, and serve `machine_ready 1`."""
+def test_attack_a_process_that_takes_the_port_is_named() -> None:
+    """Any user of the host can take it, and serve `machine_ready 1`."""
     os.seteuid(65534)
     try:
         stolen = socket.socket()
@@ -261,7 +261,7 @@ def test_a_stopped_server_frees_its_port(server: Server) -> None:
 
 
 def ask_locally(directory: Path, name: str, path: str) -> bytes:
-    """The whole answer."""
+    """Return the whole answer from a Unix socket."""
     descriptor = os.open(directory, os.O_PATH)
     try:
         with socket.socket(socket.AF_UNIX) as client:
@@ -274,8 +274,8 @@ def ask_locally(directory: Path, name: str, path: str) -> bytes:
         os.close(descriptor)
 
 
-def test_a_local_server_is_its_owner_s_alone_and_replaces_what_a_former_one_left(tmp_path: Path) -> None:
-    """In a directory whose path is longer than the address of a socket may be."""
+def test_a_local_server_is_private_and_replaces_a_former_socket(tmp_path: Path) -> None:
+    """The directory's path is longer than the address of a socket may be."""
     directory = tmp_path / ("d" * 120)
     directory.mkdir()
     before = os.umask(0)

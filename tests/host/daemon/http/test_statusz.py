@@ -1,4 +1,4 @@
-"""The page of what the agent knows, from a simulated outcome."""
+"""The page with what the agent knows, from a simulated outcome."""
 
 import json
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ def shown(knowledge: Knowledge = KNOWLEDGE, *, evidence: bool = True) -> Mapping
     return document
 
 
-def test_what_is_known_of_the_host() -> None:
+def test_the_page_has_the_host() -> None:
     facts = shown()["facts"]
     assert facts["systemdVersion"] == 257
     vendor = facts["vendors"]["nvidia"]
@@ -44,7 +44,7 @@ def test_what_is_known_of_the_host() -> None:
     assert vendor["fabric"] == {"absent": "no NVSwitch"}
 
 
-def test_what_is_known_of_a_machine() -> None:
+def test_the_page_has_a_machine() -> None:
     machine = shown()["machines"]["gpu-node"]
     assert machine["pending"] is True
     assert machine["conditions"]["Ready"]["reason"] == "AllConditionsTrue"
@@ -55,7 +55,7 @@ def test_what_is_known_of_a_machine() -> None:
     assert machine["seen"]["reportAgeSeconds"] is None
 
 
-def test_what_the_service_did_and_what_stands_in_its_way() -> None:
+def test_the_page_has_what_the_service_did_and_what_blocks_it() -> None:
     document = shown()
     assert [each["trigger"] for each in document["passes"]] == ["udev", "start"]
     assert document["passes"][0]["failures"] == ["cannot write /b"]
@@ -64,7 +64,7 @@ def test_what_the_service_did_and_what_stands_in_its_way() -> None:
     assert document["stuck"] == ["/proc/driver/simulated"]
 
 
-def test_before_the_first_pass_there_is_a_page_too() -> None:
+def test_the_page_exists_before_the_first_pass() -> None:
     document = shown(replace(KNOWLEDGE, why_not="the first pass has not finished", passes=()), evidence=False)
     assert document["notObserved"] == "the first pass has not finished"
     assert document["facts"] is document["machines"]["gpu-node"]["seen"] is None

@@ -1,4 +1,4 @@
-"""The wait for events: they are simulated by pipes here, and a signal by a socket."""
+"""The wait for events: pipes simulate sources of events, and a socket a signal."""
 
 import os
 import select
@@ -16,7 +16,7 @@ from tests.fakes.host import Host
 
 
 class Piped:
-    """A Source that asks for a pass once bytes come through its pipe."""
+    """A Source that needs a pass once bytes arrive through its pipe."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Piped:
 
 
 class Signalled:
-    """An Interrupt."""
+    """An Interrupt that a test can raise."""
 
     def __init__(self) -> None:
         self.pending = False
@@ -118,7 +118,7 @@ def test_without_events_the_time_goes_by(pipes: tuple[Piped, Piped], interrupt: 
     assert tally(wakeups, "first") == tally(wakeups, "second") == (True, 0, 0)
 
 
-def test_no_sources_are_a_plain_wait(interrupt: Signalled) -> None:
+def test_without_sources_it_is_a_plain_wait(interrupt: Signalled) -> None:
     assert opened().wait(0.01, interrupt) == ""
 
 
@@ -171,7 +171,7 @@ def test_a_signal_does_not_wait_for_events_to_settle(pipes: tuple[Piped, Piped],
     assert wakeups.wait(600, interrupt) == ""
 
 
-def test_a_source_that_breaks_is_counted_opened_again_and_asks(
+def test_a_broken_source_is_counted_reopened_and_needs_a_pass(
     pipes: tuple[Piped, Piped], interrupt: Signalled, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -192,7 +192,7 @@ def test_a_source_that_breaks_is_counted_opened_again_and_asks(
 
 
 @pytest.mark.parametrize("end", [0, 1], ids=["closed", "hung up"])
-def test_a_descriptor_that_went_is_a_loss(end: int, pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
+def test_a_closed_descriptor_is_a_loss(end: int, pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
     wakeups = opened(*pipes)
     os.close(pipes[0].pipe[end])
     assert wakeups.wait(60, interrupt) == "first"
@@ -201,13 +201,13 @@ def test_a_descriptor_that_went_is_a_loss(end: int, pipes: tuple[Piped, Piped], 
     assert wakeups.wait(60, interrupt) == "first"
 
 
-def test_one_that_cannot_be_opened_is_said_once_and_tried_less_and_less(
+def test_a_source_that_cannot_be_opened_is_reported_once_and_retried_ever_less_often(
     pipes: tuple[Piped, Piped], interrupt: Signalled, caplog: pytest.LogCaptureFixture
 ) -> None:
     pipes[0].refuses = FileNotFoundError(2, "no such thing")
     wakeups = opened(*pipes)
     assert wakeups.wait(2.5, interrupt) == ""
-    # At the start, at once, and after 1 s; the next one would be 2 s later.
+    # Tried at the start, at once, and after 1 s; the next attempt would be 2 s later.
     assert pipes[0].opened == 3
     assert tally(wakeups, "first") == (False, 0, 1)
     assert not wakeups.watches("first")
@@ -219,7 +219,7 @@ def test_one_that_cannot_be_opened_is_said_once_and_tried_less_and_less(
     assert wakeups.wait(60, interrupt) == "first", "it may have missed something"
 
 
-def test_one_that_breaks_each_time_does_not_keep_the_loop_busy(
+def test_a_source_that_always_breaks_does_not_keep_the_loop_busy(
     pipes: tuple[Piped, Piped], interrupt: Signalled
 ) -> None:
     wakeups = opened(*pipes, spacing=0)
@@ -231,10 +231,10 @@ def test_one_that_breaks_each_time_does_not_keep_the_loop_busy(
 
 
 @pytest.mark.processes
-def test_a_storm_gives_a_pass_each_half_second_and_the_last_one_sees_the_end(
+def test_a_storm_causes_a_pass_each_half_second_and_the_last_one_sees_the_end(
     host: Host, tmp_path: Path, interrupt: Signalled
 ) -> None:
-    """10,000 real events in a second: three passes."""
+    """10,000 real events in a second cause three passes."""
     directory = tmp_path / "host/dev"
     directory.mkdir()
     source = Directories("nodes", host, lambda: ("/dev",), lambda _, name: True)
@@ -263,7 +263,7 @@ def test_a_storm_gives_a_pass_each_half_second_and_the_last_one_sees_the_end(
 
 
 def test_the_time_of_the_first_event_is_kept(pipes: tuple[Piped, Piped], interrupt: Signalled) -> None:
-    """Not that of the pass, which waits for what belongs to it."""
+    """The time of the pass would be later, because a pass waits for events to settle."""
     wakeups = opened(*pipes)
     timer = threading.Timer(0.2, pipes[0].event)
     before = time.monotonic()

@@ -1,4 +1,4 @@
-"""What is watched: real inotify below a host's tree, and udev's events by umockdev."""
+"""Sources of events: real inotify below a host's tree, and udev's events by umockdev."""
 
 import errno
 import os
@@ -67,7 +67,7 @@ def cache(host: Host, tmp_path: Path) -> Iterator[Directories]:
     ],
     ids=["comes", "is renamed", "goes", "has another mode", "directory"],
 )
-def test_a_vendors_node_asks(nodes: Directories, dev: Path, change: Callable[[Path], None]) -> None:
+def test_a_vendors_node_needs_a_pass(nodes: Directories, dev: Path, change: Callable[[Path], None]) -> None:
     (dev / "nvidia-uvm").touch()
     assert nodes.asks()
     assert not nodes.asks()
@@ -76,7 +76,7 @@ def test_a_vendors_node_asks(nodes: Directories, dev: Path, change: Callable[[Pa
     assert not nodes.asks()
 
 
-def test_other_nodes_and_the_use_of_nodes_do_not_ask(nodes: Directories, dev: Path) -> None:
+def test_other_nodes_and_the_use_of_nodes_need_no_pass(nodes: Directories, dev: Path) -> None:
     (dev / "nvidia0").touch()
     assert nodes.asks()
     for number in range(100):
@@ -101,8 +101,8 @@ def test_directories_of_nodes_are_watched_as_they_come_and_go(nodes: Directories
         assert not nodes.asks()
 
 
-def test_clients_in_a_daemons_directory_do_not_ask(nodes: Directories, dev: Path) -> None:
-    """Pods may write into that of MPS; that it comes is of interest."""
+def test_clients_in_a_daemons_directory_need_no_pass(nodes: Directories, dev: Path) -> None:
+    """Pods may write to the directory of MPS; only its appearance matters."""
     directory = dev.parent / "run/nvidia-mps"
     directory.mkdir(parents=True)
     nodes.asks()
@@ -110,7 +110,7 @@ def test_clients_in_a_daemons_directory_do_not_ask(nodes: Directories, dev: Path
     assert not nodes.asks()
 
 
-def test_what_is_moved_over_a_directory_is_watched(nodes: Directories, dev: Path) -> None:
+def test_a_directory_that_replaces_another_is_watched(nodes: Directories, dev: Path) -> None:
     (dev / "dri").mkdir()
     assert nodes.asks()
     (dev / "dri").rename(dev / "elsewhere")
@@ -129,8 +129,8 @@ def test_a_node_made_before_its_directory_is_watched_is_not_missed(nodes: Direct
     assert nodes.asks(), "the pass comes after the watch, and sees both"
 
 
-def test_a_lost_event_asks(nodes: Directories, dev: Path) -> None:
-    """A queue that overflows, of names that would not ask."""
+def test_a_lost_event_needs_a_pass(nodes: Directories, dev: Path) -> None:
+    """A queue overflows with names that need no pass."""
     limit = int(Path("/proc/sys/fs/inotify/max_queued_events").read_text())
     for number in range(limit // 2 + 1):
         os.link(dev / "tty", dev / f"tty{number}") if number else (dev / "tty").touch()
@@ -148,10 +148,10 @@ def test_a_descriptor_closed_by_somebody_else_is_an_error(nodes: Directories) ->
         nodes.asks()
 
 
-def test_the_loader_cache_asks_when_it_is_replaced_or_touched(cache: Directories, tmp_path: Path) -> None:
+def test_a_replaced_or_touched_loader_cache_needs_a_pass(cache: Directories, tmp_path: Path) -> None:
     etc = tmp_path / "host/etc"
     for _ in range(2):
-        # As ldconfig does.
+        # ldconfig replaces the file like this.
         (etc / "ld.so.cache~").write_bytes(b"new")
         assert not cache.asks()
         (etc / "ld.so.cache~").rename(etc / "ld.so.cache")
@@ -164,8 +164,8 @@ def test_the_loader_cache_asks_when_it_is_replaced_or_touched(cache: Directories
 
 
 @pytest.mark.scenario("001")
-def test_libraries_of_other_places_ask(host: Host, cache: Directories, tmp_path: Path) -> None:
-    """A directory that was not there is watched from the next pass on; other libraries are of no interest."""
+def test_libraries_in_other_places_need_a_pass(host: Host, cache: Directories, tmp_path: Path) -> None:
+    """A directory that did not exist is watched from the next pass on; other libraries do not matter."""
     directory = tmp_path / "host/usr/local/glibc/usr/lib"
     directory.mkdir(parents=True)
     assert cache.asks()
@@ -184,7 +184,7 @@ def test_libraries_of_other_places_ask(host: Host, cache: Directories, tmp_path:
 
 
 class Reports:
-    """The reports of one machine, at times of its own."""
+    """The reports of one machine, written at chosen times."""
 
     def __init__(self, host: Host, tree: Path) -> None:
         self.now = 1000.0
@@ -203,7 +203,7 @@ def reports(host: Host, tmp_path: Path) -> Reports:
     return Reports(host, tmp_path / "host")
 
 
-def test_a_report_asks_when_it_says_something_new(reports: Reports) -> None:
+def test_a_report_with_news_needs_a_pass(reports: Reports) -> None:
     assert reports.arrives("one")
     assert not reports.arrives("one"), "a heartbeat"
     assert reports.arrives("two")
@@ -214,7 +214,7 @@ def test_a_report_asks_when_it_says_something_new(reports: Reports) -> None:
     assert reports.reports.matters(REPORTS, "report.json")
 
 
-def test_a_report_that_is_none_does_no_harm(reports: Reports) -> None:
+def test_an_invalid_report_does_no_harm(reports: Reports) -> None:
     assert reports.arrives("one")
     (reports.directory / "report.json").unlink()
     os.mkfifo(reports.directory / "report.json")
@@ -254,8 +254,8 @@ def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Pat
         source.close()
 
 
-def test_a_command_asks_and_the_service_itself_does_not(gpu_host: Host) -> None:
-    """As `gpus forget` did not: metrics told of the loss for another minute."""
+def test_a_command_needs_a_pass_and_the_service_itself_does_not(gpu_host: Host) -> None:
+    """`gpus forget` once did not: metrics showed the lost GPU for another minute."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     (source,) = (each for each in host_sources(gpu_host, HOST_VENDORS, DriverSettings) if each.name == "commands")
@@ -273,8 +273,8 @@ def test_a_command_asks_and_the_service_itself_does_not(gpu_host: Host) -> None:
         source.close()
 
 
-def test_a_machine_that_starts_or_ends_asks(host: Host, tmp_path: Path) -> None:
-    """As machined writes its files: a temporary one first, renamed; links by unit beside them."""
+def test_a_machine_that_starts_or_stops_needs_a_pass(host: Host, tmp_path: Path) -> None:
+    """machined writes a temporary file first and renames it, and makes links by unit next to it."""
     source = machined(host)
     source.open()
     try:
@@ -346,8 +346,8 @@ source.close()
 
 
 @pytest.mark.processes
-def test_udevs_events_ask_but_for_those_of_monitors(host: Host, tmp_path: Path) -> None:
-    """Real libudev; the devices and udevd are umockdev's simulation (Debian package umockdev)."""
+def test_udevs_events_need_a_pass_except_those_of_monitors(host: Host, tmp_path: Path) -> None:
+    """libudev is real; umockdev simulates the devices and udevd (Debian package umockdev)."""
     host.make_directory("/run/udev")
     (tmp_path / "host/run/udev/control").touch()
     (tmp_path / "devices").write_text(UMOCKDEV)
@@ -384,7 +384,7 @@ class Event:
         (Event("pci", "unbind", "/devices/pci0000:00/0000:00:01.0"), True),
     ],
 )
-def test_which_events_of_udev_ask(event: Event, asks: bool) -> None:
+def test_which_events_of_udev_need_a_pass(event: Event, asks: bool) -> None:
     assert matters(event, ("nvidia*",)) is asks
 
 
@@ -411,7 +411,7 @@ class SimulatedMonitor:
 
 @pytest.fixture
 def connected(host: Host) -> Iterator[Callable[[SimulatedMonitor], Udev]]:
-    """A function that gives a source with that monitor."""
+    """Return a function that makes a source with the given monitor."""
     host.write(CONTROL, b"")
     made: list[tuple[SimulatedMonitor, Udev]] = []
 
@@ -431,7 +431,7 @@ GPU = Event("pci", "add", "/devices/pci0000:00/0000:00:01.0")
 
 
 @pytest.mark.parametrize("first", [OSError(errno.ENOBUFS, "No buffer space available"), GPU], ids=["overflow", "event"])
-def test_an_overflow_or_an_event_asks_and_the_rest_is_not_read(
+def test_an_overflow_or_an_event_needs_a_pass_and_the_rest_is_not_read(
     first: Event | OSError, connected: Callable[[SimulatedMonitor], Udev]
 ) -> None:
     monitor = SimulatedMonitor(first, None)
