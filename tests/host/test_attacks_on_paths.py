@@ -1,6 +1,6 @@
-"""Whatever root in a machine puts in the place of what the host half reads or writes: it harms nobody but itself.
+"""Root in a machine replaces paths that the host half reads or writes: only the machine itself is harmed.
 
-Of what a machine shares with its host: the report's directory, and its handoff's, which it can remount writable.
+A machine shares two directories with its host: the report's, and the handoff's, which it can remount writable.
 """
 
 import hashlib
@@ -28,9 +28,9 @@ from tests.fakes.host import Host, ScriptedRunner
 BAD = "bad"
 SECRET = "a-secret-of-the-hosts"
 AT_ONCE = 10.0
-"""Seconds for a pass, where a hundredth is usual: a FIFO would take for ever, a lease 45."""
+"""Seconds for a pass, which usually takes a hundredth: a FIFO would take forever, a lease 45."""
 RACE = 3.0
-"""Seconds."""
+"""Seconds that the race lasts."""
 
 PATHS = {
     "report": f"{report_directory(BAD)}/{REPORT_NAME}",
@@ -56,7 +56,7 @@ class Clearing(ScriptedRunner):
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
-    """Two GPUs, two machines that run, and files of the host's that no machine may reach."""
+    """A host with two GPUs, two running machines, and files that no machine may reach."""
     runner = Clearing()
     runner.tree = str(tmp_path / "host")
     (tmp_path / "host").mkdir()
@@ -77,7 +77,7 @@ def agent(host: Host) -> Reconciler:
 
 
 def state(host: Host) -> dict[str, tuple[int, int, int, str]]:
-    """Of the host's files: what a machine could have had changed."""
+    """Return the state of the host's files that a machine might have changed."""
     found = {}
     for path in sorted(Path(host.place("/etc/sentinel")).rglob("*")):
         status = path.lstat()
@@ -91,8 +91,8 @@ def conditions(outcome: Outcome, name: str) -> list[tuple[str, str, str]]:
     return [(each.type, each.status, each.reason) for each in machine.conditions]
 
 
-def said(outcome: Outcome) -> str:
-    """All that people, the log and the cluster see."""
+def all_messages(outcome: Outcome) -> str:
+    """Return everything that people, the log and the cluster see."""
     messages: list[Condition] = [each for machine in outcome.machines for each in machine.conditions]
     return " ".join([*(each.message for each in messages), *outcome.failures, *outcome.facts.all_problems()])
 
@@ -112,7 +112,7 @@ def unix_socket(_: Host, place: Path) -> None:
 
 
 def device(_: Host, place: Path) -> None:
-    """Of /dev/zero, which has no end."""
+    """Make the device /dev/zero, which has no end."""
     os.mknod(place, 0o20666, os.makedev(1, 5))
 
 
@@ -197,7 +197,7 @@ def put(host: Host, path: str, attack: Attack) -> None:
 
 @pytest.mark.parametrize("what", PATHS)
 def test_attack_on_a_path(host: Host, what: str) -> None:
-    """Each by each, and two passes: it is there, and it is over."""
+    """Each kind at each path, for two passes: during the attack, and after it."""
     reconciler = agent(host)
     reconciler.reconcile()
     before, well = state(host), reconciler.reconcile()
@@ -206,7 +206,7 @@ def test_attack_on_a_path(host: Host, what: str) -> None:
         name = attack.__name__
         put(host, PATHS[what], attack)
         if "in the making" in what:
-            # So that they are made.
+            # So that a pass makes them.
             host.remove(handoff_file(BAD))
             host.remove(conditions_file(BAD))
         for number in range(2):
@@ -215,7 +215,7 @@ def test_attack_on_a_path(host: Host, what: str) -> None:
             assert time.monotonic() - started < AT_ONCE, name
             assert conditions(outcome, MACHINE) == conditions(well, MACHINE), name
             assert state(host) == before, name
-            assert SECRET not in said(outcome), name
+            assert SECRET not in all_messages(outcome), name
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}, name
             assert not number or not outcome.failures, name
         for path in (handoff_file(BAD), conditions_file(BAD)):
@@ -248,7 +248,7 @@ for number in itertools.count():
 
 
 def test_attack_by_a_racing_renamer(host: Host) -> None:
-    """What was looked at may be another thing when it is opened, and yet another when it is replaced."""
+    """A path may change between the check, the open and the replacement."""
     reconciler = agent(host)
     reconciler.reconcile()
     before, well = state(host), reconciler.reconcile()
@@ -263,7 +263,7 @@ def test_attack_by_a_racing_renamer(host: Host) -> None:
             assert time.monotonic() - started < AT_ONCE
             assert conditions(outcome, MACHINE) == conditions(well, MACHINE)
             assert state(host) == before
-            assert SECRET not in said(outcome)
+            assert SECRET not in all_messages(outcome)
             assert "InternalError" not in {reason for _, _, reason in conditions(outcome, BAD)}
         assert renamer.poll() is None, "it went on all the time"
     finally:

@@ -1,4 +1,4 @@
-"""Damaged state of our own: discarded, counted, told once, and no pass ends by it."""
+"""Damaged state of our own is discarded, counted and logged once, and ends no pass."""
 
 import errno
 import logging
@@ -34,7 +34,7 @@ RECORDS = (OWNED, CONDITIONS, live_file(MACHINE), granted_file(MACHINE), handed_
 
 
 def running(host: Host) -> None:
-    """Set up, started with those settings, and looked at since."""
+    """Set up a host whose machine started with these settings, and make a pass after that."""
     agent = reconciler(host)
     outcome = agent.run_pass()
     assert outcome.failures == ()
@@ -45,13 +45,13 @@ def running(host: Host) -> None:
 
 
 def started(host: Host) -> None:
-    """As its unit's drop-in does it."""
+    """Copy the settings as the unit's drop-in does at a start."""
     host.write(started_nspawn(MACHINE), host.read(nspawn_file(MACHINE)))
     host.write(started_drop_in(MACHINE), host.read(unit_drop_in(MACHINE)))
 
 
 def allowed(host: Host) -> list[tuple[str, str]]:
-    """By number, as PID 1 has it."""
+    """Return the machine's permissions by number, as PID 1 lists them."""
     lines = host.read_text(unit_drop_in(MACHINE)).splitlines()
     entries = [line.removeprefix("DeviceAllow=") for line in lines if line.startswith("DeviceAllow=/dev/char/")]
     return [(entry.split()[0], entry.split()[1]) for entry in entries]
@@ -59,7 +59,7 @@ def allowed(host: Host) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 4096, b"{", b'{"version": 99}', b"[" * 3000])
 @pytest.mark.parametrize("path", RECORDS)
-def test_a_damaged_record_is_counted_told_and_made_anew(
+def test_a_damaged_record_is_counted_logged_and_recreated(
     gpu_host: Host, path: str, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     running(gpu_host)
@@ -76,7 +76,7 @@ def test_a_damaged_record_is_counted_told_and_made_anew(
 
 
 @pytest.mark.parametrize("path", [OWNED, CONDITIONS, live_file(MACHINE)])
-def test_a_directory_in_a_records_place_is_put_aside(gpu_host: Host, path: str) -> None:
+def test_a_directory_in_a_records_place_is_moved_aside(gpu_host: Host, path: str) -> None:
     running(gpu_host)
     gpu_host.remove_file(path)
     gpu_host.write(f"{path}/content", b"")
@@ -85,7 +85,7 @@ def test_a_directory_in_a_records_place_is_put_aside(gpu_host: Host, path: str) 
     assert len([name for name in gpu_host.entries(os.path.dirname(path)) if ".damaged-" in name]) == 1
 
 
-def test_a_directory_in_the_place_of_what_is_known_of_gpus_is_put_aside(gpu_host: Host) -> None:
+def test_a_directory_in_the_place_of_the_gpus_record_is_moved_aside(gpu_host: Host) -> None:
     for path in (LOST_GPUS, KERNEL_LOG_READ, DETACHED_GPUS):
         gpu_host.write(f"{path}/content", b"")
     gpu_host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00")
@@ -110,7 +110,7 @@ def test_settings_that_a_power_loss_emptied_are_written_again(gpu_host: Host, pa
     assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "ForeignFile"
 
 
-def test_a_record_that_cannot_be_read_now_is_neither_damage_nor_forgotten(gpu_host: Host) -> None:
+def test_an_unreadable_record_is_neither_damaged_nor_forgotten(gpu_host: Host) -> None:
     running(gpu_host)
     record = gpu_host.read(OWNED)
     before = discarded().get("owned.json", 0)
@@ -136,8 +136,8 @@ def damaged(host: Host) -> None:
 
 
 @pytest.mark.parametrize("lose", [removed, damaged])
-def test_a_machine_of_which_nothing_is_noted_is_known_by_what_it_started_with(gpu_host: Host, lose: Lose) -> None:
-    """Where prepare@ was killed, could not write its note, or that was damaged: GPUs come and go all the same."""
+def test_a_machine_without_a_note_is_known_by_its_started_settings(gpu_host: Host, lose: Lose) -> None:
+    """prepare@ was killed, could not write its note, or the note was damaged: GPUs are still added and removed."""
     running(gpu_host)
     lose(gpu_host)
     gpu_host.gpu("0000:03:00.0", 2)
@@ -149,7 +149,7 @@ def test_a_machine_of_which_nothing_is_noted_is_known_by_what_it_started_with(gp
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded"
 
 
-def test_what_such_a_machine_may_open_and_is_not_granted_is_forbidden(gpu_host: Host) -> None:
+def test_a_machine_without_a_note_loses_permissions_that_are_not_granted(gpu_host: Host) -> None:
     running(gpu_host)
     removed(gpu_host)
     units(gpu_host, "active", device_allow=[("char-pts", "rw"), *allowed(gpu_host), ("/dev/char/195:7", "rw")])
@@ -162,7 +162,7 @@ def test_what_such_a_machine_may_open_and_is_not_granted_is_forbidden(gpu_host: 
     assert "char-pts" in entries
 
 
-def test_a_machine_that_started_with_other_settings_has_to_start_again(gpu_host: Host) -> None:
+def test_a_machine_that_started_with_other_settings_needs_a_restart(gpu_host: Host) -> None:
     running(gpu_host)
     removed(gpu_host)
     text = gpu_host.read_text(started_nspawn(MACHINE))
@@ -171,7 +171,7 @@ def test_a_machine_that_started_with_other_settings_has_to_start_again(gpu_host:
     assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "MachineRestartNeeded")
 
 
-def test_what_is_taken_back_does_not_wait_for_that_start(gpu_host: Host) -> None:
+def test_withdrawal_does_not_wait_for_that_restart(gpu_host: Host) -> None:
     """Whatever else changed in the settings, and whether or not that is noted."""
     running(gpu_host)
     removed(gpu_host)
@@ -188,8 +188,8 @@ def test_what_is_taken_back_does_not_wait_for_that_start(gpu_host: Host) -> None
     assert condition(machine, ConditionType.DEVICES_ALLOWED)[1] != "MachineRestartNeeded", "it has these settings"
 
 
-def test_what_only_prepares_a_start_is_no_other_setting(gpu_host: Host) -> None:
-    """A release that does it in other words: no machine has to start again for that."""
+def test_lines_that_only_prepare_a_start_are_not_settings(gpu_host: Host) -> None:
+    """A release may do it in other words, and no machine has to restart for that."""
     running(gpu_host)
     removed(gpu_host)
     text = gpu_host.read_text(unit_drop_in(MACHINE))
@@ -209,7 +209,9 @@ def test_what_only_prepares_a_start_is_no_other_setting(gpu_host: Host) -> None:
 
 
 @pytest.mark.parametrize("path", [live_file(MACHINE), nspawn_file(MACHINE)])
-def test_a_failed_look_is_not_told_as_a_fact(gpu_host: Host, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_observation_is_not_reported_as_a_fact(
+    gpu_host: Host, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     running(gpu_host)
     gpu_host.failing[path] = OSError(errno.EIO, "Input/output error", path)
     (machine,) = reconciler(gpu_host).reconcile().machines

@@ -1,6 +1,6 @@
-"""Upgrades of the host's driver: staged ahead, switched as a whole with the module, collected when nothing uses them.
+"""Upgrades of the host's driver: staged ahead, switched as a whole with the module, removed when nothing uses them.
 
-The host is that of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
+The host is the one of tests/fakes/gpu_host.py: recorded names and links, everything else synthetic.
 """
 
 import os
@@ -49,7 +49,7 @@ class RunnerWithRm(ScriptedRunner):
         self.rm_calls = 0
         self.rm_fails = False
         self.per_second = 0.0
-        """Files that it removes in one second; 0 if none takes any time."""
+        """How many files rm removes in one second; 0 if removal takes no time."""
         self.rm_seconds = 0.0
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
@@ -61,7 +61,7 @@ class RunnerWithRm(ScriptedRunner):
         if self.per_second:
             self._slow(argv[argv.index("--") + 1 :], timeout)
         below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
-        # Not its real time limit: this machine may be busy.
+        # Not `timeout`: the real rm may take longer if this machine is busy.
         done = subprocess.run(below, capture_output=True, timeout=60)
         return Completed(done.returncode, done.stdout, done.stderr)
 
@@ -82,7 +82,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
-    """The package manager replaces the files, and runs ldconfig; the module stays what it is."""
+    """Act as a package manager that replaces the files and runs ldconfig; the loaded module stays the same."""
     for directory, _, names in os.walk(f"{host.root}/usr"):
         for path in (Path(directory, name) for name in names):
             if path.is_symlink() and old in os.readlink(path):
@@ -92,7 +92,7 @@ def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
             if old in path.name:
                 path.rename(path.with_name(path.name.replace(old, new)))
     host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
-    # Another inode, as ldconfig leaves it.
+    # A new inode, as after ldconfig.
     host.write(CACHE, b"written anew")
 
 
@@ -107,7 +107,7 @@ def driver_root(host: Host) -> str:
     return request.driver_root
 
 
-def handed(host: Host) -> tuple[int, ...]:
+def recorded_roots(host: Host) -> tuple[int, ...]:
     path = handed_roots_file(MACHINE)
     return parse_handed(path, host.read(path))
 
@@ -117,7 +117,7 @@ def condition(outcome: Outcome, kind: ConditionType) -> Condition:
 
 
 def reinstall(host: Host, time: int) -> None:
-    """The package once more: each file is another inode with a new time, and ldconfig runs."""
+    """Install the package again: each file gets a new inode and a new time, and ldconfig runs."""
     for directory, _, names in os.walk(f"{host.root}/usr/lib"):
         for path in (Path(directory, name) for name in names):
             if path.is_file() and not path.is_symlink():
@@ -129,15 +129,15 @@ def reinstall(host: Host, time: int) -> None:
     host.write(CACHE, b"written anew")
 
 
-def mend(host: Host) -> None:
-    """One library of the newly installed ones."""
+def repair(host: Host) -> None:
+    """Repair one of the newly installed libraries."""
     path = Path(f"{host.root}/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}")
     path.write_bytes(b"mended" + path.read_bytes()[6:])
     os.utime(path, (1_800_000_000, 1_800_000_000))
 
 
-def test_the_same_driver_with_new_times_is_no_other_one(host: Host) -> None:
-    """Whatever becomes of the notes of that, also for a service that is started anew."""
+def test_the_same_driver_with_new_times_is_the_same_driver(host: Host) -> None:
+    """Whatever happens to the notes about it, and even if the service restarts."""
     start_machine(host)
     for number in range(3):
         reinstall(host, 1_800_000_000 + number)
@@ -151,7 +151,7 @@ def test_the_same_driver_with_new_times_is_no_other_one(host: Host) -> None:
 
 
 class OpeningHost(Host):
-    """Keeps what was opened of driver roots."""
+    """A host that records which files of driver roots were opened."""
 
     opened: list[str]
 
@@ -162,15 +162,15 @@ class OpeningHost(Host):
 
 
 @pytest.mark.parametrize("content", ["the same", "another"])
-def test_what_is_there_is_compared_once(tmp_path: Path, content: str) -> None:
-    """Also where what is another driver then cannot be staged."""
+def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> None:
+    """Even if another driver was found and cannot be staged."""
     host = OpeningHost(tmp_path, runner=RunnerWithRm(tmp_path))
     host.opened = []
     set_up(host)
     start_machine(host)
     reinstall(host, 1_800_000_000)
     if content == "another":
-        mend(host)
+        repair(host)
     reconciler(host).look()
     assert host.opened
     if content == "the same":
@@ -181,16 +181,16 @@ def test_what_is_there_is_compared_once(tmp_path: Path, content: str) -> None:
 
 
 def test_another_content_of_the_same_size_is_another_driver(host: Host) -> None:
-    """As after a file was damaged, and its package installed once more."""
+    """For example, a file was damaged, and its package installed again."""
     start_machine(host)
     reinstall(host, 1_800_000_000)
-    mend(host)
+    repair(host)
     reconciler(host).reconcile()
     assert driver_root(host).endswith("/1")
     assert not host.exists(times_file(0))
 
 
-def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: Host) -> None:
+def test_an_upgrade_waits_for_the_module_and_then_replaces_everything(host: Host) -> None:
     start_machine(host)
     before = host.identity(handoff_file(MACHINE))
     upgrade(host)
@@ -204,7 +204,7 @@ def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: H
         f"driver {VERSION} is staged as driver root 0; driver {NEWER} is staged as driver root 1, but its kernel "
         "module is not loaded yet"
     )
-    # Unloaded: the machine keeps what it has, though the newest is another.
+    # The module is unloaded: the machine keeps its driver root, although the newest one is different.
     host.remove_file("/sys/module/nvidia/version")
     assert reconciler(host).reconcile().actions == ()
     assert driver_root(host) == "/run/host-nvidia/0"
@@ -216,25 +216,25 @@ def test_an_upgrade_waits_for_the_module_and_is_then_switched_as_a_whole(host: H
     assert not [file for file in request.files if VERSION in file.target]
 
 
-def test_a_root_that_was_handed_stays_until_the_machine_is_started_anew(host: Host) -> None:
+def test_a_handed_root_is_kept_until_the_machine_restarts(host: Host) -> None:
     start_machine(host)
     upgrade(host)
     host.file("/sys/module/nvidia/version", f"{NEWER}\n")
     reconciler(host).reconcile()
     assert driver_root(host) == "/run/host-nvidia/1"
-    assert handed(host) == (0, 1)
+    assert recorded_roots(host) == (0, 1)
     assert reconciler(host).reconcile().actions == ()
     library = f"{TREES}/0/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}"
     assert host.exists(library)
     start_machine(host)
-    assert handed(host) == (1,)
+    assert recorded_roots(host) == (1,)
     assert not host.exists(f"{TREES}/0")
     assert host.entries(MANIFESTS) == ("1.json",)
     assert host.entries(REMOVED) == ()
 
 
-def test_an_upgrade_that_was_taken_back_leaves_nothing(host: Host) -> None:
-    """What waits was never handed to anybody."""
+def test_a_reverted_upgrade_leaves_nothing(host: Host) -> None:
+    """The waiting driver root was never recorded_roots to a machine."""
     start_machine(host)
     upgrade(host)
     reconciler(host).reconcile()
@@ -246,8 +246,8 @@ def test_an_upgrade_that_was_taken_back_leaves_nothing(host: Host) -> None:
     assert not host.exists(f"{TREES}/1")
 
 
-def test_unused_roots_make_place_for_a_new_one(host: Host) -> None:
-    """A stopped machine's old set goes before the new one is staged, not after."""
+def test_unused_roots_make_room_for_a_new_one(host: Host) -> None:
+    """A stopped machine's old driver root is removed before the new one is staged, not after."""
     start_machine(host)
     units(host, "inactive")
     upgrade(host)
@@ -258,12 +258,12 @@ def test_unused_roots_make_place_for_a_new_one(host: Host) -> None:
     kinds = [action.kind for action in outcome.actions]
     assert kinds.index("remove") < kinds.index("stage")
     assert driver_root(host) == "/run/host-nvidia/2"
-    # Root 0 is named by the handoff of that moment, and goes with the pass after.
+    # The current handoff still names root 0, so the next pass removes it.
     assert "remove driver root 1 (incomplete), which nothing uses" in outcome.sentences
     assert reconciler(host).reconcile().sentences == ("remove driver root 0 (incomplete), which nothing uses",)
 
 
-def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
+def test_a_killed_removal_is_completed(host: Host) -> None:
     start_machine(host)
     deep = Path(f"{host.root}{REMOVED}/7")
     deep.mkdir(parents=True)
@@ -280,8 +280,8 @@ def test_what_a_killed_removal_left_is_cleared(host: Host) -> None:
     assert host.entries(REMOVED) == host.entries(STAGING) == ()
 
 
-def test_a_driver_that_is_built_anew_in_the_same_place_is_taken(host: Host) -> None:
-    """NixOS has each build in a directory of its own, also of one version."""
+def test_a_rebuilt_driver_in_the_same_place_is_used(host: Host) -> None:
+    """NixOS has each build in a directory of its own, even builds of one version."""
     bare(host)
     put(host, "/nix/store/aaa/lib", VERSION)
     host.symlink("/run/opengl-driver", "/nix/store/aaa")
@@ -293,7 +293,7 @@ def test_a_driver_that_is_built_anew_in_the_same_place_is_taken(host: Host) -> N
     host.symlink("/run/opengl-driver", "/nix/store/bbb")
     assert reconciler(host).reconcile().failures == ()
     assert driver_root(host) == "/run/host-nvidia/1"
-    # The same version somewhere else while that place has another one: what the machine has stays.
+    # The same version is in another place while the first place has a different one: the machine keeps its driver root.
     put(host, "/opt/nvidia/lib64", VERSION)
     put(host, "/nix/store/ccc/lib", NEWER)
     host.remove_file("/run/opengl-driver")
@@ -305,11 +305,11 @@ def test_a_driver_that_is_built_anew_in_the_same_place_is_taken(host: Host) -> N
     assert driver_root(host) == "/run/host-nvidia/2"
 
 
-# ---- by facts
+# ---- facts
 
 
 def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) -> Facts:
-    """A host whose files are NEW's, with a machine that runs; `machine` replaces fields of it."""
+    """Return a host with NEW's files and a running machine; `machine` replaces fields of it."""
     vendor = nvidia()
     assert vendor.driver is not None
     driver = replace(vendor.driver, module_version=module, user_space=UserSpace(NEWER, NEW.files))
@@ -321,7 +321,7 @@ def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) ->
 
 
 def with_handoff(found: Facts, root: StagedRoot) -> Facts:
-    """As if the machine had been handed `root` before."""
+    """Return the facts as if the machine had been recorded_roots `root` before."""
     vendor = nvidia()
     assert vendor.driver is not None
     fitting = replace(vendor.driver, module_version=root.version, user_space=UserSpace(root.version, root.files))
@@ -335,7 +335,7 @@ def removed(found: Facts) -> list[int]:
 
 
 def test_the_waiting_root_is_staged_after_the_handoffs() -> None:
-    """It keeps nobody from its GPUs, also when there is no space for it."""
+    """It keeps no machine from its GPUs, even if there is no space for it."""
     found = seen(OLD)
     actions = diff(plan(CONFIG, found), found).actions
     assert actions[-1] == StageDriverRoot(NEW)
@@ -356,13 +356,13 @@ def of_version(version: str, directory: str) -> tuple[Library, ...]:
 
 
 def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...]) -> tuple[StagedRoot, ...]:
-    """What a machine has that was handed `kept`, when the host has the same version, and more files, in `directory`."""
+    """Return the driver roots of a machine with `kept`, if `directory` has the same version and more files."""
     files = tuple(replace(each, size=31) for each in of_version(VERSION, directory))
     vendor = nvidia()
     assert vendor.driver is not None
     user_space = replace(vendor.driver.user_space, files=files, **found_in)  # type: ignore[arg-type]
-    of_host = replace(vendor.driver, user_space=user_space)
-    found = replace(with_handoff(seen(kept), kept), vendors=(replace(vendor, driver=of_host),))
+    host_driver = replace(vendor.driver, user_space=user_space)
+    found = replace(with_handoff(seen(kept), kept), vendors=(replace(vendor, driver=host_driver),))
     goal = plan(CONFIG, found).goal
     assert goal.waiting_roots == ()
     new = StagedRoot(1, "nvidia", VERSION, files)
@@ -380,12 +380,12 @@ def serving(kept: StagedRoot, directory: str, **found_in: str | tuple[str, ...])
         (HOST_CACHE, "/usr/lib", "", False),
     ],
 )
-def test_a_machine_does_not_change_to_the_same_version_of_another_place(
+def test_a_machine_does_not_change_to_the_same_version_in_another_place(
     place: str, directory: str, configured: str, stays: bool
 ) -> None:
-    """As when the packages' driver is upgraded while the module is loaded: what else has that version is not taken.
+    """While the module is loaded, an upgrade of the packages must not let other files of its version take over.
 
-    Staged by a release that did not record the place.
+    The release that staged this driver root did not record its place.
     """
     kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/usr/lib64"))
     assert (serving(kept, directory, place_name=place, configured=configured) == (kept,)) == stays
@@ -402,23 +402,23 @@ def test_a_machine_does_not_change_to_the_same_version_of_another_place(
         ("a later release's", "/opt/nvidia", (), False),
     ],
 )
-def test_what_came_into_the_same_place_is_taken_and_what_is_not_trusted_is_left(
+def test_new_files_in_the_same_place_are_used_unless_untrusted(
     kept_in: str, place: str, refused: tuple[str, ...], stays: bool
 ) -> None:
-    """A configured place that is another one, or none, by now is not trusted either."""
+    """A configured place that has changed or disappeared is not trusted either."""
     kept = StagedRoot(0, "nvidia", VERSION, of_version(VERSION, "/nix/store/aaa"), place=kept_in)
     found = serving(kept, "/nix/store/bbb", place_name=place, refused_places=refused)
     assert (found == (kept,)) == stays
 
 
-def test_on_a_host_that_booted_without_the_module_the_newest_is_taken() -> None:
+def test_on_a_host_that_booted_without_the_module_the_newest_is_used() -> None:
     assert plan(CONFIG, seen(OLD, NEW, module=Absent("not loaded"))).goal.driver_roots == (NEW,)
     assert plan(CONFIG, seen(module=Absent("not loaded"))).goal.driver_roots == (replace(NEW, index=0),)
 
 
 @pytest.mark.parametrize("module", [VERSION, NEWER])
-def test_the_sets_of_module_and_files_stay_without_any_gpu(module: str) -> None:
-    """They come back with the GPU, and staging takes long."""
+def test_the_roots_of_module_and_files_are_kept_without_any_gpu(module: str) -> None:
+    """They return with the GPU, and staging takes long."""
     found = seen(OLD, NEW, module=module, unit_state="inactive")
     vendor = replace(found.vendors[0], gpus=(), devices=())
     assert collect(Goal((), (), (), Remembered()), replace(found, vendors=(vendor,))) == (
@@ -426,16 +426,16 @@ def test_the_sets_of_module_and_files_stay_without_any_gpu(module: str) -> None:
     )
 
 
-def test_what_no_machine_was_handed_since_its_start_is_collected() -> None:
+def test_roots_that_no_machine_was_handed_since_its_start_are_removed() -> None:
     found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
     assert removed(found) == [0]
     assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,)), NEW)) == []
     assert removed(with_handoff(seen(OLD, NEW, module=NEWER, handed_roots=(0,), unit_state="inactive"), NEW)) == [0]
-    # Not answered yet, and nothing recorded: the handoff on disk counts.
+    # No report yet, and nothing recorded: the handoff on disk counts.
     assert removed(with_handoff(seen(OLD, NEW, module=NEWER), OLD)) == []
 
 
-def test_spoiled_roots_are_collected_by_the_same_rule() -> None:
+def test_corrupt_roots_are_removed_by_the_same_rule() -> None:
     found = with_handoff(seen(NEW, module=NEWER, handed_roots=(4,)), NEW)
     assert removed(replace(found, spoiled_roots=(0, 1, 4))) == [0]
 
@@ -449,18 +449,18 @@ def test_spoiled_roots_are_collected_by_the_same_rule() -> None:
         {"handed_roots": Absent("no record"), "unit_state": Unseen("no answer")},
     ],
 )
-def test_nothing_goes_where_what_a_machine_uses_is_not_known(blind: dict[str, object]) -> None:
+def test_nothing_is_removed_if_a_machines_roots_are_unknown(blind: dict[str, object]) -> None:
     found = with_handoff(seen(OLD, NEW, module=NEWER, **blind), NEW)
     assert removed(replace(found, spoiled_roots=(7,))) == []
 
 
 @pytest.mark.parametrize("granted", [Unseen("Input/output error"), Broken("not JSON")])
-def test_nothing_goes_while_it_cannot_be_told_what_was_granted(granted: Broken | Unseen) -> None:
+def test_nothing_is_removed_while_grants_are_unknown(granted: Broken | Unseen) -> None:
     found = seen(OLD, NEW, module=NEWER)
     assert removed(replace(found, machines=(replace(found.machines[0], granted=granted),))) == []
 
 
-def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:
+def test_nothing_is_removed_while_the_driver_is_unseen() -> None:
     found = with_handoff(seen(OLD, NEW, module=NEWER), NEW)
     (vendor,) = found.vendors
     assert vendor.driver is not None
@@ -473,8 +473,8 @@ def test_nothing_goes_while_the_driver_cannot_be_seen() -> None:
     assert removed(replace(found, vendors=(replace(vendor, devices=Unseen("time limit")),))) == []
 
 
-def test_a_removal_that_fails_is_a_problem_and_no_failure(host: Host) -> None:
-    """It would make each pass a failed one, and be tried by the next at once: each attempt may take a minute."""
+def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:
+    """Otherwise each pass would fail and the next one retry at once; an attempt may take a minute."""
     assert isinstance(host.runner, RunnerWithRm)
     agent = reconciler(host)
     agent.reconcile()
@@ -489,7 +489,7 @@ def test_a_removal_that_fails_is_a_problem_and_no_failure(host: Host) -> None:
     third = agent.reconcile()
     assert third.facts.all_problems() == second.facts.all_problems(), "told once"
     assert host.runner.rm_calls == calls, "not tried again at once"
-    # Another process's pass does not know of it, as this one does not when the time is over.
+    # Another process's pass does not know of the failure; nor does this one when the time is over.
     host.runner.rm_fails = False
     agent.uncleared = {
         action: replace(each, tried=each.tried - CLEAR_AGAIN) for action, each in agent.uncleared.items()
@@ -500,7 +500,7 @@ def test_a_removal_that_fails_is_a_problem_and_no_failure(host: Host) -> None:
 
 
 def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
-    """Root in a machine can put one of any size in the place of our files. A later pass goes on where one ended."""
+    """Root in a machine can put a tree of any size in our files' place. A later pass continues where one stopped."""
     assert isinstance(host.runner, RunnerWithRm)
     agent = reconciler(host)
     agent.reconcile()
@@ -519,7 +519,7 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
     assert host.entries(REMOVED) == ()
 
 
-def test_remains_are_left_to_a_staging_that_is_due() -> None:
+def test_staging_removes_the_remains_itself() -> None:
     path = f"{STAGING}/1"
     found = with_handoff(replace(seen(OLD), staging_remains=(path,)), OLD)
     assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, ClearRemains)]
@@ -528,8 +528,8 @@ def test_remains_are_left_to_a_staging_that_is_due() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"version": 2, "indices": []}', b'{"version": 1, "indices": [-1]}'])
-def test_a_record_that_is_not_ours_says_nothing(host: Host, data: bytes) -> None:
-    """So that nothing is collected until the machine's next start, which begins a new one."""
+def test_a_record_of_unknown_format_is_ignored(host: Host, data: bytes) -> None:
+    """Then nothing is removed until the machine's next start, which begins a new record."""
     start_machine(host)
     host.write(handed_roots_file(MACHINE), data)
     upgrade(host)

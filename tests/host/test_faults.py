@@ -1,4 +1,4 @@
-"""An error in one machine's work, also one that nobody foresaw, is that machine's: the others go on."""
+"""Even an unexpected error in one machine's work affects only that machine: the others continue."""
 
 import logging
 from dataclasses import replace
@@ -33,7 +33,7 @@ from tests.host.test_damage import running
 
 BAD = "bad"
 NONSENSE = cast(Any, object())
-"""Such as no look gives, whatever a machine has made of its files."""
+"""No observation returns such a value, whatever a machine has done to its files."""
 
 
 def two(host: Host, **settings: object) -> Reconciler:
@@ -50,16 +50,16 @@ def outcomes(machines: tuple[MachineOutcome, ...]) -> dict[str, MachineOutcome]:
 def assert_only_bad_is_faulted(machines: tuple[MachineOutcome, ...], work: str) -> None:
     found = outcomes(machines)
     assert {each.type for each in found[BAD].conditions} == set(ConditionType)
-    # By the record of all machines' GPUs.
-    of_machine = [each for each in found[BAD].conditions if each.type is not ConditionType.GPUS_COMPLETE]
-    for each in of_machine:
+    # GPUS_COMPLETE comes from the record of all machines' GPUs.
+    own_conditions = [each for each in found[BAD].conditions if each.type is not ConditionType.GPUS_COMPLETE]
+    for each in own_conditions:
         assert (each.status, each.reason) == (Status.UNKNOWN, "InternalError")
         assert each.message.startswith(f"cannot {work}: ")
     assert not {each.reason for each in found[MACHINE].conditions} & {"InternalError", "ObservationFailed"}
 
 
-def test_an_error_in_the_look_at_one_machine(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
-    """Nothing of it changes; the other one gets its GPUs; the log has the traceback once."""
+def test_an_error_in_observing_one_machine(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
+    """The machine does not change, the other gets its GPUs, and the log has the traceback once."""
     agent = two(gpu_host)
     gpu_host.failing[handed_roots_file(BAD)] = RecursionError("maximum recursion depth exceeded")
     with caplog.at_level(logging.ERROR, "agent"):
@@ -78,7 +78,7 @@ def test_an_error_in_the_look_at_one_machine(gpu_host: Host, caplog: pytest.LogC
 
 
 def two_seen(**bad: object) -> Facts:
-    """A machine that is as it should be, and one with nonsense in what is known of it."""
+    """Return one sound machine, and one with nonsense among its facts."""
     seen = facts()
     other = replace(seen.machines[0], name=BAD, root=f"/var/lib/machines/{BAD}", **cast(Any, bad))
     files = {path.replace("gpu-node", BAD): state for path, state in seen.files.items()}
@@ -97,7 +97,7 @@ def test_an_error_in_the_plan_for_one_machine() -> None:
 
 
 def test_an_error_in_the_steps_for_one_machine() -> None:
-    """What it has stays; the other one's steps are all there."""
+    """The machine keeps what it has, and the other one's steps are complete."""
     seen = two_seen(handed_roots=([],))
     alone = planned(facts())
     found = diff(planned(seen), seen)
@@ -105,8 +105,8 @@ def test_an_error_in_the_steps_for_one_machine() -> None:
     assert found.actions == diff(replace(alone, goal=both_roots(alone.goal, planned(seen).goal)), facts()).actions
 
 
-def test_an_error_in_the_steps_forbids_what_was_withdrawn_all_the_same(gpu_host: Host) -> None:
-    """At once: the machine is not told of it, and another one may have it now. It gets nothing more."""
+def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) -> None:
+    """At once: the machine is not informed, and another machine may have the GPU now. It gets nothing more."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     seen, wanted, _ = agent.look()
@@ -129,19 +129,19 @@ def test_an_error_in_the_steps_forbids_what_was_withdrawn_all_the_same(gpu_host:
 
 
 def without_handoff(seen: Facts) -> Facts:
-    """Nothing is known of that file, which no look gives."""
+    """Return facts without that file, which no observation does."""
     return replace(seen, files={path: each for path, each in seen.files.items() if path != handoff_file(MACHINE)})
 
 
 class Unforeseen(bytes):
-    """Content that ends whoever looks into it."""
+    """Content that raises an error in whoever reads its lines."""
 
     def splitlines(self, keepends: bool = False) -> NoReturn:
         raise RecursionError("maximum recursion depth exceeded")
 
 
 class HostOfBad(Host):
-    """What the machine BAD was started with is such content."""
+    """A host where the machine BAD was started with such content."""
 
     def read(self, path: str, limit: int = 4 << 20) -> bytes:
         content = super().read(path, limit)
@@ -149,7 +149,7 @@ class HostOfBad(Host):
 
 
 def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
-    """It ended the pass for all."""
+    """This once ended the pass for all machines."""
     host = set_up(HostOfBad(tmp_path))
     agent = two(host)
     for path in (started_nspawn(BAD), started_drop_in(BAD)):
@@ -162,8 +162,8 @@ def test_an_error_in_what_a_machine_was_started_with(tmp_path: Path) -> None:
     assert host.is_file(handoff_file(MACHINE))
 
 
-def test_a_drop_in_that_is_no_text_is_no_error(gpu_host: Host) -> None:
-    """The machine runs with settings that nobody knows."""
+def test_a_drop_in_that_is_not_text_is_not_an_error(gpu_host: Host) -> None:
+    """The machine runs with unknown settings."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.write(started_nspawn(MACHINE), b"")
@@ -175,11 +175,11 @@ def test_a_drop_in_that_is_no_text_is_no_error(gpu_host: Host) -> None:
 
 
 def both_roots(alone: Goal, both: Goal) -> Goal:
-    """Driver roots are of all machines."""
+    """Return `alone` with the driver roots of `both`: all machines share them."""
     return replace(alone, driver_roots=both.driver_roots, waiting_roots=both.waiting_roots)
 
 
-def test_an_error_in_what_one_machine_says(gpu_host: Host) -> None:
+def test_an_error_in_one_machines_report(gpu_host: Host) -> None:
     agent = two(gpu_host)
     agent.reconcile()
     seen, wanted, difference = agent.look()
@@ -191,8 +191,8 @@ def test_an_error_in_what_one_machine_says(gpu_host: Host) -> None:
     assert_only_bad_is_faulted(agent.judge(seen, wanted, diff(wanted, seen, said)), "read its report")
 
 
-def test_no_report_keeps_a_permission_from_being_taken_back(gpu_host: Host) -> None:
-    """Not one either in which something goes wrong: as with any other that is broken."""
+def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> None:
+    """Not even a report that causes an error: it counts as broken."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     seen, wanted, _ = agent.look()
@@ -201,13 +201,13 @@ def test_no_report_keeps_a_permission_from_being_taken_back(gpu_host: Host) -> N
     (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
     assert DeviceAllow("/dev/char/195:1", "rw") in change.before.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in change.after.allow
-    (judged,) = agent.judge(seen, wanted, found)
-    assert judged.fault
-    assert judged.fault.why.startswith("cannot read its report: ")
+    (evaluated,) = agent.judge(seen, wanted, found)
+    assert evaluated.fault
+    assert evaluated.fault.why.startswith("cannot read its report: ")
 
 
 def test_a_directory_of_one_machine_that_cannot_be_made(gpu_host: Host) -> None:
-    """It was the end of the pass for all."""
+    """This once ended the pass for all machines."""
     gpu_host.file(handoff_directory(BAD).removesuffix("/handoff"), "in the way")
     outcome = two(gpu_host).reconcile()
     assert f"cannot create {handoff_directory(BAD)}: Not a directory" in outcome.failures

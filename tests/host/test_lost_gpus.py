@@ -1,4 +1,4 @@
-"""GPUs that go from the PCI bus without `gpus detach`: remembered across everything, until somebody acknowledges it."""
+"""GPUs that leave the PCI bus without `gpus detach` are remembered across everything until that is acknowledged."""
 
 import errno
 import os
@@ -29,8 +29,8 @@ FIRST, SECOND, THIRD = "0000:01:00.0", "0000:02:00.0", "0000:03:00.0"
 H100 = "NVIDIA H100 80GB HBM3"
 
 
-def judged(agent: Reconciler) -> MachineOutcome:
-    """By a pass."""
+def evaluate(agent: Reconciler) -> MachineOutcome:
+    """Return the machine's outcome of a pass."""
     outcome = agent.reconcile()
     assert outcome.failures == ()
     return next(each for each in outcome.machines if each.name == MACHINE)
@@ -49,8 +49,8 @@ def ready(machine: MachineOutcome) -> tuple[Status, str]:
     return machine.conditions[-1].status, machine.conditions[-1].reason
 
 
-def went(host: Host, when: float) -> None:
-    """Let all lost GPUs be missed since then."""
+def date_losses(host: Host, when: float) -> None:
+    """Date the loss of all lost GPUs."""
     before = parse_remembered("", host.read(REMEMBERED_GPUS[0]))
     gpus = tuple(replace(gpu, lost=when) if gpu.lost else gpu for gpu in before.gpus)
     for copy in REMEMBERED_GPUS:
@@ -61,32 +61,32 @@ COMPLETE, LOST = (Status.TRUE, "Complete"), (Status.FALSE, "GPULost")
 
 
 @pytest.mark.parametrize("gpus", ["all", "count=2", [FIRST, SECOND]])
-def test_a_gpu_that_went_is_named_until_it_is_forgotten(gpu_host: Host, gpus: str | list[str]) -> None:
+def test_a_lost_gpu_is_named_until_it_is_forgotten(gpu_host: Host, gpus: str | list[str]) -> None:
     agent = reconciler(gpu_host, gpus=gpus)
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
     gpu_host.unplug(SECOND)
-    machine = judged(agent)
+    machine = evaluate(agent)
     assert complete(machine) == LOST
     assert machine.lost == (SECOND,)
     assert f"{SECOND} ({H100} GPU-00000000-0000-4000-8000-000000000001) since 20" in message(machine)
     assert f"`unbounded-agent gpus forget {SECOND}`" in message(machine)
-    went(gpu_host, 1_700_000_000.0)
-    assert "since 2023-11-14T22:13:20Z" in message(judged(agent)), "when it went stays what it was"
+    date_losses(gpu_host, 1_700_000_000.0)
+    assert "since 2023-11-14T22:13:20Z" in message(evaluate(agent)), "the date of the loss stays"
     (line,) = forget(SECOND, agent)
     assert line.startswith(f"{SECOND} ({H100}")
-    assert complete(judged(agent)) == COMPLETE
-    assert judged(agent).lost == ()
+    assert complete(evaluate(agent)) == COMPLETE
+    assert evaluate(agent).lost == ()
 
 
-def test_what_is_left_counts_for_ready_and_doctor_names_the_loss(tmp_path: Path) -> None:
-    """Seven of eight GPUs run pods: a node is not taken out of use for the eighth."""
+def test_the_remaining_gpus_count_for_ready_and_doctor_names_the_loss(tmp_path: Path) -> None:
+    """Seven of eight GPUs run pods: the node stays in use despite the eighth."""
     site = Site(tmp_path / "host")
     site.start()
-    assert ready(judged(site.agent)) == (Status.TRUE, "AllConditionsTrue")
+    assert ready(evaluate(site.agent)) == (Status.TRUE, "AllConditionsTrue")
     site.host.unplug(SECOND)
-    judged(site.agent)
+    evaluate(site.agent)
     site.answer()
-    machine = judged(site.agent)
+    machine = evaluate(site.agent)
     assert complete(machine) == LOST
     assert ready(machine) == (Status.TRUE, "AllConditionsTrue")
     (finding,) = (each for each in diagnose(machine).findings if each.reason == "GPULost")
@@ -95,69 +95,69 @@ def test_what_is_left_counts_for_ready_and_doctor_names_the_loss(tmp_path: Path)
 
 def test_the_loss_of_all_is_not_a_host_without_gpus(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     for address in (FIRST, SECOND):
         gpu_host.unplug(address)
-    machine = judged(agent)
+    machine = evaluate(agent)
     assert complete(machine) == LOST
     assert ready(machine) == LOST
     assert machine.lost == (FIRST, SECOND)
     assert len(forget("", agent)) == 2
-    assert ready(judged(agent)) == (Status.TRUE, "NoGPU")
+    assert ready(evaluate(agent)) == (Status.TRUE, "NoGPU")
 
 
 def test_a_reboot_of_the_host_forgets_nothing(gpu_host: Host) -> None:
-    """Nor do machines that lose their settings with it."""
-    judged(reconciler(gpu_host))
+    """The record survives, although machines lose their settings."""
+    evaluate(reconciler(gpu_host))
     for address in (FIRST, SECOND):
         gpu_host.unplug(address)
     gpu_host.remove_tree(RUNTIME)
     gpu_host.remove_tree(MACHINES_STATE)
-    machine = judged(reconciler(gpu_host))
+    machine = evaluate(reconciler(gpu_host))
     assert ready(machine) == LOST
     assert machine.lost == (FIRST, SECOND)
 
 
-def test_one_that_comes_back_is_not_lost(gpu_host: Host) -> None:
+def test_a_gpu_that_returns_is_not_lost(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     gpu_host.unplug(SECOND)
-    assert complete(judged(agent)) == LOST
+    assert complete(evaluate(agent)) == LOST
     gpu_host.gpu(SECOND, 1)
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
 
 
 def test_a_card_in_another_slot_is_known_by_its_uuid(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     gpu_host.unplug(SECOND)
     gpu_host.gpu(THIRD, 1)
-    machine = judged(agent)
+    machine = evaluate(agent)
     assert complete(machine) == COMPLETE
     assert machine.gpus == (FIRST, THIRD)
     gpu_host.unplug(THIRD)
-    assert judged(agent).lost == (THIRD,)
+    assert evaluate(agent).lost == (THIRD,)
 
 
-def test_another_card_in_its_slot_is_no_loss(gpu_host: Host) -> None:
-    """Somebody has put it there."""
+def test_another_card_in_the_slot_is_not_a_loss(gpu_host: Host) -> None:
+    """Somebody put the new card there."""
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     gpu_host.unplug(SECOND)
     gpu_host.gpu(SECOND, 5)
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
 
 
-def test_what_settings_name_no_longer_is_not_missed(gpu_host: Host) -> None:
-    """Before it goes, or after."""
+def test_a_gpu_that_settings_no_longer_name_is_not_missed(gpu_host: Host) -> None:
+    """Whether the settings changed before the removal or after."""
     agent = reconciler(gpu_host)
-    judged(agent)
-    judged(reconciler(gpu_host, gpus=[FIRST]))
+    evaluate(agent)
+    evaluate(reconciler(gpu_host, gpus=[FIRST]))
     gpu_host.unplug(SECOND)
-    assert complete(judged(reconciler(gpu_host, gpus=[FIRST]))) == COMPLETE
+    assert complete(evaluate(reconciler(gpu_host, gpus=[FIRST]))) == COMPLETE
     gpu_host.unplug(FIRST)
-    assert judged(reconciler(gpu_host)).lost == (FIRST,)
-    assert judged(reconciler(gpu_host, gpus=[THIRD])).lost == ()
+    assert evaluate(reconciler(gpu_host)).lost == (FIRST,)
+    assert evaluate(reconciler(gpu_host, gpus=[THIRD])).lost == ()
 
 
 def test_a_machine_that_is_not_configured_misses_nothing(gpu_host: Host) -> None:
@@ -165,69 +165,69 @@ def test_a_machine_that_is_not_configured_misses_nothing(gpu_host: Host) -> None
     gpu_host.bus.unit("systemd-nspawn@other.service", "inactive")
     both = Config.model_validate({"machines": {MACHINE: {"gpus": [FIRST]}, "other": {"gpus": [SECOND]}}})
     agent = Reconciler(both, gpu_host, gpu_host)
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
     gpu_host.unplug(SECOND)
     lost = {machine.name: machine.lost for machine in agent.reconcile().machines}
     assert lost == {MACHINE: (), "other": (SECOND,)}
-    assert judged(reconciler(gpu_host, gpus=[FIRST])).lost == ()
+    assert evaluate(reconciler(gpu_host, gpus=[FIRST])).lost == ()
     assert parse_remembered("", gpu_host.read(REMEMBERED_GPUS[0])).gpus[0].pci_address == FIRST
     assert len(parse_remembered("", gpu_host.read(REMEMBERED_GPUS[0])).gpus) == 1
 
 
-def test_one_that_virtual_machines_were_given_is_not_missed(gpu_host: Host) -> None:
+def test_a_gpu_that_a_virtual_machine_has_is_not_missed(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     gpu_host.rebind(SECOND, "vfio-pci")
-    judged(agent)
+    evaluate(agent)
     gpu_host.unplug(SECOND)
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
 
 
-def test_detaching_acknowledges_and_attaching_takes_that_back(tmp_path: Path) -> None:
+def test_detaching_acknowledges_and_attaching_reverts_that(tmp_path: Path) -> None:
     site = Site(tmp_path / "host")
     site.start()
     assert detach(SECOND, site.agent, FAST).done
     assert attach(SECOND, site.agent, FAST).done
     site.host.unplug(SECOND)
-    assert judged(site.agent).lost == (SECOND,)
+    assert evaluate(site.agent).lost == (SECOND,)
     site.host.gpu(SECOND, 1)
-    judged(site.agent)
+    evaluate(site.agent)
     assert detach(SECOND, site.agent, FAST).done
     site.host.unplug(SECOND)
-    assert complete(judged(site.agent)) == COMPLETE
+    assert complete(evaluate(site.agent)) == COMPLETE
 
 
 def test_a_bus_that_cannot_be_listed_loses_nothing(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     record, listed = gpu_host.read(REMEMBERED_GPUS[0]), gpu_host.pci
     gpu_host.pci = Unseen("simulated")
-    # Where the driver's own list would serve.
+    # The driver's own list would help, but fails too.
     gpu_host.failing["/proc/driver/nvidia/gpus"] = OSError(errno.EIO, "Input/output error")
-    machine = judged(agent)
+    machine = evaluate(agent)
     assert complete(machine) == COMPLETE
     assert gpu_host.read(REMEMBERED_GPUS[0]) == record
     gpu_host.pci = listed
     gpu_host.failing.clear()
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
 
 
-def test_a_machine_whose_root_directory_is_not_there_keeps_its_gpus_in_mind(gpu_host: Host) -> None:
+def test_a_machine_without_its_root_directory_keeps_its_gpus_in_the_record(gpu_host: Host) -> None:
     """Its file system may not be mounted yet."""
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     root = Path(gpu_host.root, f"var/lib/machines/{MACHINE}")
     root.rename(root.with_name("elsewhere"))
-    judged(agent)
+    evaluate(agent)
     gpu_host.unplug(SECOND)
-    assert judged(agent).lost == (SECOND,)
+    assert evaluate(agent).lost == (SECOND,)
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 300, b'{"version": 2, "gpus": [], "damage": ""}', b"[]"])
 @pytest.mark.parametrize("copy", REMEMBERED_GPUS)
 def test_one_damaged_copy_is_replaced_by_the_other(gpu_host: Host, copy: str, damage: bytes) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     whole = gpu_host.read(copy)
     gpu_host.write(copy, damage)
     gpu_host.unplug(SECOND)
@@ -239,62 +239,62 @@ def test_one_damaged_copy_is_replaced_by_the_other(gpu_host: Host, copy: str, da
     assert first == second != whole
 
 
-def test_a_changed_letter_is_damage_too(gpu_host: Host) -> None:
-    """Else the machine would miss a GPU that never was, and not the one that goes."""
+def test_a_changed_digit_is_damage_too(gpu_host: Host) -> None:
+    """Otherwise the machine would miss a GPU that never existed, and not the one that was removed."""
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     record = gpu_host.read(REMEMBERED_GPUS[0])
     gpu_host.write(REMEMBERED_GPUS[0], record.replace(SECOND.encode(), THIRD.encode()))
     gpu_host.unplug(SECOND)
-    assert judged(agent).lost == (SECOND,)
+    assert evaluate(agent).lost == (SECOND,)
 
 
 @pytest.mark.parametrize("copy", REMEMBERED_GPUS)
-def test_a_directory_in_the_place_of_a_copy_is_put_aside(gpu_host: Host, copy: str) -> None:
+def test_a_directory_in_a_copys_place_is_moved_aside(gpu_host: Host, copy: str) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     gpu_host.remove(copy)
     gpu_host.make_directory(f"{copy}/somebodys")
     gpu_host.unplug(SECOND)
-    assert judged(agent).lost == (SECOND,)
+    assert evaluate(agent).lost == (SECOND,)
     assert gpu_host.read(REMEMBERED_GPUS[0]) == gpu_host.read(REMEMBERED_GPUS[1])
 
 
 def test_the_damage_of_both_copies_is_a_condition_until_it_is_acknowledged(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     for copy in REMEMBERED_GPUS:
         gpu_host.write(copy, b"{")
     for _ in range(2):
-        machine = judged(agent)
+        machine = evaluate(agent)
         assert complete(machine) == (Status.UNKNOWN, "RecordDamaged")
         assert f"{REMEMBERED_GPUS[1]}: not JSON" in message(machine)
     gpu_host.unplug(SECOND)
-    assert complete(judged(agent)) == LOST, "what goes from now on is remembered"
+    assert complete(evaluate(agent)) == LOST, "what goes from now on is remembered"
     forget(SECOND, agent)
-    assert complete(judged(agent)) == (Status.UNKNOWN, "RecordDamaged")
+    assert complete(evaluate(agent)) == (Status.UNKNOWN, "RecordDamaged")
     assert "acknowledged" in forget("", agent)[-1]
-    assert complete(judged(agent)) == COMPLETE
+    assert complete(evaluate(agent)) == COMPLETE
 
 
-def test_a_record_that_cannot_be_read_now_is_left_alone(gpu_host: Host) -> None:
+def test_an_unreadable_record_is_left_alone(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     record = gpu_host.read(REMEMBERED_GPUS[0])
     for copy in REMEMBERED_GPUS:
         gpu_host.failing[copy] = OSError(errno.EIO, "Input/output error")
     gpu_host.unplug(SECOND)
-    assert complete(judged(agent)) == (Status.UNKNOWN, "ObservationFailed")
+    assert complete(evaluate(agent)) == (Status.UNKNOWN, "ObservationFailed")
     with pytest.raises(ObservationError, match="Input/output error"):
         forget(SECOND, agent)
     gpu_host.failing.clear()
     assert gpu_host.read(REMEMBERED_GPUS[0]) == record
-    assert judged(agent).lost == (SECOND,)
+    assert evaluate(agent).lost == (SECOND,)
 
 
 def test_only_lost_gpus_are_forgotten(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
-    judged(agent)
+    evaluate(agent)
     assert forget("", agent) == ("no GPU is lost: nothing to do",)
     for address in (FIRST, THIRD, "nonsense"):
         with pytest.raises(ConfigError, match="no lost GPU has this PCI address"):
@@ -302,8 +302,8 @@ def test_only_lost_gpus_are_forgotten(gpu_host: Host) -> None:
     gpu_host.unplug(SECOND)
     with pytest.raises(ConfigError, match=f"lost GPUs: {SECOND}"):
         forget(FIRST, agent)
-    assert forget(f"0000{SECOND}".upper(), agent), "as nvidia-smi prints it, and before any pass saw that it went"
-    assert complete(judged(agent)) == COMPLETE
+    assert forget(f"0000{SECOND}".upper(), agent), "as nvidia-smi prints it, and before any pass saw the loss"
+    assert complete(evaluate(agent)) == COMPLETE
 
 
 GPUS = st.builds(
@@ -315,12 +315,12 @@ GPUS = st.builds(
 
 
 @given(st.builds(Remembered, st.lists(GPUS).map(tuple), st.text()))
-def test_the_record_is_read_as_it_was_written(remembered: Remembered) -> None:
+def test_the_record_is_read_back(remembered: Remembered) -> None:
     assert parse_remembered("", render_remembered(remembered)) == remembered
 
 
 @pytest.mark.parametrize("lost", ["NaN", "1e300", "-1.0", "true", '"1"'])
-def test_times_that_no_date_can_be_made_of_are_refused(lost: str) -> None:
+def test_times_that_are_not_dates_are_refused(lost: str) -> None:
     good = render_remembered(Remembered((RememberedGpu(FIRST, "nvidia", lost=1.0),)))
     with pytest.raises(DocumentError, match="lost must be"):
         parse_remembered("", good.replace(b'"lost": 1.0', f'"lost": {lost}'.encode()))

@@ -1,4 +1,4 @@
-"""What a loss of power leaves: a file system keeps, of what was not synced, whatever part it likes, in any order."""
+"""A power loss: a file system may keep any part of what was not synced, in any order."""
 
 import os
 from collections.abc import Callable
@@ -16,18 +16,18 @@ DURABLE = (NSPAWN, UNITS, MACHINES_STATE, OWNED)
 
 @dataclass
 class Disk:
-    """Notes system calls on the way to the kernel."""
+    """Records system calls on their way to the kernel."""
 
     root: str
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """The call, and the path that it changes or syncs."""
+    """Each call, and the path that it changes or syncs."""
 
     def note(self, call: str, path: str) -> None:
         if not path.startswith((f"{self.root}/proc", f"{self.root}/run/")):
             self.calls.append((call, path.removeprefix(self.root)))
 
     def unsynced(self) -> list[tuple[str, str]]:
-        """Names whose change was not synced afterwards, and files that got theirs before their content was."""
+        """Return names whose change was not synced afterwards, and files renamed before their content was synced."""
         found = []
         for place, (call, path) in enumerate(self.calls):
             if call == "rename from" and ("fsync", path) not in self.calls[:place]:
@@ -67,19 +67,19 @@ def disk(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> Disk:
     return disk
 
 
-def test_what_a_pass_sets_up_outlasts_a_loss_of_power(gpu_host: Host, disk: Disk) -> None:
+def test_what_a_pass_sets_up_survives_a_power_loss(gpu_host: Host, disk: Disk) -> None:
     assert reconciler(gpu_host).run_pass().failures == ()
     assert ("rename", nspawn_file(MACHINE)) in disk.calls
     assert disk.unsynced() == []
 
 
-def test_a_file_is_recorded_on_disk_before_it_is_there(gpu_host: Host, disk: Disk) -> None:
+def test_a_file_is_recorded_on_disk_before_it_exists(gpu_host: Host, disk: Disk) -> None:
     reconciler(gpu_host).run_pass()
     recorded, written = disk.calls.index(("rename", OWNED)), disk.calls.index(("rename", nspawn_file(MACHINE)))
     assert ("fsync", os.path.dirname(OWNED)) in disk.calls[recorded:written]
 
 
-def test_settings_that_are_removed_do_not_come_back(gpu_host: Host, disk: Disk) -> None:
+def test_removed_settings_do_not_return(gpu_host: Host, disk: Disk) -> None:
     reconciler(gpu_host).run_pass()
     for name in tuple(gpu_host.bus.units):
         gpu_host.bus.units[name.replace(MACHINE, "other")] = gpu_host.bus.units[name]

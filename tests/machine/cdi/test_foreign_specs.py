@@ -1,4 +1,4 @@
-"""CDI specs of somebody else beside ours: what they do to our devices, and what is said about it."""
+"""CDI specifications of others next to ours: how they affect our devices, and what is reported."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def spec(*names: str, kind: str = "nvidia.com/gpu") -> str:
-    """As the toolkit writes YAML."""
+    """Return a specification as the toolkit writes it in YAML."""
     devices = "".join(f'- containerEdits:\n    env:\n    - A=B\n  name: "{name}"\n' for name in names)
     return f"---\ncdiVersion: 0.5.0\ndevices:\n{devices}kind: {kind}\n"
 
@@ -35,8 +35,8 @@ def listings(machine: Machine) -> int:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before ours", "after ours"])
-def test_outranking_spec(machine: Machine, before: bool) -> None:
-    """Pods get what it holds: ours is published and kept up to date, and is what remains when the other goes."""
+def test_a_spec_that_outranks_ours(machine: Machine, before: bool) -> None:
+    """Pods get the other file's devices. Ours is published and updated, and remains when the other is removed."""
     if not before:
         run(machine)
     machine.put(REFRESHED, spec("0", "all"))
@@ -53,22 +53,22 @@ def test_outranking_spec(machine: Machine, before: bool) -> None:
 
 
 @pytest.mark.parametrize("name", [".yaml", ".json"])
-def test_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str) -> None:
-    """Go's filepath.Ext takes it for one, so that runtimes load it."""
+def test_an_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str) -> None:
+    """Go's filepath.Ext calls the name a suffix, so runtimes load it."""
     machine.put(f"/var/run/cdi/{name}", json.dumps(recorded_spec()))
     assert condition(machine)[:2] == ("False", "Shadowed")
 
 
-def test_outranking_spec_of_another_writer(machine: Machine) -> None:
-    """No advice on units that have nothing to do with it."""
+def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
+    """No advice about units that have nothing to do with it."""
     machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
     assert "and 1 more: pods get what it contains; remove /var/run/cdi/site.json and stop what writes it" in message
 
 
-def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
-    """Ours stays where it was published before, and goes on being updated."""
+def test_same_names_in_our_directory_are_dropped(machine: Machine) -> None:
+    """Ours stays where it was published before, and is still updated."""
     run(machine)
     machine.put(OTHER, json.dumps(recorded_spec() | {"devices": recorded_spec()["devices"][:1]}))
     status, reason, message = condition(machine)
@@ -81,7 +81,7 @@ def test_same_names_in_our_directory_are_nobodys(machine: Machine) -> None:
 
 
 def test_names_that_collide_are_generated_once(machine: Machine) -> None:
-    """The timer runs each minute; another file there, or another grant, is looked at anew."""
+    """The timer runs each minute; a new file there, or another grant, is checked again."""
 
     def generated() -> bool:
         machine.calls.clear()
@@ -100,8 +100,8 @@ def test_names_that_collide_are_generated_once(machine: Machine) -> None:
     assert condition(machine)[:2] == ("True", "Verified")
 
 
-def test_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
-    """Whoever made it has pods that use it: ours comes when theirs is gone."""
+def test_a_working_spec_is_not_made_useless_by_ours(machine: Machine) -> None:
+    """The other writer's pods use it: ours is published when theirs is removed."""
     theirs = spec("all")
     machine.put(OTHER.replace("json", "yaml"), theirs)
     status, reason, message = condition(machine)
@@ -125,7 +125,7 @@ def test_further_devices_of_our_kind_harm_nothing(machine: Machine, path: str) -
 
 
 @pytest.mark.parametrize("text", ["kind: [", "", "kind: nvidia.com/gpu\n"])
-def test_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> None:
+def test_a_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> None:
     """Runtimes skip it."""
     machine.put("/var/run/cdi/site.yaml", text)
     status, reason, message = condition(machine)
@@ -133,16 +133,16 @@ def test_broken_spec_is_named_and_harms_nothing(machine: Machine, text: str) -> 
     assert "/var/run/cdi/site.yaml is not a valid CDI specification, so runtimes skip it" in message
 
 
-def test_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
-    """Runtimes may read it all the same: nothing is claimed about it."""
+def test_a_spec_that_cannot_be_read_is_named(machine: Machine) -> None:
+    """Runtimes may be able to read it, so nothing is claimed about it."""
     machine.put("/var/run/cdi/site.yaml", "x" * (2 << 20))
     assert "/var/run/cdi/site.yaml cannot be read: " in condition(machine)[2]
 
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
 @pytest.mark.parametrize("link", [False, True])
-def test_what_runtimes_would_wait_for(machine: Machine, path: str, link: bool) -> None:
-    """They read a FIFO as they do a file, before any of their containers with CDI devices starts."""
+def test_a_file_that_would_block_runtimes(machine: Machine, path: str, link: bool) -> None:
+    """They read a FIFO like a file, before any of their containers with CDI devices starts."""
     place = "/tmp/fifo" if link else path
     machine.make_directory("/tmp")
     machine.make_directory(path.rsplit("/", 1)[0])
@@ -157,8 +157,8 @@ def test_what_runtimes_would_wait_for(machine: Machine, path: str, link: bool) -
     assert condition(machine)[:2] == ("True", "Verified")
 
 
-def test_what_runtimes_pass_over(machine: Machine) -> None:
-    """A directory, and a link to nowhere."""
+def test_files_that_runtimes_skip(machine: Machine) -> None:
+    """A directory, and a dangling link."""
     machine.make_directory("/etc/cdi/directory.yaml")
     machine.link("/etc/cdi/dangling.json", "/nowhere")
     status, reason, message = condition(machine)
@@ -169,7 +169,7 @@ def test_what_runtimes_pass_over(machine: Machine) -> None:
 
 @pytest.mark.parametrize("path", ["/etc/cdi/site.yaml", "/var/run/cdi/site.json"])
 def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> None:
-    """A pod that has the directory can put it there, and the tool's error told the first line to host and cluster."""
+    """A pod with access to the directory can make it; the tool's error once showed everybody the first line."""
     machine.write("/etc/shadow", b"root:$6$hash:1:0:::::\n", 0o600)
     machine.link(path, "/etc/shadow")
     status, reason, message = condition(machine)
@@ -184,15 +184,15 @@ def test_attack_a_link_to_a_secret_is_not_read(machine: Machine, path: str) -> N
     )
 
 
-def test_what_is_no_spec_is_not_read(machine: Machine) -> None:
-    """By its suffix (scanSpecDirs)."""
+def test_a_file_that_is_not_a_spec_is_not_read(machine: Machine) -> None:
+    """Its suffix decides (scanSpecDirs)."""
     for name in ("nvidia.yml", "nvidia.yaml.bak", ".nvidia.json.x"):
         machine.put(f"/var/run/cdi/{name}", spec("0"))
     assert condition(machine)[:2] == ("True", "Verified")
     assert listings(machine) == 0
 
 
-def test_tool_is_asked_once_per_change(machine: Machine) -> None:
+def test_the_tool_runs_once_per_change(machine: Machine) -> None:
     """The timer runs each minute."""
     machine.put("/var/run/cdi/site.yaml", spec("site-0"))
     run(machine)
@@ -203,7 +203,7 @@ def test_tool_is_asked_once_per_change(machine: Machine) -> None:
     assert listings(machine) == 2
 
 
-def test_tool_that_fails_is_asked_again(machine: Machine) -> None:
+def test_a_failed_tool_runs_again(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", spec("0"))
     run(machine)
     machine.program("nvidia-ctk", "", 1)
@@ -216,7 +216,7 @@ def test_tool_that_fails_is_asked_again(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_refresh_units_that_are_enabled_are_said(machine: Machine, masked: bool) -> None:
+def test_enabled_refresh_units_are_named(machine: Machine, masked: bool) -> None:
     """Before they write anything; the image masks them."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
         machine.link(f"/etc/systemd/system/multi-user.target.wants/{unit}", f"/etc/systemd/system/{unit}")
@@ -224,12 +224,12 @@ def test_refresh_units_that_are_enabled_are_said(machine: Machine, masked: bool)
             machine.link(f"/etc/systemd/system/{unit}", "/dev/null")
     status, reason, message = condition(machine)
     assert (status, reason) == ("True", "Verified")
-    said = "nvidia-cdi-refresh.path, nvidia-cdi-refresh.service is enabled and would write /var/run/cdi/nvidia.yaml"
-    assert (said in message) is not masked
+    expected = "nvidia-cdi-refresh.path, nvidia-cdi-refresh.service is enabled and would write /var/run/cdi/nvidia.yaml"
+    assert (expected in message) is not masked
 
 
-def test_fault_of_our_own_comes_first(machine: Machine) -> None:
-    """A spec that cannot be made is said as that; the other one is named once it is mended."""
+def test_a_fault_of_our_own_comes_first(machine: Machine) -> None:
+    """A specification that cannot be made is reported as that; the other file is named once this is repaired."""
     machine.put(REFRESHED, spec("0"))
     machine.drop("/run/host-nvidia/0/usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01")
     assert condition(machine)[:2] == ("False", "SpecRefused")

@@ -1,6 +1,6 @@
-"""Pods that go on with an old driver root or old device numbers, by containerd's bundles, on a simulated machine.
+"""Pods with an old driver root or old device numbers, found in containerd's bundles on a simulated machine.
 
-The specifications are cut down from one that containerd 1.7 wrote.
+The bundles' specifications are cut down from one that containerd 1.7 wrote.
 """
 
 import json
@@ -42,7 +42,7 @@ def bundle(machine: Machine, name: str, content: object) -> None:
 
 
 def test_pods_of_another_root_or_other_numbers_are_named(machine: Machine) -> None:
-    """In CDISpecCurrent's message; its status and reason stay."""
+    """CDISpecCurrent's message names them; its status and reason stay."""
     run(machine)
     bundle(machine, "a", specification("work/old-root"))
     bundle(machine, "b", specification("work/old-root"))
@@ -70,7 +70,7 @@ def test_the_condition_keeps_its_status(machine: Machine) -> None:
     assert "PodsOutdated" not in machine.message("CDISpecCurrent")
 
 
-def test_pods_of_the_present_driver_are_not_named(machine: Machine) -> None:
+def test_pods_with_the_current_driver_are_not_named(machine: Machine) -> None:
     bundle(machine, "a", specification("work/cuda"))
     run(machine)
     assert "PodsOutdated" not in machine.message("CDISpecCurrent")
@@ -87,7 +87,7 @@ def test_a_machine_without_gpus_names_none(machine: Machine) -> None:
     "content", [b"", b"[]", b"[" * 100_000, b'{"mounts": 1}', b'{"linux": {"devices": [{"path": "/dev/x"}]}}']
 )
 def test_a_bundle_that_cannot_be_read_hides_no_other(machine: Machine, content: bytes) -> None:
-    """It is read again in the next run: a container that is just being made."""
+    """A container is just being made: the next run reads its bundle again."""
     bundle(machine, "0", content)
     bundle(machine, "a", specification("work/cuda", uvm=243))
     run(machine)
@@ -114,8 +114,8 @@ def test_many_pods_are_counted(machine: Machine) -> None:
     assert "work/cuda-10" not in message
 
 
-def test_a_long_message_gives_way(machine: Machine) -> None:
-    """Just when all nodes have other numbers, the refusal of the new spec names each of them."""
+def test_a_long_message_is_shortened(machine: Machine) -> None:
+    """When all nodes have new numbers, the refusal of the new specification names each of them."""
     bundle(machine, "a", specification("work/cuda", uvm=243))
     handoff = machine.hand(REQUEST)
     long = false(
@@ -127,7 +127,7 @@ def test_a_long_message_gives_way(machine: Machine) -> None:
     assert named.message.endswith("work/cuda (/dev/nvidia-uvm as 243:0)")
 
 
-def test_a_remark_that_is_too_long_leaves_the_message_its_half() -> None:
+def test_a_long_remark_leaves_half_the_space_to_the_message() -> None:
     said = true(ConditionType.DEVICES_PRESENT, Reason.PRESENT, "m" * MESSAGE_LIMIT)
     (remarked,) = with_remark((said,), ConditionType.DEVICES_PRESENT, "; " + "r" * 3 * MESSAGE_LIMIT)
     assert len(remarked.message) == MESSAGE_LIMIT

@@ -1,4 +1,4 @@
-"""CDI specs of ours that nothing asks for any more are removed; those of others never are."""
+"""Our CDI specifications that nothing needs are removed; those of others never are."""
 
 import json
 from pathlib import Path
@@ -23,15 +23,15 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def own(machine: Machine, path: str) -> None:
-    """As a former release may have written it."""
+    """Write a specification that a former release may have left."""
     owned = json.loads(machine.read(OWNED))["paths"]
     machine.put(OWNED, json.dumps({"paths": [*owned, path]}))
     machine.put(path, "{}")
 
 
 @pytest.mark.parametrize("requests", [(), (EMPTY,), (Request("other", (), ()),)])
-def test_spec_of_a_vendor_that_is_granted_nothing(machine: Machine, requests: tuple[Request, ...]) -> None:
-    """Also one that the handoff does not name, as that of an older host half."""
+def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[Request, ...]) -> None:
+    """Also if the handoff does not name the vendor, as an older host half's."""
     machine.hand(*requests)
     run(machine)
     assert not machine.exists(SPEC)
@@ -41,7 +41,7 @@ def test_spec_of_a_vendor_that_is_granted_nothing(machine: Machine, requests: tu
     assert machine.exists(SPEC)
 
 
-def test_former_name_of_a_spec(machine: Machine) -> None:
+def test_the_former_name_of_a_spec(machine: Machine) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
     own(machine, "/etc/elsewhere.json")
     machine.put("/etc/cdi/site.json", "{}")
@@ -52,14 +52,14 @@ def test_former_name_of_a_spec(machine: Machine) -> None:
     assert machine.exists(SPEC)
 
 
-def test_what_a_killed_writer_left(machine: Machine) -> None:
+def test_the_file_of_a_killed_writer(machine: Machine) -> None:
     machine.put(REMAINS, '{"half')
     run(machine)
     assert not machine.exists(REMAINS)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_what_cannot_be_removed_does_not_cost_the_report(machine: Machine) -> None:
+def test_a_failed_removal_does_not_cost_the_report(machine: Machine) -> None:
     own(machine, "/etc/cdi/unbounded-agent.json")
     machine.drop("/etc/cdi/unbounded-agent.json")
     machine.make_directory("/etc/cdi/unbounded-agent.json")

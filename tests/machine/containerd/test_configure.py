@@ -1,4 +1,4 @@
-"""containerd's drop-in: rendered from the files before it, read back, and never at the cost of a user's setting."""
+"""containerd's drop-in: rendered from the files before it, read back, and never at the expense of a user's setting."""
 
 import errno
 import os
@@ -53,7 +53,7 @@ NAMED = f"""\
     SystemdCgroup = true
     BinaryName = "/opt/nvidia-container-runtime"
 """
-"""An operator has set up a handler of that name before."""
+"""An operator has configured a handler of that name before."""
 OTHER_DEFAULT = f"""\
 [plugins."{CRI_2}".containerd]
   default_runtime_name = "crun"
@@ -88,7 +88,7 @@ def restarts(machine: Machine) -> int:
 
 
 def test_containerd_1_repeats_the_whole_table() -> None:
-    """It replaces a plug-in's table by that of the file loaded last."""
+    """containerd 1.x replaces a plugin's table with that of the file loaded last."""
     table = drop_in(MAIN_2, V17)["plugins"][CRI_2]
     assert table["sandbox_image"] == "registry.example/pause:3.9"
     assert table["cni"] == {"bin_dir": "/usr/lib/cni"}
@@ -112,7 +112,7 @@ def test_containerd_1_repeats_the_last_files_table() -> None:
 
 
 def test_containerd_1_keeps_its_default_runtimes() -> None:
-    """Without a table for runc, one that names another runtime would take the default one away."""
+    """Without a table for runc, a table that names another runtime would remove the default one."""
     runtimes = drop_in("version = 2\n", V17)["plugins"][CRI_2]["containerd"]["runtimes"]
     assert runtimes["runc"] == {"runtime_type": "default", "snapshotter": ""}
     assert runtimes["nvidia"]["runtime_type"] == "io.containerd.runc.v2"
@@ -120,8 +120,8 @@ def test_containerd_1_keeps_its_default_runtimes() -> None:
 
 
 @pytest.mark.parametrize(("main", "cri"), [(MAIN_2, CRI_2), (MAIN_3, CRI_3)])
-def test_containerd_2_gets_ours_alone(main: str, cri: str) -> None:
-    """It merges tables; the version and the table's name are the main file's."""
+def test_containerd_2_gets_only_our_settings(main: str, cri: str) -> None:
+    """containerd 2 merges tables; the version and the table's name are the main file's."""
     document = drop_in(main, V21)
     assert document["version"] == tomllib.loads(main)["version"]
     table = document["plugins"][cri]
@@ -133,7 +133,7 @@ def test_containerd_2_gets_ours_alone(main: str, cri: str) -> None:
 @pytest.mark.parametrize("version", [V17, V21])
 @pytest.mark.parametrize("main", [NAMED, "version = 2\n" + OTHER_DEFAULT], ids=["of that name", "of the default"])
 def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None:
-    """Of the handler of that name, else of the default runtime: without them pods leave the kubelet's cgroups."""
+    """From the handler of that name or the default runtime: without these settings pods leave the kubelet's cgroups."""
     assert drop_in(main, version)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"] == {
         "runtime_type": "io.containerd.runc.v2",
         "base_runtime_spec": "/etc/cri-base.json",
@@ -141,20 +141,19 @@ def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None
     }
 
 
-def test_the_options_of_another_shim_are_not_taken_over() -> None:
+def test_the_options_of_another_shim_are_not_copied() -> None:
     main = MAIN_2 + OTHER_DEFAULT.replace("io.containerd.runc.v2", "io.containerd.kata.v2").replace("crun", "kata")
     runtime = drop_in(main, V17)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]
     assert "base_runtime_spec" not in runtime
     assert runtime["options"] == {"SystemdCgroup": True, "BinaryName": "/usr/bin/nvidia-container-runtime"}
 
 
-def test_default_runtime_only_when_asked() -> None:
-    """DESIGN: by configuration."""
+def test_default_runtime_only_if_configured() -> None:
     assert drop_in(MAIN_3, V21, default=True)["plugins"][CRI_3]["containerd"]["default_runtime_name"] == "nvidia"
 
 
 def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
-    """Also where version 3 says that it is off."""
+    """Even if a version 3 file switches CDI off."""
     main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
     table = drop_in(main, V21)["plugins"][CRI_3]
     assert table["enable_cdi"] is True
@@ -162,20 +161,20 @@ def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("main", "containerd", "said"),
+    ("main", "containerd", "expected"),
     [
         (MAIN_2, (1, 6, 20), "1.6.20 is too old: 1.7.0 is the first with CDI"),
         ("[plugins.cri]\n", V17, "version 1"),
         ('version = 2\ndisabled_plugins = ["cri"]\n', V17, "disables containerd's CRI"),
     ],
 )
-def test_what_cannot_work_is_said(main: str, containerd: tuple[int, ...], said: str) -> None:
-    with pytest.raises(UnsupportedError, match=said):
+def test_settings_that_cannot_work_are_named(main: str, containerd: tuple[int, ...], expected: str) -> None:
+    with pytest.raises(UnsupportedError, match=expected):
         drop_in(main, containerd)
 
 
 def test_versions_and_imports() -> None:
-    """As the tools print them; a star never matches a slash."""
+    """The version is as tools print it; a star never matches a slash."""
     assert parse_version("containerd github.com/containerd/containerd 1.6.20~ds1 1.6.20~ds1-1+b1") == (1, 6, 20)
     assert parse_version("containerd github.com/containerd/containerd/v2 v2.1.9 abc") == V21
     with pytest.raises(DocumentError):
@@ -188,7 +187,7 @@ def test_versions_and_imports() -> None:
 
 
 def test_relative_imports_are_the_files_own() -> None:
-    """Of the importing file's directory, without detours."""
+    """They are relative to the importing file's directory, and normalised."""
     document = {"imports": ["../*.toml", "./a.toml", "/b.toml"]}
     assert imports(DROP_IN, document) == ("/etc/containerd/*.toml", "/etc/containerd/conf.d/a.toml", "/b.toml")
     with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
@@ -204,12 +203,12 @@ def test_relative_imports_are_the_files_own() -> None:
     ],
 )
 def test_version_of_the_configuration(main: str, imported: list[str], version: int) -> None:
-    """The main file's; where that names no plug-in's table, the imported files'; else the newest that 2.x all read."""
+    """The main file's; without a plugin's table there, the imported files'; otherwise the newest that all 2.x read."""
     assert drop_in(main, V21, *imported)["version"] == version
 
 
-def test_file_behind_ours_is_refused_where_it_would_win() -> None:
-    """containerd 1.x takes a plug-in's table from the file loaded last."""
+def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:
+    """containerd 1.x takes a plugin's table from the file loaded last."""
     files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
     configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
     with pytest.raises(UnsupportedError, match=f"99-zz.toml is loaded after {DROP_IN}"):
@@ -217,8 +216,8 @@ def test_file_behind_ours_is_refused_where_it_would_win() -> None:
     assert render(configuration, V21, HANDLER, default=False)["version"] == 2
 
 
-def test_import_is_added_and_nothing_else_changes() -> None:
-    """Comments and layout stay, whatever the imports look like."""
+def test_the_import_is_added_and_nothing_else_changes() -> None:
+    """Comments and layout stay, however the imports are written."""
     assert with_import(MAIN_2.encode(), IMPORT).decode() == f'imports = ["{IMPORT}"]\n{MAIN_2}'
     listed = f'version = 2\nimports = [\n  "/a.toml", # why\n]\n{MAIN_2.partition("version = 2")[2]}'
     edited = with_import(listed.encode(), IMPORT).decode()
@@ -227,8 +226,8 @@ def test_import_is_added_and_nothing_else_changes() -> None:
     assert "# mirrored" in edited
 
 
-# What comes after the first table: "in an unusual order", as containerd takes it; a comment with a bracket, a list of
-# lists and a string of several lines before it.
+# Tables in an unusual order, which containerd accepts. Before them, the cases have a comment with a bracket, a list of
+# lists and a multi-line string.
 UNUSUAL = """\
 version = 2
 [plugins.a.b]
@@ -252,7 +251,7 @@ y = 2
         'imports = ["/a.toml"]\r\n[plugins]\r\n',
     ],
 )
-def test_import_is_added_whatever_follows(text: str) -> None:
+def test_the_import_is_added_whatever_follows(text: str) -> None:
     edited = with_import(text.encode(), IMPORT).decode()
     before = tomllib.loads(text)
     assert tomllib.loads(edited) == before | {"imports": ["/a.toml", IMPORT]}
@@ -260,17 +259,17 @@ def test_import_is_added_whatever_follows(text: str) -> None:
 
 
 @pytest.mark.parametrize("listed", ["7", "{}"])
-def test_imports_that_are_no_list_are_left_alone(listed: str) -> None:
+def test_imports_that_are_not_a_list_are_left_alone(listed: str) -> None:
     with pytest.raises(DocumentError, match=f"{MAIN}: key imports is not a list"):
         with_import(f"imports = {listed}\n".encode(), IMPORT)
 
 
 def test_lost_and_changed_settings_are_found() -> None:
-    """Of any plug-in; ours are looked for."""
+    """Lost settings of any plugin are found, and so are missing ones of ours."""
     before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
     after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
     found = "; ".join(problems(before, after, {}, HANDLER, default=True))
-    for said in (
+    for expected in (
         f"{CRI_2}.sandbox_image is changed",
         f"{CRI_2}.x.y is lost",
         "does not run /usr/bin/nvidia-container-runtime",
@@ -278,11 +277,11 @@ def test_lost_and_changed_settings_are_found() -> None:
         "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi",
         "default_runtime_name is not nvidia",
     ):
-        assert said in found
+        assert expected in found
 
 
 def test_lost_settings_of_the_handler_are_found() -> None:
-    """Also of one that was there before; a key that containerd itself does not know is no loss."""
+    """Also of a handler that existed before. A key that containerd does not know is not a loss."""
     runtimes: dict[str, Any] = {"runc": {"options": {"SystemdCgroup": True}}}
     before = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": runtimes}}}}
     ours = {"runtime_type": "x", "typo": 1, "options": {"SystemdCgroup": True, "BinaryName": HANDLER.binary}}
@@ -303,7 +302,7 @@ def test_lost_settings_of_the_handler_are_found() -> None:
 
 
 def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
-    """The main file may hold passwords of registries, which the drop-in repeats for containerd 1.x."""
+    """The main file may have passwords of registries, which the drop-in repeats for containerd 1.x."""
     machine.put(MAIN, "version = 2\n")
     (machine.tree / MAIN[1:]).chmod(0o640)
     run(machine)
@@ -312,15 +311,15 @@ def test_files_are_as_readable_as_they_were(machine: Machine) -> None:
     assert machine.mode(DROP_IN) == 0o600
 
 
-def test_main_file_is_created(machine: Machine) -> None:
-    """Without one, containerd imports nothing."""
+def test_the_main_file_is_created(machine: Machine) -> None:
+    """Without a main file, containerd imports nothing."""
     run(machine)
     assert tomllib.loads(machine.read_text(MAIN)) == {"version": 2, "imports": [IMPORT]}
     assert tomllib.loads(machine.read_text(DROP_IN))["plugins"][CRI_2]["enable_cdi"] is True
 
 
 def test_containerd_restarts_once_per_change(machine: Machine) -> None:
-    """A run without change never asks; a user's edit that changes the drop-in does, once."""
+    """A run without change never restarts it; a user's edit that changes the drop-in does, once."""
     machine.put(MAIN, MAIN_2)
     for _ in range(2):
         run(machine)
@@ -334,8 +333,8 @@ def test_containerd_restarts_once_per_change(machine: Machine) -> None:
     assert restarts(machine) == 2
 
 
-def test_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -> None:
-    """At boot this service comes before it; then its own start proves it."""
+def test_a_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -> None:
+    """At boot, this service runs before containerd, whose own start then loads the settings."""
     machine.program("systemctl", systemctl("inactive", 0, "dead"))
     run(machine)
     assert restarts(machine) == 0
@@ -346,17 +345,17 @@ def test_containerd_that_does_not_run_yet_is_not_restarted(machine: Machine) -> 
 
 
 @pytest.mark.parametrize(
-    ("state", "load", "said"),
+    ("state", "load", "expected"),
     [("failed", "loaded", ("False", "Failed")), ("inactive", "not-found", ("False", "NoContainerd"))],
 )
-def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, said: tuple[str, str]) -> None:
+def test_a_containerd_that_does_not_run(machine: Machine, state: str, load: str, expected: tuple[str, str]) -> None:
     machine.program("systemctl", systemctl(state, 0, "dead", load))
     run(machine)
-    assert machine.conditions()["RuntimeActive"] == said
+    assert machine.conditions()["RuntimeActive"] == expected
 
 
 @pytest.mark.parametrize(
-    ("command", "said"),
+    ("command", "expected"),
     [
         ("/usr/bin/containerd --config /srv/other.toml", ("False", "OtherConfiguration")),
         ("/usr/bin/containerd -c=/srv/other.toml --log-level debug", ("False", "OtherConfiguration")),
@@ -368,18 +367,20 @@ def test_containerd_that_does_not_run(machine: Machine, state: str, load: str, s
         ("/usr/bin/containerd -c ${CONFIG}", ("True", "Running")),
     ],
 )
-def test_containerd_that_was_started_with_another_file(machine: Machine, command: str, said: tuple[str, str]) -> None:
-    """It has nothing of what we write, whenever it was started."""
+def test_a_containerd_that_was_started_with_another_file(
+    machine: Machine, command: str, expected: tuple[str, str]
+) -> None:
+    """It has none of our settings, whenever it was started."""
     run(machine)
     start = f"{{ path=/usr/bin/containerd ; argv[]={command} ; ignore_errors=no ; pid=1 }}"
     answer = systemctl("active", time.monotonic_ns() // 1000)(("systemctl", "show")).stdout
     machine.program("systemctl", lambda _: Completed(0, answer + f"ExecStart={start}\n".encode(), b""))
     run(machine)
-    assert machine.conditions()["RuntimeActive"] == said
+    assert machine.conditions()["RuntimeActive"] == expected
 
 
-def test_refused_configuration_is_put_back(machine: Machine) -> None:
-    """containerd's own words are reported, nothing is restarted, and the next run does not try the same again."""
+def test_a_refused_configuration_is_reverted(machine: Machine) -> None:
+    """containerd's own error is reported, nothing is restarted, and the next run does not try the same again."""
     machine.put(MAIN, MAIN_2)
 
     def refuses(argv: tuple[str, ...]) -> Completed:
@@ -402,8 +403,8 @@ def test_refused_configuration_is_put_back(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2])
-def test_run_that_is_killed_still_has_containerd_restarted(machine: Machine, kept: int) -> None:
-    """After any number of written files: the next run finds nothing left to write, but containerd must load them."""
+def test_after_a_killed_run_containerd_is_still_restarted(machine: Machine, kept: int) -> None:
+    """After any number of written files, the next run has nothing left to write, but containerd must load them."""
     machine.put(MAIN, MAIN_2)
     writes: list[str] = []
 
@@ -431,8 +432,8 @@ def test_run_that_is_killed_still_has_containerd_restarted(machine: Machine, kep
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
-def test_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> None:
-    """2.0.0 to 2.0.5: `config dump` prints defaults in place of a version 2 file's tables. 2.x merges files deeply."""
+def test_a_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> None:
+    """2.0.0 to 2.0.5 print defaults instead of a version 2 file's tables in `config dump`. 2.x merges files deeply."""
 
     def merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         both = {key: merged(one[key], each) for key, each in other.items() if isinstance(each, dict) and key in one}
@@ -457,8 +458,8 @@ def test_containerd_whose_dump_shows_no_migrated_tables(machine: Machine) -> Non
     assert document["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"]["options"]["SystemdCgroup"] is True
 
 
-def test_full_disk_puts_everything_back(machine: Machine) -> None:
-    """ENOSPC at the second file: the first one goes again, containerd need not restart, and the next run mends it."""
+def test_a_full_disk_reverts_everything(machine: Machine) -> None:
+    """ENOSPC at the second file: the first one is removed, containerd does not restart, and the next run succeeds."""
     machine.put(MAIN, MAIN_2)
 
     def full(path: str) -> None:
@@ -482,12 +483,12 @@ def stopped(argv: tuple[str, ...]) -> Completed:
     return Completed(-9, b"", b"")
 
 
-@pytest.mark.parametrize(("answer", "said"), [(hang, "time limit"), (stopped, "killed by signal 9")])
+@pytest.mark.parametrize(("answer", "expected"), [(hang, "time limit"), (stopped, "killed by signal 9")])
 @pytest.mark.parametrize("ours", [False, True], ids=["baseline", "read back"])
-def test_containerd_that_did_not_answer_is_asked_again(
-    machine: Machine, answer: Callable[[tuple[str, ...]], Completed], said: str, ours: bool
+def test_a_containerd_that_did_not_answer_is_run_again(
+    machine: Machine, answer: Callable[[tuple[str, ...]], Completed], expected: str, ours: bool
 ) -> None:
-    """A busy machine: nothing is known against the configuration, and nothing is claimed."""
+    """On a busy machine, nothing is known against the configuration, and nothing is claimed."""
     machine.put(MAIN, MAIN_2)
 
     def busy(argv: tuple[str, ...]) -> Completed:
@@ -496,7 +497,7 @@ def test_containerd_that_did_not_answer_is_asked_again(
     machine.program("containerd", busy)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
-    assert said in machine.message("RuntimeConfigured")
+    assert expected in machine.message("RuntimeConfigured")
     assert "refuses" not in machine.message("RuntimeConfigured")
     assert machine.read_text(MAIN) == MAIN_2
     assert not machine.exists(DROP_IN)
@@ -506,8 +507,8 @@ def test_containerd_that_did_not_answer_is_asked_again(
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
-def test_lost_setting_is_put_back(machine: Machine) -> None:
-    """A containerd that merges otherwise than expected."""
+def test_a_lost_setting_reverts_everything(machine: Machine) -> None:
+    """This containerd merges differently from what is expected."""
     machine.put(MAIN, MAIN_2)
 
     def loses(argv: tuple[str, ...]) -> Completed:
@@ -521,8 +522,8 @@ def test_lost_setting_is_put_back(machine: Machine) -> None:
     assert machine.read_text(MAIN) == MAIN_2
 
 
-def test_broken_main_file_stays(machine: Machine) -> None:
-    """Nothing is written anywhere below /etc/containerd."""
+def test_a_broken_main_file_stays(machine: Machine) -> None:
+    """Nothing is written below /etc/containerd."""
     machine.put(MAIN, "version = ")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
@@ -533,24 +534,24 @@ def test_broken_main_file_stays(machine: Machine) -> None:
 
 @pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
 @pytest.mark.parametrize(
-    ("text", "said"), [("x = " + "[" * 100_000, "not TOML"), (f"[a{'.a' * 2000}]\n", "cannot be edited")]
+    ("text", "expected"), [("x = " + "[" * 100_000, "not TOML"), (f"[a{'.a' * 2000}]\n", "cannot be edited")]
 )
-def test_nesting_without_end_is_no_crash(machine: Machine, path: str, text: str, said: str) -> None:
-    """tomllib raises RecursionError, and so does all that works on what it takes; both files are the machine's."""
+def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str, expected: str) -> None:
+    """tomllib raises RecursionError, and so does everything that handles its result; both files are the machine's."""
     machine.put(path, text)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
-    assert said in machine.message("RuntimeConfigured")
+    assert expected in machine.message("RuntimeConfigured")
 
 
-def test_table_too_deep_to_copy_is_no_crash(machine: Machine) -> None:
-    """tomllib reads a table's dotted name without recursion; all that works on the table recurses."""
+def test_a_table_too_deep_to_copy_does_not_crash(machine: Machine) -> None:
+    """tomllib reads a table's dotted name without recursion; everything that handles the table recurses."""
     machine.put(MAIN, f'version = 2\nimports = ["{IMPORT}"]\n[plugins."{CRI_2}"{".a" * 2000}]\n')
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
 
 
-def test_foreign_drop_in_stays(machine: Machine) -> None:
+def test_a_foreign_drop_in_stays(machine: Machine) -> None:
     machine.put(DROP_IN, "# theirs")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "ForeignFile")
@@ -566,8 +567,8 @@ def place(machine: Machine, path: str) -> None:
 
 
 @pytest.mark.scenario("001")
-def test_drop_in_at_a_configured_place(machine: Machine) -> None:
-    """The main file imports it, and nothing of others' in that directory."""
+def test_a_drop_in_at_a_configured_path(machine: Machine) -> None:
+    """The main file imports only it, and nobody else's files in that directory."""
     machine.put(MAIN, MAIN_2)
     machine.put("/etc/cri/conf.d/10-others.part", "not TOML, and nobody asked containerd to load it")
     place(machine, PART)
