@@ -135,7 +135,9 @@ def test_modules_in_their_order_then_nodes(host: Host) -> None:
     assert modprobe_calls(host) == list(MODULES)
     assert nodes(host) == ALL_NODES
     assert "loaded kernel module nvidia_uvm" in messages
-    assert "created /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in messages
+    assert (
+        "created /dev/nvidiactl, /dev/nvidia0, /dev/nvidia-modeset, /dev/nvidia-uvm, /dev/nvidia-uvm-tools" in messages
+    )
     options = [call[1:] for call in host.runner.calls if call[0] == "nvidia-modprobe"]
     assert sorted(options) == sorted(BY_OPTION), "one call makes both nodes of nvidia_uvm"
 
