@@ -1,4 +1,4 @@
-"""What the machine half remembers: damage is removed and said, and a look that fails is not "nothing there"."""
+"""The machine half's notes: damage is removed and reported, and a failed read does not mean "missing"."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ GOOD = {"RuntimeConfigured": ("True", "ReadBack"), "CDISpecCurrent": ("True", "V
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """After a first run, with containerd started since."""
+    """A machine after a first run, whose containerd was started afterwards."""
     machine = gpu_machine(tmp_path / "machine")
     run(machine)
     machine.program("systemctl", systemctl("active", 10**15))
@@ -37,7 +37,7 @@ def fail(machine: Machine, *paths: str) -> None:
 
 
 def written(machine: Machine) -> dict[str, str]:
-    """All conditions' statuses."""
+    """Return all conditions' statuses."""
     return {kind: status for kind, (status, _) in machine.conditions().items()}
 
 
@@ -45,7 +45,7 @@ def written(machine: Machine) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"a": 1}', b'{"digest": "0", "note": {}}', b"[" * 100_000])
-def test_a_damaged_note_is_removed_and_said(
+def test_a_damaged_note_is_removed_and_reported(
     machine: Machine, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = f"{MACHINE_STATE}/opened-nvidia.json"
@@ -56,21 +56,21 @@ def test_a_damaged_note_is_removed_and_said(
     assert f"removed {path}, which was damaged" in capsys.readouterr().err
 
 
-def test_a_directory_in_the_place_of_a_note_gives_way(machine: Machine) -> None:
+def test_a_directory_in_a_notes_place_is_replaced(machine: Machine) -> None:
     machine.put(f"{MACHINE_STATE}/new.json/inner", "x")
     Notes(machine).save("new", {"a": 1})
     assert Notes(machine).load("new") == {"a": 1}
 
 
 def retyped(value: object) -> object:
-    """Every value of another type; keys stay."""
+    """Replace every value with one of another type; keys stay."""
     if isinstance(value, dict):
         return {key: retyped(each) for key, each in value.items()}
     return 7 if isinstance(value, str) else {"x": [None]} if isinstance(value, list) else "x"
 
 
-def test_notes_of_other_types_are_no_failure_for_ever(machine: Machine) -> None:
-    """As another program, or another release within one boot, would leave them."""
+def test_notes_of_other_types_do_not_fail_forever(machine: Machine) -> None:
+    """Another program, or another release within one boot, might leave such notes."""
     before = written(machine)
     for name in machine.entries(MACHINE_STATE):
         if name.endswith(".json"):
@@ -80,7 +80,7 @@ def test_notes_of_other_types_are_no_failure_for_ever(machine: Machine) -> None:
     assert written(machine) == before
 
 
-def test_a_failed_look_at_any_note_costs_no_report_and_nothing_that_is_there(machine: Machine) -> None:
+def test_an_unreadable_note_costs_no_report_and_nothing_that_exists(machine: Machine) -> None:
     good = {path: machine.read(path) for path in (SPEC, DROP_IN)}
     names = [name for name in machine.entries(MACHINE_STATE) if name.endswith(".json")]
     assert len(names) > 5
@@ -99,7 +99,7 @@ def test_a_failed_look_at_any_note_costs_no_report_and_nothing_that_is_there(mac
 
 
 def foreign(machine: Machine) -> None:
-    """Ask for both files of ours to be written again."""
+    """Let both files of ours be rewritten."""
     machine.put("/usr/bin/nvidia-ctk", "another build")
     machine.remove_tree(MACHINE_STATE)
     machine.put(SPEC, "{}")
@@ -109,7 +109,7 @@ def foreign(machine: Machine) -> None:
 @pytest.mark.parametrize("content", [b"", b"\0" * 40, b"[]", b'{"paths": 7}', b'{"paths": [7]}', None])
 @pytest.mark.parametrize("path", [OWNED, OWNED_COPY])
 def test_one_copy_of_the_record_is_enough(machine: Machine, path: str, content: bytes | None) -> None:
-    """None: a directory in its place."""
+    """None stands for a directory in the copy's place."""
     good = machine.read(path)
     machine.remove(path)
     machine.make_directory(path) if content is None else machine.put(path, content)
@@ -127,8 +127,8 @@ def test_a_copy_that_cannot_be_read_is_not_an_empty_one(machine: Machine, paths:
     assert GOOD.items() <= machine.conditions().items()
 
 
-def test_a_record_of_which_nothing_can_be_read_is_not_overwritten(machine: Machine) -> None:
-    """Else our own files would be somebody else's from then on."""
+def test_an_unreadable_record_is_not_overwritten(machine: Machine) -> None:
+    """Otherwise our own files would count as foreign from then on."""
     good = machine.read(OWNED)
     fail(machine, OWNED, OWNED_COPY)
     foreign(machine)
@@ -142,7 +142,7 @@ def test_a_record_of_which_nothing_can_be_read_is_not_overwritten(machine: Machi
     assert GOOD.items() <= machine.conditions().items()
 
 
-def test_a_record_of_which_both_copies_are_damaged_says_what_to_do(machine: Machine) -> None:
+def test_the_error_for_two_damaged_copies_says_what_to_do(machine: Machine) -> None:
     for path in (OWNED, OWNED_COPY):
         machine.put(path, "")
     with pytest.raises(ApplyError, match=r"owned\.json is damaged; .*owned\.json\.copy is damaged") as raised:
@@ -166,7 +166,7 @@ def put_fifo(machine: Machine, path: str) -> None:
 
 @pytest.mark.parametrize("kind", [put_directory, put_fifo])
 @pytest.mark.parametrize("path", [SPEC, DROP_IN])
-def test_what_is_no_file_in_the_place_of_ours_gives_way(
+def test_a_directory_or_fifo_in_our_files_place_is_replaced(
     machine: Machine, path: str, kind: Callable[[Machine, str], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = machine.read(path)
@@ -183,13 +183,13 @@ def test_what_is_no_file_in_the_place_of_ours_gives_way(
     assert [machine.read(f"{directory}/{each}/inner") for each in aside] == [b"somebody's"] * (kind is put_directory)
 
 
-def test_a_directory_of_somebody_else_stays(machine: Machine) -> None:
+def test_a_foreign_directory_stays(machine: Machine) -> None:
     put_directory(machine, "/etc/cdi/other.yaml")
     assert not Owned(machine).make_way("/etc/cdi/other.yaml")
     assert machine.read("/etc/cdi/other.yaml/inner") == b"somebody's"
 
 
-def test_a_directory_in_the_place_of_a_spec_that_goes(machine: Machine) -> None:
+def test_a_directory_in_the_place_of_a_withdrawn_spec(machine: Machine) -> None:
     machine.drop(SPEC)
     put_directory(machine, SPEC)
     machine.hand(EMPTY)
@@ -199,8 +199,8 @@ def test_a_directory_in_the_place_of_a_spec_that_goes(machine: Machine) -> None:
     assert not Owned(machine).has(SPEC)
 
 
-def test_what_a_killed_writer_left_goes(machine: Machine) -> None:
-    """Of notes that nobody writes again; another service's may be in the making."""
+def test_the_files_of_a_killed_writer_are_removed(machine: Machine) -> None:
+    """Left from notes that nobody writes again; another service may just be writing its own."""
     for name in ("containerd-changed", "node-condition"):
         machine.put(f"{MACHINE_STATE}/.{name}.json.unbounded-agent-new", "half of i")
     run(machine)

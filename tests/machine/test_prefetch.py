@@ -1,4 +1,4 @@
-"""The head start of the generators: taken when a spec is due, never needed, and loaded with next to nothing."""
+"""The head start of generators: used if a specification is due, never needed, and loaded with few modules."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from tests.fakes.machine import gpu_machine
 
 
 class Recorder(MachineRunner):
-    """Starts nothing."""
+    """Records the programs instead of starting them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
 
 
 def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
-    """What became of it is the run's: a file of somebody else in the spec's place would waste one each minute."""
+    """The run decides what comes of it; retries would be wasted each minute if a foreign file is in the way."""
     assert started(tmp_path, handoff("a")) == COMMANDS
     assert (tmp_path / spec_directory("nvidia").lstrip("/")).is_dir()
     assert started(tmp_path, handoff("a")) == []
@@ -54,15 +54,15 @@ def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
     assert started(tmp_path, handoff("a")) == COMMANDS
 
 
-def test_hooks_are_asked_for(tmp_path: Path) -> None:
-    """Else the run would not come to the same command, and the head start be lost."""
+def test_the_command_has_the_hooks(tmp_path: Path) -> None:
+    """Otherwise the run would need a different command, and the head start would be wasted."""
     hooks = ["enable-cuda-compat"]
     document = handoff() | {"requests": [REQUEST | {"cdi_hooks": hooks}]}
     assert started(tmp_path, document) == [generate_command("/run/host-nvidia/0", spec_directory("nvidia"), hooks)]
 
 
-def test_what_cannot_be_noted_is_not_started(tmp_path: Path) -> None:
-    """A full /run must not mean a generator each minute."""
+def test_a_start_that_cannot_be_noted_is_not_made(tmp_path: Path) -> None:
+    """A full /run must not start a generator each minute."""
     (tmp_path / MACHINE_STATE[1:]).parent.mkdir(parents=True)
     (tmp_path / MACHINE_STATE[1:]).touch()
     assert started(tmp_path, handoff()) == []
@@ -94,7 +94,7 @@ def test_a_version_that_the_run_refuses(tmp_path: Path, version: object) -> None
         ),
     ],
 )
-def test_what_is_no_request_starts_nothing(tmp_path: Path, document: object) -> None:
+def test_a_document_without_a_request_starts_nothing(tmp_path: Path, document: object) -> None:
     assert started(tmp_path, document) == []
 
 
@@ -102,8 +102,8 @@ def test_no_handoff(tmp_path: Path) -> None:
     start_generators(Recorder(), str(tmp_path))
 
 
-def test_what_was_started_is_what_a_run_takes() -> None:
-    """By the very same arguments, and once: the next call starts the program anew."""
+def test_a_run_takes_the_program_that_was_started() -> None:
+    """The same arguments get its output, but only once: the next call starts the program again."""
     runner = MachineRunner()
     argv = ("/bin/sh", "-c", "echo $$")
     runner.start(argv)
@@ -113,8 +113,8 @@ def test_what_was_started_is_what_a_run_takes() -> None:
         runner.start(("/nonexistent",))
 
 
-def test_what_nobody_asked_for_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
-    """Not only the program itself: its whole session, as at a time limit."""
+def test_an_unused_program_is_killed_with_its_children(tmp_path: Path) -> None:
+    """Its whole session is killed, as at a time limit."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     runner = MachineRunner()
@@ -128,17 +128,17 @@ def test_what_nobody_asked_for_is_killed_with_all_that_it_started(tmp_path: Path
     runner.close()
 
 
-def test_the_run_asks_for_the_command_that_was_started(tmp_path: Path) -> None:
-    """Else every set-up would generate twice."""
+def test_the_run_uses_the_command_that_was_started(tmp_path: Path) -> None:
+    """Otherwise every set-up would generate twice."""
     machine = gpu_machine(tmp_path / "machine")
     run(machine)
     assert all(command in machine.calls for command in COMMANDS)
 
 
-def test_it_loads_next_to_nothing() -> None:
-    """What it loads is the time that the generator starts later."""
+def test_the_head_start_loads_few_modules() -> None:
+    """Loading delays the generator's start."""
     code = "import sys, agent.machine.prefetch; print(*sys.modules)"
-    # -I -S: what .pth files of the environment load at every start is not ours.
+    # -I -S: modules that the environment's .pth files load at every start do not count.
     repository = str(Path(__file__).parents[2])
     argv = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({repository!r}); {code}"]
     loaded = set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())

@@ -1,4 +1,4 @@
-"""What somebody changed in the machine: put right, counted and told; what is no repair counts for nothing."""
+"""Changes that somebody makes in the machine are repaired, counted and logged; other writes are not counted."""
 
 import json
 import time
@@ -21,7 +21,7 @@ NONE = {"links": 0, "spec": 0, "containerd": 0, "runtime": 0}
 
 @pytest.fixture
 def settled(tmp_path: Path) -> Machine:
-    """After two runs, between which containerd restarted."""
+    """A machine after two runs, between which containerd restarted."""
     machine = gpu_machine(tmp_path)
     run(machine)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
@@ -39,12 +39,12 @@ def edit(path: str, old: str, new: str) -> Callable[[Machine], None]:
 
 
 def replace_main(machine: Machine) -> None:
-    """What a configuration tool does that knows nothing of imports."""
+    """Act like a configuration tool that does not know of imports."""
     machine.put(MAIN, "version = 2\n")
 
 
 @pytest.mark.parametrize(
-    ("change", "what", "said"),
+    ("change", "what", "expected"),
     [
         (lambda machine: machine.drop(LINK), "links", f"somebody changed {LINK}"),
         (edit(SPEC, "/dev/nvidia1", "/dev/nvidia0"), "spec", f"somebody changed {SPEC}"),
@@ -55,22 +55,22 @@ def replace_main(machine: Machine) -> None:
         (edit(RUNTIME, '"cdi"', '"auto"'), "runtime", f"somebody changed {RUNTIME}"),
     ],
 )
-def test_repair_is_counted_and_told(
-    settled: Machine, capsys: pytest.CaptureFixture[str], change: Callable[[Machine], None], what: str, said: str
+def test_a_repair_is_counted_and_logged(
+    settled: Machine, capsys: pytest.CaptureFixture[str], change: Callable[[Machine], None], what: str, expected: str
 ) -> None:
     assert settled.report()["repairs"] == NONE
     capsys.readouterr()
     change(settled)
     run(settled)
     assert settled.report()["repairs"] == NONE | {what: 1}
-    assert f"<4>repaired: {said}" in capsys.readouterr().err
+    assert f"<4>repaired: {expected}" in capsys.readouterr().err
     run(settled)
     assert settled.report()["repairs"] == NONE | {what: 1}
     assert {status for status, _ in settled.conditions().values()} <= {"True", "Unknown"}
 
 
-def test_another_grant_is_no_repair(settled: Machine) -> None:
-    """Nor is what follows an edit of containerd's main file that leaves our import."""
+def test_another_grant_is_not_a_repair(settled: Machine) -> None:
+    """Nor what follows from an edit of containerd's main file that leaves our import."""
     devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
     files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
     settled.hand(replace(REQUEST, devices=devices, gpus=REQUEST.gpus[:1], files=files))
@@ -79,7 +79,7 @@ def test_another_grant_is_no_repair(settled: Machine) -> None:
     assert settled.report()["repairs"] == NONE
 
 
-def test_a_boot_counts_anew(settled: Machine) -> None:
+def test_a_boot_restarts_the_count(settled: Machine) -> None:
     settled.drop(LINK)
     run(settled)
     settled.remove_tree("/run/unbounded-agent/state")
@@ -88,8 +88,8 @@ def test_a_boot_counts_anew(settled: Machine) -> None:
     assert settled.report()["repairs"] == NONE
 
 
-def test_a_host_of_the_release_before_is_told_none(settled: Machine) -> None:
-    """It would refuse the whole report for the key."""
+def test_a_host_of_the_previous_release_gets_no_repairs(settled: Machine) -> None:
+    """It would refuse the whole report because of the key."""
     document = json.loads(settled.read(HANDOFF))
     del document["restart_device_plugin"]
     settled.put(HANDOFF, json.dumps(document))

@@ -41,15 +41,15 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def started(machine: Machine) -> None:
-    """Two runs, between which containerd restarted: the machine is settled."""
+    """Run twice, with a restart of containerd in between, so that the machine is settled."""
     run(machine)
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     machine.calls.clear()
 
 
-def test_import_closure_is_the_standard_library() -> None:
-    """Start-up time is spent before containerd at every boot."""
+def test_imports_are_only_from_the_standard_library() -> None:
+    """This start-up time is spent before containerd at every boot."""
     vendors = "from agent.machine.vendors import VENDOR_NAMES, machine_vendor; list(map(machine_vendor, VENDOR_NAMES))"
     code = f"import sys, agent.machine.__main__, agent.machine.run; {vendors}; print(*sys.modules)"
     environment = {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -57,7 +57,7 @@ def test_import_closure_is_the_standard_library() -> None:
     modules = set(loaded.stdout.split())
     assert not modules & FORBIDDEN
     foreign = {each.partition(".")[0] for each in modules} - set(sys.stdlib_module_names) - {"agent", "__main__"}
-    # Packages that a .pth file of the environment loads at every start are not ours.
+    # Packages that the environment's .pth files load at every start do not count.
     clean = subprocess.run([sys.executable, "-c", "import sys; print(*sys.modules)"], capture_output=True, text=True)
     assert not foreign - {each.partition(".")[0] for each in clean.stdout.split()}
 
@@ -76,7 +76,7 @@ def test_import_closure_is_the_standard_library() -> None:
         "vendors.nvidia.mig",
     ],
 )
-def test_what_decides_touches_nothing(module: str) -> None:
+def test_deciding_modules_are_pure(module: str) -> None:
     """Plan, verify and render are pure."""
     source = Path(__file__).parents[2] / "agent" / f"{module.replace('.', '/')}.py"
     names = {
@@ -89,12 +89,12 @@ def test_what_decides_touches_nothing(module: str) -> None:
 
 
 def completed(spec: object) -> object:
-    """What is published of what nvidia-ctk wrote."""
+    """Return what is published for nvidia-ctk's output."""
     return with_no_gpu(with_additions(spec, REQUEST)[0])
 
 
-def test_first_run_settles_everything(machine: Machine) -> None:
-    """Links, spec and configuration are made; containerd is asked to restart, and proven when it did."""
+def test_the_first_run_settles_everything(machine: Machine) -> None:
+    """Links, specification and configuration are made; containerd is restarted, and checked afterwards."""
     assert run(machine) == 0
     assert machine.conditions() == {
         "DevicesAllowed": ("True", "Opened"),
@@ -116,12 +116,12 @@ def test_first_run_settles_everything(machine: Machine) -> None:
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000))
     run(machine)
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
-    # From the notes now, as nvidia-ctk is not asked again.
+    # Now from the notes: nvidia-ctk does not run again.
     assert added in machine.message("CDISpecCurrent")
 
 
-def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
-    """Only systemctl is asked; the report is written all the same, since it is the heartbeat."""
+def test_the_second_run_starts_one_process(machine: Machine) -> None:
+    """Only systemctl runs. The report is written nevertheless, because it is the heartbeat."""
     started(machine)
     before = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
     os.utime(machine.tree / REPORT.lstrip("/"), (0, 0))
@@ -132,7 +132,7 @@ def test_second_run_looks_and_spawns_one_process(machine: Machine) -> None:
     assert (machine.tree / REPORT.lstrip("/")).stat().st_mtime > 0
 
 
-def test_journal_gets_changes_only(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_changes_go_to_the_journal(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """The timer runs each minute."""
     run(machine)
     assert "<4>RuntimeActive Unknown RestartPending" in capsys.readouterr().err
@@ -143,16 +143,16 @@ def test_journal_gets_changes_only(machine: Machine, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == ""
 
 
-def test_no_handoff_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A machine of an image with the agent that nobody configured."""
+def test_a_missing_handoff_is_not_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The image has the agent, but nobody configured the machine."""
     machine = Machine(tmp_path / "machine")
     assert run(machine) == 0
     assert "not configured on its host" in capsys.readouterr().err
     assert not machine.exists(REPORT)
 
 
-def test_bad_handoff_changes_nothing(machine: Machine) -> None:
-    """A report could not say which handoff it answers."""
+def test_a_bad_handoff_changes_nothing(machine: Machine) -> None:
+    """A report could not say which handoff it belongs to."""
     started(machine)
     report = machine.read(REPORT)
     machine.put(HANDOFF, b'{"version": 99}')
@@ -162,8 +162,8 @@ def test_bad_handoff_changes_nothing(machine: Machine) -> None:
     assert not machine.calls
 
 
-def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
-    """systemd's path units lose a change that comes while the service runs."""
+def test_a_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
+    """systemd's path units miss a change while the service runs."""
     newer = replace(REQUEST, devices=DEVICES[:-1])
 
     def change(argv: tuple[str, ...]) -> Completed:
@@ -176,8 +176,8 @@ def test_handoff_that_changes_meanwhile_is_read_again(machine: Machine) -> None:
     assert machine.report()["generation"] == published
 
 
-def test_what_is_older_than_the_handoff_is_not_reported(machine: Machine) -> None:
-    """The host publishes the same once more when it has bound what was missing, and waits for the answer to that."""
+def test_observations_older_than_the_handoff_are_not_reported(machine: Machine) -> None:
+    """The host publishes the same handoff again after it has bound missing nodes, and waits for the report on that."""
     handoff, written = machine.read(HANDOFF), list[str]()
     missing = machine.nodes.pop(DEVICES[0].path)
 
@@ -195,7 +195,7 @@ def test_what_is_older_than_the_handoff_is_not_reported(machine: Machine) -> Non
 
 
 def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None:
-    """It stops at once and starts when this run has ended: a further round would be time without a CRI."""
+    """containerd stops at once, and starts when this run has ended: another round would be time without a CRI."""
     seen: list[str] = []
 
     def answer(argv: tuple[str, ...]) -> Completed:
@@ -215,8 +215,8 @@ def test_containerd_is_restarted_after_the_last_report(machine: Machine) -> None
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
 
-def test_restart_that_fails_is_said_and_tried_again(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    """The report is out by then: the journal and the unit's result say it."""
+def test_a_failed_restart_is_reported_and_retried(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+    """The report is written already: the journal and the unit's result say it."""
     refused = Completed(1, b"", b"Failed to restart containerd.service: Access denied")
     machine.program("systemctl", lambda argv: systemctl("active", 10)(argv) if argv[1] == "show" else refused)
     for _ in range(2):
@@ -227,15 +227,15 @@ def test_restart_that_fails_is_said_and_tried_again(machine: Machine, capsys: py
     assert machine.conditions()["RuntimeActive"] == ("Unknown", "RestartPending")
 
 
-def test_missing_report_directory_says_so(machine: Machine) -> None:
-    """It is the host's to bind."""
+def test_a_missing_report_directory_is_reported(machine: Machine) -> None:
+    """The host has to bind it."""
     (machine.tree / "run/unbounded-agent/report").rmdir()
     with pytest.raises(Exception, match="is missing, so nothing can be reported"):
         run(machine)
 
 
-def test_no_gpu_is_not_applicable(machine: Machine) -> None:
-    """GPUs that went: links and spec of ours go, conditions do not stand in the way."""
+def test_without_gpus_conditions_are_not_applicable(machine: Machine) -> None:
+    """When GPUs are removed, so are our links and specification, and no condition is False."""
     started(machine)
     machine.hand(EMPTY)
     run(machine)
@@ -245,8 +245,8 @@ def test_no_gpu_is_not_applicable(machine: Machine) -> None:
     assert set(statuses.values()) == {"True"}
 
 
-def test_unknown_vendor(machine: Machine) -> None:
-    """A host that is newer than the image."""
+def test_an_unknown_vendor(machine: Machine) -> None:
+    """The host is newer than the image."""
     machine.hand(replace(REQUEST, vendor="other"))
     run(machine)
     assert machine.conditions() == {"CDISpecCurrent": ("False", "UnknownVendor")}
@@ -255,8 +255,8 @@ def test_unknown_vendor(machine: Machine) -> None:
 # ---- devices
 
 
-def test_wrong_number_names_node_found_and_expected(machine: Machine) -> None:
-    """A module that was reloaded has another major; the spec is refused as well."""
+def test_a_wrong_number_is_named_with_the_expected_one(machine: Machine) -> None:
+    """A reloaded module has another major number; the specification is refused too."""
     machine.node("/dev/nvidia-uvm", 511, 0)
     machine.drop("/dev/nvidia1")
     del machine.nodes["/dev/nvidia1"]
@@ -279,8 +279,8 @@ def test_wrong_number_names_node_found_and_expected(machine: Machine) -> None:
         (errno.EMFILE, "OpenFailed", True),
     ],
 )
-def test_node_that_does_not_open(machine: Machine, code: int, reason: str, retried: bool) -> None:
-    """Each error has its sentence; what could mend is tried again, a GPU that failed is left alone."""
+def test_a_node_that_does_not_open(machine: Machine, code: int, reason: str, retried: bool) -> None:
+    """Each error has its own sentence. A temporary one is retried; a GPU that failed is left alone."""
 
     def answer(argv: tuple[str, ...]) -> Completed:
         lines = (f"{code if path == '/dev/nvidia1' else 0} {path}\n" for path in argv[5:])
@@ -296,8 +296,8 @@ def test_node_that_does_not_open(machine: Machine, code: int, reason: str, retri
     assert [call[5:] for call in opened] == ([("/dev/nvidia1",)] if retried else [])
 
 
-def test_nodes_are_opened_again_only_when_they_changed(machine: Machine) -> None:
-    """A changed number or a new grant; opening initialises a GPU."""
+def test_nodes_are_opened_again_only_if_they_changed(machine: Machine) -> None:
+    """A changed number or a new grant needs that; opening initialises a GPU."""
     started(machine)
     changed = tuple(replace(each, major=235) if each.kind.startswith("uvm") else each for each in DEVICES)
     for device in changed:
@@ -309,7 +309,7 @@ def test_nodes_are_opened_again_only_when_they_changed(machine: Machine) -> None
 
 
 def test_open_nodes_program(tmp_path: Path) -> None:
-    """The real program: what opens, what is not there, and what hangs, in bounded time."""
+    """The real program reports what opens, what is missing and what hangs, in bounded time."""
     from agent.machine.devices import open_nodes
 
     fifo = tmp_path / "fifo"
@@ -321,7 +321,7 @@ def test_open_nodes_program(tmp_path: Path) -> None:
 
 
 def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
-    """A driver that does not answer is simulated by a child that sleeps in place of open(2)."""
+    """A child that sleeps in place of open(2) simulates a driver that does not answer."""
     from agent.machine.devices import open_nodes
 
     code = (
@@ -340,8 +340,8 @@ def test_open_nodes_program_ends_when_an_open_hangs(tmp_path: Path) -> None:
 # ---- CDI spec
 
 
-def test_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
-    """nvidia-ctk leaves libraries out with exit code 0; the old spec serves on, and the condition says both."""
+def test_a_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
+    """nvidia-ctk leaves libraries out with exit code 0. The old specification stays, and the condition says both."""
     started(machine)
     good = machine.read(SPEC)
     worse = recorded_spec()
@@ -356,8 +356,8 @@ def test_worse_spec_never_replaces_a_good_one(machine: Machine) -> None:
     assert machine.report()["cdi_devices"]
 
 
-def test_worse_spec_never_replaces_one_that_cannot_be_read(machine: Machine) -> None:
-    """It may be a good one: with a GPU fewer, the new one would be published where there is none."""
+def test_a_worse_spec_never_replaces_an_unreadable_one(machine: Machine) -> None:
+    """It may be a good one. If it were missing, a new one with a GPU fewer would be published."""
     started(machine)
     good = machine.read(SPEC)
     worse = recorded_spec()
@@ -384,14 +384,14 @@ def test_worse_spec_never_replaces_one_that_cannot_be_read(machine: Machine) -> 
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "expected"),
     [
         (lambda argv: Completed(1, b"", b"failed to initialize NVML: Driver Not Loaded"), "Driver Not Loaded"),
         (hang, "time limit"),
     ],
 )
-def test_failed_generation_keeps_the_spec(machine: Machine, answer: object, said: str) -> None:
-    """The tool's words reach the report."""
+def test_a_failed_generation_keeps_the_spec(machine: Machine, answer: object, expected: str) -> None:
+    """The tool's own error is in the report."""
     started(machine)
     good = machine.read(SPEC)
     assert callable(answer)
@@ -401,7 +401,7 @@ def test_failed_generation_keeps_the_spec(machine: Machine, answer: object, said
     run(machine)
     assert machine.read(SPEC) == good
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
-    assert said in machine.message("CDISpecCurrent")
+    assert expected in machine.message("CDISpecCurrent")
 
 
 GIBIBYTE = 1 << 30
@@ -414,7 +414,7 @@ GIBIBYTE = 1 << 30
 def test_a_generator_that_succeeds_and_writes_nonsense_keeps_the_spec(
     machine: Machine, written: bytes, size: int
 ) -> None:
-    """Also of a gibibyte, which is not read, and also where it says that it succeeded."""
+    """Even a gibibyte, which is not read, and even if it reports success."""
     started(machine)
     good = machine.read(SPEC)
 
@@ -436,8 +436,8 @@ def test_a_generator_that_succeeds_and_writes_nonsense_keeps_the_spec(
 
 
 @pytest.mark.parametrize("depth", [100_000, 300])
-def test_nesting_without_end_is_no_crash(machine: Machine, depth: int) -> None:
-    """json raises RecursionError, which is no ValueError: the report must come all the same."""
+def test_deep_nesting_does_not_crash(machine: Machine, depth: int) -> None:
+    """json raises RecursionError, which is not a ValueError: the report must be written nevertheless."""
     started(machine)
     good = machine.read(SPEC)
     deep = b"[" * depth + b"]" * depth
@@ -455,8 +455,8 @@ def test_nesting_without_end_is_no_crash(machine: Machine, depth: int) -> None:
 
 
 @pytest.mark.parametrize("error", [TypeError("unhashable type: 'list'"), ValueError("too many digits\n\0")])
-def test_a_defect_costs_its_step_alone(machine: Machine, error: Exception) -> None:
-    """Also one of a step beside the others: the report comes, and has its type."""
+def test_a_defect_costs_only_its_step(machine: Machine, error: Exception) -> None:
+    """Also a defect in a step that runs in parallel: the report has the error's type."""
 
     def fail(_: object) -> Completed:
         raise error
@@ -470,8 +470,8 @@ def test_a_defect_costs_its_step_alone(machine: Machine, error: Exception) -> No
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
 
 
-def test_bottomless_handoff_is_said(machine: Machine) -> None:
-    """It has no generation to report on."""
+def test_a_deeply_nested_handoff_is_reported(machine: Machine) -> None:
+    """Without a generation, there is nothing to report on."""
     machine.put(HANDOFF, b"[" * 100_000)
     with pytest.raises(DocumentError, match="not JSON"):
         run(machine)
@@ -481,7 +481,7 @@ def test_bottomless_handoff_is_said(machine: Machine) -> None:
     ("version", "status"), [("1.17.8", "False"), ("1.18.1", "False"), ("1.18.2", "True"), ("1.20.0", "True")]
 )
 def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
-    """Older than 1.18.2 is refused, and says why; older than 1.19.1 works and is remarked upon."""
+    """Older than 1.18.2 is refused with the reason; older than 1.19.1 works with a remark."""
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, recorded_spec(), version))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"][0] == status
@@ -491,8 +491,8 @@ def test_toolkit_version(machine: Machine, version: str, status: str) -> None:
     assert ("1.19.1, which fixes a race" in message) == (version == "1.18.2")
 
 
-def test_hooks_that_are_asked_for(machine: Machine) -> None:
-    """By the command, and in the specification; one that the toolkit does not make is named."""
+def test_configured_hooks(machine: Machine) -> None:
+    """They are in the command and in the specification; a hook that the toolkit does not make is named."""
     machine.hand(replace(REQUEST, cdi_hooks=("enable-cuda-compat", "update-application-profile")))
     spec = recorded_spec()
     arguments = ["nvidia-cdi-hook", "enable-cuda-compat", f"--host-driver-version={REQUEST.driver_version}"]
@@ -510,14 +510,14 @@ def test_hooks_that_are_asked_for(machine: Machine) -> None:
 
 
 def test_gpus_without_driver_files(machine: Machine) -> None:
-    """nvidia-ctk would take an empty driver root for the machine's own root."""
+    """nvidia-ctk would take an empty driver root for the machine's own root directory."""
     machine.hand(replace(REQUEST, driver_root="", driver_version="", files=()))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "NoDriverRoot")
     assert not [call for call in machine.calls if call[0].endswith("nvidia-ctk")]
 
 
-def test_damaged_spec_is_mended(machine: Machine) -> None:
+def test_a_damaged_spec_is_repaired(machine: Machine) -> None:
     """The timer's run compares digests."""
     started(machine)
     good = machine.read(SPEC)
@@ -530,8 +530,8 @@ def test_damaged_spec_is_mended(machine: Machine) -> None:
     assert machine.read(SPEC) == good
 
 
-def test_foreign_spec_is_not_overwritten(machine: Machine) -> None:
-    """Nor removed when there are no GPUs."""
+def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
+    """Nor removed if there are no GPUs."""
     machine.put(SPEC, "theirs")
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "ForeignFile")
@@ -540,8 +540,8 @@ def test_foreign_spec_is_not_overwritten(machine: Machine) -> None:
     assert machine.read(SPEC) == b"theirs"
 
 
-def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
-    """At the first run the others are published; later a spec with fewer GPUs does not replace one with more."""
+def test_a_failed_gpu_costs_only_that_gpu(machine: Machine) -> None:
+    """In a first run the others are published; later a specification with fewer GPUs does not replace one with more."""
     fewer = recorded_spec()
     fewer["devices"] = [each for each in fewer["devices"] if not each["name"].endswith("1")]
     fewer["devices"][-1]["containerEdits"]["deviceNodes"].pop()
@@ -560,8 +560,8 @@ def test_gpu_that_failed_costs_that_gpu_only(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("False", "SpecRefused")
 
 
-def test_published_text_is_what_was_verified(machine: Machine) -> None:
-    """A key that stands twice: parsers differ in which one counts."""
+def test_the_published_text_is_the_verified_one(machine: Machine) -> None:
+    """The text has a key twice, and parsers differ in which one they use."""
     text = json.dumps(recorded_spec()).replace('"kind"', '"kind": "evil.com/gpu", "kind"').encode()
     machine.program("nvidia-ctk", lambda argv: nvidia_ctk(machine, argv, text))
     run(machine)
@@ -569,8 +569,8 @@ def test_published_text_is_what_was_verified(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_the_toolkits_version_is_asked_for_once(machine: Machine) -> None:
-    """A new driver's spec waits for no such question; a new toolkit is asked."""
+def test_the_toolkits_version_is_read_once(machine: Machine) -> None:
+    """A new driver's specification does not wait for it; a new toolkit is run."""
     asked = ("/usr/bin/nvidia-ctk", "--version")
     run(machine)
     assert machine.calls.count(asked) == 1

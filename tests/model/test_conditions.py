@@ -8,7 +8,7 @@ from agent.model.reasons import Reason
 STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
 
 
-def test_the_form_of_kubernetes() -> None:
+def test_the_format_of_kubernetes() -> None:
     (dated,) = with_transitions((STOPPED,), (), 1_700_000_000.0)
     assert json.dumps(dated.to_kubernetes()) == (
         '{"type": "MachineRunning", "status": "False", "reason": "Stopped", "message": "it was stopped", '
@@ -16,5 +16,5 @@ def test_the_form_of_kubernetes() -> None:
     )
 
 
-def test_a_time_that_is_not_known_is_null() -> None:
+def test_an_unknown_time_is_null() -> None:
     assert STOPPED.to_kubernetes()["lastTransitionTime"] is None

@@ -15,6 +15,6 @@ from agent.model.device_allow import DeviceAllow
     ],
 )
 def test_an_entry_has_the_text_that_it_was_read_from(text: str, entry: DeviceAllow) -> None:
-    """A template's list is written into the drop-in as it is: another text would call running machines outdated."""
+    """A template's list is copied to the drop-in: a different text would make running machines look outdated."""
     assert DeviceAllow.parse(text) == entry
     assert str(entry) == text

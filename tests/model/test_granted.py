@@ -1,4 +1,4 @@
-"""What a machine was granted, as it is noted for the next pass."""
+"""What a machine was granted, as noted for the next pass."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from agent.model.errors import DocumentError
 from agent.model.granted import Granted
 
 
-def test_what_is_noted_is_read_again() -> None:
+def test_a_note_is_read_back() -> None:
     granted = Granted("0123456789abcdef", ("0000:01:00.0",), {"nvidia": 3})
     assert GRANTED.parse("", GRANTED.render(granted)) == granted
 
@@ -21,6 +21,6 @@ def test_what_is_noted_is_read_again() -> None:
         (b'{"a\\u001b[2J": null}', r"key driver_roots\['a\\x1b\[2J'\] must be int"),
     ],
 )
-def test_what_is_wrong_is_named(roots: bytes, named: str) -> None:
+def test_errors_name_the_key(roots: bytes, named: str) -> None:
     with pytest.raises(DocumentError, match=named):
         GRANTED.parse("", b'{"version": 1, "generation": "", "gpus": [], "driver_roots": ' + roots + b"}")

@@ -1,4 +1,4 @@
-"""The contract between the halves survives its own round trip and refuses anything else by key."""
+"""The contract between the halves survives a round trip, and refuses anything else with the key's name."""
 
 import hashlib
 import json
@@ -42,7 +42,7 @@ def test_round_trip() -> None:
 
 
 def version_1() -> dict[str, Any]:
-    """The content that the release before knows."""
+    """Return the content that the previous release knows."""
     content = asdict(HANDOFF)
     del content["restart_device_plugin"]
     del content["containerd_drop_in"]
@@ -57,8 +57,8 @@ def digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def test_halves_that_do_not_know_of_the_restart() -> None:
-    """An older host half leaves the key out; an older machine half makes its digest without it."""
+def test_halves_that_do_not_know_the_restart_key() -> None:
+    """An older host half leaves the key out; an older machine half computes its digest without the key."""
     assert parse_handoff(changed(restart_device_plugin=None)) == replace(HANDOFF, restart_device_plugin=None)
     assert replace(HANDOFF, restart_device_plugin=True).generation == HANDOFF.generation
     assert json.loads(render_handoff(HANDOFF))["generation"] == digest(version_1())
@@ -79,7 +79,7 @@ def test_halves_that_do_not_know_of_the_restart() -> None:
         (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
     ],
 )
-def test_what_is_wrong_is_named(data: bytes, named: str) -> None:
+def test_errors_name_the_key(data: bytes, named: str) -> None:
     with pytest.raises(DocumentError, match=named):
         parse_handoff(data)
 
@@ -89,8 +89,8 @@ CAPABILITY = GrantedDevice(
 )
 
 
-def test_a_document_has_the_oldest_version_that_says_it() -> None:
-    """An image of the release before goes on with its GPUs until something is granted that it does not know."""
+def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
+    """An image of the previous release keeps its GPUs until something is granted that it does not know."""
     document = json.loads(render_handoff(HANDOFF))
     assert document["version"] == 1
     assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
@@ -105,7 +105,7 @@ def test_a_document_has_the_oldest_version_that_says_it() -> None:
         assert newer.generation != HANDOFF.generation
 
 
-def test_what_version_1_had_written_is_understood() -> None:
-    """By its own generation too: a host of the release before made it."""
+def test_a_version_1_document_is_understood() -> None:
+    """Its own generation is accepted too: a host of the previous release made it."""
     written = json.dumps({"version": 1, "generation": digest(version_1()), **version_1()}).encode()
     assert parse_handoff(written) == replace(HANDOFF, restart_device_plugin=None)

@@ -1,4 +1,4 @@
-"""What messages show of names that anybody may have chosen."""
+"""How messages show names that anybody may have chosen."""
 
 import json
 
@@ -26,7 +26,7 @@ from agent.model.text import one_line, printable
         (b"caf\xe9".decode(errors="surrogateescape"), "caf\\udce9"),
     ],
 )
-def test_what_cannot_be_seen_is_shown_as_an_escape(text: str, shown: str) -> None:
+def test_invisible_characters_are_escaped(text: str, shown: str) -> None:
     assert printable(text) == shown
     assert one_line(text) == shown
     assert true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, text).message == shown
@@ -38,8 +38,8 @@ def test_any_text_is_one_visible_line(text: str) -> None:
     assert printable(printable(text)) == printable(text)
 
 
-def test_a_machine_cannot_report_what_nobody_sees() -> None:
-    """Its half escapes it by itself; one that somebody has exchanged does not."""
+def test_a_machine_cannot_report_invisible_text() -> None:
+    """Its half escapes the text itself; a half that somebody has replaced does not."""
     condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, "x")
     document = json.loads(render_report("a" * 64, (condition,), (), "", "1", None))
     document["conditions"][0]["message"] = "gpu\u3164node"

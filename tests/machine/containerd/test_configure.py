@@ -580,7 +580,7 @@ def test_a_drop_in_at_a_configured_path(machine: Machine) -> None:
     assert not machine.exists(DROP_IN)
 
 
-def test_import_that_is_there_already_is_used(machine: Machine) -> None:
+def test_an_existing_import_is_used(machine: Machine) -> None:
     main = f'imports = ["/etc/cri/conf.d/*.part"]\n{MAIN_2}'
     machine.put(MAIN, main)
     place(machine, PART)
@@ -590,8 +590,8 @@ def test_import_that_is_there_already_is_used(machine: Machine) -> None:
 
 
 @pytest.mark.scenario("001")
-def test_drop_in_moves_with_its_place(machine: Machine) -> None:
-    """There and back: the former one goes, also in another boot of the machine, whose notes are empty."""
+def test_the_drop_in_moves_to_another_configured_path(machine: Machine) -> None:
+    """Moved and moved back: the former file is removed, even after a boot of the machine, which clears the notes."""
     machine.put(MAIN, MAIN_2)
     run(machine)
     ours = machine.read(DROP_IN)
@@ -609,7 +609,7 @@ def test_drop_in_moves_with_its_place(machine: Machine) -> None:
     assert machine.report().get("repairs", {}).get("containerd", 0) == 0, "nobody changed anything"
 
 
-def test_file_of_others_at_the_former_place_stays(machine: Machine) -> None:
+def test_a_foreign_file_at_the_former_path_stays(machine: Machine) -> None:
     machine.put(DROP_IN, "# theirs")
     place(machine, PART)
     run(machine)
@@ -617,7 +617,7 @@ def test_file_of_others_at_the_former_place_stays(machine: Machine) -> None:
     assert machine.read_text(DROP_IN) == "# theirs"
 
 
-def test_file_of_others_at_the_configured_place_stays(machine: Machine) -> None:
+def test_a_foreign_file_at_the_configured_path_stays(machine: Machine) -> None:
     run(machine)
     ours = machine.read(DROP_IN)
     machine.put(PART, "# theirs")
@@ -627,8 +627,8 @@ def test_file_of_others_at_the_configured_place_stays(machine: Machine) -> None:
     assert (machine.read_text(PART), machine.read(DROP_IN)) == ("# theirs", ours)
 
 
-def test_move_that_containerd_refuses_is_put_back(machine: Machine) -> None:
-    """As where something imports the former file by its name, which containerd then misses."""
+def test_a_refused_move_is_reverted(machine: Machine) -> None:
+    """For example, another file imports the former one by its name, which containerd then cannot find."""
     machine.put(MAIN, f'imports = ["{DROP_IN}"]\n{MAIN_2}')
     run(machine)
     before = {path: machine.read(path) for path in (MAIN, DROP_IN)}
@@ -651,7 +651,7 @@ def test_move_that_containerd_refuses_is_put_back(machine: Machine) -> None:
     assert not machine.exists(DROP_IN)
 
 
-def test_edited_drop_in_is_mended(machine: Machine) -> None:
+def test_an_edited_drop_in_is_repaired(machine: Machine) -> None:
     run(machine)
     good = machine.read(DROP_IN)
     machine.put(DROP_IN, "not toml =")
@@ -659,12 +659,12 @@ def test_edited_drop_in_is_mended(machine: Machine) -> None:
     assert machine.read(DROP_IN) == good
 
 
-def test_mended_file_that_no_containerd_missed_restarts_none(machine: Machine) -> None:
-    """The process that runs was started with the same configuration; one that was started meanwhile was not."""
+def test_a_repair_restarts_only_a_containerd_that_missed_the_file(machine: Machine) -> None:
+    """The running process has the same configuration; one that was started meanwhile has not."""
     files = [MAIN, DROP_IN]
 
     def in_another_order(argv: tuple[str, ...]) -> Completed:
-        """As 1.7 lists what it has imported: by a map of Go's, each time in another order."""
+        """List the imports as 1.7 does, from a Go map: in a different order each time."""
         completed = containerd(machine, argv)
         if argv[1:3] != ("--config", MAIN):
             return completed
@@ -691,8 +691,8 @@ def test_mended_file_that_no_containerd_missed_restarts_none(machine: Machine) -
     assert restarts(machine) == before + 1
 
 
-def test_a_killed_mend_that_no_containerd_missed_restarts_none(machine: Machine) -> None:
-    """Killed after the files are as they were: what they come to is found out by the next run."""
+def test_a_killed_repair_restarts_only_a_containerd_that_missed_the_file(machine: Machine) -> None:
+    """Killed after the files are restored: the next run finds out what containerd makes of them."""
     machine.put(MAIN, MAIN_2)
     for _ in range(2):
         run(machine)
@@ -717,7 +717,7 @@ def test_a_killed_mend_that_no_containerd_missed_restarts_none(machine: Machine)
 
 
 @pytest.mark.parametrize("missing", ["containerd", "nvidia-container-runtime"])
-def test_missing_program_is_named(machine: Machine, missing: str) -> None:
+def test_a_missing_program_is_named(machine: Machine, missing: str) -> None:
     machine.drop(f"/usr/bin/{missing}")
     run(machine)
     assert machine.conditions()["RuntimeConfigured"][0] == "False"
@@ -727,8 +727,8 @@ def test_missing_program_is_named(machine: Machine, missing: str) -> None:
 # ---- nvidia-container-runtime's own configuration
 
 
-def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
-    """Only what makes `runtimeClassName: nvidia` use the published spec is set."""
+def test_the_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
+    """Only the settings that make `runtimeClassName: nvidia` use the published specification."""
     path = "/etc/nvidia-container-runtime/config.toml"
     machine.put(
         path,
@@ -748,12 +748,12 @@ def test_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("text", ["mode = ", f"mode = {'9' * 5000}", f"mode = {'[' * 5000}{']' * 5000}"])
-def test_broken_runtime_config_is_said(text: str) -> None:
+def test_a_broken_runtime_config_is_reported(text: str) -> None:
     with pytest.raises(AgentError, match="not TOML"):
         edit_runtime_config(text)
 
 
-def test_runtime_config_that_is_no_table_is_said() -> None:
+def test_a_runtime_config_that_is_not_a_table_is_reported() -> None:
     with pytest.raises(AgentError, match=r"nvidia-container-runtime\.modes\.cdi is not a table"):
         edit_runtime_config("nvidia-container-runtime.modes = 7\n")
 
@@ -768,7 +768,7 @@ def test_runtime_config_that_is_no_table_is_said() -> None:
     ],
 )
 def test_runtime_config_in_unusual_forms(text: str) -> None:
-    """tomlkit fails at some, and makes of others what is no TOML at all."""
+    """tomlkit fails on some, and turns others into invalid TOML."""
     edited = tomllib.loads(edit_runtime_config(text))
     assert edited["nvidia-container-runtime"]["mode"] == "cdi"
     assert edited["nvidia-container-runtime"]["modes"]["cdi"]["default-kind"] == "nvidia.com/gpu"
@@ -778,7 +778,7 @@ def test_runtime_config_in_unusual_forms(text: str) -> None:
 
 
 EMPTY_LINES = "\n" * (1 << 20)
-"""Of which tomlkit would take 20 s."""
+"""tomlkit would take 20 s for them."""
 
 
 def test_a_runtime_config_too_large_to_edit_is_refused_at_once() -> None:
@@ -797,8 +797,8 @@ def test_a_main_file_too_large_to_edit_is_refused_at_once() -> None:
     assert time.process_time() - began < 2
 
 
-def test_lines_of_a_list_that_look_like_tables_cost_no_time() -> None:
-    """At each of them all before it was parsed."""
+def test_lines_of_a_list_that_look_like_tables_take_no_time() -> None:
+    """Once, everything before each such line was parsed again."""
     value = "[\n" + "[1],\n" * 600 + "]"
     began = time.process_time()
     edited = with_import(f"a = {value}\nimports = []\n[b]\n".encode(), "/x").decode()
@@ -810,22 +810,22 @@ def test_lines_of_a_list_that_look_like_tables_cost_no_time() -> None:
     "value",
     ['"""[\n[a]\n\\""""""', "'''\n[a]\n''''", '["""a"""", "[", \'"\']', "1 # [ '\n#\n", '{a = [1, {}], b = "]"}'],
 )
-def test_the_first_table_is_found_behind_any_value(value: str) -> None:
+def test_the_first_table_is_found_after_any_value(value: str) -> None:
     text = f'imports = ["/a"]\nx = {value}\n  [t]\ny = "["\n[u]\n'
     edited = with_import(text.encode(), "/x").decode()
     assert edited == text.replace('"/a"]', '"/a", "/x"]')
 
 
 @pytest.mark.parametrize("text", ["x 1.7.{}", "x {}.7.24", "x v2.{}.1"])
-def test_a_version_without_end_is_no_version(text: str) -> None:
-    """int() refuses what has more than 4,300 digits."""
+def test_an_endless_version_is_rejected(text: str) -> None:
+    """int() rejects more than 4,300 digits."""
     with pytest.raises(DocumentError, match="no version"):
         parse_version(text.format("9" * 5000))
     with pytest.raises(DocumentError, match="no version"):
         parse_toolkit(f"CLI version {text.format('9' * 5000).removeprefix('x ')}")
 
 
-def test_a_number_without_end_in_containerds_file_is_said() -> None:
+def test_an_endless_number_in_containerds_file_is_reported() -> None:
     with pytest.raises(DocumentError, match=f"{MAIN}: not TOML"):
         parse(MAIN, b"x = " + b"9" * 5000)
 
@@ -839,21 +839,21 @@ def test_a_number_without_end_in_containerds_file_is_said() -> None:
     [MAIN_2, DEBIAN_2, MAIN_3, "", NAMED, MAIN_3 + OTHER_DEFAULT.replace(CRI_2, CRI_3)],
     ids=["version 2", "Debian's", "version 3", "none", "a handler of that name", "another default"],
 )
-def test_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
-    """`config dump` of the real program before and after our drop-in."""
+def test_a_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
+    """Run the real program's `config dump` before and after our drop-in."""
 
     def tool(*argv: str) -> str:
         return subprocess.run(("containerd", *argv), capture_output=True, text=True, check=True).stdout
 
     version = parse_version(tool("--version"))
     if version < (2, 0, 0):
-        # containerd 1.x knows no version 3: the same settings in the version that it reads.
+        # containerd 1.x does not know version 3: use the same settings in the version that it reads.
         main = main.replace(MAIN_3, MAIN_2).replace(CRI_3, CRI_2)
     before = main or f"version = {2 if version < (2, 0, 0) else 3}\n"
     (tmp_path / "before.toml").write_text(before)
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", verb))
-    # What 1.6 makes of the tables is the same; only that it has no CDI.
+    # 1.6 handles the tables in the same way; it only lacks CDI.
     configuration = Configuration(tomllib.loads(before), {}, dump)
     wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
     (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))

@@ -1,4 +1,4 @@
-"""Links by number in the machine's /dev/char, which udev makes on a host."""
+"""The machine's links by number in /dev/char, which udev makes on a host."""
 
 import shutil
 from dataclasses import replace
@@ -22,12 +22,12 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_every_granted_node_has_one(machine: Machine) -> None:
+def test_every_granted_node_has_a_link(machine: Machine) -> None:
     found = {device.path: machine.read_link(f"/dev/char/{device.major}:{device.minor}") for device in DEVICES}
     assert found == {device.path: f"../{device.path.removeprefix('/dev/')}" for device in DEVICES}
 
 
-def test_it_goes_with_its_node(machine: Machine) -> None:
+def test_the_link_is_removed_with_its_node(machine: Machine) -> None:
     machine.hand(WITHOUT_SECOND)
     run(machine)
     assert machine.read_link(SECOND) is None
@@ -37,8 +37,8 @@ def test_it_goes_with_its_node(machine: Machine) -> None:
     assert machine.entries("/dev/char") == ()
 
 
-def test_node_that_gets_another_number(machine: Machine) -> None:
-    """A reload of nvidia_uvm."""
+def test_a_node_that_gets_another_number(machine: Machine) -> None:
+    """nvidia_uvm was reloaded."""
     uvm = replace(DEVICES[4], major=511)
     machine.node("/dev/nvidia-uvm", 511, 0)
     machine.hand(replace(REQUEST, devices=tuple(uvm if each.path == uvm.path else each for each in DEVICES)))
@@ -47,15 +47,15 @@ def test_node_that_gets_another_number(machine: Machine) -> None:
     assert machine.read_link("/dev/char/234:0") is None
 
 
-def test_what_somebody_removed_is_made_again(machine: Machine) -> None:
+def test_a_removed_link_is_made_again(machine: Machine) -> None:
     machine.drop(FIRST)
     run(machine)
     assert machine.read_link(FIRST) == "../nvidia0"
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_those_of_others_stay(tmp_path: Path, granted: bool) -> None:
-    """The GPU Operator's validator makes absolute ones."""
+def test_foreign_links_stay(tmp_path: Path, granted: bool) -> None:
+    """The GPU Operator's validator makes absolute links."""
     machine = gpu_machine(tmp_path / "machine")
     machine.make_directory("/dev/char")
     machine.link(SECOND, "/dev/nvidia1")
@@ -69,15 +69,15 @@ def test_those_of_others_stay(tmp_path: Path, granted: bool) -> None:
     assert machine.read_link("/dev/char/1:3") == "../null"
 
 
-def test_a_full_dev_costs_the_links_alone(tmp_path: Path) -> None:
+def test_a_full_dev_costs_only_the_links(tmp_path: Path) -> None:
     machine = gpu_machine(tmp_path / "machine")
     machine.put("/dev/char", "no directory")
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
-def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
-    """As nspawn leaves /sys/module out. Whether NVML minds is told by the spec, which is made with it."""
+def test_a_driver_that_the_machine_does_not_show(machine: Machine) -> None:
+    """nspawn may leave out /sys/module. The specification shows whether NVML needs it."""
     machine.drop("/sys/module/nvidia/version")
     (machine.tree / "sys/module/nvidia").rmdir()
     run(machine)
@@ -89,7 +89,7 @@ def test_driver_that_the_machine_does_not_show(machine: Machine) -> None:
 
 
 def test_a_driver_that_was_unloaded_is_not_hidden(machine: Machine) -> None:
-    """Its nodes stay and opened once; a restart of the machine would bring nothing."""
+    """Its nodes exist and did open; a restart of the machine would not help."""
     run(machine)
     machine.drop("/sys/module/nvidia/version")
     (machine.tree / "sys/module/nvidia").rmdir()
@@ -99,12 +99,12 @@ def test_a_driver_that_was_unloaded_is_not_hidden(machine: Machine) -> None:
 
 
 class KilledError(BaseException):
-    """What nothing in a run handles."""
+    """An exception that nothing in a run handles."""
 
 
 @pytest.mark.parametrize("after", range(1, 7))
 def test_a_killed_run_leaves_no_link_behind(tmp_path: Path, after: int) -> None:
-    """It comes to its end after so many links; then all GPUs are taken back."""
+    """Each run is killed after that many links; then all GPUs are withdrawn."""
     machine = gpu_machine(tmp_path / "machine")
     made = 0
 

@@ -1,4 +1,4 @@
-"""Device nodes in the machine that are not granted any more."""
+"""Device nodes in the machine that are no longer granted."""
 
 import errno
 import shutil
@@ -36,7 +36,7 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_a_node_that_is_not_granted_any_more_is_removed(machine: Machine) -> None:
+def test_a_node_that_is_no_longer_granted_is_removed(machine: Machine) -> None:
     machine.hand(LESS)
     run(machine)
     assert UMOUNT in machine.calls
@@ -46,7 +46,7 @@ def test_a_node_that_is_not_granted_any_more_is_removed(machine: Machine) -> Non
 
 
 def test_a_node_that_was_bound_twice_is_removed_too(machine: Machine) -> None:
-    """systemd before 255 mounts upon what is there."""
+    """systemd before 255 mounts on top of existing mounts."""
     machine.mounts.append("/dev/nvidia1")
     machine.hand(LESS)
     run(machine)
@@ -54,7 +54,7 @@ def test_a_node_that_was_bound_twice_is_removed_too(machine: Machine) -> None:
     assert not machine.exists("/dev/nvidia1")
 
 
-def test_what_somebody_else_put_there_stays(machine: Machine) -> None:
+def test_a_foreign_file_stays(machine: Machine) -> None:
     machine.hand(LESS)
     machine.drop("/dev/nvidia1")
     machine.mounts.remove("/dev/nvidia1")
@@ -64,7 +64,7 @@ def test_what_somebody_else_put_there_stays(machine: Machine) -> None:
     assert machine.read("/dev/nvidia1") == b"a file of somebody's own"
 
 
-def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
+def test_a_failed_removal_is_reported_and_retried(machine: Machine) -> None:
     machine.hand(LESS)
     working = machine.programs["umount"]
     machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
@@ -77,8 +77,8 @@ def test_a_failed_removal_is_said_and_tried_again(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
-def taken_back_early(machine: Machine) -> None:
-    """nspawn has bound all nodes, and the first handoff that a run sees grants one GPU; the generator lists nodes."""
+def withdrawn_early(machine: Machine) -> None:
+    """Let nspawn bind all nodes, and the first handoff that a run reads grant one GPU; the generator lists nodes."""
     machine.remove_tree(MACHINE_STATE)
     for path in (OWNED, OWNED_COPY, SPEC):
         machine.remove(path)
@@ -99,9 +99,9 @@ def nodes(device: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_gpu_that_was_taken_back_before_the_first_run_is_removed(machine: Machine) -> None:
-    """No run could note that it was granted: what is mounted tells it."""
-    taken_back_early(machine)
+def test_a_gpu_that_was_withdrawn_before_the_first_run_is_removed(machine: Machine) -> None:
+    """No run noted the grant: the mounts show it."""
+    withdrawn_early(machine)
     run(machine)
     assert not machine.exists("/dev/nvidia1")
     assert machine.exists("/dev/nvidia0")
@@ -111,8 +111,8 @@ def test_a_gpu_that_was_taken_back_before_the_first_run_is_removed(machine: Mach
 
 @pytest.mark.parametrize("note", ["withdrawn", "granted-nvidia"])
 def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note: str) -> None:
-    """The node is gone all the same, and the spec that was refused for it can be made."""
-    taken_back_early(machine)
+    """The node is removed nevertheless, and the specification that was refused because of it can be made."""
+    withdrawn_early(machine)
 
     def full(path: str) -> None:
         if path.endswith(f"/{note}.json") and not machine.exists("/dev/nvidia1"):
@@ -125,8 +125,8 @@ def test_a_withdrawal_that_cannot_be_noted_costs_no_spec(machine: Machine, note:
 
 
 @pytest.mark.parametrize("vendor", ["nvidia", "intel", "nobody"])
-def test_all_of_a_vendor_that_was_taken_back_before_the_first_run_is_removed(machine: Machine, vendor: str) -> None:
-    """The handoff does not name it, or knows no vendor at all."""
+def test_a_vendor_that_was_withdrawn_before_the_first_run_is_removed(machine: Machine, vendor: str) -> None:
+    """The handoff does not name the vendor, or names an unknown one."""
     machine.remove_tree(MACHINE_STATE)
     machine.node("/dev/dri/renderD129", 226, 129)
     machine.mounts += ["/dev/dri/renderD129"]
@@ -138,7 +138,7 @@ def test_all_of_a_vendor_that_was_taken_back_before_the_first_run_is_removed(mac
     assert machine.exists("/dev/kvm"), "somebody may have bound it by hand: no setting of ours is for nodes of GPUs"
 
 
-def test_a_failed_look_at_the_note_is_not_an_empty_one(machine: Machine) -> None:
+def test_an_unreadable_note_is_not_an_empty_one(machine: Machine) -> None:
     machine.hand(LESS)
     machine.mounts.remove("/dev/nvidia1")
 
@@ -157,7 +157,7 @@ def test_a_failed_look_at_the_note_is_not_an_empty_one(machine: Machine) -> None
 
 
 def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
-    """Where it cannot be noted what is withdrawn, that is said of its condition alone."""
+    """If a withdrawal cannot be noted, only its own condition says so."""
     machine.hand(LESS)
 
     def full(path: str) -> None:
@@ -171,8 +171,8 @@ def test_a_full_run_directory_costs_no_report(machine: Machine) -> None:
     assert machine.conditions()["LibrariesLinked"][0] == "True"
 
 
-def test_a_mount_of_what_the_host_removed_is_taken_away(machine: Machine) -> None:
-    """A reload of nvidia-drm, with the same grant: the host then binds its new node, on systemd 252 too."""
+def test_the_mount_of_a_node_that_the_host_removed_is_unmounted(machine: Machine) -> None:
+    """For example, nvidia-drm was reloaded with the same grant: the host binds its new node, on systemd 252 too."""
     machine.mounts.append("/dev/nvidia1")
     machine.removed += ["/dev/nvidia1"] * 2
     run(machine)
@@ -195,7 +195,7 @@ def test_a_node_below_a_removed_one_stays(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
-def test_a_daemon_s_directory_that_it_made_anew_is_taken_away(machine: Machine) -> None:
+def test_a_daemons_recreated_directory_is_unmounted(machine: Machine) -> None:
     directory = "/run/nvidia-persistenced"
     machine.make_directory(directory)
     machine.hand(replace(REQUEST, sockets=("persistenced",)))
@@ -207,7 +207,7 @@ def test_a_daemon_s_directory_that_it_made_anew_is_taken_away(machine: Machine) 
     assert machine.calls.count(("umount", "--lazy", directory)) == 1
 
 
-def test_a_removed_mount_that_stays_is_said(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_removed_mount_that_stays_is_reported(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     machine.removed.append("/dev/nvidia1")
     machine.program("umount", lambda argv: Completed(32, b"", b"umount: permission denied"))
     run(machine)
@@ -219,14 +219,14 @@ LEFT_OPEN = "; LeftOpen (no longer granted, but still open; PIDs are the machine
 
 
 def hold(machine: Machine, pid: int = 77, group: str = POD_GROUP.partition("payload")[2]) -> Path:
-    """A process that has the node open by a path of its own: the machine's is withdrawn."""
+    """Add a process that has the node open by a path of its own, while the machine's is withdrawn."""
     number = next(each for each in DEVICES if each.path == "/dev/nvidia1")
     machine.node("/run/pod/dev/nvidia1", number.major, number.minor)
     return process(machine.tree, pid, opened=("/run/pod/dev/nvidia1",), group=group, inner=(1,))
 
 
-def test_who_has_a_withdrawn_node_open_is_named_until_it_ends(machine: Machine) -> None:
-    """In the message alone: the GPUs that are granted can be used."""
+def test_a_process_with_a_withdrawn_node_open_is_named_until_it_exits(machine: Machine) -> None:
+    """Only the message names it: the granted GPUs can be used."""
     bundle(machine, CONTAINER, specification("work/cuda"))
     run(machine)
     directory = hold(machine)
@@ -244,7 +244,7 @@ def test_who_has_a_withdrawn_node_open_is_named_until_it_ends(machine: Machine) 
     assert "LeftOpen" not in machine.message("DevicesAllowed"), "forgotten: no process is looked at any more"
 
 
-def test_a_number_that_is_granted_again_is_anothers(machine: Machine) -> None:
+def test_a_number_that_is_granted_again_belongs_to_another_gpu(machine: Machine) -> None:
     number = machine.nodes["/dev/nvidia1"]
     hold(machine)
     machine.hand(LESS)
@@ -274,8 +274,8 @@ def refuse(directory: str, error: Exception) -> Callable[[str], None]:
     return listed
 
 
-def looks(machine: Machine) -> list[str]:
-    """Runs the machine half seven times: directories of processes that were listed."""
+def listings(machine: Machine) -> list[str]:
+    """Run the machine half seven times, and return its listings of all processes."""
     listed: list[str] = []
     refused = machine.before_list
 
@@ -290,29 +290,29 @@ def looks(machine: Machine) -> list[str]:
     return [path for path in listed if path == "/proc"]
 
 
-def test_a_process_that_cannot_be_looked_at_is_counted_once(machine: Machine) -> None:
-    """Some never can be; the runs of every minute must not go on looking for ever."""
+def test_a_process_that_cannot_be_inspected_is_counted_once(machine: Machine) -> None:
+    """Some processes never can be; runs of every minute must not go on trying forever."""
     hold(machine)
     machine.before_list = refuse("/proc/77/task/77/fd", PermissionError(errno.EACCES, "Permission denied"))
     machine.hand(LESS)
     run(machine)
     assert "; 1 processes could not be inspected, and may have withdrawn" in machine.message("DevicesAllowed")
-    assert not looks(machine)
+    assert not listings(machine)
     assert "could not be inspected" not in machine.message("DevicesAllowed")
 
 
 @pytest.mark.parametrize("error", [ValueError("line 3 of maps"), PermissionError(errno.EACCES, "Permission denied")])
-def test_a_look_that_fails_costs_no_report(machine: Machine, error: Exception) -> None:
+def test_a_failed_inspection_costs_no_report(machine: Machine, error: Exception) -> None:
     machine.hand(LESS)
     machine.before_list = refuse("/proc", error)
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
     assert f"cannot tell which processes have withdrawn nodes open: {error}" in machine.message("DevicesAllowed")
-    assert len(looks(machine)) == FAILED_LOOKS - 1
+    assert len(listings(machine)) == FAILED_LOOKS - 1
     assert "cannot tell" not in machine.message("DevicesAllowed")
 
 
-def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:
+def test_a_hanging_inspection_ends_at_its_limit(machine: Machine) -> None:
     end = threading.Event()
     machine.before_list = lambda path: None if path != "/proc" else (end.wait(60), None)[1]
     notes = Notes(machine)
@@ -323,9 +323,9 @@ def test_a_look_that_hangs_ends_at_its_limit(machine: Machine) -> None:
     end.set()
 
 
-def test_the_service_may_look_at_every_process() -> None:
+def test_the_service_may_inspect_every_process() -> None:
     """Pods' processes have other users, or capabilities that the service lacks."""
     unit = Path(__file__).parents[3] / "systemd/machine/unbounded-agent-gpu.service"
     (line,) = (each for each in unit.read_text().splitlines() if each.startswith("CapabilityBoundingSet="))
-    # The second: for the links in /proc/PID/map_files (proc_map_files_get_link in the kernel's fs/proc/base.c).
+    # CAP_SYS_ADMIN is for the links in /proc/PID/map_files (proc_map_files_get_link in the kernel's fs/proc/base.c).
     assert {"CAP_SYS_PTRACE", "CAP_SYS_ADMIN"} <= set(line.partition("=")[2].split())

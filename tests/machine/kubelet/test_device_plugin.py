@@ -1,4 +1,4 @@
-"""GPUsAdvertised on a simulated machine, see tests/fakes/kubelet.py for what is simulated."""
+"""GPUsAdvertised on a simulated machine; tests/fakes/kubelet.py says what is simulated."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
 
 @pytest.fixture
 def serving(kubelet: Kubelet) -> Kubelet:
-    """Kubelet and plug-in run, since the CDI spec was published, and both GPUs are advertised."""
+    """Kubelet and plugin run, started after the CDI specification was published, and advertise both GPUs."""
     kubelet.serve()
     return kubelet
 
@@ -43,8 +43,8 @@ def test_every_granted_gpu_is_advertised(serving: Kubelet) -> None:
     assert not [call for call in serving.machine.calls if "kubelet" in " ".join(call)], "no process for it"
 
 
-def test_a_gpu_that_came_after_the_plug_in_needs_its_restart(serving: Kubelet) -> None:
-    """It looks for GPUs only when it starts, and then makes its socket anew."""
+def test_a_gpu_added_after_the_plugins_start_needs_its_restart(serving: Kubelet) -> None:
+    """The plugin looks for GPUs only when it starts, and then recreates its socket."""
     serving.advertise(gpu=list(UUIDS[:1]))
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
@@ -53,8 +53,8 @@ def test_a_gpu_that_came_after_the_plug_in_needs_its_restart(serving: Kubelet) -
     assert serving.condition() == ("False", "GPUsMissing")
 
 
-def test_a_gpu_that_went_needs_its_restart(serving: Kubelet) -> None:
-    """It goes on offering what is gone, health checks apart."""
+def test_a_removed_gpu_needs_the_plugins_restart(serving: Kubelet) -> None:
+    """The plugin goes on offering a removed GPU, apart from its health checks."""
     serving.advertise(gpu=[*UUIDS, OTHER])
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
@@ -62,14 +62,14 @@ def test_a_gpu_that_went_needs_its_restart(serving: Kubelet) -> None:
 
 
 def test_an_unhealthy_gpu_needs_no_restart(serving: Kubelet) -> None:
-    """The plug-in knew it; only a restart would make it forget that the GPU is unhealthy."""
+    """The plugin knew the GPU; a restart would only make it forget that the GPU is unhealthy."""
     serving.publish_later()
     assert serving.condition() == ("True", "Advertised")
     serving.advertise(gpu=list(UUIDS[:1]))
     assert serving.condition() == ("False", "GPUsMissing")
 
 
-def test_looking_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
+def test_the_check_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None:
     assert serving.condition() == ("True", "Advertised")
     listener = serving._sockets[PLUGIN_SOCKET]
     connection, _ = listener.accept()
@@ -78,7 +78,7 @@ def test_looking_sends_nothing_and_keeps_no_connection(serving: Kubelet) -> None
 
 
 def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
-    """Four replicas of each GPU; the same number of replicas of one GPU alone is not the same."""
+    """There are four replicas of each GPU. The same number of replicas of one GPU is not the same."""
     replicas = [f"{gpu}::{index}" for gpu in UUIDS for index in range(4)]
     serving.advertise(gpu_shared=replicas)
     assert serving.condition() == ("True", "Advertised")
@@ -100,16 +100,16 @@ def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
     assert OTHER in serving.message()
 
 
-def test_gpus_that_are_all_taken_back(serving: Kubelet) -> None:
-    """The machine has no GPU any more, but the plug-in still offers them."""
+def test_all_gpus_are_withdrawn(serving: Kubelet) -> None:
+    """The machine has no GPU left, but the plugin still offers some."""
     serving.machine.hand(EMPTY)
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
     serving.advertise(gpu=[])
     assert serving.condition() == ("True", "NotApplicable")
 
 
-def test_plugin_that_ended_or_was_killed(serving: Kubelet) -> None:
-    """The kubelet's checkpoint keeps its devices for five minutes."""
+def test_a_plugin_that_exited_or_was_killed(serving: Kubelet) -> None:
+    """The kubelet's checkpoint keeps the plugin's devices for five minutes."""
     serving.kill(PLUGIN_SOCKET)
     assert serving.condition() == ("False", "DevicePluginDown")
     assert PLUGIN_SOCKET in serving.message()
@@ -119,8 +119,8 @@ def test_plugin_that_ended_or_was_killed(serving: Kubelet) -> None:
     assert serving.condition() == ("Unknown", "NoDevicePlugin")
 
 
-def test_plugin_that_is_dead_beside_one_that_serves(serving: Kubelet) -> None:
-    """One of two plug-ins, or of two resources: the file still lists what it had."""
+def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
+    """Of two plugins, or of two resources, one is dead: the file still lists what it had."""
     other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
     serving.listen(other)
     serving.advertise(gpu=list(UUIDS))
@@ -130,7 +130,7 @@ def test_plugin_that_is_dead_beside_one_that_serves(serving: Kubelet) -> None:
     assert serving.message().startswith(f"{other} accepts no connection")
 
 
-def test_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
+def test_a_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
     """connect(2) would wait for it."""
     with ExitStack() as stack:
         for _ in range(BACKLOG + 1):
@@ -142,8 +142,8 @@ def test_plugin_that_hangs_with_a_full_backlog(serving: Kubelet) -> None:
         assert serving.condition() == ("False", "DevicePluginDown")
 
 
-def test_kubelet_that_restarts(serving: Kubelet) -> None:
-    """It removes all sockets and makes its own; its old list proves nothing until the plug-in has sent one."""
+def test_a_kubelet_that_restarts(serving: Kubelet) -> None:
+    """It removes all sockets and makes its own. Its old list proves nothing until the plugin has sent one."""
     serving.kill(KUBELET_SOCKET)
     assert serving.condition() == ("Unknown", "KubeletDown")
     for path in (KUBELET_SOCKET, PLUGIN_SOCKET):
@@ -158,29 +158,29 @@ def test_kubelet_that_restarts(serving: Kubelet) -> None:
     assert serving.condition() == ("True", "Advertised")
 
 
-def test_clock_that_was_set_back(serving: Kubelet) -> None:
-    """The list comes after the socket by time spent, not by the clock; it is not called missing until then."""
+def test_a_clock_that_was_set_back(serving: Kubelet) -> None:
+    """The list is written after the socket, whatever the clock says; before that it is not called missing."""
     later = time.time_ns() + 3600 * 10**9
     os.utime(serving.machine.tree / PLUGIN_SOCKET[1:], ns=(later, later))
     assert serving.condition() == ("True", "Advertised")
 
 
-def test_plugin_that_has_not_registered_at_all(kubelet: Kubelet) -> None:
+def test_a_plugin_that_has_not_registered(kubelet: Kubelet) -> None:
     kubelet.listen(KUBELET_SOCKET)
     assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
     kubelet.listen(PLUGIN_SOCKET)
     assert kubelet.condition() == ("False", "NotRegistered")
 
 
-def test_plugins_of_others_do_not_matter(kubelet: Kubelet) -> None:
+def test_plugins_of_other_vendors_do_not_matter(kubelet: Kubelet) -> None:
     kubelet.listen(KUBELET_SOCKET)
     kubelet.listen(f"{PLUGINS}/other.sock")
     kubelet.checkpoint(json.dumps({"Data": {"RegisteredDevices": {"example.com/nic": ["GPU-1"]}}}))
     assert kubelet.condition() == ("Unknown", "NoDevicePlugin")
 
 
-def test_ids_that_are_no_uuids(serving: Kubelet) -> None:
-    """As Google's plug-in gives them."""
+def test_ids_that_are_not_uuids(serving: Kubelet) -> None:
+    """Google's plugin has such IDs."""
     serving.advertise(gpu=["nvidia0", "nvidia1"])
     assert serving.condition() == ("Unknown", "UnknownIDs")
 
@@ -195,13 +195,13 @@ def test_without_a_spec_nothing_is_known_to_be_granted(serving: Kubelet) -> None
 @pytest.mark.parametrize("make", [lambda path: path.mkdir(), lambda path: path.touch(),
                                   lambda path: path.symlink_to("/dev/null"), os.mkfifo])  # fmt: skip
 def test_other_files_in_place_of_a_socket(kubelet: Kubelet, make: Callable[[Path], object]) -> None:
-    """Pods of device plug-ins write into this directory."""
+    """Pods of device plugins write to this directory."""
     kubelet.listen(KUBELET_SOCKET)
     make(kubelet.machine.tree / PLUGIN_SOCKET[1:])
     assert kubelet.condition() == ("False", "DevicePluginDown")
 
 
-def test_socket_of_another_type(kubelet: Kubelet) -> None:
+def test_a_socket_of_another_type(kubelet: Kubelet) -> None:
     kubelet.listen(KUBELET_SOCKET)
     kubelet.listen(PLUGIN_SOCKET, socket.SOCK_DGRAM)
     assert kubelet.condition() == ("False", "DevicePluginDown")
@@ -223,7 +223,7 @@ def test_socket_of_another_type(kubelet: Kubelet) -> None:
     ],
     ids=["1.20 and newer", "1.10 to 1.19", "1.8 and 1.9"],
 )  # fmt: skip
-def test_forms_of_the_checkpoint(document: object) -> None:
+def test_formats_of_the_checkpoint(document: object) -> None:
     assert parse_checkpoint(json.dumps(document).encode()) == {"nvidia.com/gpu": ("GPU-1",), "a.b/c": ()}
 
 
@@ -241,8 +241,8 @@ def test_forms_of_the_checkpoint(document: object) -> None:
         (b'{"Data": {"RegisteredDevices": {"a\\u001b[2J": [3]}}}', r"RegisteredDevices\['a\\x1b\[2J'\] is not a list"),
     ],
 )
-def test_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> None:
-    """Neither the run nor another condition suffers."""
+def test_a_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> None:
+    """Neither the run nor another condition is affected."""
     with pytest.raises(DocumentError, match=named):
         parse_checkpoint(text)
     serving.checkpoint(text)
@@ -251,7 +251,7 @@ def test_bad_checkpoint_is_named(serving: Kubelet, text: bytes, named: str) -> N
     assert serving.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_checkpoint_that_is_no_file_or_too_large(serving: Kubelet) -> None:
+def test_a_checkpoint_that_is_not_a_file_or_too_large(serving: Kubelet) -> None:
     serving.checkpoint(b" " * ((8 << 20) + 1))
     assert serving.condition() == ("Unknown", "BadCheckpoint")
     assert "larger than" in serving.message()

@@ -1,4 +1,4 @@
-"""The condition on the Node, on a simulated machine: its processes are listed, its kubectl is scripted."""
+"""The condition on the Node, on a simulated machine with listed processes and a scripted kubectl."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def node(tmp_path: Path) -> Node:
     return machine
 
 
-def test_ready_is_set_with_the_kubelet_s_identity(node: Node) -> None:
+def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
     common = ("kubectl", "--kubeconfig=/etc/kubernetes/kubelet.conf", "--request-timeout=10s")
@@ -57,7 +57,7 @@ def test_ready_is_set_with_the_kubelet_s_identity(node: Node) -> None:
 
 
 def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
-    """The API server of a large cluster is not asked by each machine each minute."""
+    """Otherwise every machine would send a request to a large cluster's API server each minute."""
     run(node, NOW)
     node.judge(judged=NOW + 60)
     run(node, NOW + 60)
@@ -79,7 +79,7 @@ def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     assert node.on_node()["lastTransitionTime"] == changed
 
 
-def test_silent_host_is_unknown_and_comes_back(node: Node) -> None:
+def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
     """Old evidence never claims ready."""
     run(node, NOW)
     run(node, NOW + SILENT_AFTER + 1)
@@ -91,8 +91,8 @@ def test_silent_host_is_unknown_and_comes_back(node: Node) -> None:
     assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:06:40Z", "it was Unknown in between"
 
 
-def test_clock_that_was_set_back(node: Node) -> None:
-    """A verdict from the future is no evidence either, and a heartbeat from there does not hold up the next one."""
+def test_a_clock_that_was_set_back(node: Node) -> None:
+    """A status from the future proves nothing either, and a heartbeat from there does not delay the next one."""
     run(node, NOW)
     run(node, NOW - 3600)
     assert node.on_node()["reason"] == "AgentSilent"
@@ -104,8 +104,8 @@ def test_clock_that_was_set_back(node: Node) -> None:
 @pytest.mark.parametrize(
     "text", [b"", b"[]", b'{"version": 9}', render_judgement(judgement(READY, NOW)).replace(b"True", b"Maybe")]
 )
-def test_document_that_is_not_understood(node: Node, text: bytes) -> None:
-    """An image of another release: what is on the Node must not stay ready, and both places say why."""
+def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
+    """It may come from another release: the Node must not stay ready, and both places say why."""
     run(node, NOW)
     node.put(JUDGEMENT, text)
     run(node, NOW + 1)
@@ -113,8 +113,8 @@ def test_document_that_is_not_understood(node: Node, text: bytes) -> None:
     assert node.outcome() == ("False", "BadDocument")
 
 
-def test_condition_is_taken_back_when_it_is_not_wanted_any_more(node: Node) -> None:
-    """Also after a boot of the machine, which clears the notes; then nothing more is asked of the API server."""
+def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> None:
+    """Even after a boot of the machine, which clears the notes. Then nothing more is sent to the API server."""
     run(node, NOW)
     node.drop(JUDGEMENT)
     node.drop("/run/unbounded-agent/state/node-condition.json")
@@ -130,22 +130,22 @@ def test_condition_is_taken_back_when_it_is_not_wanted_any_more(node: Node) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "taken_back"),
+    ("words", "removed"),
     [
         ('Error from server (NotFound): nodes "gpu-node" not found', True),
         ("The connection to the server 10.0.0.1:6443 was refused", False),
     ],
 )
-def test_taking_back_is_tried_until_it_is_done(node: Node, words: str, taken_back: bool) -> None:
+def test_withdrawal_is_retried_until_it_succeeds(node: Node, words: str, removed: bool) -> None:
     run(node, NOW)
     node.drop(JUDGEMENT)
     node.program("kubectl", "", 1, words)
     run(node, NOW + 10)
-    assert node.exists(NODE_CONDITION_MARK) is not taken_back
+    assert node.exists(NODE_CONDITION_MARK) is not removed
 
 
 def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
-    """The kubelet's identity changed: it may not touch the other Node."""
+    """The kubelet's identity has changed: it may not touch the other Node."""
     run(node, NOW)
     node.drop(JUDGEMENT)
     node.process(40, *KUBELET, "--hostname-override=other")
@@ -186,7 +186,7 @@ def test_arguments_of_the_kubelet(node: Node, arguments: tuple[str, ...], name: 
         (SERVICE, "30\t1"),
     ],
 )
-def test_a_kubelet_in_a_container_is_not_believed(node: Node, cgroup: str, pids: str) -> None:
+def test_a_kubelet_in_a_container_is_not_trusted(node: Node, cgroup: str, pids: str) -> None:
     """A kubeconfig can name a program, which would run as root in the machine."""
     forged = ("kubelet", "--kubeconfig=/var/lib/kubelet/pods/1/volumes/evil.conf")
     node.process(30, *forged, cgroup=cgroup, pids=pids)
@@ -201,20 +201,20 @@ def test_a_kubelet_in_a_container_is_not_believed(node: Node, cgroup: str, pids:
     ("users", "cgroup"),
     [
         ("1000\t1000\t1000\t1000", SERVICE),
-        # A setuid program under another name keeps who started it.
+        # A setuid program with another name keeps the real user that started it.
         ("1000\t0\t0\t0", SERVICE),
         ("0\t0\t0\t0", "0::/user.slice/user-0.slice/user@0.service/app.slice/x.service"),
     ],
 )
-def test_a_kubelet_of_another_user_is_not_believed(node: Node, users: str, cgroup: str) -> None:
+def test_a_kubelet_of_another_user_is_not_trusted(node: Node, users: str, cgroup: str) -> None:
     node.process(30, "kubelet", "--kubeconfig=/home/user/evil", cgroup=cgroup, users=users)
     run(node, NOW)
     assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
 
 
 @pytest.mark.parametrize("path", ["/etc/default/kubelet", "/usr/bin/kubelet", "./kubelet"])
-def test_a_program_that_only_has_a_file_of_that_name_open_is_no_kubelet(node: Node, path: str) -> None:
-    """Started before the kubelet, by its number."""
+def test_a_program_with_the_kubelets_name_as_argument_is_not_the_kubelet(node: Node, path: str) -> None:
+    """Its number is lower than the kubelet's, so it is found first."""
     node.process(30, "vi", path, "--kubeconfig=/other")
     run(node, NOW)
     assert "--kubeconfig=/etc/kubernetes/kubelet.conf" in node.calls[-1]
@@ -231,7 +231,7 @@ def test_a_program_that_only_has_a_file_of_that_name_open_is_no_kubelet(node: No
         (("sh", "-c", "kubelet --kubeconfig=/k"), "KubeletNotRunning"),
     ],
 )
-def test_a_kubelet_that_cannot_be_spoken_for(node: Node, arguments: tuple[str, ...], reason: str) -> None:
+def test_a_kubelet_whose_identity_cannot_be_used(node: Node, arguments: tuple[str, ...], reason: str) -> None:
     node.process(40, *arguments)
     run(node, NOW)
     assert node.outcome() == ("False", reason)
@@ -250,7 +250,7 @@ def test_a_kubelet_that_cannot_be_spoken_for(node: Node, arguments: tuple[str, .
         ("Unable to connect to the server: dial tcp 10.0.0.1:6443: i/o timeout", "APIUnreachable"),
     ],
 )
-def test_refusals_are_reported_in_their_words_and_tried_again(node: Node, stderr: str, reason: str) -> None:
+def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -> None:
     node.program("kubectl", "", 1, stderr)
     run(node, NOW)
     assert node.outcome() == ("False", reason)
@@ -260,8 +260,8 @@ def test_refusals_are_reported_in_their_words_and_tried_again(node: Node, stderr
     assert node.outcome() == ("True", "Set")
 
 
-def test_a_change_in_between_is_tried_again(node: Node) -> None:
-    """The kubelet writes the same status; one that never rests is reported."""
+def test_a_conflicting_change_is_retried(node: Node) -> None:
+    """The kubelet writes the same status; conflicts that never end are reported."""
     conflict = Completed(1, b"", b"Error from server (Conflict): the object has been modified")
     left = [conflict, conflict]
 
@@ -280,13 +280,13 @@ def test_a_change_in_between_is_tried_again(node: Node) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[]", "<html>proxy</html>"])
-def test_answer_that_is_no_node(node: Node, text: str) -> None:
+def test_an_answer_that_is_not_a_node(node: Node, text: str) -> None:
     node.program("kubectl", text)
     run(node, NOW)
     assert node.outcome() == ("False", "APIUnreachable")
 
 
-def test_kubectl_that_hangs_or_is_missing(node: Node) -> None:
+def test_a_kubectl_that_hangs_or_is_missing(node: Node) -> None:
     node.program("kubectl", hang)
     run(node, NOW)
     assert node.outcome() == ("False", "APIUnreachable")
@@ -296,7 +296,7 @@ def test_kubectl_that_hangs_or_is_missing(node: Node) -> None:
     assert node.outcome() == ("False", "NoKubectl")
 
 
-def test_journal_gets_changes_only(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_changes_go_to_the_journal(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
     run(node, NOW)
     assert "<6>NodeConditionSet True Set" in capsys.readouterr().err
     run(node, NOW + 60)
@@ -306,8 +306,8 @@ def test_journal_gets_changes_only(node: Node, capsys: pytest.CaptureFixture[str
 # ---- in the report
 
 
-def test_report_has_it_where_it_is_wanted_only(node: Node) -> None:
-    """A host half that knows no such condition would refuse the report."""
+def test_the_report_has_the_condition_only_if_configured(node: Node) -> None:
+    """A host half that does not know this condition would refuse the report."""
     node.drop(JUDGEMENT)
     run_setup(node)
     assert "NodeConditionSet" not in node.conditions()
@@ -317,7 +317,7 @@ def test_report_has_it_where_it_is_wanted_only(node: Node) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"[]", b'{"at": "x"}', b'{"at": 9e999, "status": "True"}'])
-def test_damaged_note_is_an_empty_one(node: Node, damage: bytes) -> None:
+def test_a_damaged_note_counts_as_empty(node: Node, damage: bytes) -> None:
     node.put("/run/unbounded-agent/state/node-condition.json", damage)
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
@@ -325,7 +325,7 @@ def test_damaged_note_is_an_empty_one(node: Node, damage: bytes) -> None:
     assert node.outcome() == ("True", "Set")
 
 
-def test_report_has_the_outcome_of_the_last_run(node: Node) -> None:
+def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
     import time
 
     now = time.time()

@@ -1,4 +1,4 @@
-"""The opt-in restart of a device plug-in's container, on a simulated machine: crictl and systemd-run are scripted.
+"""The opt-in restart of a device plugin's container, on a simulated machine with scripted crictl and systemd-run.
 
 The process that listens is this test's; its cgroup is a file of the simulated machine.
 """
@@ -27,7 +27,7 @@ NOTE = "device-plugin-restart-nvidia"
 
 @pytest.fixture
 def outdated(tmp_path: Path) -> Iterator[Kubelet]:
-    """The second GPU came after the plug-in had begun to serve, and a restart is asked for."""
+    """The second GPU was added after the plugin had started, and a restart is configured."""
     with ExitStack() as stack:
         kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
         kubelet.serve()
@@ -41,13 +41,13 @@ def outdated(tmp_path: Path) -> Iterator[Kubelet]:
 
 
 def restarts(machine: Machine) -> list[tuple[str, ...]]:
-    """The commands that systemd-run was given."""
+    """Return the commands that systemd-run was given."""
     commands = [call for call in machine.calls if call[0] == "systemd-run"]
     return [call[next(index for index, each in enumerate(call) if each.endswith("crictl")) :] for call in commands]
 
 
 def pass_time(machine: Machine, seconds: float) -> None:
-    """Since the last restart, by its note."""
+    """Make the last restart's note that many seconds older."""
     notes = Notes(machine)
     noted = notes.load(NOTE)
     notes.save(NOTE, {**noted, "at": noted["at"] - seconds})
@@ -56,7 +56,7 @@ def pass_time(machine: Machine, seconds: float) -> None:
 @pytest.mark.parametrize("cgroup", [BY_SYSTEMD, f"0::/kubepods/besteffort/pod1-2/{CONTAINER}\n",
                                     f"12:devices:/kubepods/burstable/pod1-2/{CONTAINER}\n1:name=x:/\n"])  # fmt: skip
 def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: str) -> None:
-    """The kubelet starts it again. That it goes on without the GPU, for another reason, is told and left so."""
+    """The kubelet starts it again. If it still lacks the GPU, for another reason, that is reported but not retried."""
     outdated.machine.put(CGROUP, cgroup)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     (command,) = restarts(outdated.machine)
@@ -76,8 +76,8 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
     assert len(restarts(outdated.machine)) == 1
 
 
-def test_the_plug_in_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
-    """There is no spec any more, and what it advertises is gone."""
+def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
+    """There is no specification left, and what the plugin advertises is gone."""
     outdated.machine.hand(EMPTY, restart_device_plugin=True)
     for _ in range(3):
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
@@ -87,7 +87,7 @@ def test_the_plug_in_of_a_machine_without_gpus_is_restarted_once(outdated: Kubel
     assert not outdated.machine.exists("/etc/cdi/nvidia.yaml")
 
 
-def test_a_hard_link_of_another_plug_in_s_socket_is_not_believed(outdated: Kubelet) -> None:
+def test_a_hard_link_of_another_plugins_socket_is_not_trusted(outdated: Kubelet) -> None:
     place = outdated.machine.tree / PLUGINS[1:]
     (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
@@ -95,14 +95,14 @@ def test_a_hard_link_of_another_plug_in_s_socket_is_not_believed(outdated: Kubel
     assert not restarts(outdated.machine)
 
 
-def test_not_waited_for(outdated: Kubelet) -> None:
+def test_the_restart_is_not_waited_for(outdated: Kubelet) -> None:
     outdated.condition()
     (call,) = (call for call in outdated.machine.calls if call[0] == "systemd-run")
     assert "--no-block" in call
 
 
 def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
-    """GPUs that come and go must not keep the plug-in from working."""
+    """GPUs that are often added and removed must not keep the plugin from working."""
     outdated.condition()
     later = time.time() - 5
     os.utime(outdated.machine.tree / "etc/cdi/nvidia.yaml", (later, later))
@@ -115,13 +115,13 @@ def test_another_gpu_soon_after_waits(outdated: Kubelet) -> None:
     assert "restart 2 " in outdated.message()
 
 
-def test_only_where_it_is_asked_for(outdated: Kubelet) -> None:
+def test_no_restart_unless_configured(outdated: Kubelet) -> None:
     outdated.machine.hand(REQUEST)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert not restarts(outdated.machine)
 
 
-def test_only_where_it_helps(outdated: Kubelet) -> None:
+def test_no_restart_unless_it_helps(outdated: Kubelet) -> None:
     outdated.begin_later()
     assert outdated.condition() == ("False", "GPUsMissing")
     assert not restarts(outdated.machine)
@@ -134,14 +134,14 @@ def test_only_where_it_helps(outdated: Kubelet) -> None:
     "0::/kubepods.slice/kubepods-besteffort.slice\n",
     "",
 ])  # fmt: skip
-def test_a_plug_in_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
+def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
     outdated.machine.put(CGROUP, cgroup)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "does not run in a pod's container" in outdated.message()
     assert not restarts(outdated.machine)
 
 
-def test_a_plug_in_that_has_just_ended_is_left_alone(outdated: Kubelet) -> None:
+def test_a_plugin_that_has_just_exited_is_left_alone(outdated: Kubelet) -> None:
     outdated.machine.drop(CGROUP)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert not restarts(outdated.machine)
@@ -156,7 +156,7 @@ def test_without_crictl_the_condition_says_so(outdated: Kubelet) -> None:
     assert len(restarts(outdated.machine)) == 1
 
 
-def test_what_could_not_be_started_is_told_and_tried_again(outdated: Kubelet) -> None:
+def test_a_failed_start_is_reported_and_retried(outdated: Kubelet) -> None:
     outdated.machine.program("systemd-run", "", status=1, stderr="Failed to connect to bus")
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
     assert "Failed to connect to bus" in outdated.message()
@@ -166,7 +166,7 @@ def test_what_could_not_be_started_is_told_and_tried_again(outdated: Kubelet) ->
 
 
 def test_a_restart_that_cannot_be_noted_is_not_done(outdated: Kubelet) -> None:
-    """It would be done again each minute."""
+    """Otherwise it would be repeated each minute."""
 
     def refuse(path: str) -> None:
         if NOTE in path:

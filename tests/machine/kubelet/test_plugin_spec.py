@@ -1,4 +1,4 @@
-"""The device plug-in's own CDI spec, judged and never edited; the plug-in is simulated (tests/fakes/kubelet.py)."""
+"""The device plugin's own CDI specification is verified but never edited; the plugin is simulated."""
 
 import json
 import os
@@ -18,7 +18,7 @@ Spec = dict[str, Any]
 
 
 def plugin_spec() -> Spec:
-    """As the plug-in has it: names by UUID alone, another kind."""
+    """Return the specification as the plugin writes it: names are UUIDs only, and the kind is different."""
     spec = recorded_spec() | {"kind": SPEC_KIND}
     spec["devices"] = [each for each in spec["devices"] if each["name"].startswith("GPU-")]
     return spec
@@ -26,7 +26,7 @@ def plugin_spec() -> Spec:
 
 @pytest.fixture
 def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
-    """All is advertised, and the plug-in uses a CDI strategy."""
+    """Everything is advertised, and the plugin uses a CDI strategy."""
     with ExitStack() as stack:
         kubelet = Kubelet(gpu_machine(tmp_path / "machine"), stack)
         kubelet.serve()
@@ -34,13 +34,13 @@ def kubelet(tmp_path: Path) -> Iterator[Kubelet]:
         yield kubelet
 
 
-def test_spec_in_order(kubelet: Kubelet) -> None:
+def test_a_correct_spec(kubelet: Kubelet) -> None:
     assert kubelet.condition() == ("True", "Advertised")
     assert kubelet.message().endswith(f"the plugin's own {SPEC} is in order")
 
 
-def test_no_spec_of_its_own(kubelet: Kubelet) -> None:
-    """By its default strategy."""
+def test_a_plugin_without_a_spec(kubelet: Kubelet) -> None:
+    """The plugin's default strategy makes none."""
     kubelet.machine.drop(SPEC)
     assert kubelet.condition() == ("True", "Advertised")
     assert SPEC not in kubelet.message()
@@ -78,7 +78,7 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -> None:
+def test_a_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -> None:
     spoil, said = FAULTS[name]
     spec = plugin_spec()
     spoil(spec)
@@ -90,7 +90,7 @@ def test_fault_is_named_and_the_file_left_alone(kubelet: Kubelet, name: str) -> 
     assert kubelet.machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
 
 
-def test_what_is_no_spec(kubelet: Kubelet) -> None:
+def test_a_file_that_is_not_a_spec(kubelet: Kubelet) -> None:
     kubelet.machine.put(SPEC, "{")
     assert kubelet.condition() == ("False", "PluginSpecOutdated")
     assert "it is not JSON" in kubelet.message()
@@ -105,7 +105,7 @@ def test_a_link_is_not_followed(kubelet: Kubelet) -> None:
 
 
 def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
-    """The file that is gone here is also missed by our own spec, which is another condition's."""
+    """Our own specification also misses the file that does not exist here; another condition reports that."""
     spec = plugin_spec()
     for mount in spec["containerEdits"]["mounts"]:
         mount["hostPath"] = mount["hostPath"].replace(ROOT, "/run/host-nvidia/7")
@@ -115,15 +115,15 @@ def test_many_faults_of_one_upgrade_are_counted(kubelet: Kubelet) -> None:
     assert f"/run/host-nvidia/7/{LIBRARIES}/libnvidia-ml.so.{VERSION} does not exist" not in kubelet.message()
 
 
-def test_spec_of_a_plug_in_that_does_not_run(kubelet: Kubelet) -> None:
-    """That it does not run is what matters."""
+def test_the_spec_of_a_plugin_that_does_not_run(kubelet: Kubelet) -> None:
+    """The condition says that the plugin does not run."""
     kubelet.machine.put(SPEC, "{}")
     kubelet.kill(PLUGIN_SOCKET)
     assert kubelet.condition() == ("False", "DevicePluginDown")
 
 
-def test_the_plug_in_is_restarted_for_it_where_that_is_asked_for(kubelet: Kubelet) -> None:
-    """At its start it writes its spec anew."""
+def test_an_outdated_spec_restarts_the_plugin_if_configured(kubelet: Kubelet) -> None:
+    """The plugin rewrites its specification when it starts."""
     machine = kubelet.machine
     machine.hand(REQUEST, restart_device_plugin=True)
     machine.put("/usr/local/bin/crictl")

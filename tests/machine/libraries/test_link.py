@@ -26,7 +26,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def test_library_directory_is_the_machines_own() -> None:
-    """Debian's layout, else /usr/lib64; 32-bit libraries only where there is a place for them."""
+    """Debian's layout, otherwise /usr/lib64; 32-bit libraries only if their directory exists."""
     files = (
         GrantedFile(f"{LIBRARIES}/libcuda.so.1"),
         GrantedFile(f"{LIBRARIES}/vdpau/libvdpau_nvidia.so.1"),
@@ -50,8 +50,8 @@ def test_library_directory_is_the_machines_own() -> None:
     assert "/usr/lib/aarch64-linux-gnu" in places("aarch64", {"/usr/lib/aarch64-linux-gnu"}).directories()
 
 
-def test_configuration_of_loaders_is_linked_in_its_place_and_goes_with_the_driver(machine: Machine) -> None:
-    """The device plugin makes a spec of its own by what it finds in the machine."""
+def test_loader_configuration_is_linked_and_removed_with_the_driver(machine: Machine) -> None:
+    """The device plugin makes its own specification from what it finds in the machine."""
     run(machine)
     icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
     assert machine.read_link(icd) == f"../../../..{ROOT}{icd}"
@@ -62,7 +62,7 @@ def test_configuration_of_loaders_is_linked_in_its_place_and_goes_with_the_drive
     assert machine.read_link(vendor) == f"../../../..{ROOT}{vendor}"
 
 
-def test_an_image_s_own_configuration_is_left_alone(machine: Machine) -> None:
+def test_an_images_own_configuration_is_left_alone(machine: Machine) -> None:
     icd = "/usr/share/vulkan/icd.d/nvidia_icd.json"
     machine.put(icd, "theirs")
     run(machine)
@@ -81,15 +81,15 @@ def test_an_image_s_own_configuration_is_left_alone(machine: Machine) -> None:
         ({CUDA: "/etc/alternatives/libcuda"}, [], [], [CUDA]),
         ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [f"{MULTIARCH}/libold.so"], [], []),
         ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], [], []),
-        # ldconfig's own link between two of ours; it stays when it is not wanted, else ours takes its place.
+        # ldconfig's own link between two of ours: it stays unless its name is wanted, then ours replaces it.
         ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], [], []),
         ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, [f"{MULTIARCH}/libcuda.so.550"], [CUDA], []),
-        # A link whose text only looks like ours.
+        # A link whose target only looks like ours.
         ({CUDA: "../../../run/host-nvidia-evil/0/x"}, [], [], [CUDA]),
     ],
 )
 def test_difference(present: dict[str, str], remove: list[str], make: list[str], conflicts: list[str]) -> None:
-    """Never over what is not ours."""
+    """Nothing foreign is ever replaced."""
     plan = plan_links({CUDA: TEXT}, present)
     assert list(plan.remove) == remove
     assert plan.make == dict.fromkeys(make, TEXT)
@@ -97,11 +97,11 @@ def test_difference(present: dict[str, str], remove: list[str], make: list[str],
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("what", "expected"),
     [("file", "(a file)"), ("link", "(a link to stubs/libcuda.so)"), ("directory", "(a directory)")],
 )
-def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str, said: str) -> None:
-    """A stub in the image does not keep the others from their links; ldconfig must not make its link another one."""
+def test_a_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str, expected: str) -> None:
+    """A stub in the image keeps no other link from being made; ldconfig must not redirect its own link."""
     place = machine.tree / CUDA.lstrip("/")
     if what == "file":
         machine.put(CUDA, "a stub")
@@ -112,7 +112,7 @@ def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str
     before = (place.lstat().st_ino, place.lstat().st_mtime_ns)
     run(machine)
     assert machine.conditions()["LibrariesLinked"] == ("False", "Conflict")
-    assert f"{CUDA} {said}; remove it, or the package that contains it (`dpkg -S {CUDA}`)" in machine.message(
+    assert f"{CUDA} {expected}; remove it, or the package that contains it (`dpkg -S {CUDA}`)" in machine.message(
         "LibrariesLinked"
     )
     assert (place.lstat().st_ino, place.lstat().st_mtime_ns) == before
@@ -127,8 +127,8 @@ def test_conflict_is_reported_and_the_rest_is_linked(machine: Machine, what: str
     assert machine.read_link(CUDA) == TEXT
 
 
-def test_conflict_that_is_no_library_spawns_nothing_later(machine: Machine) -> None:
-    """No loader cache ever lists a text in a library's place, and the timer runs each minute."""
+def test_a_conflict_with_a_text_file_runs_no_program_later(machine: Machine) -> None:
+    """A loader cache never lists a text file in a library's place, and the timer runs each minute."""
 
     def libraries(argv: tuple[str, ...]) -> Completed:
         found = ldconfig(machine, argv)
@@ -144,8 +144,8 @@ def test_conflict_that_is_no_library_spawns_nothing_later(machine: Machine) -> N
     assert not [call for call in machine.calls if call[0] == "ldconfig"]
 
 
-def test_new_generation_replaces_all_links(machine: Machine) -> None:
-    """And removes those of files that it has no more."""
+def test_a_new_generation_replaces_all_links(machine: Machine) -> None:
+    """Links of files that the new generation lacks are removed."""
     run(machine)
     (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
     files = tuple(file for file in REQUEST.files if "nvidia-api" not in file.target)
@@ -158,8 +158,8 @@ def test_new_generation_replaces_all_links(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("how", ["missing", "link"])
-def test_driver_root_must_be_a_directory(machine: Machine, how: str) -> None:
-    """nvidia-ctk given a link leaves out all libraries, with exit code 0. Links that are there stay."""
+def test_the_driver_root_must_be_a_directory(machine: Machine, how: str) -> None:
+    """nvidia-ctk on a link leaves out all libraries with exit code 0. Existing links stay."""
     run(machine)
     place = machine.tree / ROOT.lstrip("/")
     place.rename(place.with_name("away"))
@@ -170,8 +170,8 @@ def test_driver_root_must_be_a_directory(machine: Machine, how: str) -> None:
     assert machine.read_link(CUDA) == TEXT
 
 
-def test_loader_cache_is_refreshed_when_a_name_is_missing(machine: Machine) -> None:
-    """ldconfig of a package's trigger may have run while the driver root was not there."""
+def test_the_loader_cache_is_updated_if_a_name_is_missing(machine: Machine) -> None:
+    """A package's trigger may have run ldconfig while the driver root was missing."""
     run(machine)
     machine.put("/etc/ld.so.cache", "\tx (libc6,x86-64) => /lib/x86_64-linux-gnu/libc.so.6")
     machine.calls.clear()
@@ -181,7 +181,7 @@ def test_loader_cache_is_refreshed_when_a_name_is_missing(machine: Machine) -> N
 
 
 def test_names_under_lib_count(machine: Machine) -> None:
-    """Debian's loader cache lists /lib/<triplet>, the same directory."""
+    """Debian's loader cache lists /lib/<triplet>, which is the same directory."""
 
     def merged(argv: tuple[str, ...]) -> Completed:
         found = ldconfig(machine, argv)
@@ -192,7 +192,7 @@ def test_names_under_lib_count(machine: Machine) -> None:
     assert machine.conditions()["LibrariesLinked"] == ("True", "Linked")
 
 
-def test_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
+def test_a_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
     """The condition names the file to edit."""
     machine.put("/etc/ld.so.cache")
     machine.program("ldconfig", "")
@@ -203,7 +203,7 @@ def test_directory_that_ldconfig_does_not_search(machine: Machine) -> None:
 
 
 class KilledError(BaseException):
-    """What nothing in a run handles."""
+    """An exception that nothing in a run handles."""
 
 
 def die(argv: tuple[str, ...]) -> Completed:
@@ -212,10 +212,10 @@ def die(argv: tuple[str, ...]) -> Completed:
 
 @pytest.mark.parametrize("boot", [False, True], ids=["next run", "next boot"])
 @pytest.mark.parametrize("end", [hang, die], ids=["time limit", "killed"])
-def test_ldconfig_that_did_not_end_is_run_again(
+def test_an_interrupted_ldconfig_runs_again(
     machine: Machine, end: Callable[[tuple[str, ...]], Completed], boot: bool
 ) -> None:
-    """The cache lists every name already: of the set of files before, or in another version."""
+    """The cache lists every name already, from the previous files or another version."""
     run(machine)
     (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
     machine.hand(replace(REQUEST, driver_root="/run/host-nvidia/1"))
@@ -235,7 +235,7 @@ def test_ldconfig_that_did_not_end_is_run_again(
 
 
 def before_ours(entry: str) -> Callable[[Machine], None]:
-    """The loader cache has this entry in front of all others of its name."""
+    """Return a step that puts this entry in the loader cache before all others of its name."""
 
     def prepare(machine: Machine) -> None:
         def listed(argv: tuple[str, ...]) -> Completed:
@@ -250,8 +250,8 @@ def before_ours(entry: str) -> Callable[[Machine], None]:
 STUB = "/usr/local/cuda/lib64/stubs/libcuda.so.1"
 
 
-def test_a_stub_that_the_loader_takes_first_is_no_driver(machine: Machine) -> None:
-    """A directory in /etc/ld.so.conf.d comes before the system's: what is listed too is not what programs load."""
+def test_a_stub_that_the_loader_prefers_is_reported(machine: Machine) -> None:
+    """A directory in /etc/ld.so.conf.d precedes the system's: programs may not load what the cache lists later."""
     machine.put(STUB, "a stub")
     before_ours(f"\tlibcuda.so.1 (libc6,x86-64) => {STUB}")(machine)
     for _ in range(2):
@@ -274,7 +274,7 @@ def test_a_stub_that_the_loader_takes_first_is_no_driver(machine: Machine) -> No
     ],
     ids=["another ABI", "another name of the directory", "a link to ours", "not there any more"],
 )
-def test_what_does_not_shadow(machine: Machine, entry: str) -> None:
+def test_entries_that_do_not_shadow(machine: Machine, entry: str) -> None:
     machine.put(STUB, "a stub")
     machine.link("/usr/local/lib/libcuda.so.1", CUDA)
     before_ours(entry)(machine)
