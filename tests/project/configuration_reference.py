@@ -1,6 +1,6 @@
-"""Writes the reference part of docs/configuration.md from the settings' classes: `make docs`.
+"""Write the reference part of docs/configuration.md from the settings' classes: `make docs`.
 
-A key's text is the docstring below it, its values and default are those of pydantic's JSON schema. A path such as
+A key's text is the docstring below it; its values and default are those of pydantic's JSON schema. A path such as
 docs/kubernetes.md in a docstring becomes a link.
 """
 
@@ -30,16 +30,16 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "driver": DriverSettings,
     "metrics": MetricsSettings,
 }
-"""In the order of the page: a table of the configuration, or a list of tables, and the class that validates it."""
+"""Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
 UNSET = ("driver.root",)
-"""Keys that mean something else when they are left out than when they are set to their default."""
+"""Keys whose absence means something else than their default."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 Schema = Mapping[str, Any]
 
 
 def page(text: str) -> str:
-    """The page with its generated part replaced; raises ValueError if the mark where that begins is missing."""
+    """Return the page with its generated part replaced. Raises ValueError if the line before that part is missing."""
     written, mark, _ = text.partition(BEGIN)
     if not mark:
         raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
@@ -47,7 +47,7 @@ def page(text: str) -> str:
 
 
 def _contents() -> str:
-    """A line with links for each table."""
+    """Return a line with links for each table."""
     lines = [
         f"- {_title(table)}: {', '.join(f'[{field}](#{field})' for field in model.model_fields)}\n"
         for table, model in TABLES.items()
@@ -76,7 +76,7 @@ def _section(table: str, model: type[BaseModel]) -> str:
 
 
 def _docstrings(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
-    """Each field with the string below it. Raises ValueError for a field without one."""
+    """Yield each field with the string below it. Raises ValueError for a field without one."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
     for field, below in zip(definition.body, definition.body[1:], strict=False):
@@ -88,7 +88,7 @@ def _docstrings(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
 
 
 def _prose(docstring: str) -> str:
-    """Paragraphs, filled to the width of the other pages, with links."""
+    """Return paragraphs with links, filled to the width of the other pages."""
     linked = LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", docstring)
     paragraphs = [
         textwrap.fill(each, 120, break_on_hyphens=False, break_long_words=False) for each in linked.split("\n\n")
@@ -97,7 +97,7 @@ def _prose(docstring: str) -> str:
 
 
 def _values(schema: Schema, root: Schema) -> str:
-    """The values that a key takes, in words."""
+    """Describe the values that a key accepts."""
     if "$ref" in schema:
         return "table"
     if "anyOf" in schema:
@@ -120,7 +120,7 @@ def _values(schema: Schema, root: Schema) -> str:
 
 
 def _toml(value: object) -> str:
-    """A value as TOML writes it; JSON differs for tables only."""
+    """Return a value as TOML writes it; JSON differs only for tables."""
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }" if value else "{}"
     return json.dumps(value)

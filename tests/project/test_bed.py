@@ -1,4 +1,4 @@
-"""What builders of images and users of the bed see: options of buildah, and errors without a traceback."""
+"""Options that builders of images pass to buildah, and errors that users of the bed see without a traceback."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def build(directory: Path, ends_with: str = "true") -> subprocess.CompletedProcess[str]:
-    """containerfiles/build with limits of 512, and a buildah that notes its arguments."""
+    """Run containerfiles/build with limits of 512, and a buildah that records its arguments."""
     buildah = directory / "buildah"
     buildah.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
     buildah.chmod(0o755)
@@ -27,7 +27,7 @@ def build(directory: Path, ends_with: str = "true") -> subprocess.CompletedProce
 
 
 def test_a_base_is_pulled_if_it_is_missing(tmp_path: Path) -> None:
-    """`--pull=false` means never since buildah 1.35."""
+    """Since buildah 1.35, `--pull=false` means never."""
     assert build(tmp_path).returncode == 0
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[0] == "build"
@@ -51,7 +51,7 @@ def test_a_build_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_demo_that_fails_ends_with_a_sentence(tmp_path: Path) -> None:
-    """Here the first thing that it needs, wheels, cannot be had."""
+    """The first thing that it needs, wheels, is not available here."""
     offline = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
     finished = run(sys.executable, "-m", "integration.bed.demo", **offline)
     assert finished.returncode == 1

@@ -13,7 +13,7 @@ def test_the_page_is_up_to_date() -> None:
 
 
 def models(model: type[BaseModel]) -> set[type[BaseModel]]:
-    """The classes that a class's fields are made of, itself included."""
+    """Return the classes that a class's fields consist of, including itself."""
     found = {model}
     pending: list[object] = [field.annotation for field in model.model_fields.values()]
     while pending:

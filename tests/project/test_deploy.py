@@ -1,4 +1,4 @@
-"""The manifests in deploy/kubernetes are what docs/kubernetes.md describes, and usable outside the test bed."""
+"""The manifests in deploy/kubernetes match docs/kubernetes.md, and work outside the test bed."""
 
 import re
 from pathlib import Path

@@ -65,7 +65,7 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Of the headings, as GitHub makes them: lower case, hyphens for blanks, without other punctuation."""
+    """Return the anchors of the headings as GitHub makes them: lower case, hyphens for spaces, no other punctuation."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 

@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[2] / "agent"
 
 Order: TypeAlias = tuple[str | tuple[str, ...], ...]
-"""Lowest first: a module imports from its own room and from lower ones. Rooms in one tuple never import each other."""
+"""Lowest first: a module imports from its own room and from lower rooms. Rooms in one tuple never import each other."""
 ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine"), "cli")
 ROOMS: Mapping[str, Order] = {
     "host": (("state", "vendors"), ("observe", "plan"), "apply", "verify", "outcome", "reconcile", "daemon"),
@@ -29,26 +29,26 @@ ROOMS: Mapping[str, Order] = {
         "__main__",
     ),
 }
-"""The order within a half."""
+"""The order of rooms within each half."""
 NEVER = {("machine", "config")}
-"""Below, but not for everyone: settings are the host's, a machine gets a handoff."""
+"""Imports from a lower room that are still forbidden: settings are the host's, and a machine gets a handoff."""
 
 PURE = ("model/", "host/plan/", "host/verify/", "host/state/driver_roots.py", "host/state/owned_files.py")
-"""Pure by their place; other modules are where their docstring says so."""
+"""Places whose modules are pure; elsewhere a module's docstring says so."""
 IMPURE = {
     *("os", "sys", "io", "pathlib", "shutil", "tempfile", "glob", "fcntl", "ctypes"),
     *("subprocess", "signal", "socket", "select", "threading", "time", "random", "secrets"),
     *("sh", "pyudev", "inotify_simple", "jeepney", "pyroute2", "prometheus_client"),
 }
 IMPURE_CALLS = re.compile(r"open|print|input|exec|eval|logging\..*")
-"""Names of what is called. logging's levels are plain numbers."""
+"""Names of impure calls. logging's levels are plain numbers."""
 
 VENDOR_NAME = re.compile(r"nvidia|intel|amd(?!64)", re.IGNORECASE)
 VENDOR_IMPORT = re.compile(r"agent\.vendors\.(?:amd|drm|intel|nvidia|other_devices)\.")
 VENDOR_LISTS = {"host/vendors.py", "machine/vendors.py", "machine/prefetch.py"}
 """The lists of vendors; nothing else imports one."""
 ALLOWED_NAMES = {
-    # Where every vendor's driver roots lie, on the host and seen from the machine: fixed paths that nodes depend on.
+    # Where every vendor's driver roots are, on the host and in the machine: fixed paths that nodes depend on.
     ("model/paths.py", "/host-nvidia"),
     ("model/paths.py", "/run/host-nvidia"),
     # A switch of the configuration, and what no path in it may name.
@@ -62,12 +62,12 @@ ALLOWED_NAMES = {
 }
 
 OPENING = re.compile(r"(io\.|os\.)?open|os\.(fdopen|popen|mkfifo|mknod|walk|fwalk)|shutil\..*")
-"""Calls that open a file, by whatever name is at a path."""
+"""Calls that open whatever file is at a path."""
 OPENING_METHODS = {"read_bytes", "write_bytes", "write_text"}
-"""pathlib's; its read_text is called as ours is, so that pathlib itself is refused."""
+"""pathlib's. Its read_text has the same name as ours, so pathlib itself is refused."""
 OPENING_MODULES = {"codecs", "fileinput", "glob", "linecache", "mmap", "pathlib", "shelve", "shutil", "tempfile"}
 DOORS = {"system/opening.py", "machine/devices/open_nodes.py"}
-"""What opens files; and the program that proves device nodes by opening them, in a child that may hang."""
+"""Modules that may open files; one opens device nodes to test them, in a child that may hang."""
 
 
 def modules() -> list[Path]:
@@ -85,19 +85,19 @@ def imports(path: Path) -> set[str]:
 
 
 def ranks(order: Order) -> dict[str, tuple[int, str]]:
-    """Of each room: its place, and what may share that with it."""
+    """Return each room's rank, and its name."""
     groups = [(each,) if isinstance(each, str) else each for each in order]
     return {name: (place, name) for place, group in enumerate(groups) for name in group}
 
 
 def fits(order: Order, importer: str, imported: str) -> bool:
-    """Whether a room of this order may import from another one. Raises KeyError for one that has no place in it."""
+    """Return whether a room of this order may import from another. Raises KeyError for a room without a place in it."""
     (mine, _), (other, _) = ranks(order)[importer], ranks(order)[imported]
     return importer == imported or other < mine
 
 
 def is_allowed(importer: str, module: str) -> bool:
-    """Whether `agent/<importer>` may import `module`. Raises KeyError for a room that has no place in an order."""
+    """Return whether `agent/<importer>` may import `module`. Raises KeyError for a room without a place in an order."""
     parts, target = importer.removesuffix(".py").split("/"), module.split(".")[1:]
     if len(parts) < 2 or len(target) < 2 or parts[-1] == "__init__":
         return True
@@ -111,13 +111,13 @@ def relative_name(path: Path) -> str:
 
 
 def is_pure(path: Path) -> bool:
-    """By its place, or by a docstring that calls the module pure."""
+    """Return whether a module is pure by its place, or because its docstring says so."""
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
     return relative_name(path).startswith(PURE) or bool(re.search(r"\bpure\b", docstring, re.IGNORECASE))
 
 
 def strings(source: str) -> list[tuple[int, str]]:
-    """Line and text of every string that is not a docstring, with the fixed parts of f-strings."""
+    """Return line and text of every string that is not a docstring, with the fixed parts of f-strings."""
     tree = ast.parse(source)
     docstrings = {
         node.value for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -161,21 +161,21 @@ def test_imports_point_one_way(path: Path) -> None:
         ("cli/main.py", "agent.__version__", True),
     ],
 )
-def test_the_search_for_wrong_imports_finds_them(importer: str, module: str, allowed: bool) -> None:
+def test_the_check_of_imports_works(importer: str, module: str, allowed: bool) -> None:
     assert is_allowed(importer, module) == allowed
 
 
 @pytest.mark.parametrize("path", [path for path in modules() if is_pure(path)], ids=relative_name)
 def test_pure_modules_touch_nothing(path: Path) -> None:
-    """The words, the plan and what calls itself pure import and call nothing that reaches outside."""
+    """They import and call nothing that reaches outside."""
     assert not {module.split(".")[0] for module in imports(path)} & IMPURE
     tree = ast.parse(path.read_text())
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     assert not {name for name in called if IMPURE_CALLS.fullmatch(name)}
 
 
-def test_integration_takes_fakes_alone_from_the_tests() -> None:
-    """So that a test module can change without a run on a virtual machine."""
+def test_integration_imports_only_fakes_from_the_tests() -> None:
+    """Then a test module can change without a run on a virtual machine."""
     files = sorted((PACKAGE.parent / "integration").rglob("*.py"))
     taken = {module for path in files for module in imports(path) if module.startswith("tests.")}
     assert taken
@@ -184,18 +184,18 @@ def test_integration_takes_fakes_alone_from_the_tests() -> None:
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*/__init__.py")), ids=relative_name)
 def test_packages_are_empty(path: Path) -> None:
-    """Each import of a module runs them, and the machine half has a dozen to go through at every boot."""
+    """Each import of a module runs its packages' files, and the machine half has a dozen of them at every boot."""
     assert all(isinstance(node, ast.Expr) for node in ast.parse(path.read_text()).body), "more than a docstring"
 
 
 @pytest.mark.parametrize("path", modules(), ids=relative_name)
 def test_modules_stay_small(path: Path) -> None:
-    """A module that needs scrolling for long has two subjects."""
+    """A module that needs long scrolling has two subjects."""
     assert len(path.read_text().splitlines()) <= 300
 
 
 def test_only_the_lists_of_vendors_import_a_vendor() -> None:
-    """Everything else asks the list for the vendor of a name; a vendor's own modules import each other."""
+    """All other modules get a vendor by its name from the list; a vendor's own modules import each other."""
     importers = {
         relative_name(path)
         for path in modules()
@@ -205,7 +205,7 @@ def test_only_the_lists_of_vendors_import_a_vendor() -> None:
 
 
 def test_vendor_names_stay_with_the_vendors() -> None:
-    """No string outside of vendors/ names one, but for what is allowed; prose in docstrings and comments may."""
+    """No string outside of vendors/ names a vendor, except the allowed ones; docstrings and comments may."""
     found = {
         (relative_name(path), text): line
         for path in modules()
@@ -225,12 +225,12 @@ def test_vendor_names_stay_with_the_vendors() -> None:
         ("x = 'amd64'\n", []),
     ],
 )
-def test_the_search_for_vendor_names_finds_them(source: str, lines: list[int]) -> None:
+def test_the_check_of_vendor_names_works(source: str, lines: list[int]) -> None:
     assert [line for line, _ in vendor_strings(source)] == lines
 
 
 def opened(source: str) -> list[int]:
-    """Lines in which a file is opened, or what does so is imported."""
+    """Return lines in which a file is opened, or a name that opens files is imported."""
     found = []
     for node in ast.walk(ast.parse(source)):
         match node:
@@ -239,7 +239,7 @@ def opened(source: str) -> list[int]:
             case ast.Call(
                 _, [ast.Attribute(ast.Name("os"), "devnull") | ast.Call(ast.Attribute(_, "memfd_create")), *_]
             ):
-                # Nobody else's to change.
+                # Nobody else can change /dev/null or a file in memory.
                 pass
             case ast.Call(function) if OPENING.fullmatch(ast.unparse(function)):
                 found.append(node.lineno)
@@ -254,8 +254,8 @@ def opened(source: str) -> list[int]:
     return found
 
 
-def test_nothing_but_the_door_opens_files() -> None:
-    """Who opens a file by another way waits for whoever put a FIFO or a lease there, or acts on a device."""
+def test_only_the_door_opens_files() -> None:
+    """Any other way to open a file waits for whoever put a FIFO or a lease there, or acts on a device."""
     found = {relative_name(path): lines for path in modules() if (lines := opened(path.read_text()))}
     assert set(found) - DOORS == {"system/files.py"}
     assert len(found["system/files.py"]) == 2, "shutil's import and call, for driver roots in the making"
@@ -272,5 +272,5 @@ def test_nothing_but_the_door_opens_files() -> None:
         ("system.read_text(path)\nopening.stream(path)\nself._wakeups.open()\n", []),
     ],
 )
-def test_the_search_for_what_opens_files_finds_it(source: str, lines: list[int]) -> None:
+def test_the_check_of_opening_calls_works(source: str, lines: list[int]) -> None:
     assert sorted(opened(source)) == lines

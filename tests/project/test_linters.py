@@ -1,4 +1,4 @@
-"""The linters are tests, so that one command is the whole gate."""
+"""The linters are tests, so one command is the whole gate."""
 
 import shutil
 import subprocess

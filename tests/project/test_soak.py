@@ -1,16 +1,16 @@
-"""What a soak calls growth."""
+"""What a soak counts as growth."""
 
 from integration.bed.measure.soak import growth
 
 
-def test_what_came_is_named_and_what_went_is_no_growth() -> None:
+def test_new_entries_are_named_and_removed_ones_are_not_growth() -> None:
     before = {"descriptors": 12, "mounts": ["/a", "/b"], "units": ["one", "two"], "files": ["x"]}
     after = {"descriptors": 14, "mounts": ["/a", "/b", "/c"], "units": ["one"], "files": ["y"]}
     assert growth(before, after) == {"descriptors": 2, "mounts": ["/c"]}
 
 
 def test_the_same_name_twice_is_growth_too() -> None:
-    """As a mount upon a mount."""
+    """For example, a mount is on top of another."""
     assert growth({"mounts": ["/a"]}, {"mounts": ["/a", "/a", "/a"]}) == {"mounts": 2}
 
 

@@ -1,4 +1,4 @@
-"""docs/tested-with.md says what a whole run showed, and nothing of a run that failed."""
+"""docs/tested-with.md has what a complete run showed, and nothing from a run that failed."""
 
 import re
 from pathlib import Path
@@ -47,11 +47,13 @@ def test_a_run_may_have_several_files(tmp_path: Path) -> None:
     assert table(*files).splitlines()[-1] == "| runc | 1.1 | test_drivers (1), test_node (1) |"
 
 
-@pytest.mark.parametrize(("outcome", "said"), [("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")])
-def test_a_run_that_was_not_whole_makes_no_table(tmp_path: Path, outcome: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "expected"), [("failure", "failed"), ("error", "failed"), ("skipped", "was skipped")]
+)
+def test_an_incomplete_run_makes_no_table(tmp_path: Path, outcome: str, expected: str) -> None:
     bad = case("test_pods", "b", outcome=f'<{outcome} message="x"/>')
     path = results(tmp_path, case("test_pods", "a", ("runc", "1.1")), bad)
-    with pytest.raises(ValueError, match=rf"integration\.test_pods\.b {said}"):
+    with pytest.raises(ValueError, match=rf"integration\.test_pods\.b {expected}"):
         table(path)
 
 
@@ -61,7 +63,7 @@ def test_a_run_that_says_nothing_makes_no_table(tmp_path: Path) -> None:
 
 
 def test_the_table_names_tests_that_exist() -> None:
-    """A module that was renamed since is one whose result nobody has seen."""
+    """If a module was renamed, nobody has seen the renamed module's result."""
     named = set(re.findall(r"\b(test_\w+) \(\d+\)", (REPOSITORY / "docs" / "tested-with.md").read_text()))
     assert named
     assert named <= {path.stem for path in (REPOSITORY / "integration").rglob("test_*.py")}

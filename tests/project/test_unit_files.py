@@ -1,4 +1,4 @@
-"""The unit files, by systemd's own tools: valid, hardened, and in agreement with the code's paths."""
+"""The unit files, checked with systemd's own tools: valid, hardened, and in agreement with the code's paths."""
 
 import configparser
 import re
@@ -27,11 +27,11 @@ MODULES = UNITS / "unbounded-agent-modules.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
 EXPOSURE_LIMIT = 30
-"""Tenths: the exposure level stays below 3.0."""
+"""In tenths: the exposure level stays below 3.0."""
 
 
 def settings(path: Path, section: str) -> dict[str, str]:
-    """The last assignment of each key, enough for keys that are there once."""
+    """Return the last assignment of each key; enough for keys that occur once."""
     parser = configparser.ConfigParser(strict=False, interpolation=None, delimiters=["="], comment_prefixes=["#"])
     parser.optionxform = str  # type: ignore[assignment,method-assign]
     parser.read_string(path.read_text())
@@ -47,8 +47,8 @@ def analyze() -> str:
 
 
 @pytest.mark.parametrize("unit", [SERVICE, PREPARE, MODULES], ids=lambda path: path.stem)
-def test_no_unit_of_the_host_takes_all_of_it(unit: Path) -> None:
-    """Pods run beside them. A pass has one thread, which a quota below one processor would hold up."""
+def test_no_unit_takes_the_whole_host(unit: Path) -> None:
+    """Pods run next to the service. A pass has one thread, which a quota below one processor would delay."""
     found = settings(unit, "Service")
     assert {"MemoryMax", "TasksMax"} < set(found)
     assert found["CPUQuota"] == "100%"
@@ -68,7 +68,7 @@ def test_exposure_is_below_the_limit(analyze: str) -> None:
 
 @pytest.mark.processes
 def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
-    """Where the agent is not installed: with a program in its place that is there."""
+    """The agent is not installed here: an existing program takes its place."""
     for unit in (SERVICE, PREPARE, MODULES):
         text = unit.read_text()
         assert "/usr/bin/unbounded-agent" in text
@@ -86,8 +86,8 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
         text=True,
         timeout=60,
     )
-    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
-    assert (finished.returncode, about_ours) == (0, [])
+    our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, our_warnings) == (0, [])
 
 
 @pytest.mark.processes
@@ -95,7 +95,7 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     tool = shutil.which("systemd-tmpfiles")
     if tool is None:
         pytest.skip("systemd-tmpfiles is not installed (apt install systemd)")
-    # It resolves the owner's name in the tree.
+    # systemd-tmpfiles resolves the owner's name in the tree.
     (tmp_path / "etc").mkdir()
     (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (tmp_path / "etc/group").write_text("root:x:0:\n")
@@ -117,8 +117,8 @@ def test_everything_that_the_agent_writes_is_writable() -> None:
         assert path in writable
 
 
-def test_every_place_of_a_driver_is_seen_also_one_that_comes_later() -> None:
-    """A bind of one directory that is not there at the start stays empty; a whole directory shows what comes."""
+def test_every_place_of_a_driver_is_visible_even_if_made_later() -> None:
+    """A bind of one directory that is missing at the start stays empty; a whole directory shows what is added later."""
     service = settings(SERVICE, "Service")
     assert service["ProtectHome"] == "read-only"
     assert "BindReadOnlyPaths" not in service
@@ -127,7 +127,7 @@ def test_every_place_of_a_driver_is_seen_also_one_that_comes_later() -> None:
     assert not [place for place in places for path in hidden if place.startswith(f"{path}/")]
 
 
-def test_the_service_is_supervised_and_ends_soon() -> None:
+def test_the_service_is_supervised_and_stops_soon() -> None:
     service = settings(SERVICE, "Service")
     assert (service["Type"], service["KillMode"], service["Restart"]) == ("notify", "mixed", "always")
     assert int(service["TimeoutStopSec"]) <= 10
@@ -141,7 +141,7 @@ def test_the_service_waits_for_the_file_systems_of_its_state_and_the_machines() 
 
 
 def test_prepare_never_stops_a_machine_from_booting() -> None:
-    """It is pulled in by Wants= (the drop-in's), is bounded in time, and holds nothing up once it has run."""
+    """The drop-in's Wants= starts it; it is bounded in time, and blocks nothing once it has run."""
     unit, service = settings(PREPARE, "Unit"), settings(PREPARE, "Service")
     assert "RequiredBy" not in PREPARE.read_text()
     assert "systemd-nspawn@%i.service" in unit["Before"].split()
@@ -151,8 +151,8 @@ def test_prepare_never_stops_a_machine_from_booting() -> None:
     assert int(service["TimeoutStartSec"]) >= longest + LOCK_WAIT + 60
 
 
-def test_modules_are_loaded_before_whatever_looks_for_gpus() -> None:
-    """Wanted, never required: a driver that cannot be loaded costs its GPUs, and neither service nor machine."""
+def test_modules_are_loaded_before_services_that_need_gpus() -> None:
+    """They are wanted, never required: a driver that cannot be loaded costs only its GPUs, not service or machine."""
     for unit in (SERVICE, PREPARE):
         text = unit.read_text()
         for key in ("Wants", "After"):
@@ -170,8 +170,8 @@ def test_modules_are_loaded_before_whatever_looks_for_gpus() -> None:
     ("text", "status"),
     [("[driver]\nload_modules = true\n", 0), ("driver.load_modules = true\n", 0), ("[machines.a]\n", 1), (None, 1)],
 )
-def test_modules_are_looked_at_only_where_they_are_configured(tmp_path: Path, text: str | None, status: int) -> None:
-    """Before Python is started, which each start of a machine would have to wait for; 1 to 254 skip the unit."""
+def test_modules_are_checked_only_if_configured(tmp_path: Path, text: str | None, status: int) -> None:
+    """The check precedes the start of Python, which each machine's start would wait for; 1 to 254 skip the unit."""
     if text is not None:
         (tmp_path / "config.d").mkdir()
         (tmp_path / "config.d/10-driver.toml").write_text(text)
@@ -190,7 +190,7 @@ def test_the_rule_names_the_unit_and_the_classes_of_gpus() -> None:
 
 
 def test_prepare_has_no_right_to_mount() -> None:
-    """The machine's own unit does that, which has to work without the agent."""
+    """The machine's own unit mounts, because that has to work without the agent."""
     found = settings(PREPARE, "Service")
     assert "CAP_SYS_ADMIN" not in found["CapabilityBoundingSet"]
     assert "@mount" not in found["SystemCallFilter"]
@@ -198,15 +198,15 @@ def test_prepare_has_no_right_to_mount() -> None:
 
 @pytest.mark.processes
 def test_units_of_the_machine_are_valid(analyze: str) -> None:
-    """All but those of the node's packages, which are not installed here."""
+    """All except those of the node's packages, which are not installed here."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
     assert len(units) == 6
     finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=60)
-    about_ours = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
-    assert (finished.returncode, about_ours) == (0, [])
+    our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
+    assert (finished.returncode, our_warnings) == (0, [])
 
 
-def test_node_condition_runs_only_where_it_is_wanted_or_to_be_taken_back() -> None:
+def test_node_condition_runs_only_if_configured_or_to_be_withdrawn() -> None:
     """Either path triggers it ("|"); most machines have neither, and start no process each minute."""
     text = NODE_CONDITION.read_text()
     found = re.findall(r"^ConditionPathExists=(.*)$", text, re.MULTILINE)
@@ -219,8 +219,8 @@ def test_node_condition_runs_only_where_it_is_wanted_or_to_be_taken_back() -> No
     assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
 
 
-def test_node_condition_is_taken_back_from_a_machine_without_a_handoff() -> None:
-    """A machine that was taken out of the configuration boots without the bind; the mark on its disk stays."""
+def test_node_condition_is_withdrawn_from_a_machine_without_a_handoff() -> None:
+    """A machine that was removed from the configuration boots without the bind, but the mark on its disk stays."""
     conditions = re.findall(r"^Condition.*$", NODE_CONDITION.with_suffix(".timer").read_text(), re.MULTILINE)
     assert conditions == [
         f"ConditionPathIsDirectory=|{paths.MACHINE_HANDOFF_DIRECTORY}",
@@ -234,7 +234,7 @@ def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> No
 
 
 def test_gpu_setup_never_waits_for_the_node_condition() -> None:
-    """An API server that does not answer must not hold up containerd."""
+    """An API server that does not answer must not delay containerd."""
     longest = node_condition.KUBECTL_LIMIT * 2 * node_condition.ATTEMPTS
     assert int(settings(NODE_CONDITION, "Service")["TimeoutStartSec"]) > longest, "ended, it could not say why"
     for unit in ("unbounded-agent-gpu.service", "containerd.service.d/50-unbounded-agent.conf"):
@@ -243,7 +243,7 @@ def test_gpu_setup_never_waits_for_the_node_condition() -> None:
 
 
 def test_no_setting_is_newer_than_debian_12() -> None:
-    """systemd 252 warns about what it does not know."""
+    """systemd 252 warns about unknown settings."""
     newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
     for unit in (SERVICE, PREPARE, MODULES, NODE_CONDITION):
         assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}

@@ -1,4 +1,4 @@
-"""Copies from one file system to another, with two real ones where this host has them."""
+"""Copies from one file system to another, with two real ones if this host has them."""
 
 import errno
 import os
@@ -17,7 +17,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @pytest.fixture
 def elsewhere(tmp_path: Path) -> Iterator[Path]:
-    """A directory on another file system than `tmp_path`."""
+    """A directory on a different file system from `tmp_path`'s."""
     if not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == tmp_path.stat().st_dev:
         pytest.skip(f"{SHARED_MEMORY} is no file system of its own here")
     with TemporaryDirectory(dir=SHARED_MEMORY) as directory:
@@ -25,7 +25,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_from_one_file_system_to_another(tmp_path: Path, elsewhere: Path) -> None:
-    """/var may be one of its own: the kernel refuses copy_file_range(2) then."""
+    """If /var is a file system of its own, the kernel refuses copy_file_range(2)."""
     content = os.urandom(copy.CHUNK) * 3 + b"end"
     for source, target in ((tmp_path, elsewhere), (elsewhere, tmp_path)):
         (source / "library").write_bytes(content)
@@ -43,7 +43,7 @@ def test_a_file_that_grows_is_not_followed(tmp_path: Path, elsewhere: Path) -> N
 
 
 def test_a_full_file_system_is_an_error(tmp_path: Path) -> None:
-    """Not a reason to try it by other means."""
+    """It is not retried by other means."""
     (tmp_path / "library").write_bytes(b"library")
     with (
         (tmp_path / "library").open("rb") as reading,

@@ -1,4 +1,4 @@
-"""Calls on the system bus, over a real socket to a simulated bus that speaks D-Bus by jeepney."""
+"""Calls on the system bus, over a real socket to a simulated bus that speaks D-Bus through jeepney."""
 
 import contextlib
 import socket
@@ -17,18 +17,18 @@ from agent.system.dbus import DRIVER, NO_OWNER, REPLY_LIMIT, SystemBus
 SERVICE, PATH, METHOD = "org.example.Service", "/org/example", "org.example.Interface.Method"
 OWNER, STRANGER = ":1.0", ":1.4711"
 Answer = Callable[[Message, int], bytes | None]
-"""To a call, by the number of the connection; None hangs up."""
+"""Answers a call, given the connection's number; None closes the connection."""
 
 Connect = Callable[..., SystemBus]
 
 
 class SimulatedBus:
-    """Answers Hello by itself, and what a test says to everything else."""
+    """A bus that answers Hello by itself, and everything else as a test says."""
 
     def __init__(self, path: Path, answer: Answer) -> None:
         self.path, self.answer = str(path), answer
         self.owner, self.activated = OWNER, ""
-        """Of SERVICE: its unique name now, and that which it has once the bus has started it."""
+        """SERVICE's unique name now, and the one that it gets when the bus starts it."""
         self.connections, self.calls = 0, list[Message]()
         self._open: list[socket.socket] = []
         self._listening = socket.socket(socket.AF_UNIX)
@@ -38,7 +38,7 @@ class SimulatedBus:
         self._thread.start()
 
     def close(self) -> None:
-        """As a bus that ends: nothing listens, and every connection is closed."""
+        """Act like a bus that exits: nothing listens, and every connection is closed."""
         for each in (self._listening, *self._open):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
@@ -91,7 +91,7 @@ class SimulatedBus:
 
 
 def sent(message: Message, sender: str, serial: int = 1) -> bytes:
-    """As the bus hands it on: it writes who the sender is."""
+    """Return a message as the bus delivers it: the bus sets the sender."""
     message.header.fields[HeaderFields.sender] = sender
     data: bytes = message.serialise(serial=serial)
     return data
@@ -107,7 +107,7 @@ def refused(call: Message, name: str, text: str, sender: str = OWNER) -> bytes:
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """Short: the path of a socket ends after 107 bytes."""
+    """A short path: a socket's path has at most 107 bytes."""
     with tempfile.TemporaryDirectory() as directory:
         yield Path(directory) / "bus"
 
@@ -123,7 +123,7 @@ def simulated(place: Path, answer: Answer) -> Iterator[SimulatedBus]:
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """Closed at the end."""
+    """A function that makes connections, which are closed at the end."""
     made: list[SystemBus] = []
 
     def new(place: Path) -> SystemBus:
@@ -151,7 +151,7 @@ def test_a_call_and_its_answer(place: Path, connect: Connect) -> None:
         assert simulation.calls[0].body == ("one", "two")
 
 
-def test_an_error_names_what_was_asked(place: Path, connect: Connect) -> None:
+def test_an_error_names_the_call(place: Path, connect: Connect) -> None:
     with simulated(place, lambda message, _: refused(message, "org.example.NoSuchThing", "not here")) as simulation:
         bus = connect(place)
         with pytest.raises(BusAnswerError, match=r"Method of org\.example\.Service .*one.*NoSuchThing: not here"):
@@ -161,8 +161,8 @@ def test_an_error_names_what_was_asked(place: Path, connect: Connect) -> None:
         assert simulation.connections == 1, "an error is an answer"
 
 
-def test_what_was_not_asked_for_is_passed_over(place: Path, connect: Connect) -> None:
-    """A signal, or the late answer to another call."""
+def test_other_messages_are_skipped(place: Path, connect: Connect) -> None:
+    """It may be a signal, or the late answer to another call."""
 
     def late(message: Message, _: int) -> bytes:
         other = new_method_return(message, "s", ("other",))
@@ -174,7 +174,7 @@ def test_what_was_not_asked_for_is_passed_over(place: Path, connect: Connect) ->
 
 
 def forged(call: Message) -> list[bytes]:
-    """What dbus-broker hands on from any user of the host: a refusal, an answer, and a signal that looks like one."""
+    """Return forgeries that dbus-broker delivers from any user: an error, an answer, a signal that looks like one."""
     signal = new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "s", ("forged",))
     signal.header.fields[HeaderFields.reply_serial] = call.header.serial
     return [
@@ -185,14 +185,14 @@ def forged(call: Message) -> list[bytes]:
 
 
 @pytest.mark.parametrize("number", range(3), ids=("error", "return", "signal"))
-def test_attack_an_answer_that_another_user_forges_is_passed_over(place: Path, connect: Connect, number: int) -> None:
-    """Where dbus-broker runs, every user may send anything to anybody, with any serial."""
+def test_attack_an_answer_that_another_user_forges_is_skipped(place: Path, connect: Connect, number: int) -> None:
+    """With dbus-broker, every user may send anything to anybody, with any serial."""
     with simulated(place, lambda call, _: forged(call)[number] + returned(call, "s", ("own",))):
         assert call(connect(place)) == ("own",)
 
 
-def test_a_signal_of_the_services_own_is_no_answer(place: Path, connect: Connect) -> None:
-    """It may carry what somebody else wanted in it."""
+def test_a_signal_of_the_service_itself_is_not_an_answer(place: Path, connect: Connect) -> None:
+    """Its content may come from somebody else."""
 
     def answer(call: Message, _: int) -> bytes:
         signal = new_signal(DBusAddress("/", interface="org.example.Noise"), "Made", "s", ("signal",))
@@ -204,7 +204,7 @@ def test_a_signal_of_the_services_own_is_no_answer(place: Path, connect: Connect
 
 
 def test_a_service_that_does_not_run_is_started_by_the_bus(place: Path, connect: Connect) -> None:
-    """systemd-machined ends when it is idle."""
+    """systemd-machined exits when it is idle."""
     with simulated(place, lambda message, _: returned(message, "s", ("started",), ":1.9")) as bus:
         bus.owner, bus.activated = "", ":1.9"
         assert call(connect(place)) == ("started",)
@@ -213,7 +213,7 @@ def test_a_service_that_does_not_run_is_started_by_the_bus(place: Path, connect:
             call(connect(place))
 
 
-def test_a_service_that_was_restarted_is_asked_by_its_new_name(place: Path, connect: Connect) -> None:
+def test_a_restarted_service_is_called_by_its_new_name(place: Path, connect: Connect) -> None:
     with simulated(place, lambda message, _: returned(message, "s", ("answer",), simulation.owner)) as simulation:
         client = connect(place)
         assert call(client) == ("answer",)
@@ -222,7 +222,7 @@ def test_a_service_that_was_restarted_is_asked_by_its_new_name(place: Path, conn
         assert simulation.connections == 1
 
 
-def test_a_bus_that_was_started_anew_is_connected_to_in_the_same_call(place: Path, connect: Connect) -> None:
+def test_a_restarted_bus_is_connected_to_in_the_same_call(place: Path, connect: Connect) -> None:
     with simulated(place, lambda message, _: returned(message, "s", ("before",))):
         bus = connect(place)
         assert call(bus) == ("before",)
@@ -230,7 +230,7 @@ def test_a_bus_that_was_started_anew_is_connected_to_in_the_same_call(place: Pat
         assert call(bus) == ("after",)
 
 
-def test_a_bus_that_is_away_is_an_error_until_it_is_back(place: Path, connect: Connect) -> None:
+def test_a_stopped_bus_is_an_error_until_it_is_back(place: Path, connect: Connect) -> None:
     bus = connect(place)
     for _ in range(2):
         with pytest.raises(BusError, match=r"No such file or directory.*dbus\.socket"):
@@ -240,7 +240,7 @@ def test_a_bus_that_is_away_is_an_error_until_it_is_back(place: Path, connect: C
 
 
 def test_a_bus_that_ends_in_the_middle_of_a_read(place: Path, connect: Connect) -> None:
-    """The call fails if its second try does; the next one is right again."""
+    """The call fails if its second attempt does; the next call works."""
     with simulated(place, lambda message, number: None if number < 3 else returned(message, "s", ("third",))):
         client = connect(place)
         with pytest.raises(BusError, match="Connection reset"):
@@ -250,7 +250,7 @@ def test_a_bus_that_ends_in_the_middle_of_a_read(place: Path, connect: Connect) 
         assert call(client) == ("third",)
 
 
-def test_no_answer_ends_at_the_deadline_and_is_not_taken_for_the_next(place: Path, connect: Connect) -> None:
+def test_a_late_answer_is_not_taken_for_the_next_one(place: Path, connect: Connect) -> None:
     with simulated(
         place, lambda message, number: b"" if number == 1 else returned(message, "s", ("new",))
     ) as simulation:
@@ -267,7 +267,7 @@ def test_no_answer_ends_at_the_deadline_and_is_not_taken_for_the_next(place: Pat
 @pytest.mark.parametrize(
     "answer", [b"HTTP/1.0 400 Bad Request\r\n\r\n" * 4, b"l\x02\x00\x01" + b"\xff" * 60], ids=["text", "huge"]
 )
-def test_what_is_no_message_is_an_error(place: Path, connect: Connect, answer: bytes) -> None:
+def test_invalid_data_is_an_error(place: Path, connect: Connect, answer: bytes) -> None:
     with simulated(place, lambda _, number: answer), pytest.raises(BusError):
         call(connect(place), deadline=0.5)
 
@@ -280,12 +280,12 @@ def test_the_size_of_an_answer_is_bounded(place: Path, connect: Connect) -> None
 
 
 def signal(text: str) -> bytes:
-    """Of somebody: on the system bus every user may send one to anybody."""
+    """Return a signal from a stranger: on the system bus every user may send one to anybody."""
     emitter = DBusAddress("/", interface="org.example.Noise")
     return sent(new_signal(emitter, "Made", "s", (text,)), STRANGER, serial=7)
 
 
-def test_a_connection_that_somebody_has_filled_is_made_anew(place: Path, connect: Connect) -> None:
+def test_a_connection_that_somebody_has_filled_is_replaced(place: Path, connect: Connect) -> None:
     flood = signal("x" * (2 * REPLY_LIMIT))
 
     def answer(message: Message, number: int) -> bytes:

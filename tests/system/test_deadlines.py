@@ -1,4 +1,4 @@
-"""Calls that hang are left behind and not repeated. What hangs is simulated: a thread that waits for an event."""
+"""Calls that hang are abandoned and not repeated. A thread that waits for an event simulates what hangs."""
 
 import os
 import threading
@@ -21,7 +21,7 @@ from tests.fakes.host import Host
 
 
 class Hanging:
-    """Something that does not answer until it is released."""
+    """A call that does not return until it is released."""
 
     def __init__(self) -> None:
         self.released = threading.Event()
@@ -42,7 +42,7 @@ def hanging() -> Iterator[Hanging]:
 
 @pytest.fixture
 def name() -> str:
-    """Of a call that no other test makes."""
+    """A name for a call that no other test makes."""
     return f"test {uuid4()}"
 
 
@@ -60,7 +60,7 @@ def test_results_and_errors_come_through(name: str) -> None:
     assert name not in stuck()
 
 
-def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: Hanging) -> None:
+def test_a_hanging_call_is_abandoned_counted_and_not_repeated(name: str, hanging: Hanging) -> None:
     bounded(name, int, 60)
     before = threading.active_count()
     with pytest.raises(TimeoutError, match="no answer within 0 s"):
@@ -78,19 +78,19 @@ def test_a_call_that_hangs_is_left_counted_and_not_piled_up(name: str, hanging: 
     assert bounded(name, hanging, 60) == "late", "it is tried again"
 
 
-def test_many_that_hang_take_no_longer_than_two(name: str, hanging: Hanging) -> None:
-    """A hundred files of one broken driver: the pass ends long before the watchdog."""
+def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging) -> None:
+    """With a hundred files of one broken driver, a pass ends long before the watchdog fires."""
     started = time.monotonic()
     for number in range(100):
         with pytest.raises(TimeoutError):
             ask_device(f"{name} {number}", hanging, 4)
-    # Less than three of them alone; a hundred times the least wait is 2 of these seconds.
+    # Less than the full limits of three calls; a hundred times the shortest wait is 2 seconds of it.
     assert time.monotonic() - started < 12
     assert ask_device(name, lambda: "others go on", 4) == "others go on"
 
 
 class HangingHost(Host):
-    """A simulated host of which one file does not answer."""
+    """A simulated host on which one file does not answer."""
 
     def __init__(self, tree: Path) -> None:
         super().__init__(tree)
@@ -103,7 +103,7 @@ class HangingHost(Host):
 
 @pytest.fixture
 def host(tmp_path: Path) -> Iterator[Host]:
-    """For the fixture gpu_host."""
+    """Replace the host of the fixture gpu_host."""
     tree = tmp_path / "host"
     tree.mkdir()
     made = HangingHost(tree)
@@ -111,7 +111,7 @@ def host(tmp_path: Path) -> Iterator[Host]:
     made.hanging.released.set()
 
 
-def test_a_driver_that_does_not_answer_takes_nothing_away(gpu_host: Host) -> None:
+def test_a_driver_that_does_not_answer_withdraws_nothing(gpu_host: Host) -> None:
     path = "/proc/driver/nvidia/gpus/0000:01:00.0/information"
     assert isinstance(gpu_host, HangingHost)
     passes = reconciler(gpu_host)
@@ -145,8 +145,8 @@ def test_a_program_ends_at_its_time_limit() -> None:
     assert not any("sleep" in each for each in stuck())
 
 
-def test_a_program_that_cannot_be_killed_is_said_to_hang(name: str, hanging: Hanging) -> None:
-    """Simulated: no program of a test can be in D state."""
+def test_a_program_that_cannot_be_killed_is_reported_to_hang(name: str, hanging: Hanging) -> None:
+    """This is simulated: no test can have a program in D state."""
 
     def runner(argv: tuple[str, ...], timeout: float) -> Completed:
         return bounded(name, lambda: Completed(0, hanging().encode(), b""), timeout)
@@ -161,12 +161,12 @@ def test_a_program_that_cannot_be_killed_is_said_to_hang(name: str, hanging: Han
 
 
 def test_each_staged_file_is_progress(gpu_host: Host) -> None:
-    told: list[str] = []
+    progress: list[str] = []
     passes = reconciler(gpu_host)
-    passes.progress = told.append
+    passes.progress = progress.append
     passes.run_pass()
-    begin = next(index for index, text in enumerate(told) if text.startswith("stage "))
-    files = told[begin + 1 :].index(next(text for text in told[begin + 1 :] if text))
+    begin = next(index for index, text in enumerate(progress) if text.startswith("stage "))
+    files = progress[begin + 1 :].index(next(text for text in progress[begin + 1 :] if text))
     assert files > 20, "one for each file of the driver, none of them with a text"
 
 
@@ -174,9 +174,9 @@ def test_parts_of_a_large_file_are_progress(tmp_path: Path) -> None:
     system = System(host_runner, str(tmp_path))
     with (tmp_path / "large").open("wb") as file:
         file.truncate(2 * STEP + 5)
-    told: list[str] = []
+    progress: list[str] = []
     with (tmp_path / "large").open("rb") as reading:
-        system.copy(reading, "/copy", 0o644, lambda: told.append("part"))
+        system.copy(reading, "/copy", 0o644, lambda: progress.append("part"))
     assert (tmp_path / "copy").stat().st_size == 2 * STEP + 5
-    # None where the file system shares extents: that is one short step.
-    assert len(told) in (0, 2)
+    # There is no progress if the file system shares extents: then the copy is one short step.
+    assert len(progress) in (0, 2)

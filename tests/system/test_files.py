@@ -1,4 +1,4 @@
-"""The door to files: atomic, within its root, and never blocking."""
+"""The file functions: atomic, within their root, and never blocking."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +22,7 @@ def system(tmp_path: Path) -> System:
 
 
 def test_absolute_links_stay_below_the_root(system: System, tmp_path: Path) -> None:
-    """Debian's alternatives are absolute links: a recorded tree must not be left through them."""
+    """Debian's alternatives are absolute links, which must not lead out of a recorded tree."""
     system.write("/usr/lib/nvidia/current/libcuda.so.550", b"library")
     system.link("/etc/alternatives/libcuda", "/usr/lib/nvidia/current/libcuda.so.550")
     system.link("/usr/lib/libcuda.so.1", "/etc/alternatives/libcuda")
@@ -40,8 +40,8 @@ def test_link_loops_end(system: System) -> None:
         system.real_path("/a")
 
 
-def test_a_program_is_looked_for_as_it_is_started(system: System) -> None:
-    """Not where a link leads nowhere, nor where a file is not executable."""
+def test_a_program_is_found_as_it_would_be_started(system: System) -> None:
+    """A link that leads nowhere does not count, nor does a file that is not executable."""
     system.link("/usr/local/sbin/tool", "/opt/tool/removed")
     system.write("/usr/local/bin/tool", b"", 0o644)
     assert system.find_program("tool") is None
@@ -63,7 +63,7 @@ def test_write_replaces_whole_and_sets_the_mode(system: System, tmp_path: Path) 
     assert system.entries("/etc/new") == ("file",)
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_rest(system: System, tmp_path: Path) -> None:
+def test_a_failed_write_leaves_only_the_old_file(system: System, tmp_path: Path) -> None:
     (tmp_path / "etc/there").mkdir(parents=True)
     with pytest.raises(OSError, match="directory"):
         system.write("/etc/there", b"a file cannot replace a directory")
@@ -76,8 +76,8 @@ def test_reading_a_fifo_fails_at_once(system: System, tmp_path: Path) -> None:
         system.read("/fifo")
 
 
-def test_what_is_no_regular_file_is_not_opened_and_leaks_no_descriptor(system: System, tmp_path: Path) -> None:
-    """A machine may put anything where its report or handoff is: to open a device is to act on it."""
+def test_only_regular_files_are_opened_and_no_descriptor_leaks(system: System, tmp_path: Path) -> None:
+    """A machine may put anything where its report or handoff is, and opening a device acts on it."""
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "directory").mkdir()
     (tmp_path / "link").symlink_to("/dev/ptmx")
@@ -108,8 +108,8 @@ def test_reading_has_a_limit(system: System) -> None:
         system.read("/large", limit=99)
 
 
-def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
-    """A hard link in a bound directory could be written through from a machine."""
+def test_copies_share_no_data(system: System, tmp_path: Path) -> None:
+    """A machine could write through a hard link in a bound directory."""
     system.write("/source", b"driver" * 1000)
     with (tmp_path / "source").open("rb") as reading:
         system.copy(reading, "/copy", 0o644)
@@ -118,20 +118,20 @@ def test_copies_have_data_of_their_own(system: System, tmp_path: Path) -> None:
 
 
 def test_a_directory_that_several_make_at_once(system: System) -> None:
-    """The machine half writes its notes from threads, before their directory is there."""
+    """The machine half's threads write notes before the directory exists."""
     with ThreadPoolExecutor(8) as pool:
         for number in range(50):
             list(pool.map(system.make_directory, [f"/{number}/a/b/c"] * 8))
 
 
 def test_a_system_without_a_bus_says_so(system: System) -> None:
-    """The machine half's."""
+    """The machine half has such a system."""
     with pytest.raises(BusError, match=r"org\.example\.I\.M of org\.example: .*no connection"):
         system.call("org.example", "/", "org.example.I.M")
 
 
-def test_a_device_behind_a_link_is_told_as_by_stat(tmp_path: Path) -> None:
-    """By statx(2) with a structure of our own; of /proc/PID/fd too, where a removed file is still behind the link."""
+def test_a_device_behind_a_link_is_found_like_stat(tmp_path: Path) -> None:
+    """statx(2) fills our own structure. This also works in /proc/PID/fd, where a link may lead to a removed file."""
     system = System(host_runner)
     for path in ("/dev/null", "/dev/full", "/dev/tty"):
         status = os.stat(path)
@@ -151,7 +151,7 @@ def test_a_device_behind_a_link_is_told_as_by_stat(tmp_path: Path) -> None:
 
 
 def test_the_head_of_a_file(tmp_path: Path) -> None:
-    """However long it is; nothing but a regular file is opened."""
+    """Only that part is read, however long the file is, and only from a regular file."""
     system = System(no_process, str(tmp_path))
     (tmp_path / "long").write_bytes(b"head" + bytes(1 << 21))
     assert system.head("/long", 4) == b"head"
@@ -162,7 +162,7 @@ def test_the_head_of_a_file(tmp_path: Path) -> None:
 
 
 def test_a_system_below_another(tmp_path: Path) -> None:
-    """Its links hold below it, and so do those that lead to it."""
+    """Links below the inner root stay there, and so do links that lead to it."""
     (tmp_path / "inner/etc").mkdir(parents=True)
     (tmp_path / "inner/etc/name").write_text("inner")
     (tmp_path / "name").write_text("outer")

@@ -1,4 +1,4 @@
-"""Who has a device open: by number, on a synthetic /proc."""
+"""Processes that have a device open, found by number in a synthetic /proc."""
 
 import errno
 import shutil
@@ -22,7 +22,7 @@ WANTED = {(195, 0): "/dev/nvidia0", (226, 128): "/dev/dri/renderD128"}
 
 @pytest.fixture
 def tree(host: Host) -> Path:
-    """With nodes of one GPU, of another one, and of the first again at another path."""
+    """A tree with nodes of one GPU, of another, and of the first again at another path."""
     host.node("/dev/nvidia0", 195, 0)
     host.node("/dev/nvidia1", 195, 1)
     host.node("/dev/dri/renderD128", 226, 128)
@@ -50,7 +50,7 @@ def test_a_mapping_counts_without_a_descriptor(host: Host, tree: Path) -> None:
     assert [each.pid for each in find_holders(host, WANTED).holders] == [10]
 
 
-def test_a_pods_process_is_told_with_machine_pod_and_container(host: Host, tree: Path) -> None:
+def test_a_pods_process_is_named_with_machine_pod_and_container(host: Host, tree: Path) -> None:
     process(tree, 4242, opened=("/dev/nvidia0",), group=POD_GROUP, inner=(77, 1), command=b"train")
     (holder,) = find_holders(host, WANTED).holders
     assert (holder.machine, holder.inner_pids, holder.pod_uid, holder.container) == (
@@ -89,8 +89,8 @@ def test_a_hostile_name_reaches_no_terminal(host: Host, tree: Path) -> None:
     assert holder.describe().isprintable()
 
 
-def test_a_process_that_ends_meanwhile_holds_nothing(host: Host, tree: Path) -> None:
-    """It, its descriptors and its mappings go at any moment."""
+def test_a_process_that_exits_meanwhile_has_nothing_open(host: Host, tree: Path) -> None:
+    """The process, its descriptors and its mappings may disappear at any moment."""
     for pid in (10, 11, 12):
         process(tree, pid, opened=("/dev/nvidia0",), mapped="/dev/nvidia0")
     shutil.rmtree(tree / "proc/10")
@@ -103,7 +103,7 @@ def test_a_process_that_ends_meanwhile_holds_nothing(host: Host, tree: Path) -> 
     assert (held.holders, held.unseen) == ((), ())
 
 
-def test_a_process_that_cannot_be_looked_at_may_hold_it(host: Host, tree: Path) -> None:
+def test_a_process_that_cannot_be_inspected_may_have_it_open(host: Host, tree: Path) -> None:
     process(tree, 10, opened=("/dev/nvidia0",))
     process(tree, 11, opened=("/dev/nvidia0",))
     host.failing["/proc/10/task/10/fd"] = PermissionError(errno.EACCES, "Permission denied")
@@ -121,7 +121,7 @@ def end() -> Iterator[threading.Event]:
 
 
 class HangingHost(Host):
-    """One process hangs in a driver, and the kernel cannot list its mappings."""
+    """A host where one process hangs in a driver, and the kernel cannot list its mappings."""
 
     end: threading.Event
 
@@ -131,8 +131,8 @@ class HangingHost(Host):
         return super().lines(path)
 
 
-def test_a_process_that_hangs_in_the_driver_holds_up_nobody(tmp_path: Path, end: threading.Event) -> None:
-    """What it has open is known all the same; one that may have only mapped it is told."""
+def test_a_process_that_hangs_in_the_driver_delays_nobody(tmp_path: Path, end: threading.Event) -> None:
+    """Its open files are known nevertheless; a process that may only have mapped it is reported."""
     host = HangingHost(tmp_path)
     host.end = end
     host.node("/dev/nvidia0", 195, 0)
@@ -151,7 +151,7 @@ def test_a_process_that_hangs_in_the_driver_holds_up_nobody(tmp_path: Path, end:
     "separator", [b"\x0b", b"\x0c", b"\x1c", b"\x1d", b"\x1e", b"\xc2\x85", b"\xe2\x80\xa8", b"\r"]
 )
 def test_the_name_of_a_mapped_file_forges_no_line(host: Host, tree: Path, separator: bytes) -> None:
-    """The kernel escapes the newline in it, and no other character at which text is split into lines."""
+    """The kernel escapes a newline in the name, but no other character at which text is split into lines."""
     forged = b"/x" + separator + b"zz-zz rw-s 00000000 00:05 900 /dev/nvidia0"
     process(tree, 10, mapped="/usr/bin/python3", path=forged)
     process(tree, 11, mapped="/dev/nvidia0")
@@ -159,7 +159,7 @@ def test_the_name_of_a_mapped_file_forges_no_line(host: Host, tree: Path, separa
     assert ([each.pid for each in held.holders], held.unseen) == ([11], ())
 
 
-def test_mappings_of_another_form_are_told(host: Host, tree: Path) -> None:
+def test_mappings_of_unknown_format_are_reported(host: Host, tree: Path) -> None:
     process(tree, 10)
     (tree / "proc/10/task/10/maps").write_bytes(b"zz-zz rw-s 00000000 00:05 900 /dev/nvidia0\n")
     held = find_holders(host, WANTED)
@@ -176,7 +176,7 @@ def test_a_control_groups_name_forges_no_line(host: Host, tree: Path) -> None:
 
 
 def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:
-    """Else any pod could have a process that nobody can look at."""
+    """Otherwise any pod could have a process that cannot be inspected."""
     process(tree, 10, mapped="/dev/nvidia0")
     maps = tree / "proc/10/task/10/maps"
     line = b"7f0000000000-7f0000001000 rw-p 00000000 08:02 173521 /" + b"x" * 4000 + b"\n"
@@ -187,7 +187,7 @@ def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:
 
 
 def test_another_threads_descriptors_and_memory_count(host: Host, tree: Path) -> None:
-    """Of unshare(CLONE_FILES), and where the first thread has ended: then it has no descriptors and no memory."""
+    """After unshare(CLONE_FILES), and after the first thread has exited: then it has no descriptors and no memory."""
     process(tree, 10, opened=("/dev/nvidia1",))
     thread(tree, 10, 1010, opened=("/dev/nvidia0",))
     maps = process(tree, 11, mapped="/dev/nvidia0") / "task/11/maps"
@@ -213,7 +213,7 @@ libc.pthread_exit(None)
 
 
 def test_a_real_process_whose_first_thread_has_ended(tmp_path: Path) -> None:
-    """By this kernel's /proc, with a device that everybody may open."""
+    """This uses this kernel's /proc, and a device that everybody may open."""
     with subprocess.Popen([sys.executable, "-c", ENDED_FIRST], stdout=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout

@@ -1,4 +1,4 @@
-"""Whose the way to a file is, and whether the file is for everybody's eyes. Owners are simulated."""
+"""Who controls the path to a file, and whether everybody may read it. Owners are simulated."""
 
 import errno
 import os
@@ -22,14 +22,14 @@ def tree(host: Host) -> Host:
     return host
 
 
-def test_a_way_of_root_s(tree: Host) -> None:
+def test_a_path_that_root_controls(tree: Host) -> None:
     tree.symlink("/srv/driver/lib/libcuda.so.1", "../lib/libcuda.so")
     assert others_way(tree, "/srv/driver/lib/libcuda.so.1") == ""
     assert others_way(tree, "/srv/none/lib") == "", "what is not there is nobody's"
 
 
 @pytest.mark.parametrize("directory", ["/", "/srv", "/srv/driver", "/srv/driver/lib"])
-def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
+def test_each_component_of_the_path_counts(tree: Host, directory: str) -> None:
     tree.owners[directory] = (0o755, USER)
     assert others_way(tree, "/srv/driver/lib/libcuda.so") == f"{directory} belongs to user {USER}, not to root"
     for mode in (0o775, 0o757):
@@ -38,13 +38,13 @@ def test_each_part_of_the_way_counts(tree: Host, directory: str) -> None:
         assert why == f"users other than root can write in {directory} (mode {mode:04o})"
 
 
-def test_the_way_ends_before_the_file(tree: Host) -> None:
+def test_the_file_itself_does_not_count(tree: Host) -> None:
     """One bad file does not make its directory bad."""
     tree.owners["/srv/driver/lib/libcuda.so"] = (0o666, USER)
     assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
 
 
-def test_ways_keep_what_they_refuse(tree: Host) -> None:
+def test_refused_paths_are_kept(tree: Host) -> None:
     tree.make_directory("/home/user")
     tree.owners["/home/user"] = (0o755, USER)
     tree.symlink("/srv/driver/lib/libcuda.so.1", "/home/user/libcuda.so.1")
@@ -60,8 +60,8 @@ def test_ways_keep_what_they_refuse(tree: Host) -> None:
 
 
 @pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])
-def test_what_root_s_group_may_write_is_root_s(tree: Host, path: str) -> None:
-    """But where an access control list names others, whom the mode shows as the group."""
+def test_a_path_that_roots_group_may_write_is_roots(tree: Host, path: str) -> None:
+    """Unless an access control list names others, which the mode shows as the group."""
     tree.owners[path] = (0o775, 0, 0)
     file = "/srv/driver/lib/libcuda.so"
     assert (others_way(tree, file), files_fault(tree, file, of_root=True)) == ("", "")
@@ -72,7 +72,7 @@ def test_what_root_s_group_may_write_is_root_s(tree: Host, path: str) -> None:
     assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0777)") > 0
 
 
-def test_links_lead_the_way(tree: Host) -> None:
+def test_links_in_the_path_are_followed(tree: Host) -> None:
     tree.make_directory("/home/user")
     tree.symlink("/home/user/lib", "/srv/driver/lib")
     tree.symlink("/opt/lib", "../home/user/lib")
@@ -84,8 +84,8 @@ def test_links_lead_the_way(tree: Host) -> None:
         others_way(tree, "/opt/circle")
 
 
-def test_a_sticky_directory_keeps_root_s_directories(tree: Host) -> None:
-    """As /nix/store, whose group is nixbld; what somebody puts there himself is his."""
+def test_a_sticky_directory_protects_roots_directories(tree: Host) -> None:
+    """For example, /nix/store, whose group is nixbld. What somebody puts there belongs to them."""
     tree.owners["/srv"] = (0o1775, 0)
     assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
     tree.owners["/srv/driver"] = (0o755, USER)
@@ -95,7 +95,7 @@ def test_a_sticky_directory_keeps_root_s_directories(tree: Host) -> None:
     assert others_way(tree, "/srv").startswith("users other than root can write in /srv ")
 
 
-def test_a_look_that_fails_is_no_answer(tree: Host) -> None:
+def test_a_failed_call_is_an_error(tree: Host) -> None:
     tree.failing["/srv/driver"] = PermissionError(errno.EACCES, "Permission denied", "/srv/driver")
     with pytest.raises(PermissionError):
         others_way(tree, "/srv/driver/lib")
@@ -123,8 +123,8 @@ def test_only_regular_files_with_plain_names(tree: Host) -> None:
     assert "characters" in files_fault(tree, "/srv/a\nb", of_root=False)
 
 
-def test_modes_and_owners_are_the_file_system_s(tmp_path: Path) -> None:
-    """Not simulated: a link's are its own, and an absolute one on the way holds below the root."""
+def test_modes_and_owners_come_from_the_file_system(tmp_path: Path) -> None:
+    """This is not simulated: a link has its own owner, and an absolute one in the path stays below the root."""
     (tmp_path / "file").touch()
     (tmp_path / "file").chmod(0o640)
     (tmp_path / "link").symlink_to("file")
@@ -136,7 +136,7 @@ def test_modes_and_owners_are_the_file_system_s(tmp_path: Path) -> None:
 
 
 def test_an_access_control_list_is_seen(tmp_path: Path) -> None:
-    """Not simulated: the mode has the list's mask for the group, acl(5)."""
+    """This is not simulated: the mode has the list's mask for the group (acl(5))."""
     (tmp_path / "file").touch(0o640)
     system = System(host_runner, str(tmp_path))
     assert not system.has_acl("/file")

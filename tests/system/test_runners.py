@@ -1,4 +1,4 @@
-"""Both halves' ways to run programs: what they get, what is kept of them, and their end."""
+"""Both halves' runners: what programs get, what is kept of their output, and how they end."""
 
 import contextlib
 import os
@@ -44,23 +44,23 @@ def test_output_that_no_pipe_holds(shell: Shell) -> None:
     assert (status, len(stdout), len(stderr)) == (0, 3_000_000, 200_000)
 
 
-def test_of_what_is_printed_without_end_no_more_is_kept_than_shows_that(runner: Runner) -> None:
+def test_endless_output_is_cut_just_above_the_limit(runner: Runner) -> None:
     completed = runner(("head", "-c", str(OUTPUT_LIMIT * 2), "/dev/zero"), 60)
     assert len(completed.stdout) == OUTPUT_LIMIT + 1
     with pytest.raises(CommandError, match=f"more than {OUTPUT_LIMIT}"):
         run_checked(lambda *_: completed, ("sh",), 60)
 
 
-def test_a_command_of_the_host_that_prints_a_gibibyte_is_ended_before() -> None:
-    """It is printed into memory, of which the service may use half of that."""
+def test_a_host_command_that_prints_a_gibibyte_is_killed_earlier() -> None:
+    """Output goes to memory, of which the service may use half a gibibyte."""
     with pytest.raises(
         CommandError, match="head -c 1073741824 /dev/zero: killed, because it printed more than 67108864 bytes"
     ):
         run_checked(host_runner, ("head", "-c", str(1 << 30), "/dev/zero"), 60)
 
 
-def test_what_a_program_gets(runner: Runner, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A null input, our environment and no caller's, the default of SIGPIPE, and none of our descriptors."""
+def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A null input, our environment and not the caller's, the default of SIGPIPE, and none of our descriptors."""
     monkeypatch.setenv("LD_PRELOAD", "/nonexistent")
     monkeypatch.setenv("PATH", "/nonexistent")
     assert runner(("env",), 20).stdout.decode().splitlines() == [f"{k}={v}" for k, v in ENVIRONMENT.items()]
@@ -72,21 +72,21 @@ def test_what_a_program_gets(runner: Runner, shell: Shell, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("program", ["nonexistent-program", "/nonexistent/program"])
-def test_a_program_that_is_not_there(runner: Runner, program: str) -> None:
+def test_a_missing_program(runner: Runner, program: str) -> None:
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
         runner((program,), 1)
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_a_file_that_is_no_program(runner: Runner, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_program(runner: Runner, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises((PermissionError, FileNotFoundError)):
         runner((str(tmp_path / "file"),), 1)
 
 
-def test_the_time_limit_ends_all_that_was_started(shell: Shell, tmp_path: Path) -> None:
-    """Its whole session; the descriptors go as well."""
+def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path: Path) -> None:
+    """Its whole session is killed, and the descriptors are closed."""
     fifo, before = tmp_path / "fifo", os.listdir("/proc/self/fd")
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -111,22 +111,22 @@ print("opened it:", runner(("sh", "-c", ": > /dev/tty"), 20).status == 0)
 
 @pytest.mark.parametrize("half", ["host", "machine"])
 def test_a_program_has_no_terminal_of_ours(half: str) -> None:
-    """On one that root's shell has too, it could type commands into that shell (TIOCSTI)."""
+    """On a terminal that root's shell has too, it could type commands into that shell (TIOCSTI)."""
     child, terminal = pty.fork()
     if child == 0:
         os.execv(sys.executable, (sys.executable, "-c", AT_A_TERMINAL, half))
-    said = b""
-    # EIO: the child has closed its end.
+    output = b""
+    # EIO: the child has closed its side.
     with contextlib.suppress(OSError):
-        while said.count(b"\n") < 1:
-            said += os.read(terminal, 1000)
+        while output.count(b"\n") < 1:
+            output += os.read(terminal, 1000)
     os.waitpid(child, 0)
     os.close(terminal)
-    assert said.decode().strip() == "opened it: False"
+    assert output.decode().strip() == "opened it: False"
 
 
-def test_no_thread_is_left_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where TasksMax= of the unit is reached: the host half's commands need threads, and have started it by then."""
+def test_no_thread_is_available_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, the unit's TasksMax= is reached: the host half's commands need threads after the program's start."""
     host_runner(("true",), 20)
     start = threading.Thread.start
 
@@ -143,10 +143,10 @@ def test_no_thread_is_left_for_a_program(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def children() -> set[str]:
-    """Process ids."""
+    """Return the process IDs of our children."""
     found: set[str] = set()
     for task in Path("/proc/self/task").iterdir():
-        # A thread of an earlier test may just end.
+        # A thread of an earlier test may just exit.
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
             found |= set((task / "children").read_text().split())
     return found

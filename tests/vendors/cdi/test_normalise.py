@@ -1,6 +1,6 @@
-"""Specs are published without anything empty and in the lowest version.
+"""Specifications are published without empty entries and with the lowest version.
 
-integration/tests/drivers/test_cdi_documents.py compares that with the Container Device Interface's own library.
+integration/tests/drivers/test_cdi_documents.py compares this with the Container Device Interface's own library.
 """
 
 import json
@@ -39,7 +39,7 @@ def test_nothing_empty_is_left() -> None:
 
 
 def test_a_device_without_edits_is_not_hidden() -> None:
-    """It makes the whole spec invalid for runtimes, so that the verdict must see it."""
+    """It makes the whole specification invalid for runtimes, so verification must see it."""
     document = recorded_spec()
     document["devices"][0]["containerEdits"] = {"deviceNodes": [], "mounts": []}
     found = settled(document)
@@ -47,7 +47,7 @@ def test_a_device_without_edits_is_not_hidden() -> None:
     assert found["devices"][0] == {"name": "0", "containerEdits": {}}
 
 
-def test_what_is_in_order_is_not_changed() -> None:
+def test_a_correct_spec_is_not_changed() -> None:
     assert settled(recorded_spec()) == recorded_spec()
     assert settled(settled(drm_spec())) == settled(drm_spec())
 
@@ -65,7 +65,7 @@ def test_no_json_breaks_it(value: object, data: st.DataObject) -> None:
     without_groups(settled(place[""]))
 
 
-def test_groups_are_left_out_of_devices_and_of_what_all_have() -> None:
+def test_groups_are_removed_from_devices_and_common_edits() -> None:
     document = settled(spec({"deviceNodes": [NODE], "additionalGids": [44]}, {"additionalGids": [44]}))
     assert isinstance(document, dict)
     assert document["cdiVersion"] == "0.7.0"
@@ -74,8 +74,8 @@ def test_groups_are_left_out_of_devices_and_of_what_all_have() -> None:
     assert without_groups(recorded) == recorded
 
 
-def test_what_is_published_has_this_form(tmp_path: Path) -> None:
-    """Whatever the generator wrote."""
+def test_the_published_spec_is_normalised(tmp_path: Path) -> None:
+    """Whatever the generator writes."""
     machine = gpu_machine(tmp_path / "machine")
     wordy = recorded_spec() | {"cdiVersion": "1.0.0", "annotations": {}}
     wordy["containerEdits"]["additionalGids"] = []

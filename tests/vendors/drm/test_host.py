@@ -1,4 +1,4 @@
-"""Intel's and AMD's GPUs on synthetic hosts: whose a DRM node is, who gets it, and what is said of what lacks."""
+"""Intel's and AMD's GPUs on synthetic hosts: whose a DRM node is, who gets it, and what is reported as missing."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ DISPLAY = "0000:2b:00.0"
 
 
 class Cards(Host):
-    """A host whose DRM devices a test lists, with numbers in the order in which the kernel found them."""
+    """A host with DRM devices that a test lists, numbered in the order in which the kernel found them."""
 
     def __init__(self, tree: Path) -> None:
         super().__init__(tree)
@@ -38,7 +38,7 @@ class Cards(Host):
         self.file("/proc/devices", PROC_DEVICES.replace("226 drm\n", "226 drm\n234 kfd\n"))
 
     def card(self, address: str, vendor: int, driver: str, kind: int = VGA, number: int | None = None) -> None:
-        """A PCI device; with a number, its DRM nodes."""
+        """Add a PCI device; with a number, also its DRM nodes."""
         assert isinstance(self.pci, tuple)
         assert isinstance(self.drm, tuple)
         self.pci = (*self.pci, PciDevice(address, vendor, 0xFFFE, kind, driver))
@@ -52,7 +52,7 @@ class Cards(Host):
             self.drm = (*self.drm, DrmDevice(path, address, driver))
 
     def virtual_gpu(self, number: int) -> None:
-        """vgem's: of no PCI device."""
+        """Add vgem's nodes, which belong to no PCI device."""
         assert isinstance(self.drm, tuple)
         for path, minor in ((f"/dev/dri/card{number}", number), (f"/dev/dri/renderD{128 + number}", 128 + number)):
             self.node(path, 226, minor)
@@ -81,7 +81,7 @@ def facts_of(vendors: tuple[VendorFacts, ...], *machines: str) -> Facts:
 
 
 def grants(vendors: tuple[VendorFacts, ...], gpus: object = "all") -> dict[str, Grant]:
-    """By vendor, of the one machine."""
+    """Return the one machine's grants by vendor."""
     config = Config.model_validate({"machines": {"node": {"gpus": gpus}}})
     return {grant.vendor: grant for grant in plan(config, facts_of(vendors)).goal.machines[0].grants}
 
@@ -96,7 +96,7 @@ def conditions(vendors: tuple[VendorFacts, ...], name: str, gpus: object = "all"
 
 
 def test_each_node_goes_to_its_own_vendor(cards: Cards) -> None:
-    """A mixed host, in an order of its own; the management controller's display and virtual GPUs are nobody's."""
+    """A mixed host in unusual order; the management controller's display and virtual GPUs go to nobody."""
     cards.card(BMC, ASPEED, "ast", number=0)
     cards.card(INSTINCT, AMD, "amdgpu", ACCELERATOR, 1)
     cards.card(IGPU, INTEL, "i915", number=2)
@@ -106,18 +106,18 @@ def test_each_node_goes_to_its_own_vendor(cards: Cards) -> None:
     cards.card("0000:00:1f.6", INTEL, "e1000e", ETHERNET)
     cards.virtual_gpu(6)
     cards.node("/dev/kfd", 234, 0, 0o660)
-    given = grants(cards.look())
-    assert given["intel"].gpus == (IGPU, FLEX)
-    assert paths(given["intel"]) == [
+    granted = grants(cards.look())
+    assert granted["intel"].gpus == (IGPU, FLEX)
+    assert paths(granted["intel"]) == [
         "/dev/dri/card2", "/dev/dri/card3", "/dev/dri/renderD130", "/dev/dri/renderD131",
     ]  # fmt: skip
-    assert paths(given["amd"]) == ["/dev/dri/card1", "/dev/dri/renderD129", "/dev/kfd"]
-    assert given["nvidia"].nodes == ()
-    assert not given["intel"].driver_files
+    assert paths(granted["amd"]) == ["/dev/dri/card1", "/dev/dri/renderD129", "/dev/kfd"]
+    assert granted["nvidia"].nodes == ()
+    assert not granted["intel"].driver_files
 
 
 def test_nodes_follow_the_address_when_numbers_change(tmp_path: Path) -> None:
-    """After a boot card0 is card1: what a machine gets by its address are the nodes of that GPU."""
+    """After a boot, card0 may be card1: a machine gets the nodes of the GPU at the configured address."""
     for boot, number in enumerate((0, 1)):
         cards = Cards(tmp_path / str(boot))
         cards.card(IGPU, INTEL, "i915", number=number)
@@ -126,41 +126,41 @@ def test_nodes_follow_the_address_when_numbers_change(tmp_path: Path) -> None:
         assert found == [f"/dev/dri/card{number}", f"/dev/dri/renderD{128 + number}"]
 
 
-def test_kfd_comes_with_a_gpu_of_its_vendor_alone(cards: Cards) -> None:
+def test_kfd_comes_only_with_a_gpu_of_its_vendor(cards: Cards) -> None:
     cards.node("/dev/kfd", 234, 0)
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(INSTINCT, AMD, "amdgpu", number=1)
     assert [each.kind for each in grants(cards.look())["amd"].nodes] == [
         DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.KFD,
     ]  # fmt: skip
-    given = grants(cards.look(), [IGPU])
-    assert given["amd"].nodes == ()
-    assert paths(given["intel"]) == ["/dev/dri/card0", "/dev/dri/renderD128"]
+    granted = grants(cards.look(), [IGPU])
+    assert granted["amd"].nodes == ()
+    assert paths(granted["intel"]) == ["/dev/dri/card0", "/dev/dri/renderD128"]
 
 
-def test_a_gpu_of_another_driver_is_left_alone(cards: Cards) -> None:
-    """vfio-pci and its like: it was given to a virtual machine. Named in a machine's settings, it is missed."""
+def test_a_gpu_with_another_driver_is_left_alone(cards: Cards) -> None:
+    """With vfio-pci and similar drivers, it was assigned to a virtual machine. If settings name it, it is missing."""
     cards.card(IGPU, INTEL, "vfio-pci")
     cards.card(FLEX, INTEL, "xe-vfio-pci")
     cards.card(INSTINCT, AMD, "radeon", number=0)
     assert plan(Config.model_validate({"machines": {"node": {}}}), facts_of(cards.look())).goal.machines[0].grants
     assert all(not grant.gpus and not grant.problems for grant in grants(cards.look()).values())
-    given = grants(cards.look(), [IGPU, "0000:99:00.0"])
-    assert [each for grant in given.values() for each in grant.problems] == [
+    granted = grants(cards.look(), [IGPU, "0000:99:00.0"])
+    assert [each for grant in granted.values() for each in grant.problems] == [
         f"GPU {IGPU} has kernel driver vfio-pci, not i915 or xe",
         "GPU 0000:99:00.0 is not on this host",
     ]
 
 
 def reasons(vendors: tuple[VendorFacts, ...], gpus: object) -> dict[ConditionType, str]:
-    """Of the machine's conditions on the host, with all vendors'."""
+    """Return the reasons of the machine's conditions on the host, of all vendors."""
     config, facts = Config.model_validate({"machines": {"node": {"gpus": gpus}}}), facts_of(vendors)
     goal = plan(config, facts).goal.machines[0]
     return {each.type: each.reason for each in evaluate(config.machines["node"], goal, facts, Absent("none"), "")}
 
 
-def test_a_gpu_that_nouveau_has_is_a_fault_where_it_was_asked_for(cards: Cards) -> None:
-    """A display's on the host stands in no way of a machine that has another vendor's."""
+def test_a_gpu_with_nouveau_is_a_fault_if_configured(cards: Cards) -> None:
+    """A display's GPU on the host does not affect a machine that has another vendor's."""
     cards.card(DISPLAY, NVIDIA, "nouveau", number=1)
     alone = cards.look()
     for gpus in ("all", "count=1", [DISPLAY]):
@@ -172,13 +172,13 @@ def test_a_gpu_that_nouveau_has_is_a_fault_where_it_was_asked_for(cards: Cards) 
         assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "Loaded"
         assert reasons(cards.look(), gpus)[ConditionType.DEVICES_PRESENT] == "Present"
     for gpus in ("count=2", [DISPLAY, INSTINCT]):
-        given = grants(cards.look(), gpus)
-        assert given["nvidia"].problems == (f"GPU {DISPLAY} has kernel driver nouveau, not nvidia",)
+        granted = grants(cards.look(), gpus)
+        assert granted["nvidia"].problems == (f"GPU {DISPLAY} has kernel driver nouveau, not nvidia",)
         assert reasons(cards.look(), gpus)[ConditionType.DRIVER_LOADED] == "WrongDriver"
 
 
-def test_machines_hear_of_a_vendor_only_where_it_has_a_gpu(cards: Cards) -> None:
-    """A machine half of an older release knows one vendor; its handoff must stay what it was."""
+def test_a_handoff_names_only_vendors_with_gpus(cards: Cards) -> None:
+    """A machine half of an older release knows one vendor; its handoff must stay the same."""
     cards.driver("550.163.01", gpus=1)
     assert set(grants(cards.look())) == {"nvidia"}
     cards.card(IGPU, INTEL, "i915", number=0)
@@ -193,7 +193,7 @@ def test_a_number_of_gpus_takes_the_processors_own_last(cards: Cards) -> None:
     vendors = cards.look()
     taken = [{gpu.pci_address for gpu in select(vendors, f"count={count}", Share()).gpus} for count in (1, 2, 3)]
     assert taken == [{"0000:01:00.0"}, {"0000:01:00.0", INSTINCT}, {"0000:01:00.0", INSTINCT, IGPU}]
-    # What it has it keeps.
+    # The machine keeps what it has.
     assert select(vendors, "count=1", Share(has=frozenset({IGPU}))).gpus[0].pci_address == IGPU
     assert select(vendors, "count=4", Share()).problems == ("the configuration asks for 4 GPUs, but the host has 3",)
 
@@ -203,12 +203,12 @@ def test_two_machines_share_the_gpus_of_all_vendors(cards: Cards) -> None:
     cards.card(INSTINCT, AMD, "amdgpu", number=1)
     config = Config.model_validate({"machines": {"a": {"gpus": "count=1"}, "b": {"gpus": "count=1"}}})
     machines = plan(config, facts_of(cards.look(), "a", "b")).goal.machines
-    given = {machine.name: [gpu for grant in machine.grants for gpu in grant.gpus] for machine in machines}
-    assert given == {"a": [INSTINCT], "b": [IGPU]}
+    granted = {machine.name: [gpu for grant in machine.grants for gpu in grant.gpus] for machine in machines}
+    assert granted == {"a": [INSTINCT], "b": [IGPU]}
 
 
-def test_what_cannot_be_listed_changes_nothing(cards: Cards) -> None:
-    """Fail static: the machine is held as it is."""
+def test_unlisted_devices_change_nothing(cards: Cards) -> None:
+    """The machine stays as it is."""
     cards.card(IGPU, INTEL, "i915", number=0)
     for name in ("pci", "drm"):
         broken = Cards(Path(cards.root))
@@ -242,7 +242,7 @@ def test_the_conditions_of_a_host_with_intel_only(cards: Cards) -> None:
     assert found[ConditionType.DRIVER_LOADED].message == "kernel driver i915 for 1 GPUs"
 
 
-def test_a_gpu_without_a_driver_comes_with_the_next_step(cards: Cards) -> None:
+def test_a_gpu_without_a_driver_is_reported_with_advice(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
     cards.file("/sys/module/i915/refcnt", "0\n")
     found = conditions(cards.look(), "intel")
@@ -256,8 +256,8 @@ def test_a_gpu_without_a_driver_comes_with_the_next_step(cards: Cards) -> None:
     assert FLEX not in found[ConditionType.DEVICES_PRESENT].message
 
 
-def test_a_gpu_that_is_to_have_no_driver_is_waited_for_by_who_names_or_has_it(cards: Cards) -> None:
-    """A processor's own, where the host has no module for it."""
+def test_a_gpu_that_needs_no_driver_is_awaited_only_by_its_machine(cards: Cards) -> None:
+    """For example, a processor's GPU on a host without a module for it."""
     cards.card(IGPU, AMD, "")
     cards.card(FLEX, INTEL, "xe", number=0)
     vendors = cards.look()
@@ -276,7 +276,7 @@ def test_a_gpu_that_is_to_have_no_driver_is_waited_for_by_who_names_or_has_it(ca
         assert plan(config, replace(facts, machines=(replace(machine, granted=unseen),))).held == {"node": unseen.why}
 
 
-def test_a_gpu_whose_module_is_loaded_is_waited_for_but_another_that_works_is_preferred(cards: Cards) -> None:
+def test_a_gpu_whose_module_is_loaded_is_awaited_but_a_working_one_is_preferred(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "")
     cards.file("/sys/module/xe/refcnt", "0\n")
     cards.card(FLEX, INTEL, "xe", number=0)
@@ -285,7 +285,7 @@ def test_a_gpu_whose_module_is_loaded_is_waited_for_but_another_that_works_is_pr
 
 
 def test_a_late_driver_of_nvidias_does_not_leave_the_machine_with_the_processors_gpu(cards: Cards) -> None:
-    """It would keep that: what a machine was given first it has for good."""
+    """The machine would keep it: what a machine got first stays with it."""
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(FLEX, 0x10DE, "")
     assert grants(cards.look(), "count=1")["nvidia"].gpus == (FLEX,)
@@ -300,8 +300,8 @@ def test_a_host_whose_only_gpu_has_no_driver_says_so(cards: Cards) -> None:
     assert (ready.reason, "or none (none)" in ready.message) == ("NoGPUGranted", True)
 
 
-def test_a_missing_kfd_is_said_and_stops_nothing(cards: Cards) -> None:
-    """Without it a GPU still draws and decodes."""
+def test_a_missing_kfd_is_reported_and_stops_nothing(cards: Cards) -> None:
+    """Without it, a GPU still renders and decodes."""
     cards.card(INSTINCT, AMD, "amdgpu", number=0)
     found = conditions(cards.look(), "amd")[ConditionType.DEVICES_PRESENT]
     assert (found.reason, "no usable /dev/kfd" in found.message) == ("Present", True)
@@ -319,7 +319,7 @@ def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
 
 
 def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
-    """No driver root, no libraries, no other vendor's driver: what is not needed stands in nobody's way."""
+    """No driver root, no libraries, no other vendor's driver: nothing that is not needed is required."""
     cards.card(IGPU, INTEL, "i915", number=0)
     config = Config.model_validate({"machines": {"node": {"require_gpus": True}}})
     facts = facts_of(cards.look())
@@ -336,7 +336,7 @@ def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
     assert plan(config, facts).goal.driver_roots == ()
 
 
-def test_one_vendors_missing_driver_is_told_beside_anothers_that_is_there(cards: Cards) -> None:
+def test_one_vendors_missing_driver_is_reported_with_anothers_loaded_one(cards: Cards) -> None:
     cards.driver("550.163.01", gpus=1)
     cards.card(IGPU, INTEL, "")
     cards.file("/sys/module/i915/refcnt", "0\n")
@@ -348,7 +348,7 @@ def test_one_vendors_missing_driver_is_told_beside_anothers_that_is_there(cards:
     assert found[ConditionType.DEVICES_PRESENT].reason == "GPUWithoutDriver"
 
 
-def test_who_uses_a_gpu_is_told_by_its_nodes(cards: Cards) -> None:
+def test_users_of_a_gpu_are_found_by_its_nodes(cards: Cards) -> None:
     cards.card(IGPU, INTEL, "i915", number=0)
     cards.card(FLEX, INTEL, "xe")
     facts = facts_of(cards.look())

@@ -1,4 +1,4 @@
-"""Intel's and AMD's GPUs in the machine: the CDI spec and its verdict, groups, links, containerd, the kubelet."""
+"""Intel's and AMD's GPUs in the machine: specification, verification, groups, links, containerd, the kubelet."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ FIRST, SECOND, THIRD = "0000:00:02.0", "0000:4d:00.0", "0000:83:00.0"
 LETTER = "abcd:00:02.0"
 HOST_VIDEO, HOST_RENDER = 44, 993
 VIDEO, RENDER = 44, 107
-"""Of the machine: render has another number there than on the host."""
+"""Group numbers of the machine: `render` has a different number from the host's."""
 GROUP = f"root:x:0:\nvideo:x:{VIDEO}:\nmalformed\nrender:x:4294967295:\nrender:x:{RENDER}:me,you\n"
 BY_PATH = "/dev/dri/by-path"
 
@@ -59,7 +59,7 @@ def add_nodes(machine: Machine, *requests: Request) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Of a host with Intel's GPUs alone; its containerd is 1.7, whose default is without CDI."""
+    """A machine whose host has only Intel's GPUs, with containerd 1.7, which has CDI off by default."""
     machine = gpu_machine(tmp_path / "machine")
     machine.put("/etc/group", GROUP)
     add_nodes(machine, INTEL)
@@ -103,8 +103,8 @@ def test_a_machine_with_intel_alone_is_set_up(machine: Machine) -> None:
     assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
 
 
-def test_the_spec_has_the_form_of_intels_tool(machine: Machine) -> None:
-    """Each GPU with its two nodes and their links by PCI address, which the machine has as the host does."""
+def test_the_spec_has_the_format_of_intels_tool(machine: Machine) -> None:
+    """Each GPU has its two nodes and their links by PCI address, which the machine has like the host."""
     run(machine)
     found = spec(machine, "intel")
     assert (found["cdiVersion"], found["kind"]) == ("0.7.0", "intel.com/gpu")
@@ -121,7 +121,7 @@ def test_the_spec_has_the_form_of_intels_tool(machine: Machine) -> None:
 
 
 def test_addresses_that_begin_with_a_letter_need_no_newer_version(machine: Machine) -> None:
-    """PCI domains of Hyper-V's and VMD's may: then no name begins with a digit, and mounts have a type (0.4.0)."""
+    """PCI domains of Hyper-V and VMD may: then no name begins with a digit, and mounts have a type (0.4.0)."""
     domain = replace(INTEL, gpus=(LETTER,), devices=card(0, LETTER))
     for path, number in machine.nodes.items():
         machine.nodes[path] = replace(number, mode=0o666)
@@ -133,7 +133,7 @@ def test_addresses_that_begin_with_a_letter_need_no_newer_version(machine: Machi
 
 
 def test_groups_are_compared_as_numbers(machine: Machine) -> None:
-    """Nodes that a runtime makes get the machine's groups; bound ones keep the host's number: both open."""
+    """Nodes that a runtime makes get the machine's groups; bound nodes keep the host's numbers. Both can be opened."""
     run(machine)
     edits = devices(spec(machine, "intel"))["card0"]
     assert [(each["gid"], each["fileMode"]) for each in edits["deviceNodes"]] == [(VIDEO, 0o660), (RENDER, 0o660)]
@@ -141,8 +141,8 @@ def test_groups_are_compared_as_numbers(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("version", ["v1.7.0", "v1.7.15"])
-def test_a_containerd_that_knows_no_groups_gets_none(machine: Machine, version: str) -> None:
-    """It would skip the whole spec; its successor gets them, in the first run that sees it."""
+def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, version: str) -> None:
+    """It would skip the whole specification; a newer containerd gets groups in the first run that finds it."""
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, version))
     settled(machine)
     found = spec(machine, "intel")
@@ -159,8 +159,8 @@ def test_a_containerd_that_knows_no_groups_gets_none(machine: Machine, version: 
     assert "additionalGids" not in machine.message("CDISpecCurrent")
 
 
-def test_the_containerd_that_is_started_is_asked(machine: Machine) -> None:
-    """Not one that an earlier directory of PATH has only a dangling link to."""
+def test_the_version_is_read_from_the_containerd_that_would_start(machine: Machine) -> None:
+    """Not one to which an earlier directory in PATH has only a dangling link."""
     machine.make_directory("/usr/local/sbin")
     machine.link("/usr/local/sbin/containerd", "/opt/containerd")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.12"))
@@ -175,7 +175,7 @@ def spawns_nothing(machine: Machine) -> None:
 
 
 def replace_containerd(machine: Machine, before: str, after: str) -> None:
-    """In the file system, not in process 77, whose program has then no name any more."""
+    """Replace the program file while process 77 still runs the old one, which then has no name."""
     (machine.tree / "usr/bin/containerd").rename(machine.tree / "usr/bin/containerd (deleted)")
     machine.put("/usr/bin/containerd", "another build")
     machine.link("/proc/77/exe", "/usr/bin/containerd (deleted)")
@@ -184,8 +184,8 @@ def replace_containerd(machine: Machine, before: str, after: str) -> None:
     machine.program("systemctl", systemctl("active", time.monotonic_ns() // 1000, main_process=77))
 
 
-def test_a_containerd_that_runs_on_without_its_program_counts(machine: Machine) -> None:
-    """An upgrade of its package does not end it: it would skip the whole spec that its successor takes."""
+def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine) -> None:
+    """An upgrade of its package does not stop it: it would skip the whole specification that the new one accepts."""
     settled(machine)
     replace_containerd(machine, "v1.7.12", "v1.7.24")
     run(machine)
@@ -207,7 +207,7 @@ def test_a_containerd_that_runs_on_without_its_program_counts(machine: Machine) 
     ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
 )
 def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
-    """Also where the one that comes takes less, and where that is somebody's own build."""
+    """Even if the new one accepts less, and even if that is somebody's own build."""
     settled(machine)
     replace_containerd(machine, before, after)
     run(machine)
@@ -215,7 +215,7 @@ def test_both_the_running_containerd_and_its_successor_are_served(machine: Machi
 
 
 @pytest.mark.parametrize("what", ["new", "own build", "a shell", "the same", "ended"])
-def test_what_runs_and_may_know_groups_keeps_none_from_others(machine: Machine, what: str) -> None:
+def test_a_running_process_of_unknown_version_does_not_remove_groups(machine: Machine, what: str) -> None:
     settled(machine)
     replace_containerd(machine, {"new": "v1.7.16", "own build": "devel"}.get(what, "v1.7.12"), "v1.7.24")
     if what == "a shell":
@@ -228,26 +228,26 @@ def test_what_runs_and_may_know_groups_keeps_none_from_others(machine: Machine, 
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert spec(machine, "intel")["cdiVersion"] == "0.7.0"
-    asked = [call for call in machine.calls if call[0].startswith("/proc/")]
-    assert asked == ([("/proc/77/exe", "--version")] if what in ("new", "own build") else [])
+    version_call = [call for call in machine.calls if call[0].startswith("/proc/")]
+    assert version_call == ([("/proc/77/exe", "--version")] if what in ("new", "own build") else [])
 
 
-def test_containerds_version_is_asked_for_once(machine: Machine) -> None:
-    """Neither by the next steps, nor by runs that make another spec."""
+def test_containerds_version_is_read_once(machine: Machine) -> None:
+    """Neither later steps nor runs that make another specification run it again."""
     settled(machine)
-    asked = ("containerd", "--version")
+    version_call = ("containerd", "--version")
     machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")
     run(machine)
     assert "no group render" in machine.message("CDISpecCurrent")
-    assert asked not in machine.calls
+    assert version_call not in machine.calls
     machine.put("/usr/bin/containerd", "another build")
     run(machine)
-    assert machine.calls.count(asked) == 1
+    assert machine.calls.count(version_call) == 1
 
 
 @pytest.mark.parametrize("what", ["own build", "none", "dangling link"])
-def test_a_containerd_of_unknown_version_is_taken_for_a_new_one(machine: Machine, what: str) -> None:
-    """Also where there is none, as with another runtime."""
+def test_a_containerd_of_unknown_version_counts_as_new(machine: Machine, what: str) -> None:
+    """Also if it is missing, as with another runtime."""
     if what == "own build":
         machine.program("containerd", "containerd somewhere (devel)\n")
     else:
@@ -298,7 +298,7 @@ def test_amd_shares_one_node_among_its_gpus(machine: Machine) -> None:
 
 
 def test_a_mixed_machine(machine: Machine) -> None:
-    """Each vendor's own spec; containerd is configured once, for the vendor that has a runtime."""
+    """Each vendor has its own specification; containerd is configured once, for the vendor that has a runtime."""
     add_nodes(machine, AMD)
     machine.hand(AMD, INTEL, REQUEST)
     settled(machine)
@@ -314,7 +314,7 @@ def test_a_mixed_machine(machine: Machine) -> None:
     assert "libcuda.so.1" in links, "what one vendor does not need is not taken from another"
 
 
-def test_one_vendors_fault_is_told_and_holds_up_no_other(machine: Machine) -> None:
+def test_one_vendors_fault_is_reported_and_holds_up_no_other(machine: Machine) -> None:
     add_nodes(machine, AMD)
     machine.drop("/dev/dri/renderD130")
     machine.nodes.pop("/dev/dri/renderD130")
@@ -325,8 +325,8 @@ def test_one_vendors_fault_is_told_and_holds_up_no_other(machine: Machine) -> No
     assert devices(spec(machine, "intel"))
 
 
-def test_what_the_handoff_does_not_name_any_more_is_taken_back(machine: Machine) -> None:
-    """The host's last GPU of a vendor has gone: spec, nodes and links go too, in the first run that knows."""
+def test_what_the_handoff_no_longer_names_is_withdrawn(machine: Machine) -> None:
+    """The host's last GPU of a vendor is gone: the first run after the new handoff removes spec, nodes and links."""
     machine.mounts = [device.path for device in INTEL.devices]
     settled(machine)
     machine.hand(EMPTY)
@@ -337,7 +337,7 @@ def test_what_the_handoff_does_not_name_any_more_is_taken_back(machine: Machine)
     assert not machine.exists("/dev/dri/card0")
 
 
-def test_a_gpu_that_goes_leaves_the_others_as_they_are(machine: Machine) -> None:
+def test_a_removed_gpu_leaves_the_others_unchanged(machine: Machine) -> None:
     settled(machine)
     one = replace(INTEL, gpus=(FIRST,), devices=card(0, FIRST))
     machine.hand(one, EMPTY)
@@ -346,14 +346,14 @@ def test_a_gpu_that_goes_leaves_the_others_as_they_are(machine: Machine) -> None
     assert machine.entries(BY_PATH) == (f"pci-{FIRST}-card", f"pci-{FIRST}-render")
 
 
-def test_a_link_of_somebody_else_is_left_alone(machine: Machine) -> None:
+def test_a_foreign_link_is_left_alone(machine: Machine) -> None:
     machine.make_directory(BY_PATH)
     machine.link(f"{BY_PATH}/pci-0000:99:00.0-card", "../card9")
     run(machine)
     assert machine.read_link(f"{BY_PATH}/pci-0000:99:00.0-card") == "../card9"
 
 
-def test_a_changed_spec_is_mended(machine: Machine) -> None:
+def test_a_changed_spec_is_repaired(machine: Machine) -> None:
     settled(machine)
     before = machine.read("/etc/cdi/intel.yaml")
     machine.put("/etc/cdi/intel.yaml", before.replace(b'"minor": 128', b'"minor": 0'))
@@ -365,15 +365,15 @@ def test_a_changed_spec_is_mended(machine: Machine) -> None:
 # ---- containerd
 
 
-def test_cdi_alone_needs_a_drop_in_where_it_is_off(machine: Machine) -> None:
+def test_cdi_needs_a_drop_in_if_it_is_off(machine: Machine) -> None:
     run(machine)
     drop_in = tomlkit.parse(machine.read_text("/etc/containerd/conf.d/99-cdi.toml")).unwrap()
     table = drop_in["plugins"]["io.containerd.grpc.v1.cri"]
     assert table == {"enable_cdi": True, "cdi_spec_dirs": ["/etc/cdi", "/var/run/cdi"]}
 
 
-def test_cdi_that_is_on_already_needs_none(machine: Machine) -> None:
-    """As in containerd 2, and where another vendor's GPUs were before: nothing is written, nothing restarted."""
+def test_cdi_that_is_on_needs_no_drop_in(machine: Machine) -> None:
+    """containerd 2 has it on, and so has a machine that had another vendor's GPUs: nothing is written or restarted."""
     main = '[plugins."io.containerd.cri.v1.runtime"]\nenable_cdi = true\ncdi_spec_dirs = ["/etc/cdi", "/var/run/cdi"]\n'
     machine.put("/etc/containerd/config.toml", f"version = 3\n{main}")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v2.1.9"))
@@ -384,7 +384,7 @@ def test_cdi_that_is_on_already_needs_none(machine: Machine) -> None:
 
 
 def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
-    """Its drop-in takes the place of the one that was there for CDI alone, and goes on to serve: it enables CDI too."""
+    """Its drop-in replaces the one that only enabled CDI, and stays afterwards, because it enables CDI too."""
     add_nodes(machine, INTEL)
     machine.hand(INTEL, EMPTY)
     settled(machine)
@@ -395,13 +395,13 @@ def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
     settled(machine)
     assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
-    # Not that there is no drop-in of ours.
+    # The message does not say that our drop-in is missing.
     assert machine.message("RuntimeConfigured").endswith("shows CDI enabled; these GPUs need no more")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
 
-def test_a_runtime_at_a_configured_place_stays_while_its_gpus_are_away(machine: Machine) -> None:
-    """The one of CDI alone would have the same name there: containerd would lose the handler, and restart twice."""
+def test_a_runtime_at_a_configured_path_stays_while_its_gpus_are_removed(machine: Machine) -> None:
+    """A drop-in for CDI alone would have the same name: containerd would lose the handler, and restart twice."""
     place = "/etc/cri/conf.d/20-gpu.part"
     machine.hand(INTEL, REQUEST, containerd_drop_in=place)
     settled(machine)
@@ -434,7 +434,7 @@ def test_each_vendor_notes_its_own_nodes(both: Machine) -> None:
         assert sorted(noted) == sorted(device.path for device in request.devices)
 
 
-def test_a_handoff_that_cannot_be_read_again_takes_nothing_away(both: Machine) -> None:
+def test_a_handoff_that_cannot_be_read_again_withdraws_nothing(both: Machine) -> None:
     before = {name: Notes(both).load(f"{GRANTED}{name}") for name in ("intel", "amd")}
     without_one = replace(AMD, gpus=(), devices=())
     assert withdraw_nodes(Context.of(both, both.hand(without_one)), without_one, None) == ((), None)
@@ -442,8 +442,8 @@ def test_a_handoff_that_cannot_be_read_again_takes_nothing_away(both: Machine) -
     assert both.exists("/dev/kfd")
 
 
-def test_a_path_that_another_vendor_has_by_now_is_left_alone(both: Machine) -> None:
-    """Numbers of cards are given anew when drivers are loaded in another order."""
+def test_a_path_that_another_vendor_has_now_is_left_alone(both: Machine) -> None:
+    """Card numbers change when drivers are loaded in a different order."""
     taken = replace(INTEL, devices=(*INTEL.devices, *(replace(each, pci_address=FIRST) for each in card(2, FIRST))))
     both.hand(taken, EMPTY)
     settled(both)
@@ -452,8 +452,8 @@ def test_a_path_that_another_vendor_has_by_now_is_left_alone(both: Machine) -> N
     assert Notes(both).load(f"{GRANTED}amd") == {}
 
 
-def test_a_node_to_be_bound_anew_is_told_whatever_else_is_wrong(both: Machine) -> None:
-    """The host goes by the reason, and one vendor's lasting fault must not hide it."""
+def test_a_node_to_be_bound_again_is_reported_whatever_else_is_wrong(both: Machine) -> None:
+    """The host acts on the reason, and one vendor's permanent fault must not hide it."""
     (wrong,) = (each for each in AMD.devices if each.path == "/dev/dri/card2")
     both.nodes[wrong.path] = DeviceNumber(226, 200, 0o660, 0, HOST_VIDEO)
     first = INTEL.devices[0].path
@@ -469,8 +469,8 @@ def test_a_node_to_be_bound_anew_is_told_whatever_else_is_wrong(both: Machine) -
     assert first in both.message("DevicesAllowed"), "the other fault is told as well"
 
 
-def test_links_of_the_hosts_udev_stay_when_a_gpu_goes(machine: Machine) -> None:
-    """Where the whole of the host's /dev/dri is bound into the machine."""
+def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) -> None:
+    """If the host's whole /dev/dri is bound into the machine."""
     machine.make_directory(BY_PATH)
     machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
     settled(machine)
@@ -481,7 +481,7 @@ def test_links_of_the_hosts_udev_stay_when_a_gpu_goes(machine: Machine) -> None:
     assert machine.read_link(f"{BY_PATH}/pci-{SECOND}-render") is None
 
 
-# ---- the verdict
+# ---- verification
 
 
 def judged(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
@@ -517,7 +517,7 @@ def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object,
     assert any(problem in each for each in judged(faulty)), judged(faulty)
 
 
-def test_a_spec_of_another_form_is_refused() -> None:
+def test_a_spec_of_another_format_is_refused() -> None:
     base = document()
     first = base["devices"][0]
     edits = first["containerEdits"]
@@ -542,7 +542,7 @@ def test_a_spec_of_another_form_is_refused() -> None:
         assert judged(faulty), faulty
 
 
-def test_a_spec_without_a_granted_gpu_lacks_that() -> None:
+def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
     one = replace(INTEL, gpus=(FIRST,))
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
     rendered = cdi.render("intel.com/gpu", {}, one, cdi.Ground(live, {}, ()))
@@ -613,7 +613,7 @@ def test_ids_of_amds_plugin(name: str, gpu: str) -> None:
 def test_what_intels_plugin_advertises(
     machine: Machine, ids: list[str], condition: tuple[str, str], message: str
 ) -> None:
-    """By card, in shares; it looks for GPUs every five seconds, so that no restart of it is asked for."""
+    """It advertises by card, in shares; it looks for GPUs every five seconds, so it needs no restart."""
     with ExitStack() as stack:
         kubelet = Kubelet(machine, stack)
         kubelet.listen(KUBELET_SOCKET)
@@ -624,7 +624,7 @@ def test_what_intels_plugin_advertises(
         assert message in kubelet.message()
 
 
-def test_a_plugin_that_is_not_used_says_nothing_against_another(machine: Machine) -> None:
+def test_an_unused_plugin_says_nothing_against_another(machine: Machine) -> None:
     add_nodes(machine, AMD)
     machine.hand(AMD, INTEL, EMPTY)
     with ExitStack() as stack:

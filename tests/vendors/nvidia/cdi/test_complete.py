@@ -1,4 +1,4 @@
-"""What nvidia-ctk leaves out of a driver root is added to its spec in the same form, and judged like the rest."""
+"""Files that nvidia-ctk leaves out of a driver root are added to its specification in the same form, and verified."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ def completed(spec: object) -> Spec:
 
 
 def mounts(spec: Spec) -> dict[str, Spec]:
-    """By host path."""
+    """Return the mounts by host path."""
     return {mount["hostPath"]: mount for mount in spec["containerEdits"]["mounts"]}
 
 
@@ -55,7 +55,7 @@ def arguments(spec: Spec, kind: str) -> list[str]:
     return found
 
 
-def test_every_file_is_mounted_in_the_form_of_nvidia_ctk_s_own() -> None:
+def test_every_file_is_mounted_as_nvidia_ctk_does() -> None:
     spec = completed(recorded_spec())
     assert set(mounts(spec)) == {f"{ROOT}/{file.target}" for file in COMPLETE.files if not file.link}
     assert len(spec["containerEdits"]["mounts"]) == len(mounts(spec))
@@ -69,8 +69,8 @@ def test_every_file_is_mounted_in_the_form_of_nvidia_ctk_s_own() -> None:
     assert mounts(spec)[f"{ROOT}/etc/OpenCL/vendors/nvidia.icd"]["containerPath"] == "/etc/OpenCL/vendors/nvidia.icd"
 
 
-def test_links_and_the_loader_s_directories_are_added_to_the_hooks_that_there_are() -> None:
-    """A further hook would be a further process in each container's start."""
+def test_links_and_library_directories_are_added_to_existing_hooks() -> None:
+    """A further hook would be a further process at each container's start."""
     before, spec = recorded_spec(), completed(recorded_spec())
     assert len(spec["containerEdits"]["hooks"]) == len(before["containerEdits"]["hooks"])
     links = [each for each in arguments(spec, "create-symlinks")[2:] if each != "--link"]
@@ -83,7 +83,7 @@ def test_links_and_the_loader_s_directories_are_added_to_the_hooks_that_there_ar
     ]
     folders = arguments(spec, "update-ldcache")
     assert folders[-2:] == ["--folder", f"/{X86_32}"]
-    # VDPAU's drivers are loaded by their path.
+    # VDPAU's drivers are loaded by their paths.
     assert f"/{X86_32}/vdpau" not in folders
 
 
@@ -95,7 +95,7 @@ def test_hooks_that_are_missing_are_made_and_links_come_before_ldconfig() -> Non
     assert {(hook["hookName"], hook["path"]) for hook in hooks} == {("createContainer", HOOK)}
 
 
-def test_the_verdict_judges_what_was_added() -> None:
+def test_additions_are_verified() -> None:
     assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).problems == ()
     assert verify(completed(recorded_spec()), COMPLETE, LIVE, PRESENT).not_in_spec == ()
     gone = f"{ROOT}/{X86_32}/libcuda.so.{VERSION}"
@@ -114,8 +114,8 @@ def test_the_same_spec_gives_the_same_text_and_a_complete_one_is_left_alone() ->
 
 
 @pytest.mark.parametrize("library", ["libcuda", "libnvidia-ml"])
-def test_a_generator_that_has_not_found_the_driver_is_not_helped(library: str) -> None:
-    """With a symbolic link for a driver root it leaves out all libraries and ends with 0: that must be refused."""
+def test_the_spec_of_a_generator_without_the_driver_is_not_completed(library: str) -> None:
+    """With a symbolic link as driver root, it leaves out all libraries and exits with 0: that must be refused."""
     spec = recorded_spec()
     edits = spec["containerEdits"]
     edits["mounts"] = [each for each in edits["mounts"] if f"/{library}.so." not in each["hostPath"]]
@@ -137,6 +137,6 @@ def test_a_hook_argument_that_is_no_string_is_left_to_the_verdict(argument: obje
     assert any("unexpected hook argument" in each for each in verify(completed(spec), COMPLETE, LIVE, PRESENT).problems)
 
 
-def test_what_was_added_in_words() -> None:
+def test_the_description_of_additions() -> None:
     added = (*(f"a/b/{number}" for number in range(4)), "a/c", "a/d/e")
     assert in_words(added) == "a/c, a/b/ (4 files), a/d/e"

@@ -1,7 +1,7 @@
-"""CDI specs of nvidia-ctk's other modes.
+"""CDI specifications of nvidia-ctk's other modes.
 
-`specs/nvidia-ctk-1.19.1-mode-*.json` is what the real nvidia-ctk 1.19.1 wrote for the commands of `mode_command`, with
-nodes made by mknod(1) in a /dev of its own and a driver root of empty files: no driver and no device is behind them.
+The real nvidia-ctk 1.19.1 wrote `specs/nvidia-ctk-1.19.1-mode-*.json` for the commands of `mode_command`, with nodes
+made by mknod(1) in a separate /dev and a driver root of empty files: there was no driver and no device.
 """
 
 import errno
@@ -90,7 +90,7 @@ def edits(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def recorded(mode: str) -> dict[str, Any]:
-    """A fresh copy."""
+    """Return a new copy of the recorded specification."""
     loaded: dict[str, Any] = json.loads((SPEC.parent / f"nvidia-ctk-1.19.1-mode-{mode}.json").read_text())
     return loaded
 
@@ -112,7 +112,7 @@ def machine(tmp_path: Path) -> Machine:
 
 
 def answer(machine: Machine, instead: dict[str, object], version: str = "1.19.1") -> None:
-    """A scripted nvidia-ctk that writes what was recorded, or what a test gives `instead`, by mode."""
+    """Script nvidia-ctk so that it writes the recordings, or what a test gives `instead`, by mode."""
 
     def program(argv: tuple[str, ...]) -> Completed:
         mode = next((each.removeprefix("--mode=") for each in argv if each.startswith("--mode=")), "")
@@ -123,7 +123,7 @@ def answer(machine: Machine, instead: dict[str, object], version: str = "1.19.1"
 
 
 def generations(machine: Machine) -> list[str]:
-    """Modes of the calls since it was asked last."""
+    """Return the modes of calls since the last time, and forget the calls."""
     found = [each.removeprefix("--mode=") for call in machine.calls for each in call if each.startswith("--mode=")]
     machine.calls.clear()
     return found
@@ -134,15 +134,15 @@ def spec_of(machine: Machine, mode: str) -> dict[str, Any]:
     return loaded
 
 
-def test_each_mode_is_published_beside_that_of_gpus(machine: Machine) -> None:
+def test_each_mode_is_published_next_to_the_gpus_spec(machine: Machine) -> None:
     run(machine)
     for mode in MODES:
-        # But for empty entries and the lowest version that all this needs, which what was recorded has already.
+        # The recordings have neither empty entries nor too high a version.
         assert spec_of(machine, mode) == recorded(mode)
         assert f"{published(mode)} has {MODES[mode].kind}" in machine.message("CDISpecCurrent")
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert machine.exists("/etc/cdi/nvidia.yaml")
-    # GPUs are told apart from it by the report, which names no device of these kinds.
+    # The report's device names show that these kinds are separate from GPUs.
     kinds = {name.partition("=")[0] for name in machine.report()["cdi_devices"]}
     assert kinds == {"nvidia.com/gpu"}
     assert sorted(generations(machine)) == sorted(["nvml", *MODES])
@@ -162,9 +162,9 @@ def test_nothing_is_made_again_until_something_changes(machine: Machine) -> None
     assert spec_of(machine, "mofed") == recorded("mofed")
 
 
-@pytest.mark.parametrize(("mode", "edit", "said"), EDITS, ids=[f"{mode}-{said}" for mode, _, said in EDITS])
+@pytest.mark.parametrize(("mode", "edit", "expected"), EDITS, ids=[f"{mode}-{expected}" for mode, _, expected in EDITS])
 def test_a_spec_with_anything_else_is_refused(
-    machine: Machine, mode: str, edit: Callable[[dict[str, Any]], None], said: str
+    machine: Machine, mode: str, edit: Callable[[dict[str, Any]], None], expected: str
 ) -> None:
     spec = recorded(mode)
     edit(spec)
@@ -172,7 +172,7 @@ def test_a_spec_with_anything_else_is_refused(
     run(machine)
     assert not machine.exists(published(mode))
     assert f"; ModeNotServed: {mode}: the new CDI specification failed the check: " in machine.message("CDISpecCurrent")
-    assert said in machine.message("CDISpecCurrent")
+    assert expected in machine.message("CDISpecCurrent")
     assert all(machine.exists(published(each)) for each in MODES if each != mode)
 
 
@@ -190,7 +190,7 @@ def test_a_failure_leaves_what_was_published(machine: Machine) -> None:
 
 
 def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
-    """Pods get GPUs by another file."""
+    """Pods get GPUs through another file."""
     printed = b"time=1 level=info msg=Selecting\n" * 100 + b'time=2 level=error msg="empty device edits"\n'
     answer(machine, dict.fromkeys(MODES, Completed(1, b"", printed)))
     run(machine)
@@ -203,14 +203,14 @@ def test_ready_does_not_depend_on_modes(machine: Machine) -> None:
     assert len(message) < MESSAGE_LIMIT
 
 
-def test_a_failure_of_gpus_costs_no_mode(machine: Machine) -> None:
+def test_a_failure_for_gpus_costs_no_mode(machine: Machine) -> None:
     answer(machine, {"nvml": Completed(1, b"", b"level=error")})
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GenerationFailed")
     assert all(f"; {published(mode)} has " in machine.message("CDISpecCurrent") for mode in MODES)
 
 
-def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
+def test_a_mode_that_the_tool_lacks(machine: Machine) -> None:
     answer(machine, {}, "1.18.2")
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
@@ -222,7 +222,7 @@ def test_a_mode_that_the_tool_has_not(machine: Machine) -> None:
 
 
 def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) -> None:
-    """One before 1.7.16 skips the whole of a spec with additionalGids."""
+    """Before 1.7.16, containerd skips a whole specification with additionalGids."""
     spec = recorded("gdrcopy")
     edits(spec)["additionalGids"] = [44]
     answer(machine, {"gdrcopy": spec})
@@ -243,8 +243,8 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
 
 
 @pytest.mark.parametrize("made", [True, False], ids=["made anew", "the tool fails"])
-def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
-    """The tool lists what is in /dev, where the node still is."""
+def test_a_removed_node_leaves_the_spec_before_the_machine(machine: Machine, made: bool) -> None:
+    """The tool lists nodes in /dev, where this one still exists."""
     run(machine)
     answer(machine, {} if made else {"gds": Completed(1, b"", b"level=error")})
     machine.hand(WANTED, replace(OTHERS, devices=(GDRDRV, *INFINIBAND, FS[0])))
@@ -263,21 +263,21 @@ def test_a_node_that_goes_leaves_the_spec_before_the_machine(machine: Machine, m
 
 
 def fail(machine: Machine, mode: str, *devices: GrantedDevice) -> None:
-    """What is published is of other devices than these, and is not made anew."""
+    """Publish specifications, then grant these devices while generation of this mode fails."""
     run(machine)
     answer(machine, {mode: Completed(1, b"", b"level=error")})
     machine.hand(WANTED, replace(OTHERS, devices=devices))
 
 
-def test_a_node_of_another_number_leaves_the_spec(machine: Machine) -> None:
-    """Containers are given the number that is written."""
+def test_a_node_with_another_number_leaves_the_spec(machine: Machine) -> None:
+    """Containers get the number that is written."""
     fail(machine, "gds", replace(FS[0], major=240), FS[1])
     run(machine)
     assert [node["path"] for node in edits(spec_of(machine, "gds"))["deviceNodes"]] == [FS[1].path]
 
 
 def test_every_edit_is_narrowed() -> None:
-    """Also those that all devices of a spec share; a node without a number is the one that is there."""
+    """Also edits that all devices of a specification share. A node without a number counts as the existing one."""
     nodes = [{"path": each.path} for each in FS]
     shared = {"deviceNodes": nodes, "env": ["A=B"]}
     spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}
@@ -296,7 +296,7 @@ def test_nothing_is_left_of_a_spec(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("disk", ["full", "somebody wrote"])
-def test_what_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None:
+def test_a_spec_that_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None:
     fail(machine, "gds", FS[1])
     if disk == "full":
 
@@ -322,7 +322,7 @@ def test_what_cannot_be_narrowed_is_removed(machine: Machine, disk: str) -> None
         *({"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}]} for nodes in NO_NODES),
     ],
 )
-def test_of_what_has_not_its_form_nothing_is_left(spec: object) -> None:
+def test_nothing_is_left_of_a_malformed_spec(spec: object) -> None:
     assert NvidiaModes().narrowed(spec, Request("nvidia", (), FS)) is None
 
 
@@ -337,7 +337,7 @@ def test_without_a_device_there_is_no_spec(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("requests", [(replace(WANTED, cdi_modes=()), OTHERS), (EMPTY,), ()])
-def test_what_is_not_asked_for_any_more_goes(machine: Machine, requests: tuple[Request, ...]) -> None:
+def test_a_spec_that_is_no_longer_configured_is_removed(machine: Machine, requests: tuple[Request, ...]) -> None:
     run(machine)
     machine.hand(*requests)
     run(machine)
@@ -345,7 +345,7 @@ def test_what_is_not_asked_for_any_more_goes(machine: Machine, requests: tuple[R
     assert not any(published(mode) in json.loads(machine.read(OWNED))["paths"] for mode in MODES)
 
 
-def test_a_file_of_somebodys_own_stays(machine: Machine) -> None:
+def test_a_foreign_file_stays(machine: Machine) -> None:
     machine.put(published("gds"), "{}")
     run(machine)
     assert machine.read(published("gds")) == b"{}"
@@ -356,8 +356,8 @@ def foreign(kind: str) -> str:
     return json.dumps({"cdiVersion": "0.5.0", "kind": kind, "devices": [{"name": "all"}]})
 
 
-def test_devices_of_somebody_elses_are_not_taken_away(machine: Machine) -> None:
-    """With ours in the same directory no runtime would give them to any pod."""
+def test_foreign_devices_are_not_made_useless(machine: Machine) -> None:
+    """With ours in the same directory, runtimes would give those devices to no pod."""
     machine.put("/etc/cdi/site.yaml", foreign("nvidia.com/gds"))
     collides = "/etc/cdi/site.yaml and /etc/cdi/nvidia-gds.yaml both define nvidia.com/gds=all"
     run(machine)
@@ -378,7 +378,7 @@ def test_devices_of_somebody_elses_are_not_taken_away(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("gpus", [True, False])
-def test_what_outranks_a_mode_is_said(machine: Machine, gpus: bool) -> None:
+def test_a_spec_that_outranks_a_mode_is_named(machine: Machine, gpus: bool) -> None:
     other = "/var/run/cdi/management.nvidia.com-gpu.yaml"
     machine.put(other, foreign("management.nvidia.com/gpu"))
     mode = "management" if gpus else "mofed"
@@ -387,14 +387,14 @@ def test_what_outranks_a_mode_is_said(machine: Machine, gpus: bool) -> None:
         machine.put(other, foreign("nvidia.com/mofed"))
     run(machine)
     assert spec_of(machine, mode) == recorded(mode), "it is what remains when the other goes"
-    said = f"; ModeNotServed: {mode}: {other} takes precedence over {published(mode)} for {MODES[mode].kind}=all: "
-    assert said in machine.message("CDISpecCurrent")
+    expected = f"; ModeNotServed: {mode}: {other} takes precedence over {published(mode)} for {MODES[mode].kind}=all: "
+    assert expected in machine.message("CDISpecCurrent")
     machine.drop(other)
     run(machine)
     assert "ModeNotServed" not in machine.message("CDISpecCurrent")
 
 
-def test_no_file_of_ours_is_looked_into_as_somebody_elses(machine: Machine) -> None:
+def test_our_own_files_are_not_read_as_foreign_ones(machine: Machine) -> None:
     run(machine)
     run(machine)
     assert not [call for call in machine.calls if call[1:3] == ("cdi", "list")]
@@ -408,7 +408,7 @@ def test_a_machine_without_gpus(machine: Machine) -> None:
     assert machine.message("CDISpecCurrent").endswith("; no devices for mode management")
 
 
-def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
+def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
     machine.hand(replace(WANTED, cdi_modes=("quantum",)), OTHERS)
     machine.put(published("quantum"), "{}")
     machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
@@ -418,12 +418,12 @@ def test_a_mode_of_a_later_release_is_said(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("spec", [None, 3, [], {"devices": {}}, {"devices": [{"name": "all"}]}])
-def test_what_has_not_its_form_is_a_problem(spec: object) -> None:
+def test_a_malformed_spec_is_a_problem(spec: object) -> None:
     assert NvidiaModes().verify("gds", spec, Request("nvidia", (), FS), {}, ())
 
 
 def test_no_mode_starts_nvml(machine: Machine) -> None:
-    """What it would load is a file that cannot be loaded: `--library-search-path` comes before every other place."""
+    """It would load an unloadable file: `--library-search-path` precedes every other directory."""
     seen = {}
 
     def program(argv: tuple[str, ...]) -> Completed:
@@ -441,8 +441,8 @@ def test_no_mode_starts_nvml(machine: Machine) -> None:
         assert machine.entries(f"/run/unbounded-agent/state/cdi-nvidia-{mode}") == ()
 
 
-def test_the_driver_is_looked_for_where_files_of_it_are_mounted() -> None:
-    """Its version is then told by the name of libcuda.so, as NVML does not tell it; 32-bit programs' has it too."""
+def test_a_mode_that_mounts_driver_files_searches_the_driver_root() -> None:
+    """libcuda.so's name then gives the version, because NVML does not; the 32-bit library has it too."""
     library_32 = GrantedFile(f"usr/lib/i386-linux-gnu/libcuda.so.{REQUEST.driver_version}")
     command = mode_command("management", replace(REQUEST, files=(library_32, *REQUEST.files)), "/run/x")
     assert f"--driver-root={ROOT}" in command
@@ -460,7 +460,7 @@ def test_the_driver_is_looked_for_where_files_of_it_are_mounted() -> None:
 
 
 def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tool hangs in every mode, and twice for GPUs: TimeoutStartSec= would end the run before anything is said."""
+    """The tool hangs in every mode, and twice for GPUs: TimeoutStartSec= could end the run before the report."""
     now, limits = [0.0], []
 
     def runner(argv: tuple[str, ...], timeout: float) -> Completed:
@@ -481,8 +481,8 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
     assert 2 * GENERATE_LIMIT + sum(limits) <= 0.8 * allowed
 
 
-def test_a_mode_is_made_again_for_what_it_is_made_of(machine: Machine) -> None:
-    """Not for each GPU that comes or goes: it may come while NVML hangs."""
+def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
+    """Not for each GPU that is added or removed: NVML may hang meanwhile."""
     run(machine)
     generations(machine)
     machine.hand(replace(WANTED, environment=(Variable("A", "B"),)), OTHERS)
@@ -523,7 +523,7 @@ def test_a_mode_needs_its_devices(settings: dict[str, object], accepted: bool) -
         MachineSettings.model_validate(settings)
 
 
-def test_the_handoff_says_it_only_where_it_is_asked_for(machine: Machine) -> None:
+def test_the_handoff_has_modes_only_if_configured(machine: Machine) -> None:
     asked = machine.hand(replace(REQUEST, cdi_modes=("management",)))
     assert json.loads(render_handoff(asked))["version"] == 2
     assert parse_handoff(render_handoff(asked)) == asked
