@@ -234,7 +234,7 @@ def test_a_handed_root_is_kept_until_the_machine_restarts(host: Host) -> None:
 
 
 def test_a_reverted_upgrade_leaves_nothing(host: Host) -> None:
-    """The waiting driver root was never recorded_roots to a machine."""
+    """The waiting driver root was never handed to a machine."""
     start_machine(host)
     upgrade(host)
     reconciler(host).reconcile()
@@ -321,7 +321,7 @@ def seen(*staged: StagedRoot, module: Seen[str] = VERSION, **machine: object) ->
 
 
 def with_handoff(found: Facts, root: StagedRoot) -> Facts:
-    """Return the facts as if the machine had been recorded_roots `root` before."""
+    """Return the facts as if the machine had been handed `root` before."""
     vendor = nvidia()
     assert vendor.driver is not None
     fitting = replace(vendor.driver, module_version=root.version, user_space=UserSpace(root.version, root.files))

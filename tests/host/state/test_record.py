@@ -1,4 +1,4 @@
-"""How records are written and read: what is damage, and how it is told."""
+"""How records are written and read: what counts as damage, and how it is reported."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ VERSIONED = Record(TypeAdapter(Numbers), 2, 1, advice="count again")
 PLAIN = Record(TypeAdapter(dict[str, int]))
 
 
-def test_what_is_written_is_read_again() -> None:
+def test_a_record_is_read_back() -> None:
     numbers = Numbers((1, 2), "é")
     assert VERSIONED.parse("", VERSIONED.render(numbers)) == numbers
     assert VERSIONED.parse("", b'{"version": 1, "numbers": []}') == Numbers(())
@@ -32,7 +32,7 @@ def test_what_is_written_is_read_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "told"),
+    ("data", "expected"),
     [
         (b"", "where: not JSON"),
         (b"[]", "where: must be an object"),
@@ -43,8 +43,8 @@ def test_what_is_written_is_read_again() -> None:
         (b'{"version": 2, "numbers": [], "name": "\\udc80"}', "where: the document: Invalid JSON"),
     ],
 )
-def test_damage_names_the_key_and_what_follows(data: bytes, told: str) -> None:
-    with pytest.raises(DocumentError, match=told) as caught:
+def test_damage_names_the_key_and_what_follows(data: bytes, expected: str) -> None:
+    with pytest.raises(DocumentError, match=expected) as caught:
         VERSIONED.parse("where", data)
     assert caught.value.hint == "count again"
 

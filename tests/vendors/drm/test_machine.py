@@ -470,7 +470,7 @@ def test_a_node_to_be_bound_again_is_reported_whatever_else_is_wrong(both: Machi
 
 
 def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) -> None:
-    """If the host's whole /dev/dri is bound into the machine."""
+    """This matters if the host's whole /dev/dri is bound into the machine."""
     machine.make_directory(BY_PATH)
     machine.link(f"{BY_PATH}/pci-{SECOND}-card", "../card1")
     settled(machine)
@@ -566,7 +566,7 @@ def test_a_group_whose_number_int_refuses_is_left_out() -> None:
     assert parse_groups(f"many:x:{'9' * 5000}:\nsuper:x:²:\nvideo:x:{VIDEO}:\n") == {"video": VIDEO}
 
 
-def test_a_spec_that_cannot_be_looked_into_is_said(machine: Machine) -> None:
+def test_a_spec_that_cannot_be_read_is_reported(machine: Machine) -> None:
     machine.put("/var/run/cdi/site.yaml", "kind: intel.com/gpu\ndevices: [*all]\n")
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")

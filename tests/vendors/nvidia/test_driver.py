@@ -28,7 +28,7 @@ def test_sysfs_comes_first(host: Host) -> None:
     assert observe_module(host) == "580.178.04"
 
 
-def test_absent_broken_and_unseen_are_three_facts(host: Host) -> None:
+def test_absent_broken_and_unseen_are_different_facts(host: Host) -> None:
     assert isinstance(observe_module(host), Absent)
     host.file("/proc/driver/nvidia/version", "NVRM version: none\nGCC version: 14.2.0\n")
     assert isinstance(observe_module(host), Broken)
@@ -48,8 +48,8 @@ def test_without_nvswitch_the_fabric_manager_does_not_matter(host: Host) -> None
     assert isinstance(fabric(host, {FABRIC_UNIT: "failed"}), Absent)
 
 
-def test_the_control_node_alone_is_no_nvswitch(host: Host) -> None:
-    """The module makes it without hardware too, for which no Fabric Manager could do anything."""
+def test_the_control_node_alone_is_not_an_nvswitch(host: Host) -> None:
+    """The module makes it without hardware too, and Fabric Manager could do nothing for it."""
     host.driver("550.163.01", gpus=1)
     host.node("/dev/nvidia-nvswitchctl", 510, 255)
     units: dict[str, Seen[str]] = {FABRIC_UNIT: Absent("not installed")}
@@ -58,7 +58,7 @@ def test_the_control_node_alone_is_no_nvswitch(host: Host) -> None:
     assert isinstance(fabric(host, units), Broken)
 
 
-def test_with_nvswitch_the_fabric_manager_s_state_counts(host: Host) -> None:
+def test_with_nvswitch_the_fabric_managers_state_counts(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     assert isinstance(host.pci, tuple)
     host.pci += (PciDevice("0000:80:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"),)

@@ -1,4 +1,4 @@
-"""MIG instances and IMEX channels on the host: which nodes are granted, and what is said of half-made instances."""
+"""MIG instances and IMEX channels on the host: which nodes are granted, and what is said of incomplete instances."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def granted(facts: VendorFacts, **settings: object) -> Grant:
 
 
 def capabilities(grant: Grant) -> dict[str, str]:
-    """The GPU's PCI address by capability."""
+    """Return the GPU's PCI address by capability."""
     return {node.capability: node.pci_address for node in grant.nodes if node.kind is DeviceKind.CAPABILITY}
 
 
@@ -40,7 +40,7 @@ def devices_present(facts: VendorFacts) -> tuple[str, str]:
 
 @pytest.fixture
 def mig(host: Host) -> Host:
-    """Two GPUs; the first has one whole MIG device."""
+    """A host with two GPUs, the first with one complete MIG device."""
     host.driver("550.163.01", gpus=2)
     host.node("/dev/nvidiactl", 195, 255)
     host.capability(GI, 12)
@@ -54,8 +54,8 @@ def test_a_mig_device_comes_with_its_gpu_and_no_other(mig: Host) -> None:
     assert observe(mig).half_made == ()
 
 
-def test_instances_of_a_gpu_under_another_minor_are_that_gpu_s(mig: Host) -> None:
-    """Device minors swapped: `gpu0` is now the other GPU, which another machine may have."""
+def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) -> None:
+    """The minors are swapped: `gpu0` is now the other GPU, which another machine may have."""
     for minor, address in ((1, FIRST), (0, SECOND)):
         text = INFORMATION.format(minor=minor, address=address)
         mig.file(f"/proc/driver/nvidia/gpus/{address}/information", text)
@@ -63,7 +63,7 @@ def test_instances_of_a_gpu_under_another_minor_are_that_gpu_s(mig: Host) -> Non
     assert capabilities(granted(observe(mig), gpus=[SECOND])) == {GI: SECOND, CI: SECOND}
 
 
-def test_instances_of_a_gpu_that_is_not_listed_are_nobody_s(mig: Host) -> None:
+def test_instances_of_an_unlisted_gpu_are_not_granted(mig: Host) -> None:
     mig.capability("gpu7/mig/gi1/access", 957)
     mig.capability("gpu7/mig/gi1/ci0/access", 958)
     assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
@@ -74,14 +74,14 @@ def drop_node(host: Host, minor: int) -> None:
 
 
 @pytest.mark.parametrize("step", ["no compute instance", "no node of it", "no node of its GPU instance", "no node"])
-def test_a_half_made_instance_is_named_and_holds_up_nothing(mig: Host, step: str) -> None:
-    """As NVML makes it, one step after the other; another whole instance of the same GPU goes on."""
+def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: str) -> None:
+    """NVML makes an instance step by step; another, complete instance of the same GPU stays in use."""
     mig.capability("gpu0/mig/gi2/access", 21)
     if step == "no compute instance":
-        said = f"MIG instance gi2 of {FIRST} has no compute instance yet"
+        expected = f"MIG instance gi2 of {FIRST} has no compute instance yet"
     else:
         mig.capability("gpu0/mig/gi2/ci0/access", 22)
-        said = f"MIG instance gi2/ci0 of {FIRST} is missing /dev/nvidia-caps/nvidia-cap"
+        expected = f"MIG instance gi2/ci0 of {FIRST} is missing /dev/nvidia-caps/nvidia-cap"
     if step in ("no node of it", "no node"):
         drop_node(mig, 22)
     if step in ("no node of its GPU instance", "no node"):
@@ -91,18 +91,18 @@ def test_a_half_made_instance_is_named_and_holds_up_nothing(mig: Host, step: str
     assert [each.pci_address for each in facts.half_made] == [FIRST]
     status, message = devices_present(facts)
     assert status == "True"
-    assert said in message
+    assert expected in message
     assert ("nvidia-modprobe -f" in message) == (step != "no compute instance")
 
 
-def test_a_half_made_instance_of_a_gpu_elsewhere_is_not_mentioned(mig: Host) -> None:
+def test_an_incomplete_instance_of_another_machines_gpu_is_not_mentioned(mig: Host) -> None:
     mig.capability("gpu1/mig/gi2/access", 156)
     facts = observe(mig)
     found = nvidia_conditions(facts, granted(facts, gpus=[FIRST]))[1]
     assert "gi2" not in found.message
 
 
-def test_an_instance_that_became_whole_is_granted(mig: Host) -> None:
+def test_a_completed_instance_is_granted(mig: Host) -> None:
     mig.capability("gpu0/mig/gi2/access", 21)
     assert "gpu0/mig/gi2/access" not in capabilities(granted(observe(mig)))
     mig.capability("gpu0/mig/gi2/ci1/access", 23)
@@ -111,13 +111,13 @@ def test_an_instance_that_became_whole_is_granted(mig: Host) -> None:
 
 
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
-    """Its entry goes, both nodes stay in /dev: neither is anybody's right any more."""
+    """Its entry disappears, and both nodes stay in /dev, but nobody may use them."""
     mig.remove_file(f"{CAPABILITIES}/{CI}")
     assert capabilities(granted(observe(mig))) == {}
     assert mig.exists("/dev/nvidia-caps/nvidia-cap13")
 
 
-def test_a_node_with_another_number_is_no_node(mig: Host) -> None:
+def test_a_node_with_another_number_counts_as_missing(mig: Host) -> None:
     mig.node("/dev/nvidia-caps/nvidia-cap13", 508, 14, 0o444)
     facts = observe(mig)
     assert capabilities(granted(facts)) == {}
@@ -126,7 +126,7 @@ def test_a_node_with_another_number_is_no_node(mig: Host) -> None:
 
 
 def test_imex_channels_are_followed(mig: Host) -> None:
-    """Only where the machine is to have them, and each as long as its node is there."""
+    """Channels are granted only if configured, and only while their nodes exist."""
     channels = "/dev/nvidia-caps-imex-channels"
 
     def seen(**settings: object) -> list[str]:
@@ -157,7 +157,7 @@ def test_capabilities_by_name(capability: str, instance: Instance | None) -> Non
     assert parse_instance(capability) == instance
 
 
-def test_whole_instances() -> None:
+def test_complete_instances() -> None:
     first = Instance(0, 1, 0)
     assert complete([first]) == frozenset()
     assert complete([first.gpu_instance]) == frozenset()

@@ -1,4 +1,4 @@
-"""Sockets of the driver's daemons: by configuration alone, from the host's /run to the machine and into the spec."""
+"""Sockets of the driver's daemons: only if configured, from the host's /run into the machine and the specification."""
 
 from dataclasses import replace
 from typing import Any
@@ -44,32 +44,32 @@ def granted(host: Host, *names: Any) -> tuple[tuple[str, ...], tuple[ServiceDire
     return grant.services, grant.directories
 
 
-def test_nothing_is_given_unless_it_is_asked_for(daemons: Host) -> None:
+def test_nothing_is_granted_unless_configured(daemons: Host) -> None:
     assert granted(daemons) == ((), ())
 
 
 def test_a_daemon_that_does_not_run_is_granted_and_not_bound(daemons: Host) -> None:
-    """A bind of what is not there would keep the machine from starting."""
+    """A bind without a source would keep the machine from starting."""
     inode = daemons.identity(PERSISTENCED).inode
     services, directories = granted(daemons, "persistenced", "fabricmanager")
     assert services == ("persistenced", "fabricmanager")
     assert directories == (ServiceDirectory("persistenced", PERSISTENCED, inode),)
 
 
-def test_a_link_is_no_directory_of_a_daemon(daemons: Host) -> None:
+def test_a_link_is_not_a_daemons_directory(daemons: Host) -> None:
     daemons.file("/srv/secret/socket")
     daemons.symlink("/run/nvidia-fabricmanager", "/srv/secret")
     assert granted(daemons, "fabricmanager")[1] == ()
 
 
-def test_binds_of_a_machine_s_start() -> None:
+def test_binds_at_a_machines_start() -> None:
     directories = (ServiceDirectory("mps", "/run/nvidia-mps", 8, writable=True), ServiceDirectory("p", PERSISTENCED, 7))
     text = render_nspawn("m", MachineSettings().nspawn, (), directories).decode()
     assert f"\nBindReadOnly={PERSISTENCED}\n" in text
     assert "\nBind=/run/nvidia-mps\n" in text
 
 
-def test_a_directory_that_was_made_anew_is_bound_in_the_running_machine(host: Host) -> None:
+def test_a_recreated_directory_is_bound_in_the_running_machine(host: Host) -> None:
     before = LiveSettings("", (), {PERSISTENCED: "ro:7", "/run/nvidia-mps": "rw:8"})
     after = replace(before, nodes={PERSISTENCED: "ro:9", "/run/nvidia-mps": "rw:10"})
     change_devices(ChangeDevices("m", before, after, ()), host)
@@ -79,7 +79,7 @@ def test_a_directory_that_was_made_anew_is_bound_in_the_running_machine(host: Ho
     ]
 
 
-def test_the_handoff_says_it_only_where_something_is_granted() -> None:
+def test_the_handoff_has_sockets_only_if_granted() -> None:
     plain, asked = Handoff("m", "x86_64", (REQUEST,)), Handoff("m", "x86_64", (WITH_SOCKETS,))
     assert b"sockets" not in render_handoff(plain)
     assert parse_handoff(render_handoff(asked)) == asked
@@ -106,7 +106,7 @@ def test_pods_get_the_sockets_that_are_in_the_machine() -> None:
     assert verify(spec, WITH_SOCKETS, LIVE, PRESENT | THERE).problems == ()
 
 
-def test_the_verdict_refuses_sockets_that_are_not_granted_or_are_mounted_otherwise() -> None:
+def test_sockets_that_are_not_granted_or_mounted_differently_are_refused() -> None:
     spec, _ = with_additions(recorded_spec(), WITH_SOCKETS, THERE)
     problems = verify(spec, REQUEST, LIVE, PRESENT | THERE).problems
     assert any(f"'{PERSISTENCED}/socket', which is not a file" in each for each in problems), problems

@@ -1,4 +1,4 @@
-"""Devices that are no GPUs, from the settings to the machine's report; the nodes are listed, none of them is real."""
+"""Devices other than GPUs, from the settings to the machine's report; the nodes are listed, and none is real."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +42,7 @@ NODES = {
     "/dev/nvidia-fs15": (237, 15),
     "/dev/accel/accel0": (261, 0),
 }
-"""One of each pattern, and the second major that the kernel gives InfiniBand adapters beyond the 32nd."""
+"""One node for each pattern, and the second major that the kernel uses for InfiniBand adapters beyond the 32nd."""
 KVM = GrantedDevice("/dev/kvm", "kvm", 10, 232)
 WATCHDOG = GrantedDevice("/dev/watchdog", "extra", 10, 130)
 OTHERS = Request("other-devices", (), (KVM, WATCHDOG))
@@ -50,7 +50,7 @@ OTHERS = Request("other-devices", (), (KVM, WATCHDOG))
 
 @pytest.fixture
 def devices(host: Host) -> Host:
-    """A host with all of them, and beside them what belongs to none."""
+    """A host with all of them, and nodes that belong to none."""
     host.file("/proc/devices", PROC_DEVICES.replace("\nBlock", f"{DRIVERS}\nBlock"))
     host.file("/proc/misc", MISC)
     for path, (major, minor) in NODES.items():
@@ -83,27 +83,27 @@ def goal(settings: dict[str, object], seen: Facts) -> MachineGoal:
     return machine
 
 
-def test_each_switch_is_its_own_nodes_and_no_others(devices: Host) -> None:
+def test_each_switch_grants_only_its_own_nodes(devices: Host) -> None:
     assert paths(look(devices, devices=EVERY)) == sorted(NODES)
     assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
     assert [str(each.kind) for each in SWITCHES] == EVERY
 
 
-def test_all_that_switches_stand_for_is_watched() -> None:
-    """Of a node in a directory that is that directory's name."""
+def test_all_nodes_of_switches_are_watched() -> None:
+    """For a node in a directory, the directory's name is watched."""
     directories = {rule.directory for each in SWITCHES for rule in each.rules} - {"/dev"}
     assert set(NODE_DIRECTORIES) == directories
     names = {path.split("/")[2] for path in NODES}
     assert {name.replace("15", "*").replace("0", "*") for name in names} == set(NODE_NAMES)
 
 
-def test_nothing_is_looked_at_while_nobody_asks(host: Host) -> None:
+def test_nothing_is_observed_unless_configured(host: Host) -> None:
     """There is no /proc/devices here."""
     assert look(host) == VendorFacts("other-devices")
 
 
 @pytest.mark.parametrize(
-    ("path", "number", "said"),
+    ("path", "number", "expected"),
     [
         ("/dev/kvm", (10, 5), "is 10:5, not 10:232"),
         ("/dev/kvm", (195, 232), "is 195:232, not 10:232"),
@@ -112,15 +112,15 @@ def test_nothing_is_looked_at_while_nobody_asks(host: Host) -> None:
     ],
 )
 def test_a_node_with_another_drivers_number_is_refused(
-    devices: Host, path: str, number: tuple[int, int], said: str
+    devices: Host, path: str, number: tuple[int, int], expected: str
 ) -> None:
     devices.node(path, *number)
     found = look(devices, devices=EVERY)
     assert path not in paths(found)
-    assert any(problem.startswith(f"{path}: ") and said in problem for problem in found.problems)
+    assert any(problem.startswith(f"{path}: ") and expected in problem for problem in found.problems)
 
 
-def test_a_miscellaneous_device_with_a_number_of_its_own_needs_no_module_yet(devices: Host) -> None:
+def test_a_miscellaneous_device_with_a_fixed_number_needs_no_module_yet(devices: Host) -> None:
     """systemd-tmpfiles makes such nodes at boot; the first open loads the module. rdma_cm has no such number."""
     devices.file("/proc/misc", "")
     assert "/dev/net/tun" in paths(look(devices, devices=EVERY))
@@ -129,7 +129,7 @@ def test_a_miscellaneous_device_with_a_number_of_its_own_needs_no_module_yet(dev
 
 @pytest.mark.parametrize("number", [(195, 0), (226, 128), (511, 0), (508, 1), (237, 0)])
 def test_no_path_leads_to_a_gpu(devices: Host, number: tuple[int, int]) -> None:
-    """Its own number under another name, also where no machine has that GPU."""
+    """A GPU's own number under another name is refused, even if no machine has that GPU."""
     devices.node("/dev/harmless", *number)
     found = look(devices, extra_devices=[{"path": "/dev/harmless"}])
     assert (paths(found), len(found.problems)) == ([], 1)
@@ -155,7 +155,7 @@ def test_a_device_by_its_path(devices: Host) -> None:
     assert (paths(found), len(found.problems)) == ([], 3)
 
 
-def test_a_look_that_fails_takes_nothing_away(devices: Host) -> None:
+def test_a_failed_observation_withdraws_nothing(devices: Host) -> None:
     devices.failing["/dev"] = PermissionError(13, "no", "/dev")
     found = look(devices, devices=["kvm"])
     assert isinstance(found.devices, Unseen)
@@ -163,9 +163,9 @@ def test_a_look_that_fails_takes_nothing_away(devices: Host) -> None:
     assert plan(config(devices=["kvm"]), seen).held.keys() == {"gpu-node"}
 
 
-def test_a_machine_is_given_what_it_asks_for(devices: Host) -> None:
-    asked: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse", "mode": "r"}]}
-    machine = goal(asked, with_others(facts(nvidia(1)), devices, **asked))
+def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
+    requested: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse", "mode": "r"}]}
+    machine = goal(requested, with_others(facts(nvidia(1)), devices, **requested))
     assert b"\nBind=/dev/kvm\n" in machine.nspawn.content
     assert b"\nBind=/dev/fuse\n" in machine.nspawn.content
     assert b"\nDeviceAllow=/dev/char/10:232 rw\n" in machine.drop_in.content
@@ -173,40 +173,40 @@ def test_a_machine_is_given_what_it_asks_for(devices: Host) -> None:
     assert machine.live.nodes["/dev/kvm"] == "10:232"
     (request,) = (each for each in machine.handoff.requests if each.vendor == "other-devices")
     assert request == Request("other-devices", (), (GrantedDevice("/dev/fuse", "extra", 10, 229), KVM))
-    # No key of a version that an older machine half refuses.
+    # There is no key with a version that an older machine half refuses.
     assert b'"version": 2' not in machine.handoff_file.content
 
 
-def test_another_machine_is_given_none_of_it(devices: Host) -> None:
-    """Facts are of all machines."""
+def test_another_machine_gets_none_of_it(devices: Host) -> None:
+    """Facts are about all machines."""
     seen = with_others(facts(), devices, devices=EVERY)
     assert goal({}, seen) == goal({}, facts())
 
 
-def test_a_node_that_comes_is_given_to_the_running_machine_and_one_that_goes_is_taken_back(devices: Host) -> None:
-    asked: dict[str, object] = {"devices": ["kvm", "accel"]}
-    before = with_others(facts(), devices, **asked)
+def test_a_running_machine_gets_new_nodes_and_loses_removed_ones(devices: Host) -> None:
+    requested: dict[str, object] = {"devices": ["kvm", "accel"]}
+    before = with_others(facts(), devices, **requested)
     devices.remove_file("/dev/accel/accel0")
-    after = with_others(facts(), devices, **asked)
+    after = with_others(facts(), devices, **requested)
     for earlier, later, bound in ((after, before, True), (before, after, False)):
-        live = goal(asked, earlier).live
+        live = goal(requested, earlier).live
         machine = replace(later.machines[0], unit_state="active", live=live)
         seen = replace(later, machines=(machine,))
-        planned = plan(config(**asked), seen)
+        planned = plan(config(**requested), seen)
         (change,) = (each for each in diff(planned, seen, Said()).actions if isinstance(each, ChangeDevices))
         assert ("/dev/accel/accel0" in change.after.nodes) is bound
         assert (DeviceAllow("/dev/char/261:0", "rw") in change.after.allow) is bound
-        # What remains of the machine is no other than before: nothing asks for its restart.
+        # The machine's other settings are the same as before, so it needs no restart.
         assert change.after.fixed == live.fixed
 
 
-def test_what_lacks_is_said_and_stands_in_nobodys_way(host: Host) -> None:
+def test_missing_devices_are_reported_and_stop_nothing(host: Host) -> None:
     host.file("/proc/devices", PROC_DEVICES)
-    asked: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse"}]}
-    seen = with_others(facts(), host, **asked)
-    machine = goal(asked, seen)
+    requested: dict[str, object] = {"devices": ["kvm"], "extra_devices": [{"path": "/dev/fuse"}]}
+    seen = with_others(facts(), host, **requested)
+    machine = goal(requested, seen)
     assert machine.handoff == goal({}, facts()).handoff
-    settings = MachineSettings.model_validate(asked)
+    settings = MachineSettings.model_validate(requested)
     found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
     without = {each.type: each for each in evaluate(settings, goal({}, facts()), facts(), Absent("none"), "")}
     present = found[ConditionType.DEVICES_PRESENT]
@@ -216,11 +216,11 @@ def test_what_lacks_is_said_and_stands_in_nobodys_way(host: Host) -> None:
     assert {kind: each.status for kind, each in found.items()} == {kind: each.status for kind, each in without.items()}
 
 
-def test_a_host_without_gpus_gives_them_too(devices: Host) -> None:
-    asked: dict[str, object] = {"devices": ["kvm"]}
+def test_a_host_without_gpus_grants_them_too(devices: Host) -> None:
+    requested: dict[str, object] = {"devices": ["kvm"]}
     bare = facts(VendorFacts("nvidia"))
-    seen = with_others(bare, devices, **asked)
-    machine = goal(asked, seen)
+    seen = with_others(bare, devices, **requested)
+    machine = goal(requested, seen)
     assert "/dev/kvm" in machine.live.nodes
     settings = MachineSettings(cdi_modes=["management"])
     found = {each.type: each for each in evaluate(settings, machine, seen, Absent("none"), "")}
@@ -276,7 +276,7 @@ def machine(tmp_path: Path) -> Machine:
     return machine
 
 
-def test_in_the_machine_they_are_looked_at_and_never_opened(machine: Machine) -> None:
+def test_the_machine_half_checks_nodes_but_never_opens_them(machine: Machine) -> None:
     """A watchdog that is opened reboots the host."""
     machine.hand(REQUEST, OTHERS)
     run(machine)
@@ -289,7 +289,7 @@ def test_in_the_machine_they_are_looked_at_and_never_opened(machine: Machine) ->
     assert machine.read_link("/dev/char/10:232") == "../kvm"
 
 
-def test_one_that_lacks_there_is_asked_for(machine: Machine) -> None:
+def test_a_missing_node_is_requested(machine: Machine) -> None:
     del machine.nodes["/dev/kvm"]
     machine.hand(REQUEST, OTHERS)
     run(machine)
@@ -297,7 +297,7 @@ def test_one_that_lacks_there_is_asked_for(machine: Machine) -> None:
     assert machine.message("DevicesAllowed").startswith("/dev/kvm must be character device 10:232")
 
 
-def test_what_is_taken_back_goes_there_and_the_link_to_it(machine: Machine) -> None:
+def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
     machine.hand(REQUEST, OTHERS)
     run(machine)
     machine.hand(REQUEST, replace(OTHERS, devices=(WATCHDOG,)))
@@ -305,14 +305,14 @@ def test_what_is_taken_back_goes_there_and_the_link_to_it(machine: Machine) -> N
     assert not machine.exists("/dev/kvm")
     assert not machine.exists("/dev/char/10:232")
     assert machine.exists("/dev/watchdog")
-    # Nothing of them is asked for any more: there is no request for them at all.
+    # None of them is configured now: there is no request for them at all.
     machine.hand(REQUEST)
     run(machine)
     assert not machine.exists("/dev/watchdog")
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
-def test_a_machine_without_gpus_reports_of_them_alone(machine: Machine) -> None:
+def test_a_machine_without_gpus_reports_only_other_devices(machine: Machine) -> None:
     machine.hand(EMPTY, OTHERS)
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "NodesPresent")

@@ -1,4 +1,4 @@
-"""CDI specs are judged by what they hold; every mutation of a good one is refused."""
+"""CDI specifications are verified by their content; every mutation of a good one is refused."""
 
 import json
 from collections.abc import Callable
@@ -49,7 +49,7 @@ def without_node(spec: Spec, path: str) -> None:
 
 
 def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
-    """The recorded spec passes, serves all GPUs, and what nvidia-ctk 1.19.1 leaves out is named."""
+    """The recording passes and serves all GPUs; what nvidia-ctk 1.19.1 leaves out is named."""
     verdict = judge(recorded_spec())
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
@@ -183,16 +183,16 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_refused(name: str) -> None:
+def test_a_mutation_is_refused(name: str) -> None:
     """The problem says what is wrong."""
-    mutate, said = MUTATIONS[name]
+    mutate, expected = MUTATIONS[name]
     spec = recorded_spec()
     mutate(spec)
-    assert said in "; ".join(judge(spec).problems)
+    assert expected in "; ".join(judge(spec).problems)
 
 
-def test_a_container_may_ask_for_no_gpu() -> None:
-    """NVIDIA_VISIBLE_DEVICES=none, by which nvidia-container-runtime looks for the device `none`."""
+def test_a_container_may_request_no_gpu() -> None:
+    """For NVIDIA_VISIBLE_DEVICES=none, nvidia-container-runtime looks for a device `none`."""
     spec: Any = with_no_gpu(recorded_spec())
     verdict = judge(spec)
     assert verdict.problems == ()
@@ -201,13 +201,13 @@ def test_a_container_may_ask_for_no_gpu() -> None:
     assert "device none is neither an index nor a UUID" in judge(spec).problems
 
 
-def test_no_gpu_alone_is_no_spec() -> None:
-    """Where nvidia-ctk finds no GPU, the device `none` does not hide it."""
+def test_a_spec_with_only_the_device_none_is_refused() -> None:
+    """If nvidia-ctk finds no GPU, the device `none` does not hide that."""
     spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
     assert "no device in it is a granted GPU" in judge(spec).problems
 
 
-def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
+def test_numbers_left_to_the_runtime_are_read_from_the_nodes() -> None:
     """nvidia-ctk before 1.19 writes neither major nor minor."""
     spec = recorded_spec()
     for node in edits(spec)["deviceNodes"]:
@@ -216,8 +216,8 @@ def test_numbers_left_to_the_runtime_are_looked_up_there() -> None:
     assert judge(spec).problems == ()
 
 
-def test_node_with_another_granted_gpu_s_number_is_refused() -> None:
-    """Whoever asks for the first GPU would get the second, and the spec says what the node is."""
+def test_a_node_with_another_granted_gpus_number_is_refused() -> None:
+    """A pod that requests the first GPU would get the second, although the specification is true to the nodes."""
     live = LIVE | {"/dev/nvidia0": LIVE["/dev/nvidia1"]}
     spec = recorded_spec()
     for device in spec["devices"]:
@@ -231,15 +231,15 @@ def test_node_with_another_granted_gpu_s_number_is_refused() -> None:
     }
 
 
-def test_node_that_went_is_refused() -> None:
-    """A spec with a node that the machine lacks would fail at every container's start."""
+def test_a_missing_node_is_refused() -> None:
+    """With a node that the machine lacks, every container would fail to start."""
     live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
     verdict = verify(recorded_spec(), REQUEST, live, PRESENT)
     assert verdict.problems == ("containerEdits: device node /dev/nvidia-modeset is not in this machine",)
 
 
-def test_gpu_that_nvml_does_not_list_is_missing() -> None:
-    """One GPU that failed costs that GPU: the others can still be served."""
+def test_a_gpu_that_nvml_does_not_list_is_missing() -> None:
+    """A failed GPU costs only that GPU: the others can be served."""
     spec = recorded_spec()
     spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
     spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
@@ -253,12 +253,12 @@ def judge_drm(spec: Spec, request: Request = WITH_DRM) -> str:
 
 
 def test_drm_nodes_with_groups_and_links_are_good() -> None:
-    """As nvidia-ctk writes them where udev has made links by PCI address."""
+    """nvidia-ctk writes them like this if udev has made links by PCI address."""
     assert judge_drm(drm_spec()) == ""
 
 
-def test_real_spec_with_drm_nodes_is_good() -> None:
-    """By the real nvidia-ctk 1.19.1 from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
+def test_a_real_spec_with_drm_nodes_is_good() -> None:
+    """nvidia-ctk 1.19.1 made it from all files of Debian's driver 550.163.01, for simulated nodes (all 1:3)."""
     recorded = json.loads((SPEC.parent / "nvidia-ctk-1.19.1-simulated-drm.json").read_text())
     files = tuple(GrantedFile(target, link) for target, link in recorded["files"])
     devices = tuple(replace(each, major=1, minor=3) for each in WITH_DRM.devices)
@@ -271,7 +271,7 @@ def test_real_spec_with_drm_nodes_is_good() -> None:
 
 
 @pytest.mark.parametrize(
-    ("link", "said"),
+    ("link", "expected"),
     [
         (f"../card1::/dev/dri/by-path/pci-{GPUS[0]}-card", "card1"),
         (f"../renderD128::/dev/dri/by-path/pci-{GPUS[0]}-card", "renderD128"),
@@ -279,15 +279,15 @@ def test_real_spec_with_drm_nodes_is_good() -> None:
         ("../../sda::/dev/dri/by-path/pci-0000:01:00.0-card", "sda"),
     ],
 )
-def test_link_by_path_to_another_node_is_refused(link: str, said: str) -> None:
+def test_a_link_by_path_to_another_node_is_refused(link: str, expected: str) -> None:
     spec = drm_spec()
     spec["devices"][0]["containerEdits"]["hooks"][0]["args"] += ["--link", link]
-    assert said in judge_drm(spec)
+    assert expected in judge_drm(spec)
 
 
 @pytest.mark.parametrize("device", [DRM[1], MIG])
-def test_granted_node_that_is_not_for_everybody(device: GrantedDevice) -> None:
-    """The machine may configure MIG; a container may not. A GPU's DRM nodes are that GPU's."""
+def test_a_granted_node_that_is_not_for_every_container(device: GrantedDevice) -> None:
+    """The machine may configure MIG; a container may not. A GPU's DRM nodes belong to that GPU."""
     request = replace(WITH_DRM, devices=(*WITH_DRM.devices, MIG))
     node = {"path": device.path, "major": device.major, "minor": device.minor}
     spec = drm_spec()
@@ -299,15 +299,15 @@ def test_granted_node_that_is_not_for_everybody(device: GrantedDevice) -> None:
         assert bool(judge_drm(spec, request)) == (device is MIG or name == 0)
 
 
-def test_missing_file_is_refused() -> None:
-    """A granted file that is not there: a container's start would fail."""
+def test_a_missing_file_is_refused() -> None:
+    """If a granted file is missing, containers fail to start."""
     gone = f"{ROOT}/usr/bin/nvidia-smi"
     problems = verify(recorded_spec(), REQUEST, LIVE, PRESENT - {gone}).problems
     assert problems == (f"containerEdits: mount of {gone}, which does not exist",)
 
 
 def test_drm_nodes_stay_with_their_gpu() -> None:
-    """A render node in the device of another GPU is refused; one that is in no device is named."""
+    """A render node in another GPU's device is refused; one that is in no device is named."""
     render = GrantedDevice("/dev/dri/renderD128", "dri-render", 226, 128, GPUS[0])
     request = replace(REQUEST, devices=(*REQUEST.devices, render))
     live = LIVE | {render.path: DeviceNumber(226, 128)}
@@ -322,7 +322,7 @@ def test_drm_nodes_stay_with_their_gpu() -> None:
 
 
 def test_32_bit_libraries_are_not_missed() -> None:
-    """nvidia-ctk never mounts them: named, but no fault."""
+    """nvidia-ctk never mounts them: they are named, but this is not a fault."""
     library = GrantedFile("usr/lib/i386-linux-gnu/libcuda.so.550.163.01")
     verdict = verify(recorded_spec(), replace(REQUEST, files=(*REQUEST.files, library)), LIVE, PRESENT)
     assert verdict.problems == ()
@@ -337,8 +337,8 @@ JSON = st.recursive(
 
 
 @given(JSON, st.data())
-def test_no_json_breaks_the_verdict(value: object, data: st.DataObject) -> None:
-    """Whatever stands in whichever place: a verdict, never an exception."""
+def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None:
+    """Whatever value is in whichever place, there is a verdict, never an exception."""
     spec: Any = recorded_spec()
     place, key = {"": spec}, ""
     container: Any = place
@@ -352,7 +352,7 @@ def test_no_json_breaks_the_verdict(value: object, data: st.DataObject) -> None:
     host_paths(spec)
 
 
-# ---- hooks that the configuration asks for
+# ---- configured hooks
 
 OTHER_HOOKS = {
     "enable-cuda-compat": ("createContainer", ["--host-driver-version=550.163.01"]),
@@ -363,7 +363,7 @@ OTHER_HOOKS = {
         ["--driver-root", "/run/host-nvidia/0", "--gpu-id", "GPU-11111111-2222-3333-4444-555555555551"],
     ),
 }
-"""As nvidia-ctk 1.20.1 writes them."""
+"""Hooks as nvidia-ctk 1.20.1 writes them."""
 
 
 def with_hook(name: str, stage: str, arguments: list[str]) -> dict[str, Any]:
@@ -373,7 +373,7 @@ def with_hook(name: str, stage: str, arguments: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", OTHER_HOOKS)
-def test_a_hook_is_taken_where_it_is_asked_for(name: str) -> None:
+def test_a_hook_is_accepted_if_configured(name: str) -> None:
     spec = with_hook(name, *OTHER_HOOKS[name])
     asked = replace(REQUEST, cdi_hooks=(name,))
     assert not [each for each in judge(spec, asked).problems if "hook" in each]

@@ -1,7 +1,7 @@
-"""CDI specs with MIG devices: judged, rid of half-made ones, and published.
+"""CDI specifications with MIG devices: verified, freed from incomplete devices, and published.
 
-The recorded spec is what the real nvidia-ctk 1.19.1 wrote for two simulated GPUs, the first with three MIG devices,
-from a driver root of REQUEST's files; its nodes were all 1:3.
+The real nvidia-ctk 1.19.1 wrote the recorded specification for two simulated GPUs, the first with three MIG devices,
+from a driver root with REQUEST's files; its nodes were all 1:3.
 """
 
 import json
@@ -35,7 +35,7 @@ PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
 
 
 def without(*minors: int) -> Any:  # noqa: ANN401
-    """The request where these capabilities are not granted."""
+    """Return the request without grants for these capabilities."""
     gone = {f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in minors}
     return replace(MIG_REQUEST, devices=tuple(each for each in DEVICES if each.path not in gone))
 
@@ -69,7 +69,7 @@ def drop_devices(spec: Spec, *names: str) -> None:
 
 
 def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
-    """No whole-GPU entry for the GPU in MIG mode, which is served all the same."""
+    """There is no whole-GPU entry for the GPU in MIG mode, which is served nevertheless."""
     verdict = judge(mig_spec())
     assert verdict.problems == ()
     assert verdict.missing == frozenset()
@@ -127,7 +127,7 @@ MUTATIONS: dict[str, tuple[Callable[[Spec], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_mutation_is_refused(name: str) -> None:
+def test_a_mutation_is_refused(name: str) -> None:
     mutate, said = MUTATIONS[name]
     spec = mig_spec()
     mutate(spec)
@@ -135,7 +135,7 @@ def test_mutation_is_refused(name: str) -> None:
 
 
 def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
-    """Its capabilities are not granted any more."""
+    """Its capabilities are no longer granted."""
     problems = "; ".join(verify(mig_spec(), without(12, 13), LIVE, PRESENT).problems)
     assert "device 0:0: device node '/dev/nvidia-caps/nvidia-cap12' is not granted to this machine" in problems
 
@@ -152,8 +152,8 @@ def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
     ("gone", "left_out"),
     [((13,), {"0:0", UUIDS[0]}), ((12, 13), {"0:0", UUIDS[0]}), ((48,), {"0:1", "0:2", *UUIDS[1:]})],
 )
-def test_what_is_not_granted_whole_is_left_out(gone: tuple[int, ...], left_out: set[str]) -> None:
-    """`all` too is made of the others; every other device stays as it was."""
+def test_an_incomplete_mig_device_is_left_out(gone: tuple[int, ...], left_out: set[str]) -> None:
+    """`all` also has only the others; every other device stays the same."""
     request = without(*gone)
     spec, names = without_half_made(mig_spec(), request)
     assert set(names) == left_out
@@ -166,8 +166,8 @@ def test_what_is_not_granted_whole_is_left_out(gone: tuple[int, ...], left_out: 
     assert verdict.missing_gpus == ()
 
 
-def test_a_device_that_the_generator_made_of_fewer_nodes_is_left_out() -> None:
-    """nvidia-ctk warns of a node that it does not find, and goes on without. By hand: no recorded spec has it."""
+def test_a_device_with_too_few_nodes_is_left_out() -> None:
+    """nvidia-ctk warns of a node that it does not find, and continues. This is made by hand: no recording has it."""
     spec = mig_spec()
     drop_node(spec, 50, "0:2", UUIDS[2], "all")
     kept, names = without_half_made(spec, MIG_REQUEST)
@@ -183,7 +183,7 @@ def test_a_malformed_spec_is_left_to_the_verdict(spec: object) -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """With two GPUs, the first in MIG mode with three devices, before its first run."""
+    """A machine with two GPUs, the first in MIG mode with three devices, before its first run."""
     machine = gpu_machine(tmp_path / "machine")
     for device in DEVICES:
         machine.node(device.path, 1, 3)
@@ -210,7 +210,7 @@ def test_mig_devices_are_published(machine: Machine) -> None:
     assert not [call for call in machine.calls[calls:] if "nvidia-ctk" in call[0]], "nothing has changed"
 
 
-def test_a_half_made_one_is_left_out_until_it_is_whole(machine: Machine) -> None:
+def test_an_incomplete_mig_device_is_left_out_until_it_is_complete(machine: Machine) -> None:
     machine.hand(without(13))
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
@@ -222,7 +222,7 @@ def test_a_half_made_one_is_left_out_until_it_is_whole(machine: Machine) -> None
 
 
 def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
-    """The others are served; it comes as soon as it is listed, without another handoff."""
+    """The others are served. The instance is added as soon as it is listed, without another handoff."""
     spec, _ = without_half_made(mig_spec(), without(13))
     assert isinstance(spec, dict)
     write(machine, spec)
@@ -237,14 +237,14 @@ def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
 
 
 def no_instance() -> tuple[Any, Spec]:
-    """The request and the spec where the GPU in MIG mode has none."""
+    """Return a request and a specification in which the GPU in MIG mode has no instance."""
     spec, _ = without_half_made(mig_spec(), without(*CAPS))
     assert isinstance(spec, dict)
     return without(*CAPS), spec
 
 
 def with_whole_gpu(spec: Spec) -> Spec:
-    """The same with a device for the first GPU, made of the second one's."""
+    """Return the specification with a device for the first GPU, made from the second one's."""
     (second,) = (each for each in spec["devices"] if each["name"] == "1")
     text = json.dumps(second)
     for old, new in (("nvidia1", "nvidia0"), ("card1", "card0"), ("renderD129", "renderD128"), GPUS[::-1]):
@@ -257,8 +257,8 @@ def with_whole_gpu(spec: Spec) -> Spec:
     return {**spec, "devices": [*others, *({"name": name, "containerEdits": each} for name, each in names.items())]}
 
 
-def test_a_gpu_in_mig_mode_without_instances_is_no_fault(machine: Machine) -> None:
-    """Nobody can use it, which is said; a spec that had an instance of it, or the whole GPU, gives way."""
+def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) -> None:
+    """The message says that nobody can use it. A specification with an instance, or the whole GPU, is replaced."""
     run(machine)
     request, spec = no_instance()
     write(machine, spec)
@@ -290,8 +290,8 @@ def test_a_gpu_that_is_missing_without_mig_mode_is_a_fault(machine: Machine, ans
     assert machine.conditions()["CDISpecCurrent"] == ("False", "GPUMissing")
 
 
-def test_no_gpu_but_those_in_mig_mode_without_instances(machine: Machine) -> None:
-    """nvidia-ctk then fails over an `all` of nothing, in words that tell nothing."""
+def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
+    """Then nvidia-ctk fails on an empty `all`, with an error that does not help."""
     machine.hand(without(*CAPS))
     failed = Completed(1, b"", b'invalid CDI Spec: failed add device "all": invalid device, empty device edits')
     machine.program("nvidia-ctk", lambda argv: failed if "generate" in argv else nvidia_ctk(machine, argv, mig_spec()))
@@ -302,7 +302,7 @@ def test_no_gpu_but_those_in_mig_mode_without_instances(machine: Machine) -> Non
 
 
 def test_mig_devices_are_compared_with_what_is_advertised(machine: Machine) -> None:
-    """NVIDIA's plug-in advertises them by UUID: by profile (MIG_STRATEGY=mixed), or not at all (none)."""
+    """NVIDIA's plugin advertises them by UUID: under their profiles (MIG_STRATEGY=mixed), or not at all (none)."""
     gpu = "GPU-51000000-0000-4000-8000-000000000200"
     with ExitStack() as stack:
         run(machine)

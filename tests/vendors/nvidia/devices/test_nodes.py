@@ -82,7 +82,7 @@ def test_optional_nodes(host: Host) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "major", "minor", "said"),
+    ("path", "major", "minor", "expected"),
     [
         ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, but the driver has 511:0; create it again"),
         ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, but the driver has 195:0; create it again"),
@@ -91,11 +91,11 @@ def test_optional_nodes(host: Host) -> None:
         ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, but the driver has major 226; create it again"),
     ],
 )
-def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, said: str) -> None:
+def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, expected: str) -> None:
     host.driver("550.163.01", gpus=1)
     host.node(path, major, minor)
     facts = observe(host)
-    assert facts.problems == (said,)
+    assert facts.problems == (expected,)
     assert path not in paths(facts)
 
 
@@ -111,7 +111,7 @@ def test_nodes_of_an_unloaded_driver(host: Host) -> None:
     assert isinstance(facts.driver.module_version, Absent)
 
 
-def test_something_else_in_a_node_s_place(host: Host) -> None:
+def test_something_else_in_a_nodes_place(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     host.file("/dev/nvidia-nvlink")
     assert observe(host).problems == ("/dev/nvidia-nvlink: not a character device",)
@@ -151,7 +151,7 @@ def test_mig_capabilities_are_named_and_destroyed_instances_left_out(host: Host)
     }
 
 
-def test_capabilities_that_only_root_may_read_are_known_by_the_tables(host: Host) -> None:
+def test_capabilities_that_only_root_may_read_are_known_from_the_tables(host: Host) -> None:
     mig_host(host)
     host.file("/proc/driver/nvidia-caps/mig-minors", "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi1/access 12\n")
     for name in ("mig/config", "gpu0/mig/gi1/access"):
@@ -172,7 +172,7 @@ def test_capabilities_that_only_root_may_read_are_known_by_the_tables(host: Host
         "/proc/driver/nvidia/gpus/0000:01:00.0/information",
     ],
 )
-def test_a_failed_look_makes_all_devices_unseen(host: Host, path: str) -> None:
+def test_a_failed_observation_makes_all_devices_unseen(host: Host, path: str) -> None:
     mig_host(host)
     host.failing[path] = PermissionError(13, "Permission denied", path)
     facts = observe(host)
@@ -190,13 +190,13 @@ def test_an_unlisted_pci_bus_does_not_make_gpus_disappear(host: Host) -> None:
     assert facts.devices == Unseen("udev: no")
 
 
-def test_unlisted_drm_devices_do_not_take_nodes_away(host: Host) -> None:
+def test_unlisted_drm_devices_do_not_withdraw_nodes(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     host.drm = Unseen("udev: no")
     assert observe(host).devices == Unseen("udev: no")
 
 
-def test_a_gpu_that_goes_while_it_is_looked_at(host: Host) -> None:
+def test_a_gpu_that_is_removed_during_observation(host: Host) -> None:
     host.driver("550.163.01", gpus=2)
     gone = "/proc/driver/nvidia/gpus/0000:02:00.0/information"
     host.failing[gone] = FileNotFoundError(2, "No such file or directory", gone)
@@ -234,7 +234,7 @@ def test_no_gpu(host: Host) -> None:
     assert (facts.gpus, facts.devices, facts.problems) == ((), (), ())
 
 
-def test_numbers_carry_mode_and_owner(host: Host) -> None:
+def test_numbers_include_mode_and_owner(host: Host) -> None:
     host.driver("550.163.01", gpus=1)
     numbers = {node.path: node.number for node in nodes(observe(host))}
     assert numbers["/dev/dri/card1"] == replace(DeviceNumber(226, 1), mode=0o660)
@@ -248,7 +248,7 @@ def test_majors_come_from_the_character_section_only_and_by_whole_names() -> Non
 
 
 @given(st.text())
-def test_no_text_of_proc_is_an_exception(text: str) -> None:
+def test_no_text_of_proc_raises_an_exception(text: str) -> None:
     parse_majors(text)
     parse_majors(f"Character devices:\n{text}")
     parse_information(text)

@@ -1,4 +1,4 @@
-"""What drivers ship beside their libraries: found where hosts keep it, of one version, and told where it is missing."""
+"""What drivers ship next to their libraries: found where hosts keep it, in one version, and named if missing."""
 
 import pytest
 
@@ -27,7 +27,7 @@ SPLIT = "/usr/lib/x86_64-linux-gnu/nvidia/current"
 
 @pytest.fixture
 def driver(host: Host) -> Host:
-    """libcuda and NVML in Debian's place, and a program."""
+    """A host with libcuda and NVML in Debian's place, and a program."""
     libraries(host, SPLIT, V, *MAIN)
     host.loader_cache(cache_of(*(f"{SPLIT}/{name}.so.{V}" for name in MAIN)))
     host.file("/usr/bin/nvidia-smi", executable=True)
@@ -35,7 +35,7 @@ def driver(host: Host) -> Host:
 
 
 def companions(host: Host) -> dict[str, Library]:
-    """By target, without libraries."""
+    """Return files by target, without libraries."""
     return {target: each for target, each in by_target(user_space(host)).items() if "/libcuda" not in target}
 
 
@@ -63,7 +63,7 @@ ELSEWHERE = (
 
 
 @pytest.mark.parametrize(("source", "target"), [*((path, path.lstrip("/")) for path in AS_ON_THE_HOST), *ELSEWHERE])
-def test_each_group_s_places(driver: Host, source: str, target: str) -> None:
+def test_each_groups_places(driver: Host, source: str, target: str) -> None:
     driver.file(source, size=7, executable="/sbin/" in source)
     assert (companions(driver)[target].source, companions(driver)[target].size) == (source, 7)
 
@@ -71,8 +71,8 @@ def test_each_group_s_places(driver: Host, source: str, target: str) -> None:
 @pytest.mark.parametrize(
     "where", ["{0}/nvidia/xorg", "/usr/lib64/xorg/modules/{1}", "/usr/lib/xorg/modules/updates/{1}"]
 )
-def test_the_x_server_s_modules(driver: Host, where: str) -> None:
-    """Wherever the host keeps them, they come to where X servers look by themselves."""
+def test_the_x_servers_modules(driver: Host, where: str) -> None:
+    """Wherever the host keeps the modules, they go to the place where X servers search by default."""
     libraries_, drivers = where.format(SPLIT, "extensions"), where.format(SPLIT, "drivers")
     driver.file(f"{libraries_}/libglxserver_nvidia.so.{V}")
     driver.file(f"{drivers}/nvidia_drv.so")
@@ -97,7 +97,7 @@ def test_links_of_alternatives_are_resolved(driver: Host) -> None:
     assert configuration.source == "/etc/nvidia/current/nvidia-drm-outputclass.conf"
 
 
-def test_the_kernel_s_order_of_firmware_directories(driver: Host) -> None:
+def test_the_kernels_order_of_firmware_directories(driver: Host) -> None:
     driver.file("/proc/sys/kernel/osrelease", "6.12.1\n")
     for place in (
         "/lib/firmware",
@@ -113,7 +113,7 @@ def test_the_kernel_s_order_of_firmware_directories(driver: Host) -> None:
     assert companions(driver)[target].source == f"/opt/fw/nvidia/{V}/gsp_ga10x.bin"
 
 
-def test_programs_that_are_setuid_or_not_the_driver_s_stay_on_the_host(driver: Host) -> None:
+def test_programs_that_are_setuid_or_not_the_drivers_stay_on_the_host(driver: Host) -> None:
     for name in ("nvidia-modprobe", "nvidia-settings", "nvidia-bug-report.sh", "nvidia-container-cli"):
         driver.file(f"/usr/bin/{name}", executable=True)
     assert {target for target in companions(driver) if target.startswith("usr/bin/")} == {"usr/bin/nvidia-smi"}
@@ -132,7 +132,7 @@ def libraries_present(host: Host) -> Condition:
     return nvidia_conditions(facts, Grant("nvidia", ("0000:01:00.0",)))[2]
 
 
-def test_what_is_not_installed_is_told_and_is_no_fault(driver: Host) -> None:
+def test_missing_groups_are_named_but_are_not_a_fault(driver: Host) -> None:
     driver.remove_file("/usr/bin/nvidia-smi")
     found = libraries_present(driver)
     assert (found.status, found.reason) == (Status.TRUE, "Present")
@@ -141,7 +141,7 @@ def test_what_is_not_installed_is_told_and_is_no_fault(driver: Host) -> None:
 
 
 def test_files_of_another_version_are_left_out_and_named(driver: Host) -> None:
-    """nvidia_drv.so has no version in its name: it is that of the module beside it."""
+    """nvidia_drv.so has no version in its name: it has the version of the module next to it."""
     strange = (
         f"/usr/share/nvidia/nvidia-application-profiles-{OTHER}-rc",
         f"/usr/lib/xorg/modules/extensions/libglxserver_nvidia.so.{OTHER}",
@@ -157,7 +157,7 @@ def test_files_of_another_version_are_left_out_and_named(driver: Host) -> None:
     assert "GSP firmware" not in found.message
 
 
-def test_another_driver_beside_it_is_no_news(driver: Host) -> None:
+def test_another_driver_next_to_it_is_not_mentioned(driver: Host) -> None:
     for version in (V, OTHER):
         driver.file(f"/lib/firmware/nvidia/{version}/gsp_ga10x.bin")
         driver.file(f"/usr/share/nvidia/nvidia-application-profiles-{version}-rc")
@@ -166,14 +166,14 @@ def test_another_driver_beside_it_is_no_news(driver: Host) -> None:
     assert libraries_present(driver).reason == "Present"
 
 
-def test_libraries_that_are_missing_are_another_matter(host: Host) -> None:
+def test_missing_libraries_are_a_fault(host: Host) -> None:
     libraries(host, SPLIT, V, "libcuda")
     host.loader_cache(cache_of(f"{SPLIT}/libcuda.so.{V}"))
     found = libraries_present(host)
     assert (found.status, found.reason) == (Status.FALSE, "LibrariesBroken")
 
 
-def test_a_failed_look_is_unseen(driver: Host) -> None:
+def test_a_failed_observation_is_unseen(driver: Host) -> None:
     driver.failing["/usr/share/vulkan/icd.d"] = PermissionError(13, "Permission denied", "/usr/share/vulkan/icd.d")
     found = user_space(driver)
     assert isinstance(found.files, Unseen)
@@ -187,7 +187,7 @@ def test_the_backend_of_gbm_is_a_link_to_the_allocator(driver: Host) -> None:
 
 
 def test_every_group_says_where_its_names_are_from() -> None:
-    """And what is linked in machines is what loaders are configured by."""
+    """The files that are linked in machines are those that configure loaders."""
     assert all(group.sources and group.names and group.directories for group in GROUPS)
     data = {group.target for group in GROUPS if group.target.startswith(("etc/", "usr/share/"))}
     assert set(DATA_DIRECTORIES) == data

@@ -1,4 +1,4 @@
-"""Which files make a driver root: Debian's and Ubuntu's real packages, and what can be wrong with them."""
+"""Which files make a driver root, with Debian's and Ubuntu's real packages, and what can be wrong with them."""
 
 import posixpath
 from typing import Any
@@ -44,7 +44,7 @@ def cache_of(*paths: str, tags: str = "libc6,x86-64") -> str:
 
 
 def libraries(host: Host, directory: str, version: str, *names: str) -> None:
-    """Real files of a version, and no links."""
+    """Add real files of a version, without links."""
     for name in names:
         host.file(f"{directory}/{name}.so.{version}", size=1000)
 
@@ -69,7 +69,7 @@ def test_debian_splits_the_driver_over_two_directories(host: Host) -> None:
     assert files["usr/bin/nvidia-smi"].executable
 
 
-def test_every_driver_library_of_debian_is_there_and_nothing_else(host: Host) -> None:
+def test_exactly_debians_driver_libraries_are_found(host: Host) -> None:
     host.load("debian-13-driver-550")
     files = by_target(user_space(host, "550.163.01"))
     real = {each.target.rpartition("/")[2] for each in files.values() if not each.link and each.target.startswith(X86)}
@@ -96,7 +96,7 @@ def test_debian_32_bit_set(host: Host) -> None:
     assert {"libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1", "libnvidia-ptxjitcompiler.so.1"} < names
 
 
-def test_ubuntu_is_flat_and_has_libraries_with_numbers_of_their_own(host: Host) -> None:
+def test_ubuntu_is_flat_and_has_libraries_with_their_own_numbers(host: Host) -> None:
     host.load("ubuntu-24.04-driver-580")
     found = user_space(host, "580.178.04")
     files = by_target(found)
@@ -139,7 +139,7 @@ def test_two_versions_side_by_side_follow_the_module(host: Host) -> None:
 
 
 def test_a_cuda_compatibility_directory_is_not_the_driver(host: Host) -> None:
-    """It has a libcuda of another version and no NVML, and may come first in the loader's cache."""
+    """It has a libcuda of another version and no NVML, and may be first in the loader cache."""
     libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda", "libnvidia-ptxjitcompiler")
     host.file("/usr/local/cuda/compat/libnvidia-api.so.1", size=5)
     libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-ptxjitcompiler")
@@ -164,7 +164,7 @@ def test_the_driver_wins_over_a_compatibility_directory_of_its_own_version(host:
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == "/usr/lib64/libcuda.so.550.163.01"
 
 
-def test_libcuda_without_nvml_is_broken_and_the_reason_says_what_there_is(host: Host) -> None:
+def test_libcuda_without_nvml_is_broken_and_the_reason_lists_what_exists(host: Host) -> None:
     libraries(host, "/usr/local/cuda/compat", "575.57.08", "libcuda")
     libraries(host, "/usr/lib64", "550.163.01", "libnvidia-ml")
     host.loader_cache(cache_of("/usr/local/cuda/compat/libcuda.so.575.57.08", "/usr/lib64/libnvidia-ml.so.550.163.01"))
@@ -173,7 +173,7 @@ def test_libcuda_without_nvml_is_broken_and_the_reason_says_what_there_is(host: 
     assert "libcuda 575.57.08 and libnvidia-ml 550.163.01" in found.files.why
 
 
-def test_a_file_with_a_numbering_of_its_own_comes_from_the_chosen_version_s_directory(host: Host) -> None:
+def test_a_file_with_its_own_number_comes_from_the_chosen_versions_directory(host: Host) -> None:
     for directory, version in (("/usr/local/lib", "580.178.04"), ("/usr/lib64", "550.163.01")):
         libraries(host, directory, version, *MAIN)
         host.file(f"{directory}/libnvidia-api.so.1", size=5)
@@ -186,7 +186,7 @@ def test_a_file_with_a_numbering_of_its_own_comes_from_the_chosen_version_s_dire
         assert files[f"{X86}/libnvidia-api.so.1"].source == f"{directory}/libnvidia-api.so.1"
 
 
-def test_the_loader_s_first_directory_wins(host: Host) -> None:
+def test_the_loaders_first_directory_wins(host: Host) -> None:
     for directory in ("/opt/first", "/opt/second"):
         libraries(host, directory, "550.163.01", *MAIN)
         host.symlink(f"{directory}/libcuda.so.1", "libcuda.so.550.163.01")
@@ -194,7 +194,7 @@ def test_the_loader_s_first_directory_wins(host: Host) -> None:
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source.startswith("/opt/first/")
 
 
-def test_libcuda_s_directory_wins_over_another_that_the_cache_names_first(host: Host) -> None:
+def test_libcudas_directory_wins_over_another_that_the_cache_names_first(host: Host) -> None:
     libraries(host, "/opt/half", "550.163.01", "libnvidia-ml", "libnvidia-glcore")
     libraries(host, "/usr/lib64", "550.163.01", "libcuda", "libnvidia-glcore")
     host.loader_cache(cache_of("/opt/half/libnvidia-ml.so.550.163.01", "/usr/lib64/libcuda.so.550.163.01"))
@@ -215,7 +215,7 @@ def test_aarch64(tmp_path_factory: pytest.TempPathFactory) -> None:
     assert list(by_target(user_space(host))) == expected
 
 
-def test_neither_the_toolkit_s_nor_the_settings_program_s_libraries_are_the_driver_s(host: Host) -> None:
+def test_libraries_of_toolkit_and_nvidia_settings_are_not_the_drivers(host: Host) -> None:
     libraries(host, "/usr/lib64", "550.163.01", *MAIN, "libnvidia-gtk3", "libnvidia-container")
     host.file("/usr/lib64/libnvidia-container.so.1.19.1", size=5)
     host.file("/usr/lib64/libnvidia-container-go.so.1.19.1", size=5)
@@ -235,8 +235,8 @@ STUBS = "/usr/local/cuda/targets/x86_64-linux/lib/stubs"
 @pytest.mark.parametrize("name", ["libcuda.so", "libcuda.so.1", "libnvidia-encode.so"])
 @pytest.mark.parametrize("way", ["directory", "link", "copy", "elsewhere"])
 @pytest.mark.parametrize("first", [True, False])
-def test_a_toolkit_s_stub_is_not_the_driver_s(host: Host, name: str, way: str, first: bool) -> None:
-    """Its directory is in ld.so.conf.d, a link leads to it, or somebody copied it; and the loader may find it first."""
+def test_a_toolkits_stub_is_not_the_drivers(host: Host, name: str, way: str, first: bool) -> None:
+    """Its directory is in ld.so.conf.d, a link leads to it, or it was copied; and the loader may find it first."""
     libraries(host, "/usr/lib64", "550.163.01", *MAIN)
     listed = f"/usr/lib64/{name}" if way in ("link", "copy") else f"{STUBS}/{name}"
     real = {"copy": f"/usr/lib64/{name}", "elsewhere": f"/opt/sdk/lib/{name}"}.get(way, f"{STUBS}/{name}")
@@ -250,7 +250,7 @@ def test_a_toolkit_s_stub_is_not_the_driver_s(host: Host, name: str, way: str, f
     assert {each.link for each in files.values() if each.link} <= {"libcuda.so.550.163.01"}
 
 
-def test_a_toolkit_without_a_driver_is_no_driver(host: Host) -> None:
+def test_a_toolkit_without_a_driver_is_not_a_driver(host: Host) -> None:
     for name in ("libcuda.so", "libnvidia-ml.so"):
         host.file(f"{STUBS}/{name}", size=100)
     host.loader_cache(cache_of(f"{STUBS}/libcuda.so", f"{STUBS}/libnvidia-ml.so"))
@@ -265,7 +265,7 @@ def test_libraries_for_newer_processors_only_are_left_out(host: Host) -> None:
     assert by_target(user_space(host))[f"{X86}/libcuda.so.550.163.01"].source == plain
 
 
-def test_no_library_is_absent(host: Host) -> None:
+def test_without_a_library_the_driver_is_absent(host: Host) -> None:
     host.loader_cache(cache_of("/lib/x86_64-linux-gnu/libc.so.6", "/lib/x86_64-linux-gnu/libicudata.so.74"))
     assert isinstance(user_space(host).files, Absent)
 
@@ -284,7 +284,7 @@ def test_links_that_lead_in_a_circle_are_named(host: Host) -> None:
     host.symlink("/usr/bin/nvidia-smi", "nvidia-smi")
     host.loader_cache(cache_of("/usr/lib64/libcuda.so.550.163.01", "/usr/lib64/libnvidia-ml.so.1"))
     found = user_space(host)
-    # By the name that the loader looks for, whatever the host's link says.
+    # The target has the name that the loader looks for, whatever the host's link is.
     assert list(by_target(found)) == [*MAIN_FILES, f"{X86}/libnvidia-ml.so.1"]
     assert [problem.partition(":")[0] for problem in found.problems] == ["/usr/lib64/libnvidia-ml.so.1"]
 
@@ -312,7 +312,7 @@ def test_names_with_control_characters_are_refused_by_name(host: Host) -> None:
 
 
 @pytest.mark.parametrize("where", ["/usr/lib/x86_64-linux-gnu/nvidia/current", "/lib/x86_64-linux-gnu/libcuda.so.1"])
-def test_a_failed_look_is_unseen(host: Host, where: str) -> None:
+def test_a_failed_observation_is_unseen(host: Host, where: str) -> None:
     host.load("debian-13-driver-550")
     host.failing[where] = PermissionError(13, "Permission denied", where)
     found = user_space(host, "550.163.01")

@@ -1,4 +1,4 @@
-"""Paths in loaders' files: what RPM packages and NixOS write becomes what is there in a pod. Simulated layouts."""
+"""Paths in loaders' files: what RPM packages and NixOS write becomes the path in a pod. The layouts are simulated."""
 
 import json
 
@@ -23,7 +23,7 @@ def manifest(library: str) -> str:
 
 @pytest.fixture
 def fedora(host: Host) -> Host:
-    """negativo17's and NVIDIA's own RPM packages of 595 and newer: libGLX_nvidia's real file is its soname."""
+    """A host with NVIDIA's or negativo17's RPM packages, 595 or newer: libGLX_nvidia's real file is its soname."""
     put(host, "/usr/lib64", VERSION, *MAIN, "libEGL_nvidia", "libnvidia-vksc-core")
     host.file("/usr/lib64/libGLX_nvidia.so.0", X86_64, size=1000)
     host.symlink(f"/usr/lib64/libGLX_nvidia.so.{VERSION}", "libGLX_nvidia.so.0")
@@ -38,7 +38,7 @@ def fedora(host: Host) -> Host:
 
 @pytest.mark.scenario("001")
 def test_vulkan_of_rpm_packages(fedora: Host) -> None:
-    """One file for each architecture: with bare names a 64-bit program would find its driver by both."""
+    """There is one file per architecture: with bare names, a 64-bit program would find its driver through both."""
     fedora.file(f"/{ICD.format('x86_64')}", manifest("/usr/lib64/libGLX_nvidia.so.0"))
     fedora.file(f"/{ICD.format('i686')}", manifest("/usr/lib/libGLX_nvidia.so.0"))
     vksc = "usr/share/vulkansc/icd.d/nvidia_icd.x86_64.json"
@@ -57,7 +57,7 @@ def test_vulkan_of_rpm_packages(fedora: Host) -> None:
 
 
 def test_bare_names_and_other_files_stay(fedora: Host) -> None:
-    """As NVIDIA ships them; no byte is changed where nothing has to be."""
+    """NVIDIA ships such files; they are copied byte for byte."""
     layers = {"layers": [{"library_path": "libGLX_nvidia.so.0"}, {"library_path": f"libnvidia-present.so.{VERSION}"}]}
     fedora.file("/usr/share/vulkan/implicit_layer.d/nvidia_layers.json", json.dumps(layers))
     fedora.file("/usr/share/glvnd/egl_vendor.d/10_nvidia.json", manifest("libEGL_nvidia.so.0"))
@@ -95,7 +95,7 @@ def test_objects_nested_too_deep_stay_as_they_are(fedora: Host) -> None:
 
 
 @pytest.mark.parametrize("path", ["/usr/lib64/libother.so.1", "/usr/lib64/libnothing.so", "/usr/lib64/libcircle.so"])
-def test_what_is_no_library_of_the_driver_is_named(fedora: Host, path: str) -> None:
+def test_a_path_to_another_library_is_named(fedora: Host, path: str) -> None:
     fedora.file("/usr/lib64/libother.so.1", X86_64)
     fedora.symlink("/usr/lib64/libcircle.so", "libcircle.so")
     fedora.file(f"/{ICD.format('x86_64')}", manifest(path))
@@ -105,7 +105,7 @@ def test_what_is_no_library_of_the_driver_is_named(fedora: Host, path: str) -> N
 
 
 def test_the_text_is_staged_and_recorded(host: Host) -> None:
-    """The copy holds the text, the manifest knows it, and a source that changes meanwhile is noticed as ever."""
+    """The copy has the text, the manifest records it, and a source that changes meanwhile is still noticed."""
     host.file("/etc/nvidia_icd.json", "long before")
     host.file("/etc/plain.json", "plain")
     identity = host.identity("/etc/nvidia_icd.json")
@@ -120,7 +120,7 @@ def test_the_text_is_staged_and_recorded(host: Host) -> None:
 
 
 def test_a_directory_that_became_a_link_is_not_followed(host: Host) -> None:
-    """Between the look and the copy: it could lead out of a driver's own root."""
+    """A directory that becomes a link between the check and the copy could lead out of a driver's own root."""
     host.file("/run/nvidia/driver/lib/libcuda.so", "right")
     host.file("/secret/libcuda.so", "wrong")
     identity = host.identity("/run/nvidia/driver/lib/libcuda.so")

@@ -1,6 +1,6 @@
-"""Whose the places of a driver are: what root takes from there for all machines has to be root's. Owners are simulated.
+"""Who controls a driver's places: what root copies from there for all machines must be root's. Owners are simulated.
 
-The layouts are those of test_driver_places.py.
+The layouts are those of test_places.py.
 """
 
 import errno
@@ -28,8 +28,8 @@ COS = "/home/kubernetes/bin/nvidia/lib64, /home/kubernetes/bin/nvidia/lib, /var/
 
 
 @pytest.fixture
-def user_s(host: Host) -> Host:
-    """A user of the host called kubernetes, who would have everybody read root's files."""
+def user_place(host: Host) -> Host:
+    """A host with a user called kubernetes, who would like everybody to read root's files."""
     put(bare(host), f"{USERS}/lib64")
     host.file("/etc/shadow", "root:secret")
     host.owners |= {"/home/kubernetes": (0o755, 1000), "/etc/shadow": (0o640, 0)}
@@ -37,25 +37,25 @@ def user_s(host: Host) -> Host:
     return host
 
 
-def test_a_place_that_a_user_can_write_is_passed_over_and_named(user_s: Host) -> None:
-    found = user_space(user_s, VERSION)
+def test_a_place_that_a_user_can_write_is_skipped_and_named(user_place: Host) -> None:
+    found = user_space(user_place, VERSION)
     assert isinstance(found.version, Absent)
     assert isinstance(found.files, Absent)
     where = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS)"
     why = f"{where}, because /home/kubernetes belongs to user 1000, not to root"
     assert (found.other_places, found.passed_over) == ((), (why,))
     assert found.refused_places == ("Container-Optimized OS",)
-    told = condition(user_s)
-    assert (told.reason, told.message.endswith(f"; not searched: {why}")) == ("NotInstalled", True)
-    put(user_s, "/opt/nvidia/lib64")
-    found = user_space(user_s, VERSION)
+    problem = condition(user_place)
+    assert (problem.reason, problem.message.endswith(f"; not searched: {why}")) == ("NotInstalled", True)
+    put(user_place, "/opt/nvidia/lib64")
+    found = user_space(user_place, VERSION)
     assert (found.place.endswith("(/opt/nvidia)"), found.problems) == (True, ())
-    assert "not searched" not in condition(user_s).message, "what is elsewhere does not matter"
-    assert "not searched" in condition(user_s, "580.1.1").message
+    assert "not searched" not in condition(user_place).message, "what is elsewhere does not matter"
+    assert "not searched" in condition(user_place, "580.1.1").message
 
 
 class Listed(Host):
-    """Keeps which directories were listed, and which files were opened."""
+    """Records which directories were listed, and which files were opened."""
 
     def __init__(self, tree: Path) -> None:
         super().__init__(tree)
@@ -70,8 +70,8 @@ class Listed(Host):
         return super().head(path, size)
 
 
-def test_a_user_s_directory_is_not_even_listed(tmp_path: Path) -> None:
-    """It may have a million names, or be of a FUSE file system that never answers."""
+def test_a_users_directory_is_not_even_listed(tmp_path: Path) -> None:
+    """It may have a million names, or be on a FUSE file system that never answers."""
     host = Listed(tmp_path)
     put(bare(host), "/var/lib/nvidia/lib64")
     put(host, f"{USERS}/lib64", OLDER)
@@ -105,7 +105,7 @@ def test_a_user_s_directory_is_not_even_listed(tmp_path: Path) -> None:
     ],
 )
 def test_one_bad_directory_does_not_refuse_a_whole_place(host: Host, driver: str, other: str, stale: str) -> None:
-    """Debian's /usr/local/lib is the group staff's on many hosts; a user may be called kubernetes."""
+    """On many hosts, Debian's /usr/local/lib belongs to the group staff; a user may be called kubernetes."""
     put(bare(host), driver)
     put(host, other, stale, "libnvidia-glcore", "libcuda")
     host.owners[other] = (0o2775, 0)
@@ -113,9 +113,9 @@ def test_one_bad_directory_does_not_refuse_a_whole_place(host: Host, driver: str
     assert found.version == VERSION
     assert {posixpath.dirname(each.source) for each in by_target(found).values() if not each.link} == {driver}
     assert found.refused_places == ()
-    (told,) = found.problems
-    assert told.startswith(f"not searched: {other} (")
-    assert told.endswith(f"users other than root can write in {other} (mode 2775)")
+    (problem,) = found.problems
+    assert problem.startswith(f"not searched: {other} (")
+    assert problem.endswith(f"users other than root can write in {other} (mode 2775)")
     assert condition(host).status is Status.TRUE
 
 
@@ -129,38 +129,38 @@ def test_one_bad_file_does_not_refuse_a_whole_place(host: Host) -> None:
     assert not [each for each in by_target(found).values() if each.source == bad]
 
 
-def test_a_place_that_is_root_s_in_part_and_lacks_a_library_there(host: Host) -> None:
+def test_a_place_that_is_partly_roots_and_lacks_a_library_there(host: Host) -> None:
     put(bare(host), "/usr/lib64", VERSION, "libcuda")
     put(host, "/usr/local/lib")
     host.owners["/usr/local/lib"] = (0o2775, 0)
-    told = condition(host)
-    assert told.reason == "LibrariesBroken"
-    assert told.message.endswith(
+    problem = condition(host)
+    assert problem.reason == "LibrariesBroken"
+    assert problem.message.endswith(
         "not searched: /usr/local/lib (a runfile's), because users other than root can write in /usr/local/lib "
         "(mode 2775)"
     )
 
 
-def test_its_owner_cannot_hide_the_places_behind_it(user_s: Host) -> None:
-    """By a FUSE file system, say, which denies root a look."""
-    put(user_s, "/opt/nvidia/lib64")
-    user_s.failing[f"{USERS}/lib64"] = PermissionError(errno.EACCES, "Permission denied", f"{USERS}/lib64")
-    assert user_space(user_s, VERSION).place.endswith("(/opt/nvidia)")
+def test_a_places_owner_cannot_hide_later_places(user_place: Host) -> None:
+    """For example, a FUSE file system may deny access to root."""
+    put(user_place, "/opt/nvidia/lib64")
+    user_place.failing[f"{USERS}/lib64"] = PermissionError(errno.EACCES, "Permission denied", f"{USERS}/lib64")
+    assert user_space(user_place, VERSION).place.endswith("(/opt/nvidia)")
 
 
-def test_what_is_not_known_to_be_root_s_is_unseen(user_s: Host) -> None:
-    user_s.failing["/home"] = PermissionError(errno.EACCES, "Permission denied", "/home")
-    assert isinstance(user_space(user_s, VERSION).version, Unseen)
+def test_a_place_with_unknown_owner_is_unseen(user_place: Host) -> None:
+    user_place.failing["/home"] = PermissionError(errno.EACCES, "Permission denied", "/home")
+    assert isinstance(user_space(user_place, VERSION).version, Unseen)
 
 
-def test_a_link_out_of_root_s_directories(host: Host) -> None:
+def test_a_link_out_of_roots_directories(host: Host) -> None:
     put(bare(host), "/home/user/lib64")
     host.owners["/home/user"] = (0o755, 1000)
     host.symlink("/usr/local/nvidia/lib64", "/home/user/lib64")
     assert isinstance(user_space(host, VERSION).version, Absent)
 
 
-def test_a_driver_container_s_files_are_its_root_s(host: Host) -> None:
+def test_a_driver_containers_files_must_be_roots(host: Host) -> None:
     other_root(bare(host))
     assert user_space(host, VERSION).version == VERSION
     host.owners[f"{DRIVER_CONTAINER}/usr/lib"] = (0o775, 0)
@@ -176,8 +176,8 @@ def test_a_driver_container_s_files_are_its_root_s(host: Host) -> None:
     )
 
 
-def test_an_entry_of_a_driver_container_s_loader_cache(host: Host) -> None:
-    """One that leads to where others may write is left out by itself."""
+def test_an_entry_of_a_driver_containers_loader_cache(host: Host) -> None:
+    """An entry that leads to where others may write is left out alone."""
     other_root(bare(host))
     put(host, f"{DRIVER_CONTAINER}/usr/local/lib", OLDER, "libnvidia-glcore")
     listing = cache_of(
@@ -192,12 +192,12 @@ def test_an_entry_of_a_driver_container_s_loader_cache(host: Host) -> None:
     assert [each.partition(" (")[0] for each in found.problems] == [f"not searched: {DRIVER_CONTAINER}: /usr/local/lib"]
 
 
-def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
-    """Also where the administrator named the place, who answers for its owners."""
-    user_s.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
-    user_s.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
+def test_only_files_that_everybody_may_read_are_copied(user_place: Host) -> None:
+    """Even if the administrator named the place, and so answers for its owners."""
+    user_place.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
+    user_place.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
     settings = {"library_directories": [f"{USERS}/lib64"], "data_directories": [f"{USERS}/share"]}
-    found = user_space(user_s, VERSION, **settings)
+    found = user_space(user_place, VERSION, **settings)
     files = by_target(found)
     assert {"usr/share/glvnd/egl_vendor.d/10_nvidia.json", f"{X86}/libcuda.so.{VERSION}"} < set(files)
     assert not [each for each in files.values() if each.source.startswith("/etc") or "GLX" in each.source]
@@ -207,7 +207,7 @@ def test_no_file_that_not_everybody_may_read_is_taken(user_s: Host) -> None:
     )
 
 
-def test_companions_and_libraries_beside_the_loader_cache_s(host: Host) -> None:
+def test_companions_and_libraries_next_to_the_loader_caches(host: Host) -> None:
     put(host, "/usr/lib/x86_64-linux-gnu")
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
     host.file("/usr/local/share/vulkan/icd.d/nvidia_icd.json", "{}")
@@ -229,19 +229,21 @@ def test_companions_and_libraries_beside_the_loader_cache_s(host: Host) -> None:
 
 
 @pytest.mark.parametrize("link", [False, True])
-def test_vdpau_s_directory_beside_the_loader_cache_s(host: Host, link: bool) -> None:
-    """No entry leads there: it is not listed where it is another's, but for a place that was configured."""
+def test_vdpaus_directory_next_to_the_loader_caches(host: Host, link: bool) -> None:
+    """No entry leads there: it is not listed if others control it, unless the place was configured."""
     put(host, "/usr/lib64")
     host.loader_cache(cache_of(*(f"/usr/lib64/{name}.so.1" for name in MAIN)))
-    there = "/home/user/vdpau" if link else "/usr/lib64/vdpau"
-    put(host, there, VERSION, "libvdpau_nvidia")
+    directory = "/home/user/vdpau" if link else "/usr/lib64/vdpau"
+    put(host, directory, VERSION, "libvdpau_nvidia")
     if link:
-        host.symlink("/usr/lib64/vdpau", there)
+        host.symlink("/usr/lib64/vdpau", directory)
     target = f"{X86}/vdpau/libvdpau_nvidia.so.{VERSION}"
     assert target in by_target(user_space(host, VERSION))
-    other_s = "/home/user" if link else there
-    host.owners[other_s] = (0o755, 1000)
+    others_directory = "/home/user" if link else directory
+    host.owners[others_directory] = (0o755, 1000)
     found = user_space(host, VERSION)
     assert target not in by_target(found)
-    assert found.problems == (f"/usr/lib64/vdpau: left out, because {other_s} belongs to user 1000, not to root",)
+    assert found.problems == (
+        f"/usr/lib64/vdpau: left out, because {others_directory} belongs to user 1000, not to root",
+    )
     assert target in by_target(user_space(host, VERSION, library_directories=["/usr/lib64"]))

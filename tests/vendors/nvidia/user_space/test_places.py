@@ -1,6 +1,6 @@
 """In which of a host's places the driver is found: layouts of hosts whose loader cache does not list it.
 
-The layouts are simulated, after the files that driver_places.py names; the files have nothing but an ELF header.
+The layouts are simulated, after the sources that places.py names; the files have only an ELF header.
 """
 
 import errno
@@ -37,14 +37,14 @@ X86_64, X32, I686, AARCH64 = elf(2, 62), elf(1, 62), elf(1, 3), elf(2, 183)
 
 
 def put(host: Host, directory: str, version: str = VERSION, *names: str, header: bytes = X86_64) -> None:
-    """Real files of a version with their sonames' links."""
+    """Add real files of a version with their soname links."""
     for name in names or (*MAIN, "libnvidia-glcore", "libGLX_nvidia"):
         host.file(f"{directory}/{name}.so.{version}", header, size=1000)
         host.symlink(f"{directory}/{name}.so.{'0' if 'GLX' in name else '1'}", f"{name}.so.{version}")
 
 
 def other_root(host: Host, root: str = DRIVER_CONTAINER, directory: str = "/usr/lib/x86_64-linux-gnu") -> None:
-    """A whole system with a driver, and a loader cache as the host's ldconfig prints it."""
+    """Add a complete system with a driver and a loader cache, as the host's ldconfig prints it."""
     put(host, f"{root}{directory}")
     host.file(f"{root}/etc/ld.so.cache", "not read by us")
     listing = cache_of(*(f"{directory}/{name}.so.1" for name in MAIN))
@@ -54,13 +54,13 @@ def other_root(host: Host, root: str = DRIVER_CONTAINER, directory: str = "/usr/
 
 
 def bare(host: Host) -> Host:
-    """A loader cache without a driver."""
+    """Give the host a loader cache without a driver, and return the host."""
     host.loader_cache(cache_of("/usr/lib/x86_64-linux-gnu/libc.so.6"))
     return host
 
 
 def condition(host: Host, module: str = VERSION, **driver: Any) -> Condition:  # noqa: ANN401
-    """LibrariesPresent."""
+    """Return the condition LibrariesPresent."""
     found = user_space(host, module, **driver)
     facts = VendorFacts("nvidia", driver=observe_driver(sources(host), module, found, ()))
     (libraries,) = (
@@ -74,7 +74,7 @@ def condition(host: Host, module: str = VERSION, **driver: Any) -> Condition:  #
 
 @pytest.mark.scenario("001")
 def test_talos(host: Host) -> None:
-    """musl has no loader cache; the libraries are beside a glibc of their own, the rest where Talos has it."""
+    """musl has no loader cache: the libraries are next to a separate glibc, the rest where Talos has it."""
     put(host, "/usr/local/glibc/usr/lib")
     host.file("/usr/local/bin/nvidia-smi", executable=True)
     host.file("/etc/vulkan/icd.d/nvidia_icd.json", "{}")
@@ -101,7 +101,7 @@ def test_talos(host: Host) -> None:
 
 @pytest.mark.scenario("001")
 def test_a_driver_container(host: Host) -> None:
-    """Absolute links hold within its root, none leads out, and the kernel's firmware path is one of the host's."""
+    """Absolute links stay within its root, none leads out, and the kernel's firmware path is one of the host's."""
     other_root(host)
     host.file("/usr/bin/nvidia-smi", "the host's", executable=True)
     host.file(f"{DRIVER_CONTAINER}/opt/real-smi", "the container's", executable=True)
@@ -119,7 +119,7 @@ def test_a_driver_container(host: Host) -> None:
     assert all(file.source.startswith(f"{DRIVER_CONTAINER}/") for file in files.values() if not file.link)
     for file in files.values():
         assert file.link or host.real_path(file.source) == file.source
-    # Its `..` ends at its own root, where that link leads to itself.
+    # The link's `..` ends at the container's root, where the link points to itself.
     assert "usr/share/vulkan/icd.d/nvidia_icd.json" not in files
 
 
@@ -132,7 +132,7 @@ def test_a_driver_container(host: Host) -> None:
         ("/usr/lib64", "/usr/bin", "/etc"),
     ],
 )
-def test_directories_of_the_driver_s_own(host: Host, directory: str, binary: str, data: str) -> None:
+def test_directories_of_the_driver_alone(host: Host, directory: str, binary: str, data: str) -> None:
     bare(host)
     put(host, directory)
     host.file(f"{binary}/nvidia-smi", executable=True)
@@ -155,8 +155,8 @@ def test_nixos_links_into_its_store(host: Host) -> None:
     assert manifest["ICD"] == {"library_path": f"/{X86}/libGLX_nvidia.so.0", "api_version": "1.4"}
 
 
-def test_the_elf_header_tells_the_architecture(host: Host) -> None:
-    """What is no library of these is left out: of another processor, x32, big-endian, a linker script, a short file."""
+def test_the_elf_header_gives_the_architecture(host: Host) -> None:
+    """Other files are left out: libraries for another processor, x32 or big-endian, a linker script, a short file."""
     bare(host)
     put(host, "/usr/lib64")
     put(host, "/usr/lib", VERSION, *MAIN, header=I686)
@@ -197,7 +197,7 @@ def test_the_loader_cache_comes_first_and_the_others_are_named(host: Host) -> No
     assert f"from the host's loader cache; not used: driver {VERSION} in /usr/local/nvidia/lib64" in message
 
 
-def test_what_fits_the_module_outranks_what_comes_first(host: Host) -> None:
+def test_a_driver_that_matches_the_module_wins_over_an_earlier_one(host: Host) -> None:
     put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
     put(host, "/usr/local/nvidia/lib64")
@@ -208,7 +208,7 @@ def test_what_fits_the_module_outranks_what_comes_first(host: Host) -> None:
     assert (neither.place, neither.version) == ("the host's loader cache", OLDER)
 
 
-def test_half_a_driver_does_not_hide_a_whole_one(host: Host) -> None:
+def test_an_incomplete_driver_does_not_hide_a_complete_one(host: Host) -> None:
     put(host, "/usr/lib/x86_64-linux-gnu", VERSION, "libcuda")
     host.loader_cache(cache_of("/usr/lib/x86_64-linux-gnu/libcuda.so.1"))
     assert isinstance(user_space(host, VERSION).version, Broken)
@@ -218,8 +218,8 @@ def test_half_a_driver_does_not_hide_a_whole_one(host: Host) -> None:
     assert isinstance(user_space(host, "580.1.1").version, Broken), "what is in the middle of an upgrade"
 
 
-def test_a_loader_cache_that_knows_a_part(host: Host) -> None:
-    """ldconfig has not run since, or looks into one of the directories alone: the whole set is taken all the same."""
+def test_a_loader_cache_that_lists_only_a_part(host: Host) -> None:
+    """ldconfig has not run since, or searches only one of the directories: the complete driver is found anyway."""
     put(host, "/usr/lib64")
     put(host, "/usr/lib", header=I686)
     listing = cache_of(*(f"/usr/lib/{name}.so.1" for name in MAIN)).replace("(libc6,x86-64)", "(libc6)")
@@ -230,7 +230,7 @@ def test_a_loader_cache_that_knows_a_part(host: Host) -> None:
 
 
 def test_one_directory_is_one_driver(host: Host) -> None:
-    """Fedora's own is both in the loader cache and where a runfile may have put one."""
+    """Fedora's directory is in the loader cache, and is also a place where a runfile may have put a driver."""
     put(host, "/usr/lib64")
     host.loader_cache(cache_of(*(f"/lib64/{name}.so.1" for name in MAIN)))
     host.symlink("/lib64", "usr/lib64")
@@ -238,7 +238,7 @@ def test_one_directory_is_one_driver(host: Host) -> None:
     assert (found.place, found.other_places) == ("the host's loader cache", ())
 
 
-def test_what_follows_an_unseen_place_does_not_take_its_turn(host: Host) -> None:
+def test_a_place_after_an_unseen_one_is_not_used_instead(host: Host) -> None:
     bare(host)
     put(host, "/opt/nvidia/lib64")
     before = "/usr/local/nvidia/lib64"
@@ -249,8 +249,8 @@ def test_what_follows_an_unseen_place_does_not_take_its_turn(host: Host) -> None
     assert user_space(host, VERSION).version == VERSION
 
 
-def test_a_place_that_hangs_does_not_hold_up_the_others(host: Host) -> None:
-    """As a directory of a network's file system may: it is unseen, and not waited for again while it hangs."""
+def test_a_place_that_hangs_does_not_delay_the_others(host: Host) -> None:
+    """For example, on a network file system: the place is unseen, and is not waited for again while it hangs."""
     put(host, "/usr/lib/x86_64-linux-gnu")
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
     (place,) = (each for each in PLACES if each.name == "/opt/nvidia")
@@ -269,7 +269,7 @@ def test_a_place_that_hangs_does_not_hold_up_the_others(host: Host) -> None:
         time.sleep(0.01)
 
 
-def test_nowhere(host: Host) -> None:
+def test_no_driver_anywhere(host: Host) -> None:
     found = condition(bare(host))
     assert (found.status, found.reason) == (Status.FALSE, "NotInstalled")
     assert "driver.library_directories" in found.message
@@ -280,7 +280,7 @@ def test_nowhere(host: Host) -> None:
 
 @pytest.mark.scenario("001")
 def test_configured_directories(host: Host) -> None:
-    """In their order, with the programs and configuration beside them; the loader cache is not asked."""
+    """In their order, with programs and configuration next to them; the loader cache is not used."""
     put(host, "/srv/driver/libs")
     put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
@@ -320,7 +320,7 @@ def test_a_configured_root_with_directories_in_it(host: Host) -> None:
 def test_a_configured_place_without_a_driver_is_an_error_that_names_the_key(
     host: Host, driver: dict[str, Any], key: str, why: str
 ) -> None:
-    """Never a fall-back to what is elsewhere."""
+    """There is never a fallback to other places."""
     put(host, "/opt/nvidia/lib64")
     host.make_directory("/srv/empty")
     bare(host)
@@ -332,8 +332,8 @@ def test_a_configured_place_without_a_driver_is_an_error_that_names_the_key(
     assert why in found.message
 
 
-def test_what_is_watched() -> None:
-    """Loaders' caches and directories; of a configured place only the host's own cache: a network's may hang."""
+def test_watched_directories() -> None:
+    """Loader caches and directories; of a configured place only the host's own cache, because a network's may hang."""
     everything = watched_directories(DriverSettings())
     assert everything[:3] == ("/etc", "/run/nvidia/driver/etc", "/usr/local/glibc/usr/lib")
     assert len(set(everything)) == len(everything)
@@ -363,8 +363,8 @@ def test_each_root_has_its_cache(host: Host) -> None:
     assert len(host.runner.calls) == calls
 
 
-def test_a_root_s_cache_that_is_a_link_out_of_it(host: Host) -> None:
-    """It is the file of that name below the root, or none: never the host's."""
+def test_a_roots_cache_that_is_a_link_out_of_it(host: Host) -> None:
+    """It is the file of that name below the root or none, but never the host's."""
     bare(host)
     host.symlink(f"{DRIVER_CONTAINER}/etc/ld.so.cache", "../../../../etc/elsewhere")
     assert isinstance(LoaderCache().read(host, DRIVER_CONTAINER), Absent)
