@@ -110,7 +110,7 @@ def fixtures(item: pytest.Item) -> list[str]:
 def pytest_runtest_makereport(
     item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Add to a failure what the agent said on the simulated host: the next test restores a snapshot."""
+    """Add the agent's output on the simulated host to a failure: the next test restores a snapshot."""
     report = yield
     found = [each for each in item.funcargs.values() if isinstance(each, Bed | Cluster | SimulatedHost)]
     if report.when != "teardown" and report.failed and found:

@@ -58,7 +58,7 @@ KINDS: dict[str, Callable[[Path], None]] = {"a directory": _directory, "a FIFO":
 
 SETTINGS = (nspawn_file(MACHINE), unit_drop_in(MACHINE))
 OTHERS = {*KINDS, "of a future version", "a list", "a number of 5,000 digits", "nested 3,000 deep", "not UTF-8"}
-"""Damages that leave nothing of ours. Administrators write settings files too, so such a file is foreign and stays."""
+"""Damage after which a file is not recognised as ours: a settings file is then an administrator's, and stays."""
 REFUSED = dict.fromkeys(("DevicesAllowed", "Ready"), ("False", "ForeignFile"))
 
 
@@ -71,7 +71,7 @@ class Damage:
 
     @property
     def by_somebody(self) -> bool:
-        """Whether ForeignFile must be reported."""
+        """Return whether the damaged file counts as foreign (ForeignFile)."""
         return self.path in SETTINGS and self.how in OTHERS
 
     def do(self, tree: Path) -> None:
@@ -88,7 +88,7 @@ class Damage:
 
 
 def damages(state: dict[str, str], places: tuple[str, ...], every: int = 1) -> list[Damage]:
-    """Return every damage to every file of ours."""
+    """Return every damage to every one of our files."""
     files = [path for path, text in sorted(state.items()) if path.startswith(places) and FILE.match(text)]
     found = [Damage(path, how) for path in files for how in (*CONTENTS, *KINDS)]
     return [each for each in found if int(hashlib.sha256(repr(each).encode()).hexdigest(), 16) % every == 0]

@@ -27,7 +27,7 @@ class Scenario:
     work: Callable[[HostWorld], None] = HostWorld.converge
     """The work in which a call is killed or fails."""
     again: Callable[[HostWorld], None] = HostWorld.converge
-    """What the service or an administrator does after `work`."""
+    """The next work of the service or an administrator after `work`."""
 
 
 def _upgrade(world: HostWorld) -> None:

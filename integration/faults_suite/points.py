@@ -65,7 +65,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was wrong in one run."""
+    """The differences and errors of one run."""
 
     story: str
     how: str

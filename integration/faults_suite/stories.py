@@ -81,4 +81,4 @@ PLACES = {
         "/etc/containerd/conf.d/",
     ),
 }
-"""Directories with files of ours, which the suite damages."""
+"""Directories with our files, which the suite damages."""

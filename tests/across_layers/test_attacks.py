@@ -19,7 +19,7 @@ from agent.system.process import Completed
 
 NAME = "gpu-node"
 AT_ONCE = 2.0
-"""Seconds. The kernel makes whoever opens a leased file wait for 45 (/proc/sys/fs/lease-break-time)."""
+"""Seconds. The kernel blocks an open of a leased file for up to 45 (/proc/sys/fs/lease-break-time)."""
 
 HOLD = """
 import fcntl, os, signal, sys, time

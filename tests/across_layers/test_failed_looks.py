@@ -77,7 +77,7 @@ def test_a_failed_call_raises_and_is_not_false(tmp_path: Path, fail: Fail, name:
 
 @pytest.mark.parametrize("path", ["/a\0b", f"/{'x' * 300}", "/file/below", "/loop"])
 def test_impossible_paths_do_not_exist(tmp_path: Path, path: str) -> None:
-    """A text in a CDI specification may not be a path at all."""
+    """A text in a CDI specification may not even be a path."""
     system = System(no_process, str(tmp_path))
     system.write("/file", b"")
     system.link("/loop", "loop")
@@ -117,7 +117,7 @@ def test_a_pass_goes_on_if_states_of_machines_cannot_be_listed(gpu_host: Host, f
 
 
 def test_links_are_not_made_elsewhere(tmp_path: Path, fail: Fail) -> None:
-    """Links went to /usr/lib64, where no Debian loader searches, and stayed there."""
+    """Once, links were made in /usr/lib64, where no Debian loader searches, and stayed there."""
     machine = gpu_machine(tmp_path / "machine")
     machine.before_write = lambda path: None
     (machine.tree / "usr/lib64").mkdir()

@@ -143,7 +143,7 @@ def test_a_process_that_cannot_be_inspected_is_reported_and_decides_nothing(site
 
 
 def test_a_gpu_whose_users_cannot_be_determined_is_left_as_it_is(site: Site) -> None:
-    """With another driver, or without a node, there is no device number to search for."""
+    """With another driver, or without a node, the device number to search for is unknown."""
     site.host.remove_file("/dev/nvidia1")
     site.host.rebind(FIRST, "vfio-pci")
     site.host.remove_file(f"/proc/driver/nvidia/gpus/{FIRST}/information")
@@ -215,7 +215,7 @@ def test_drain_wait_waits_for_the_users_to_exit(site: Site) -> None:
 
 
 def test_drain_wait_leaves_it_drained_when_the_time_is_over(site: Site) -> None:
-    """As with a node that could not be drained, the GPU gets no new work, and a second call goes on waiting."""
+    """As with a node that could not be drained, the GPU gets no new work, and a second call continues to wait."""
     agent = site.configure(on_detach="drain-wait", drain_wait=0)
     directory = site.hold()
     ending = detach(SECOND, agent, FAST)
@@ -357,7 +357,7 @@ def test_attach_returns_a_detached_gpu(site: Site) -> None:
 
 
 def test_a_replugged_gpu_is_granted_as_usual(site: Site) -> None:
-    """Even if no pass ran while it was unplugged."""
+    """This holds even if no pass ran while it was unplugged."""
     assert detach(SECOND, site.agent, FAST).done
     site.agent.reconcile()
     assert site.granted() == (FIRST,)

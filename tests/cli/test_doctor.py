@@ -1,4 +1,4 @@
-"""What `doctor` prints: findings from conditions and from the host, as text and as JSON."""
+"""`doctor` prints findings from conditions and from the host, as text and as JSON."""
 
 import json
 import re

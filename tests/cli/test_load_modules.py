@@ -48,7 +48,7 @@ class Programs(ScriptedRunner):
         """Modules that are not installed."""
         self.on_disk = VERSION
         self.broken = False
-        """Whether the programs that make device nodes do nothing."""
+        """True if the programs that make device nodes do nothing."""
 
     def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
         if argv in self.answers:
@@ -223,7 +223,7 @@ def test_modules_for_graphics_are_optional(host: Host, programs: Programs) -> No
 
 
 def test_a_blacklisted_module_is_not_loaded_as_a_dependency(host: Host, programs: Programs) -> None:
-    """modprobe applies the blacklist to the module that it is asked for, not to that module's dependencies."""
+    """modprobe applies the blacklist to its arguments, not to their dependencies."""
     programs.blacklisted = {"nvidia_modeset"}
     assert "kernel module nvidia_modeset was not loaded: modprobe.d blacklists" in load(host)
     assert modprobe_calls(host) == list(MODULES[:3])

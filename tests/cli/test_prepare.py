@@ -1,4 +1,4 @@
-"""What happens before each start of a machine."""
+"""The preparation before each start of a machine."""
 
 import threading
 from pathlib import Path
@@ -31,7 +31,7 @@ def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_hos
 
 
 def test_an_earlier_machines_report_does_not_count(gpu_host: Host) -> None:
-    """Even if its unit could not mount an empty report directory. The new machine may be a different one altogether."""
+    """The unit may have failed to mount an empty report directory, and the new machine may be a different one."""
     agent = reconciler(gpu_host)
     agent.run_pass()
     units(gpu_host, "active")

@@ -186,7 +186,7 @@ def test_only_root_may_change_the_path_to_a_source(host: Host) -> None:
 
 
 def test_a_link_to_a_forbidden_directory(host: Host) -> None:
-    """Even if the forbidden directory is a link itself."""
+    """This holds even if the forbidden directory is itself a link."""
     host.make_directory("/disk/machines/other")
     host.make_directory("/etc/systemd/system")
     host.symlink("/var/lib/machines", "/disk/machines")

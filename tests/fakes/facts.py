@@ -77,7 +77,7 @@ TEMPLATE = (DeviceAllow("/dev/net/tun", "rwm"), DeviceAllow("char-pts", "rw"))
 
 
 def facts(vendor: VendorFacts | None = None, machine: str = "gpu-node") -> Facts:
-    """Return a host with one stopped machine, and nothing of ours on disk."""
+    """Return a host with one stopped machine, and none of our files on disk."""
     return Facts(
         architecture="x86_64",
         systemd_version=257,

@@ -163,7 +163,7 @@ class OpeningHost(Host):
 
 @pytest.mark.parametrize("content", ["the same", "another"])
 def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> None:
-    """Even if another driver was found and cannot be staged."""
+    """This holds even if another driver was found and cannot be staged."""
     host = OpeningHost(tmp_path, runner=RunnerWithRm(tmp_path))
     host.opened = []
     set_up(host)
@@ -335,7 +335,7 @@ def removed(found: Facts) -> list[int]:
 
 
 def test_the_waiting_root_is_staged_after_the_handoffs() -> None:
-    """It keeps no machine from its GPUs, even if there is no space for it."""
+    """Staging it delays no machine's GPUs, even if there is too little space."""
     found = seen(OLD)
     actions = diff(plan(CONFIG, found), found).actions
     assert actions[-1] == StageDriverRoot(NEW)

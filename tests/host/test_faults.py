@@ -97,7 +97,7 @@ def test_an_error_in_the_plan_for_one_machine() -> None:
 
 
 def test_an_error_in_the_steps_for_one_machine() -> None:
-    """The machine keeps what it has, and the other one's steps are complete."""
+    """The machine keeps what it has, and the other machine's steps are complete."""
     seen = two_seen(handed_roots=([],))
     alone = planned(facts())
     found = diff(planned(seen), seen)
@@ -134,7 +134,7 @@ def without_handoff(seen: Facts) -> Facts:
 
 
 class Unforeseen(bytes):
-    """Content that raises an error in whoever reads its lines."""
+    """Content that raises an error as soon as its lines are read."""
 
     def splitlines(self, keepends: bool = False) -> NoReturn:
         raise RecursionError("maximum recursion depth exceeded")

@@ -149,7 +149,7 @@ def test_another_card_in_the_slot_is_not_a_loss(gpu_host: Host) -> None:
 
 
 def test_a_gpu_that_settings_no_longer_name_is_not_missed(gpu_host: Host) -> None:
-    """Whether the settings changed before the removal or after."""
+    """It makes no difference whether the settings changed before or after the removal."""
     agent = reconciler(gpu_host)
     evaluate(agent)
     evaluate(reconciler(gpu_host, gpus=[FIRST]))

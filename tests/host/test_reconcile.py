@@ -263,7 +263,7 @@ def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
 
 
 def test_a_foreign_file_in_place_of_ours_survives(gpu_host: Host) -> None:
-    """An edited file of ours is overwritten, as its first line says; a different file belongs to somebody else."""
+    """Our own file is overwritten if it was edited, as its first line says; a different file is foreign."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     path = nspawn_file(MACHINE)
@@ -435,7 +435,7 @@ def test_after_a_killed_pass_the_next_one_informs_the_machine(gpu_host: Host) ->
 
 @pytest.mark.parametrize("jump", [-86400.0, 3600.0, 86400.0])
 def test_a_clock_jump_makes_no_report_outdated(gpu_host: Host, jump: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither an older report nor one from just before the jump; and a specification keeps what it needs."""
+    """Both an older report and one from just before the jump stay valid, and a specification keeps what it needs."""
     agent = with_missing_nodes(gpu_host)
     report(gpu_host, OPENED)
     assert condition(agent.reconcile().machines[0], ConditionType.DEVICES_ALLOWED) == (Status.TRUE, "Opened")

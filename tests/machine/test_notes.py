@@ -99,7 +99,7 @@ def test_an_unreadable_note_costs_no_report_and_nothing_that_exists(machine: Mac
 
 
 def foreign(machine: Machine) -> None:
-    """Let both files of ours be rewritten."""
+    """Let both of our files be rewritten."""
     machine.put("/usr/bin/nvidia-ctk", "another build")
     machine.remove_tree(MACHINE_STATE)
     machine.put(SPEC, "{}")

@@ -46,7 +46,7 @@ def handoff(generation: str = "a", version: object = 1) -> dict[str, object]:
 
 
 def test_each_generation_has_one_head_start(tmp_path: Path) -> None:
-    """The run decides what comes of it; retries would be wasted each minute if a foreign file is in the way."""
+    """The run handles the result; if a foreign file blocks the output, a head start each minute would be wasted."""
     assert started(tmp_path, handoff("a")) == COMMANDS
     assert (tmp_path / spec_directory("nvidia").lstrip("/")).is_dir()
     assert started(tmp_path, handoff("a")) == []

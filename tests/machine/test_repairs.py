@@ -70,7 +70,7 @@ def test_a_repair_is_counted_and_logged(
 
 
 def test_another_grant_is_not_a_repair(settled: Machine) -> None:
-    """Nor what follows from an edit of containerd's main file that leaves our import."""
+    """Changes that follow from an edit of containerd's main file, with our import intact, do not count either."""
     devices = tuple(device for device in REQUEST.devices if device.path != "/dev/nvidia1")
     files = tuple(file for file in REQUEST.files if not file.target.endswith(f"libnvidia-glcore.so.{VERSION}"))
     settled.hand(replace(REQUEST, devices=devices, gpus=REQUEST.gpus[:1], files=files))

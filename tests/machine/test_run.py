@@ -121,7 +121,7 @@ def test_the_first_run_settles_everything(machine: Machine) -> None:
 
 
 def test_the_second_run_starts_one_process(machine: Machine) -> None:
-    """Only systemctl runs. The report is written nevertheless, because it is the heartbeat."""
+    """systemctl is the only program that runs. The report is written nevertheless, because it is the heartbeat."""
     started(machine)
     before = {path: path.lstat().st_mtime_ns for path in machine.tree.rglob("*") if not path.is_dir()}
     os.utime(machine.tree / REPORT.lstrip("/"), (0, 0))
@@ -531,7 +531,7 @@ def test_a_damaged_spec_is_repaired(machine: Machine) -> None:
 
 
 def test_a_foreign_spec_is_not_overwritten(machine: Machine) -> None:
-    """Nor removed if there are no GPUs."""
+    """It is not removed either, even if there are no GPUs."""
     machine.put(SPEC, "theirs")
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "ForeignFile")

@@ -1,4 +1,4 @@
-"""What a machine was granted, as noted for the next pass."""
+"""The note of what a machine was granted, for the next pass."""
 
 import pytest
 

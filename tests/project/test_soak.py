@@ -1,4 +1,4 @@
-"""What a soak counts as growth."""
+"""The soak's rules for what counts as growth."""
 
 from integration.bed.measure.soak import growth
 

@@ -1,4 +1,4 @@
-"""Who controls the path to a file, and whether everybody may read it. Owners are simulated."""
+"""The owners of a path's components, and whether everybody may read the file. Owners are simulated."""
 
 import errno
 import os

@@ -204,7 +204,7 @@ class Cluster(Lifetime):
             "cgroupDriver": "systemd",
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "failSwapOn": False,
-            # Tells the API of changed resources sooner than the default of 10 s.
+            # The default of 10 s would delay what the API knows of changed resources.
             "nodeStatusUpdateFrequency": "2s",
             # QEMU forwards this port of the API server's machine to the kubelet.
             "port": self._kubelet_port,

@@ -45,7 +45,7 @@ def node_user(node: str) -> str:
 class ControlPlane(Lifetime):
     """A control plane; kubelets may register under the names in `nodes`.
 
-    Without `controllers` there is no scheduler either, and a Node changes only when somebody writes it.
+    Without `controllers`, the scheduler does not run either, and a Node changes only when somebody writes it.
     """
 
     def __init__(self, nodes: Iterable[str], *, controllers: bool = True) -> None:

@@ -23,7 +23,7 @@ FOR_I386 = (
 # Parts that the bed's hosts do without: the X server's modules, tools, firmware and application profiles.
 FURTHER = "firmware-nvidia-gsp libnvidia-egl-gbm1 nvidia-cuda-mps nvidia-driver-bin xserver-xorg-video-nvidia"
 OLDER = "libnvidia-tesla-535-cuda1 libnvidia-tesla-535-ml1 libnvidia-tesla-535-nvcuvid1 libglx-nvidia-tesla-535-0"
-# For translated messages of ldconfig.
+# ldconfig's messages are translated with these.
 TRANSLATIONS = "libc-l10n locales"
 # When triggered, this package's script makes the links of the alternatives system.
 ALTERNATIVE = "nvidia-alternative"

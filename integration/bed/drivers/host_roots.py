@@ -31,7 +31,7 @@ COMPONENTS = "main contrib non-free non-free-firmware"
 
 LIBRARIES = Path("usr/lib/x86_64-linux-gnu")
 SPLIT_LIBRARIES = LIBRARIES / "nvidia/current"
-"""Where Debian keeps most of the driver's real files."""
+"""Debian keeps most of the driver's real files here."""
 ALTERNATIVES = ("/etc/alternatives/nvidia", "/etc/alternatives/glx")
 
 

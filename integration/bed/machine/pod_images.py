@@ -11,14 +11,14 @@ from integration.bed.process import run
 from integration.bed.tools import device_plugin
 
 SOURCES = Path(__file__).parent / "pods"
-# What the real nvidia-smi and the driver's libraries need: a C library, its loader, a loader cache, and a shell.
+# The real nvidia-smi and the driver's libraries need a C library, its loader and a loader cache; scripts need a shell.
 CUDA_PACKAGES = ["base-files", "libc6", "libc-bin", "busybox-static"]
 UNNEEDED = ("dev", "var", "etc/apt", "usr/share", "usr/lib/x86_64-linux-gnu/gconv")
 
 PAUSE = "registry.invalid/pause:local"
 CUDA_TEST = "registry.invalid/cuda-test:local"
 DEVICE_PLUGIN = "registry.invalid/device-plugin:local"
-# As in NVIDIA's image.
+# The same entry point as in NVIDIA's image.
 DEVICE_PLUGIN_ENTRY_POINT = '["nvidia-device-plugin"]'
 
 

@@ -21,7 +21,7 @@ from integration.bed.vm.simulated_host import SimulatedHost
 ROUNDS = 15
 """Pairs of runs. A ratio is taken within a pair: the speed of an emulated processor changes from minute to minute."""
 LINKS = 60
-"""As many as a current driver has; each link is one call into the machine."""
+"""A current driver has this many; each link is one call into the machine."""
 PAIRS = 4
 """GPUs to plug in: as many as the virtual machine has empty ports."""
 IDLE = 600.0

@@ -1,4 +1,4 @@
-"""Evidence for a failed test: what the agent said, on the host and in the machine."""
+"""Evidence for a failed test: the agent's output, on the host and in the machine."""
 
 from integration.bed.machine.node import MACHINE
 from integration.bed.vm.guest import Guest, GuestError

@@ -79,7 +79,7 @@ class Soak:
     host: SimulatedHost
     deadline: float
     versions: tuple[str, str]
-    """Versions of the driver: the one that the host began with, and the other one."""
+    """Versions of the driver: the host's first one, and its replacement."""
     current: int = 0
     """Index of the version that the host has now."""
     done: dict[str, int] = field(default_factory=dict)

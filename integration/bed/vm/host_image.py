@@ -17,7 +17,7 @@ AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Tests start these. nvidia-persistenced would need a real driver.
 DISABLED_UNITS = ("nvidia-persistenced.service", "prometheus.service")
-# Not needed here; under emulation every process at boot costs about 0.2 s.
+# These units are not needed, and under emulation every process at boot costs about 0.2 s.
 MASKED_UNITS = (
     "dev-hugepages.mount",
     "dpkg-db-backup.timer",

@@ -43,7 +43,7 @@ PROCESSORS = {"amd64": "Advanced Micro Devices X86-64", "arm64": "AArch64", "i38
 
 @dataclass(frozen=True)
 class Planned:
-    """What the machine would get, and its condition."""
+    """The machine's goal and condition that were planned."""
 
     goal: MachineGoal
     libraries: Condition
@@ -183,7 +183,7 @@ def test_both_architectures_of_one_host(copy: Path) -> None:
 
 
 def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
-    """The alternatives system chooses the driver; the other one's files in the same directories are left out.
+    """The alternatives system chooses the driver; files of another driver in the same directories are left out.
 
     If the loaded module is the other driver's, not even the host's own programs work, and the condition says so.
     """

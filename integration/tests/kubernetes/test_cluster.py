@@ -214,7 +214,7 @@ def test_pods_of_a_gaming_node(cluster: Cluster, versions: dict[str, str]) -> No
     for library in ("libGLX_nvidia.so.0", "libEGL_nvidia.so.0"):
         assert f"{library} (libc6,x86-64) => " in graphics
     assert "renderD128" in graphics
-    # What the pod requests itself overrides what was allocated to it.
+    # A pod's own request overrides what was allocated to it.
     assert graphics.count("UUID: GPU-") == NUMBER
 
 

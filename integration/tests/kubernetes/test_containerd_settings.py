@@ -185,7 +185,7 @@ def expect_configured(machine: ContainerdMachine, *, default: bool = False) -> d
             assert after.get(path) == value, path
     ours = {path[-1]: value for path, value in after.items() if "nvidia" in path or path[-1] in OURS}
     assert ours["BinaryName"] == HANDLER
-    # Not in containerd 2.4, where CDI is always enabled.
+    # containerd 2.4 has no such key, because CDI is always enabled.
     assert ours.get("enable_cdi", release(machine) >= (2, 4)) is True
     assert {"/etc/cdi", "/var/run/cdi"} <= set(ours["cdi_spec_dirs"])
     # The user's default runtime uses runc's shim too. containerd 2 fills in defaults, all empty, but only for runc.

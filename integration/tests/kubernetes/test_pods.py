@@ -1,4 +1,4 @@
-"""What pods see of the GPUs through the CRI: exactly what was granted, and nothing without a grant."""
+"""Pods see exactly the GPUs that were granted, through the CRI, and nothing without a grant."""
 
 import json
 import re
@@ -28,7 +28,7 @@ LOOK = f"set -e; {shlex.join(PROBE)}; echo; echo ---; nvidia-smi -L; echo ---; c
 
 @dataclass(frozen=True)
 class Look:
-    """What one pod sees of the GPUs."""
+    """The GPUs and mounts that one pod sees."""
 
     probe: dict[str, Any]
     uuids: list[str]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.scenario("002"), pytest.mark.exhaustive]
 ROOT = f"/var/lib/machines/{MACHINE}"
 MAIN = f"{ROOT}/etc/containerd/config.toml"
 CONTAINERD_2 = ("usr/bin/containerd", "usr/bin/containerd-shim-runc-v2", "usr/bin/ctr", "usr/sbin/runc")
-# With the one library of crun that the machine's other packages lack.
+# The last file is the one library of crun that the machine's other packages lack.
 CRUN = ("usr/bin/crun", "usr/lib/x86_64-linux-gnu/libyajl.so.2")
 
 RUNTIME_2 = 'plugins."io.containerd.grpc.v1.cri".containerd.runtimes.crun'

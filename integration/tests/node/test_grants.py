@@ -44,7 +44,7 @@ def test_a_removed_machine_keeps_no_permission(ready: Bed) -> None:
     def allowed() -> str:
         return ready.run("systemctl", "show", "--property=DeviceAllow", UNIT).stdout
 
-    # As the service does for a GPU that is plugged in.
+    # The service does this for a GPU that is plugged in.
     ready.run("systemctl", "set-property", "--runtime", UNIT, "DeviceAllow=/dev/char/195:0 rw")
     ready.run("systemctl", "stop", UNIT, timeout=120)
     assert "/dev/char/195:0" in ready.run("cat", SET).stdout
@@ -83,9 +83,9 @@ for node in ("loop-control", "loop0", "mapper/control", "vda"):
 assert libc.mount(None, b"/proc/sys", None, 32 | 4096, None) == 0
 os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
 """
-"""What root in the machine may not do, by its capabilities and devices, even with the host's whole devtmpfs.
+"""Run as root in a machine: its capabilities and devices forbid these, even with the host's whole devtmpfs.
 
-Last, what docs/security.md says that root may do nevertheless. MS_REMOUNT | MS_BIND is 32 | 4096 (mount.h).
+The last calls are what docs/security.md says that root may do. MS_REMOUNT | MS_BIND is 32 | 4096 (mount.h).
 """
 
 

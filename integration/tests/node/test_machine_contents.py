@@ -52,7 +52,7 @@ def names(*directories: Path) -> set[str]:
 
 
 def test_nvidia_ctk_ranks_specs_as_conditions_assume(tmp_path: Path) -> None:
-    """Within one directory, a name in two files is dropped; a later directory outranks; invalid files are skipped."""
+    """Within one directory, a name in two files is dropped; a later directory wins; invalid files are skipped."""
     edits = {"env": ["A=B"]}
     etc, run_ = tmp_path / "etc", tmp_path / "run"
     for path, devices in ((etc / "a.json", "12"), (etc / "b.yaml", "23"), (run_ / "c.json", "1")):

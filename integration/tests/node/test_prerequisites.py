@@ -34,7 +34,7 @@ def test_an_installed_driver_is_loaded_if_configured(installed: Bed) -> None:
 
 
 def test_a_gpu_that_is_plugged_in_brings_its_driver(installed: Bed) -> None:
-    """But a blacklisted driver is not loaded, and the log says why."""
+    """A blacklisted driver, however, is not loaded, and the log says why."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)
     installed.run("sh", "-ec", UNLOAD)
     assert installed.run("systemctl", "start", LOADING, check=False).status != 0

@@ -102,7 +102,7 @@ def test_the_published_spec_is_valid(ready: Bed) -> None:
 
 
 def test_the_toolkits_own_generator_is_masked(ready: Bed) -> None:
-    """The specification that nvidia-cdi-refresh writes to /var/run/cdi would outrank ours."""
+    """The specification that nvidia-cdi-refresh writes to /var/run/cdi would take precedence over ours."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
         assert ready.node.run("systemctl", "is-enabled", unit, check=False).stdout.strip() == "masked"
 

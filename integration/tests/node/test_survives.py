@@ -1,4 +1,4 @@
-"""What was set up survives reloads, restarts and reboots of everything around the agent, and pauses of the agent."""
+"""The set-up survives reloads, restarts and reboots of everything around the agent, and pauses of the agent."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""What a machine's unit does by itself before each start, run by a real shell, without the agent."""
+"""A machine's unit prepares each start by itself: its shell scripts, run by a real shell, without the agent."""
 
 import fcntl
 import os

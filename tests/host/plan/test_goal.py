@@ -331,7 +331,7 @@ def test_privileges_need_no_newer_image() -> None:
     [
         ("inactive", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
         ("failed", "/dev/char/195:0", [set_device_allow("old"), unit_drop_in("old")]),
-        # Not ours.
+        # This permission is not ours.
         ("inactive", "/dev/char/10:229", [unit_drop_in("old")]),
         ("active", "/dev/char/195:0", []),
     ],
@@ -346,7 +346,7 @@ def test_a_removed_machine_starts_without_our_permissions(unit_state: str, devic
 
 
 def test_a_configured_machine_keeps_set_properties() -> None:
-    """Its drop-in outranks that setting."""
+    """Its drop-in takes precedence over that setting."""
     seen = formerly_configured("inactive", "/dev/char/195:0")
     seen = replace(seen, files={**facts(machine="old").files, **seen.files})
     actions = diff(plan(Config(machines={"old": MachineSettings()}), seen), seen).actions

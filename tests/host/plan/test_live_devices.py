@@ -190,7 +190,7 @@ def test_owners_of_numbers_are_added_to_an_older_versions_note(host: Host) -> No
 
 
 def test_one_bad_node_does_not_hold_up_the_others(host: Host) -> None:
-    """What succeeded is noted, and only the rest is tried again: systemd 252 would stack mounts."""
+    """Successful binds are noted, and only the rest is tried again: systemd 252 would stack mounts."""
     host.bus.refused["/dev/nvidia1"] = BusError("Failed to bind mount: Operation not supported")
     with pytest.raises(ApplyError, match=r"/dev/nvidia1.*not supported.*machinectl reboot gpu-node"):
         change_devices(CHANGE, host)
@@ -274,7 +274,7 @@ def test_an_administrators_permission_stays() -> None:
 
 
 def test_an_unknown_machine_is_not_changed() -> None:
-    """It was started without our settings, so nothing of ours is bound into it."""
+    """It was started without our settings, so none of our nodes is bound into it."""
     assert changes(running(facts(), None)) == []
 
 
@@ -287,7 +287,7 @@ def test_a_new_number_at_the_same_path_is_bound_again() -> None:
 
 
 def test_a_killed_pass_leaves_no_unknown_permission(host: Host) -> None:
-    """What is about to be permitted is noted first: if the GPU is removed meanwhile, the next pass forbids it."""
+    """New permissions are noted before they are set: if the GPU is removed meanwhile, the next pass forbids it."""
     noted: list[LiveSettings] = []
 
     def die(*call: object) -> tuple[object, ...]:

@@ -76,7 +76,7 @@ def test_too_few_gpus_are_reported_with_the_reason() -> None:
 
 
 def test_a_new_gpu_displaces_none_in_use() -> None:
-    """Even if it sorts before them."""
+    """This holds even if its address sorts before theirs."""
     settings = config(a="count=1", b="count=1")
     before = host("a", "b", gpus=range(1, 4))
     assert gpus_by_machine(settings, before) == {"a": [1], "b": [2]}
@@ -156,7 +156,7 @@ def test_an_unknown_grant_is_not_given_away() -> None:
 
 
 def test_an_unknown_grant_holds_up_only_machines_that_could_get_its_gpus() -> None:
-    """Only machines with a number of GPUs are held up; the others get theirs, whoever else has them."""
+    """Machines with a number of GPUs are held up; the others get theirs, whoever else has them."""
     wanted: dict[str, str | list[str]] = {"a": "count=1", "b": "count=1", "c": "all", "d": [address(3)]}
     seen = host(*wanted)
     unseen = Unseen("granted.json: Input/output error")

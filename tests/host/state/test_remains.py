@@ -21,7 +21,7 @@ def temporary(path: str) -> str:
      granted_file(FORMER), conditions_file(FORMER)],
 )  # fmt: skip
 def test_a_pass_removes_what_a_killed_writer_left(gpu_host: Host, path: str) -> None:
-    """Even for a machine that is no longer configured."""
+    """This includes a machine that is no longer configured."""
     agent = reconciler(gpu_host)
     agent.reconcile()
     gpu_host.file(temporary(path), "half of it")

@@ -153,7 +153,7 @@ def test_default_runtime_only_if_configured() -> None:
 
 
 def test_users_spec_directories_stay_and_cdi_is_switched_on() -> None:
-    """Even if a version 3 file switches CDI off."""
+    """This holds even if a version 3 file switches CDI off."""
     main = f'version = 3\n[plugins."{CRI_3}"]\nenable_cdi = false\ncdi_spec_dirs = ["/srv/cdi", "/etc/cdi"]\n'
     table = drop_in(main, V21)["plugins"][CRI_3]
     assert table["enable_cdi"] is True
@@ -265,7 +265,7 @@ def test_imports_that_are_not_a_list_are_left_alone(listed: str) -> None:
 
 
 def test_lost_and_changed_settings_are_found() -> None:
-    """Lost settings of any plugin are found, and so are missing ones of ours."""
+    """Lost settings of any plugin are found, and so are our own missing ones."""
     before = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "a", "x": {"y": 1}}, "opt": {"path": "/srv"}}}
     after = {"version": 2, "plugins": {CRI_2: {"sandbox_image": "b"}, "opt": {"path": "/srv"}}}
     found = "; ".join(problems(before, after, {}, HANDLER, default=True))
@@ -281,7 +281,7 @@ def test_lost_and_changed_settings_are_found() -> None:
 
 
 def test_lost_settings_of_the_handler_are_found() -> None:
-    """Also of a handler that existed before. A key that containerd does not know is not a loss."""
+    """This includes a handler that existed before. A key that containerd does not know is not a loss."""
     runtimes: dict[str, Any] = {"runc": {"options": {"SystemdCgroup": True}}}
     before = {"version": 2, "plugins": {CRI_2: {"containerd": {"runtimes": runtimes}}}}
     ours = {"runtime_type": "x", "typo": 1, "options": {"SystemdCgroup": True, "BinaryName": HANDLER.binary}}
@@ -853,7 +853,7 @@ def test_a_real_containerd_reads_it_back(main: str, tmp_path: Path) -> None:
     (tmp_path / "before.toml").write_text(before)
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     dump = tomllib.loads(tool("--config", f"{tmp_path}/before.toml", "config", verb))
-    # 1.6 handles the tables in the same way; it only lacks CDI.
+    # 1.6 handles the tables in the same way, but has no CDI.
     configuration = Configuration(tomllib.loads(before), {}, dump)
     wanted = render(configuration, max(version, (1, 7, 0)), HANDLER, default=True)
     (tmp_path / "drop-in.toml").write_text(tomlkit.dumps(wanted))

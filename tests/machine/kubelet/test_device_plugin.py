@@ -54,7 +54,7 @@ def test_a_gpu_added_after_the_plugins_start_needs_its_restart(serving: Kubelet)
 
 
 def test_a_removed_gpu_needs_the_plugins_restart(serving: Kubelet) -> None:
-    """The plugin goes on offering a removed GPU, apart from its health checks."""
+    """Apart from its health checks, the plugin continues to offer a removed GPU."""
     serving.advertise(gpu=[*UUIDS, OTHER])
     serving.publish_later()
     assert serving.condition() == ("False", "DevicePluginRestartNeeded")
@@ -120,7 +120,7 @@ def test_a_plugin_that_exited_or_was_killed(serving: Kubelet) -> None:
 
 
 def test_a_dead_plugin_next_to_one_that_serves(serving: Kubelet) -> None:
-    """Of two plugins, or of two resources, one is dead: the file still lists what it had."""
+    """One of two plugins, or resources, is dead: the file still lists what it had."""
     other = f"{PLUGINS}/nvidia-mig-1g.5gb.sock"
     serving.listen(other)
     serving.advertise(gpu=list(UUIDS))

@@ -77,7 +77,7 @@ def test_the_container_that_serves_is_stopped_once(outdated: Kubelet, cgroup: st
 
 
 def test_the_plugin_of_a_machine_without_gpus_is_restarted_once(outdated: Kubelet) -> None:
-    """There is no specification left, and what the plugin advertises is gone."""
+    """The specification was removed, and what the plugin advertises is gone."""
     outdated.machine.hand(EMPTY, restart_device_plugin=True)
     for _ in range(3):
         assert outdated.condition() == ("False", "DevicePluginRestartNeeded")

@@ -81,7 +81,7 @@ def test_an_images_own_configuration_is_left_alone(machine: Machine) -> None:
         ({CUDA: "/etc/alternatives/libcuda"}, [], [], [CUDA]),
         ({CUDA: TEXT, f"{MULTIARCH}/libold.so": OLD}, [f"{MULTIARCH}/libold.so"], [], []),
         ({CUDA: TEXT, f"{MULTIARCH}/libother.so": "libz.so.1", f"{MULTIARCH}/libz.so.1": FOREIGN}, [], [], []),
-        # ldconfig's own link between two of ours: it stays unless its name is wanted, then ours replaces it.
+        # ldconfig's own link between two of our links: it stays unless its name is needed, then our link replaces it.
         ({CUDA: TEXT, f"{MULTIARCH}/libcuda.so.9": "libcuda.so.1"}, [], [], []),
         ({CUDA: "libcuda.so.550", f"{MULTIARCH}/libcuda.so.550": OLD}, [f"{MULTIARCH}/libcuda.so.550"], [CUDA], []),
         # A link whose target only looks like ours.
@@ -145,7 +145,7 @@ def test_a_conflict_with_a_text_file_runs_no_program_later(machine: Machine) -> 
 
 
 def test_a_new_generation_replaces_all_links(machine: Machine) -> None:
-    """Links of files that the new generation lacks are removed."""
+    """Links to files that are not in the new generation are removed."""
     run(machine)
     (machine.tree / "run/host-nvidia/0").rename(machine.tree / "run/host-nvidia/1")
     files = tuple(file for file in REQUEST.files if "nvidia-api" not in file.target)

@@ -55,8 +55,8 @@ def of_kind(devices: str) -> str:
     return f"kind: intel.com/gpu\ndevices:\n{devices}"
 
 
-def test_what_generators_write() -> None:
-    """Go's, in YAML and in JSON."""
+def test_specs_of_generators() -> None:
+    """The generators are Go programs, which write YAML or JSON."""
     assert device_names(GENERATED) == ("intel.com/gpu=card0", "intel.com/gpu=0000:03:00.0")
     assert device_names(of_kind('    - name: "0"\n      containerEdits:\n        deviceNodes:\n')) == (
         "intel.com/gpu=0",
@@ -68,7 +68,7 @@ def test_what_generators_write() -> None:
 @pytest.mark.parametrize("flow", [None, False, True])
 @pytest.mark.parametrize("style", [None, "'", '"'])
 @pytest.mark.parametrize("indent", [2, 4])
-def test_what_pyyaml_writes(flow: bool | None, style: str | None, indent: int) -> None:
+def test_specs_of_pyyaml(flow: bool | None, style: str | None, indent: int) -> None:
     for each in (recorded_spec(), drm_spec()):
         text = yaml.safe_dump(
             each, default_style=style, default_flow_style=flow, indent=indent, sort_keys=False, version=(1, 1)
@@ -79,7 +79,7 @@ def test_what_pyyaml_writes(flow: bool | None, style: str | None, indent: int) -
 @pytest.mark.parametrize(
     "change", [lambda text: text, lambda text: text.replace("\n", "\r\n"), lambda text: "\ufeff" + text]
 )
-def test_what_somebody_wrote_by_hand(change: Callable[[str], str]) -> None:
+def test_handwritten_specs(change: Callable[[str], str]) -> None:
     assert device_names(change(BY_HAND)) == BOTH
 
 
@@ -101,13 +101,13 @@ def test_what_somebody_wrote_by_hand(change: Callable[[str], str]) -> None:
         '{"Kind": "intel.com/gpu", "Devices": [{"nAme": "all"}]}',
     ],
 )
-def test_what_runtimes_read(text: str) -> None:
-    """Whatever its style; letters' case in keys does not matter to Go's decoder of JSON, to which they turn YAML."""
+def test_every_style_that_runtimes_read(text: str) -> None:
+    """The style does not matter. Runtimes turn YAML into JSON, and Go's JSON decoder ignores the case of keys."""
     assert device_names(text) == ALL
 
 
-def test_a_small_number_is_a_name_as_it_is_written() -> None:
-    """Runtimes make a string of a scalar where they want one."""
+def test_a_small_number_is_a_name() -> None:
+    """Runtimes convert a scalar to a string if they expect a string."""
     assert device_names(of_kind("- name: 0\n- name: 17\n")) == ("intel.com/gpu=0", "intel.com/gpu=17")
     assert device_names('{"kind": "a.b/c", "devices": [{"name": 0}]}') == ("a.b/c=0",)
 
@@ -127,7 +127,7 @@ def test_a_small_number_is_a_name_as_it_is_written() -> None:
         of_kind("- containerEdits: {}\n"),
     ],
 )
-def test_no_device_in_what_no_runtime_accepts(text: str) -> None:
+def test_a_document_that_no_runtime_accepts_has_no_device(text: str) -> None:
     assert device_names(text) == ()
 
 
@@ -154,7 +154,7 @@ def test_no_device_in_what_no_runtime_accepts(text: str) -> None:
         (of_kind("- name: !!binary YWxs\n"), 3),
     ],
 )
-def test_what_others_may_take_for_something_else_is_refused(text: str, line: int) -> None:
+def test_ambiguous_documents_are_refused(text: str, line: int) -> None:
     with pytest.raises(DocumentError, match=rf"neither JSON nor plain YAML, see line {line} \(write"):
         device_names(text)
 
@@ -171,7 +171,7 @@ def test_a_name_that_runtimes_turn_into_another_is_refused(name: str) -> None:
 @pytest.mark.parametrize("opening", ["[", "{", '{"a":', "- ", "? ", "{a: "])
 @pytest.mark.parametrize("start", ["", "kind: a.b/c\ndevices: ", "kind: a.b/c\nannotations: "])
 def test_attack_depth_costs_neither_time_nor_the_stack(opening: str, start: str) -> None:
-    """libyaml alone would take minutes for the first."""
+    """libyaml alone would take minutes for the first case."""
     with pytest.raises(DocumentError, match="neither JSON nor plain YAML"):
         device_names(start + opening * 100_000)
 
@@ -182,7 +182,7 @@ def test_attack_an_alias_is_never_expanded() -> None:
 
 
 def test_attack_an_error_does_not_repeat_what_is_in_the_file() -> None:
-    """A pod can have a link in /etc/cdi lead to another file of the machine's."""
+    """A pod can make a link in /etc/cdi to another file of the machine."""
     with pytest.raises(DocumentError, match="see line 3") as raised:
         device_names("# a comment\nkind: a.b/c\nroot: *$6$secret:19000:0:99999:7:::\n")
     assert "secret" not in str(raised.value)
@@ -190,19 +190,19 @@ def test_attack_an_error_does_not_repeat_what_is_in_the_file() -> None:
 
 
 @pytest.mark.parametrize("text", [of_kind("- name: \udcff\n"), of_kind("- name: \x01\n")])
-def test_no_characters_of_yaml(text: str) -> None:
+def test_characters_that_yaml_forbids(text: str) -> None:
     with pytest.raises(DocumentError, match="neither JSON nor plain YAML"):
         device_names(text)
 
 
 @given(st.text(alphabet="kind: devices\n-nm'\"#{}[]&ax*/\t", max_size=60))
-def test_no_text_breaks_it(text: str) -> None:
+def test_no_text_raises_another_error(text: str) -> None:
     with suppress(DocumentError):
         device_names(f"kind: a/b\n{text}")
 
 
 def test_without_pyyaml_yaml_is_refused_and_json_is_read() -> None:
-    """As in a machine whose image lacks the package: -S leaves out installed packages."""
+    """The image of a machine may not have the package; -S hides installed packages."""
     code = "from agent.vendors.cdi.names import device_names; import sys; print(device_names(sys.argv[1]))"
 
     def read(text: str) -> subprocess.CompletedProcess[str]:

@@ -75,7 +75,7 @@ def test_groups_are_removed_from_devices_and_common_edits() -> None:
 
 
 def test_the_published_spec_is_normalised(tmp_path: Path) -> None:
-    """Whatever the generator writes."""
+    """This holds whatever the generator writes."""
     machine = gpu_machine(tmp_path / "machine")
     wordy = recorded_spec() | {"cdiVersion": "1.0.0", "annotations": {}}
     wordy["containerEdits"]["additionalGids"] = []

@@ -160,7 +160,7 @@ def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, ver
 
 
 def test_the_version_is_read_from_the_containerd_that_would_start(machine: Machine) -> None:
-    """Not one to which an earlier directory in PATH has only a dangling link."""
+    """An earlier directory in PATH may have a dangling link of that name, which does not count."""
     machine.make_directory("/usr/local/sbin")
     machine.link("/usr/local/sbin/containerd", "/opt/containerd")
     machine.program("containerd", lambda argv: machine_root.containerd(machine, argv, "v1.7.12"))
@@ -233,7 +233,7 @@ def test_a_running_process_of_unknown_version_does_not_remove_groups(machine: Ma
 
 
 def test_containerds_version_is_read_once(machine: Machine) -> None:
-    """Neither later steps nor runs that make another specification run it again."""
+    """It does not run again in later steps, nor in runs that make another specification."""
     settled(machine)
     version_call = ("containerd", "--version")
     machine.put("/etc/group", "root:x:0:\nvideo:x:44:\n")

@@ -1,4 +1,4 @@
-"""MIG instances and IMEX channels on the host: which nodes are granted, and what is said of incomplete instances."""
+"""MIG instances and IMEX channels on the host: which nodes are granted, and how incomplete instances are reported."""
 
 import pytest
 

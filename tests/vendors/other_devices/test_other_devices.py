@@ -173,7 +173,7 @@ def test_a_machine_gets_what_its_settings_name(devices: Host) -> None:
     assert machine.live.nodes["/dev/kvm"] == "10:232"
     (request,) = (each for each in machine.handoff.requests if each.vendor == "other-devices")
     assert request == Request("other-devices", (), (GrantedDevice("/dev/fuse", "extra", 10, 229), KVM))
-    # There is no key with a version that an older machine half refuses.
+    # No key needs a version that an older machine half would refuse.
     assert b'"version": 2' not in machine.handoff_file.content
 
 
@@ -305,7 +305,7 @@ def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
     assert not machine.exists("/dev/kvm")
     assert not machine.exists("/dev/char/10:232")
     assert machine.exists("/dev/watchdog")
-    # None of them is configured now: there is no request for them at all.
+    # None of them is configured now, so the handoff has no request for them.
     machine.hand(REQUEST)
     run(machine)
     assert not machine.exists("/dev/watchdog")

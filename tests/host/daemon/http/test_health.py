@@ -1,4 +1,4 @@
-"""What health probes and `systemctl status` show of machines."""
+"""Health probes and `systemctl status` show the state of machines."""
 
 from http import HTTPStatus
 

@@ -22,9 +22,9 @@ class Piped:
         self.name = name
         self.opened = 0
         self.refuses: Exception | None = None
-        """What `open` raises."""
+        """The error that `open` raises."""
         self.breaks: Exception | None = None
-        """What `asks` raises."""
+        """The error that the check for events raises."""
         self._pipe: tuple[int, int] | None = None
 
     def open(self) -> None:

@@ -277,7 +277,7 @@ def test_a_node_with_another_number_leaves_the_spec(machine: Machine) -> None:
 
 
 def test_every_edit_is_narrowed() -> None:
-    """Also edits that all devices of a specification share. A node without a number counts as the existing one."""
+    """This includes edits that all devices share. A node without a number counts as the existing one."""
     nodes = [{"path": each.path} for each in FS]
     shared = {"deviceNodes": nodes, "env": ["A=B"]}
     spec = {"devices": [{"name": "all", "containerEdits": {"deviceNodes": nodes}}], "containerEdits": shared}

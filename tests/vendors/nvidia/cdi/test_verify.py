@@ -232,7 +232,7 @@ def test_a_node_with_another_granted_gpus_number_is_refused() -> None:
 
 
 def test_a_missing_node_is_refused() -> None:
-    """With a node that the machine lacks, every container would fail to start."""
+    """Containers would fail to start with a node that does not exist in the machine."""
     live = {path: number for path, number in LIVE.items() if path != "/dev/nvidia-modeset"}
     verdict = verify(recorded_spec(), REQUEST, live, PRESENT)
     assert verdict.problems == ("containerEdits: device node /dev/nvidia-modeset is not in this machine",)
@@ -338,7 +338,7 @@ JSON = st.recursive(
 
 @given(JSON, st.data())
 def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None:
-    """Whatever value is in whichever place, there is a verdict, never an exception."""
+    """Any value in any place leads to a result, never to an exception."""
     spec: Any = recorded_spec()
     place, key = {"": spec}, ""
     container: Any = place

@@ -167,7 +167,7 @@ def test_an_incomplete_mig_device_is_left_out(gone: tuple[int, ...], left_out: s
 
 
 def test_a_device_with_too_few_nodes_is_left_out() -> None:
-    """nvidia-ctk warns of a node that it does not find, and continues. This is made by hand: no recording has it."""
+    """nvidia-ctk warns of a node that it does not find, and continues. No recording has this, so the test makes it."""
     spec = mig_spec()
     drop_node(spec, 50, "0:2", UUIDS[2], "all")
     kept, names = without_half_made(spec, MIG_REQUEST)
@@ -258,7 +258,7 @@ def with_whole_gpu(spec: Spec) -> Spec:
 
 
 def test_a_gpu_in_mig_mode_without_instances_is_not_a_fault(machine: Machine) -> None:
-    """The message says that nobody can use it. A specification with an instance, or the whole GPU, is replaced."""
+    """The message says that no pod can use it. A specification with an instance, or the whole GPU, is replaced."""
     run(machine)
     request, spec = no_instance()
     write(machine, spec)
@@ -302,7 +302,7 @@ def test_only_gpus_in_mig_mode_without_instances(machine: Machine) -> None:
 
 
 def test_mig_devices_are_compared_with_what_is_advertised(machine: Machine) -> None:
-    """NVIDIA's plugin advertises them by UUID: under their profiles (MIG_STRATEGY=mixed), or not at all (none)."""
+    """NVIDIA's plugin advertises them by UUID: under their profiles (MIG_STRATEGY=mixed), or not (none)."""
     gpu = "GPU-51000000-0000-4000-8000-000000000200"
     with ExitStack() as stack:
         run(machine)

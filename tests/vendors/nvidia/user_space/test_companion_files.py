@@ -1,4 +1,4 @@
-"""What drivers ship next to their libraries: found where hosts keep it, in one version, and named if missing."""
+"""Files that drivers ship next to their libraries: found where hosts keep them, of one version, named if missing."""
 
 import pytest
 

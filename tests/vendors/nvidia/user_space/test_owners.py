@@ -1,4 +1,4 @@
-"""Who controls a driver's places: what root copies from there for all machines must be root's. Owners are simulated.
+"""The owners of a driver's places: what root copies from there for all machines must be root's. Owners are simulated.
 
 The layouts are those of test_places.py.
 """
