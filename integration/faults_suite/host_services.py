@@ -19,7 +19,7 @@ class Site(Protocol):
 
     def reload(self) -> None: ...
 
-    def start_asked(self) -> None: ...
+    def start_requested(self) -> None: ...
 
     def permit(self, arguments: tuple[object, ...]) -> None: ...
 
@@ -74,7 +74,7 @@ class Runner(ScriptedRunner):
                 case ("systemctl", "daemon-reload"):
                     self.world.reload()
                 case ("systemctl", "start", "--no-block", _):
-                    self.world.start_asked()
+                    self.world.start_requested()
                 case ("mount", *_):
                     self.world.mounts.add(argv[-1])
                 case ("umount", *_):

@@ -75,7 +75,7 @@ class HostWorld(HostDevices):
     def reload(self) -> None:
         self.loaded = self._content(unit_drop_in(MACHINE))
 
-    def start_asked(self) -> None:
+    def start_requested(self) -> None:
         self.starting = True
         if self._content(nspawn_file(MACHINE)) is None or self.loaded is None:
             self.wrong.append("the machine was started without its settings")
@@ -227,7 +227,7 @@ class HostWorld(HostDevices):
             self.false_conditions |= {
                 (each.type, each.reason, each.message) for each in conditions if each.status is Status.FALSE
             }
-            left = _words(outcome)
+            left = _describe(outcome)
             idle = not outcome.actions and not outcome.failures and not self.starting
             quiet = quiet + 1 if idle and not any(each.pending for each in outcome.machines) else 0
             if quiet == 2:
@@ -290,5 +290,5 @@ def _unordered(text: str) -> str:
     return f"{mode} {json.dumps(kept, sort_keys=True)}"
 
 
-def _words(outcome: Outcome) -> str:
+def _describe(outcome: Outcome) -> str:
     return "; ".join((*outcome.sentences, *outcome.failures)) or "a machine stays pending"

@@ -128,13 +128,13 @@ def _node(directory: Path) -> MachineWorld:
     return world
 
 
-def _judge(world: MachineWorld) -> None:
+def _publish_status(world: MachineWorld) -> None:
     machine: Any = world.machine
-    machine.judge(judged=time.time(), since=time.time() - 1000)
+    machine.publish_status(judged=time.time(), since=time.time() - 1000)
 
 
-def _judged(world: MachineWorld) -> None:
-    _judge(world)
+def _set_on_node(world: MachineWorld) -> None:
+    _publish_status(world)
     world.update_node()
 
 
@@ -154,6 +154,6 @@ SCENARIOS = (
     Scenario("spec changed by somebody", SETTLE, _edit_spec),
     Scenario("links removed by somebody", SETTLE, _edit_links),
     Scenario("MIG instances made", _without_instances, _instances, start=_mig),
-    Scenario("condition on the Node", _nothing, _judge, UPDATE_NODE, start=_node),
-    Scenario("condition on the Node withdrawn", _judged, _unwanted, UPDATE_NODE, start=_node),
+    Scenario("condition on the Node", _nothing, _publish_status, UPDATE_NODE, start=_node),
+    Scenario("condition on the Node withdrawn", _set_on_node, _unwanted, UPDATE_NODE, start=_node),
 )

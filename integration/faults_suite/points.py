@@ -148,7 +148,7 @@ def strike(story: Story, baseline: Baseline, how: Strike) -> Finding | None:
         what += clean(story, world, baseline)
     if watch.struck is None:
         what.append("the call was not made: the calls differ from run to run")
-    return Finding(story.name, _words(how, watch), tuple(what)) if what else None
+    return Finding(story.name, _describe(how, watch), tuple(what)) if what else None
 
 
 def clean(story: Story, world: World, baseline: Baseline) -> list[str]:
@@ -160,7 +160,7 @@ def clean(story: Story, world: World, baseline: Baseline) -> list[str]:
     return [*world.faults(), *differences(baseline.state, world.state())]
 
 
-def _words(how: Strike, watch: Watch) -> str:
+def _describe(how: Strike, watch: Watch) -> str:
     kind = "writing" if how.writing else "reading"
     what = errorcode[how.code] if how.code else "killed in" if how.torn else "killed before"
     return f"{what} {kind} call {how.number}, {watch.struck}"

@@ -31,7 +31,7 @@ class Node(Machine):
         self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
         self.put(f"/proc/{number}/status", f"Name:\tx\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n")
 
-    def judge(self, condition: Condition = READY, judged: float = NOW, since: float = NOW - 1000) -> None:
+    def publish_status(self, condition: Condition = READY, judged: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
         self.put(JUDGEMENT, render_judgement(judgement(dated, judged)))
 
@@ -52,5 +52,5 @@ class Node(Machine):
         noted = Notes(self).load(NOTE)
         return noted["status"], noted["reason"]
 
-    def words(self) -> str:
+    def outcome_message(self) -> str:
         return str(Notes(self).load(NOTE)["message"])

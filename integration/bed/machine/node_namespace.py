@@ -58,7 +58,7 @@ class NodeNamespace:
         for directory in (RUNTIME, STATE):
             self._system.make_directory(directory)
 
-    def judge(self, ready: Condition, judged: float | None = None) -> None:
+    def publish_status(self, ready: Condition, judged: float | None = None) -> None:
         """Publish the host status, as the host half does."""
         verdict = judgement(ready, time.time() if judged is None else judged)
         self._system.write(JUDGEMENT, render_judgement(verdict))

@@ -16,10 +16,10 @@ COMMANDS = {
 
 def evidence(guest: Guest) -> list[tuple[str, str]]:
     """Return titles and texts; if a command cannot run, its text says why."""
-    return [(title, _said(guest, argv)) for title, argv in COMMANDS.items()]
+    return [(title, _output(guest, argv)) for title, argv in COMMANDS.items()]
 
 
-def _said(guest: Guest, argv: tuple[str, ...]) -> str:
+def _output(guest: Guest, argv: tuple[str, ...]) -> str:
     try:
         completed = guest.run(argv, timeout=30, check=False)
     except (GuestError, OSError) as error:

@@ -90,14 +90,14 @@ def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
     before, none = look(control_plane)
     other_before = look(control_plane, OTHER)
     assert none is None
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
     assert machine.reported()[:2] == ("True", "Set")
     node, ours = look(control_plane)
     assert node == before
     assert ours is not None
     assert (ours["status"], ours["reason"], ours["message"]) == ("True", GOOD.reason, GOOD.message)
-    machine.judge(BAD)
+    machine.publish_status(BAD)
     machine.run(kubeconfig)
     node, ours = look(control_plane)
     assert node == before
@@ -116,12 +116,12 @@ def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
 def test_unchanged_status_is_a_heartbeat_every_five_minutes(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str
 ) -> None:
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
     _, first = look(control_plane)
     # Kubernetes stores whole seconds.
     time.sleep(1.1)
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
     assert look(control_plane)[1] == first, "nothing was sent"
     machine.age_notes(301)
@@ -135,9 +135,9 @@ def test_unchanged_status_is_a_heartbeat_every_five_minutes(
 
 @pytest.mark.usefixtures("nodes")
 def test_silent_host_makes_it_unknown(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
-    machine.judge(GOOD, judged=time.time() - 301)
+    machine.publish_status(GOOD, judged=time.time() - 301)
     machine.run(kubeconfig)
     _, ours = look(control_plane)
     assert ours is not None
@@ -147,7 +147,7 @@ def test_silent_host_makes_it_unknown(control_plane: ControlPlane, machine: Node
 @pytest.mark.usefixtures("nodes")
 def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
     """The kubelet's patches and ours do not undo each other."""
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
     kubelets = {**KUBELETS_OWN, "status": "False", "reason": "KubeletNotReady", "message": "PLEG is not healthy"}
     patch = json.dumps({"status": {"conditions": [kubelets]}})
@@ -155,7 +155,7 @@ def test_what_others_set_meanwhile_stays(control_plane: ControlPlane, machine: N
     control_plane.kubectl("label", "node", NODE, "example.com/rack=8", "--overwrite")
     before, ours = look(control_plane)
     assert ours is not None, "the kubelet's patch leaves ours alone"
-    machine.judge(BAD)
+    machine.publish_status(BAD)
     machine.run(kubeconfig)
     after, ours = look(control_plane)
     assert after == before
@@ -169,7 +169,7 @@ def test_another_nodes_name_is_refused_and_reported(
 ) -> None:
     """The kubelet's --hostname-override does not match its credentials."""
     before = look(control_plane, OTHER)
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     journal = machine.run(kubeconfig, f"--hostname-override={OTHER}")
     status, reason, message = machine.reported()
     assert (status, reason) == ("False", "Refused")
@@ -182,7 +182,7 @@ def test_another_nodes_name_is_refused_and_reported(
 
 def test_node_that_has_not_registered(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
     """The kubelet creates its Node; the agent never does."""
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     machine.run(kubeconfig)
     assert machine.reported()[:2] == ("False", "NodeNotRegistered")
     assert control_plane.kubectl("get", "nodes", "--output=name") == ""
@@ -195,7 +195,7 @@ def test_node_that_has_not_registered(control_plane: ControlPlane, machine: Node
 def test_wrong_credentials_and_addresses(control_plane: ControlPlane, machine: NodeNamespace, tmp_path: Path) -> None:
     text = control_plane.kubeconfig(node_user(NODE))
     token = json.loads(text)["users"][0]["user"]["token"]
-    machine.judge(GOOD)
+    machine.publish_status(GOOD)
     for wrong, reason in (
         (text.replace(token, "0" * 32), "Refused"),
         # Nothing listens on the discard port.

@@ -31,7 +31,7 @@ def node(tmp_path: Path) -> Node:
     machine.put("/usr/local/bin/kubectl")
     machine.program("kubectl", machine.kubectl)
     machine.process(40, *KUBELET)
-    machine.judge()
+    machine.publish_status()
     return machine
 
 
@@ -59,19 +59,19 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
 def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     """Otherwise every machine would send a request to a large cluster's API server each minute."""
     run(node, NOW)
-    node.judge(judged=NOW + 60)
+    node.publish_status(judged=NOW + 60)
     run(node, NOW + 60)
     assert len(node.replaced) == 1
     broken = false(ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: no libcuda")
-    node.judge(broken, NOW + 70, since=NOW + 65)
+    node.publish_status(broken, NOW + 70, since=NOW + 65)
     run(node, NOW + 70)
     assert node.on_node()["status"] == "False"
     assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:01:10Z"
     changed = node.on_node()["lastTransitionTime"]
-    node.judge(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80)
+    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80)
     run(node, NOW + 80)
     assert (node.on_node()["reason"], node.on_node()["lastTransitionTime"]) == ("Stopped", changed)
-    node.judge(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80 + HEARTBEAT)
+    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "another"), NOW + 80 + HEARTBEAT)
     run(node, NOW + 79 + HEARTBEAT)
     assert len(node.replaced) == 3
     run(node, NOW + 80 + HEARTBEAT)
@@ -85,7 +85,7 @@ def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
     run(node, NOW + SILENT_AFTER + 1)
     assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "AgentSilent")
     assert "2027-01-15T08:00:00Z" in node.on_node()["message"]
-    node.judge(judged=NOW + 400)
+    node.publish_status(judged=NOW + 400)
     run(node, NOW + 400)
     assert node.on_node()["status"] == "True"
     assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:06:40Z", "it was Unknown in between"
@@ -96,7 +96,7 @@ def test_a_clock_that_was_set_back(node: Node) -> None:
     run(node, NOW)
     run(node, NOW - 3600)
     assert node.on_node()["reason"] == "AgentSilent"
-    node.judge(judged=NOW - 3600)
+    node.publish_status(judged=NOW - 3600)
     run(node, NOW - 3590)
     assert node.on_node()["status"] == "True"
 
@@ -124,7 +124,7 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
     node.calls.clear()
     run(node, NOW + 70)
     assert node.calls == []
-    node.judge(judged=NOW + 80)
+    node.publish_status(judged=NOW + 80)
     run(node, NOW + 80)
     assert node.on_node()["status"] == "True", "and is set again"
 
@@ -254,7 +254,7 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
     node.program("kubectl", "", 1, stderr)
     run(node, NOW)
     assert node.outcome() == ("False", reason)
-    assert stderr in node.words()
+    assert stderr in node.outcome_message()
     node.program("kubectl", node.kubectl)
     run(node, NOW + 60)
     assert node.outcome() == ("True", "Set")
@@ -272,7 +272,7 @@ def test_a_conflicting_change_is_retried(node: Node) -> None:
     run(node, NOW)
     assert node.outcome() == ("True", "Set")
     assert len(node.replaced) == 1
-    node.judge(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
+    node.publish_status(false(ConditionType.READY, Reason.STOPPED, "it stopped"))
     left.extend([conflict] * 10)
     run(node, NOW + 1)
     assert node.outcome() == ("False", "Refused")
@@ -290,7 +290,7 @@ def test_a_kubectl_that_hangs_or_is_missing(node: Node) -> None:
     node.program("kubectl", hang)
     run(node, NOW)
     assert node.outcome() == ("False", "APIUnreachable")
-    assert "time limit of 15 s" in node.words()
+    assert "time limit of 15 s" in node.outcome_message()
     node.drop("/usr/local/bin/kubectl")
     run(node, NOW)
     assert node.outcome() == ("False", "NoKubectl")
@@ -311,7 +311,7 @@ def test_the_report_has_the_condition_only_if_configured(node: Node) -> None:
     node.drop(JUDGEMENT)
     run_setup(node)
     assert "NodeConditionSet" not in node.conditions()
-    node.judge()
+    node.publish_status()
     run_setup(node)
     assert node.conditions()["NodeConditionSet"] == ("Unknown", "NotTried")
 
@@ -329,7 +329,7 @@ def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
     import time
 
     now = time.time()
-    node.judge(judged=now)
+    node.publish_status(judged=now)
     node.program("kubectl", "", 1, "Error from server (Forbidden): no")
     run(node, now)
     run_setup(node)
@@ -342,7 +342,7 @@ def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
 # ---- the document
 
 
-def test_judgement_round_trip() -> None:
+def test_the_host_status_survives_a_round_trip() -> None:
     ready = Condition(ConditionType.READY, Status.FALSE, "A", "b", 5.5)
     parsed = parse_judgement(render_judgement(judgement(ready, NOW)))
     assert (parsed.ready, parsed.judged) == (ready, NOW)
@@ -364,7 +364,7 @@ def test_judgement_round_trip() -> None:
         ({"message": []}, "key message must be str"),
     ],
 )
-def test_what_is_wrong_in_a_judgement_is_named(change: dict[str, object], named: str) -> None:
+def test_errors_in_the_host_status_name_the_key(change: dict[str, object], named: str) -> None:
     document = json.loads(render_judgement(judgement(READY, NOW)))
     with pytest.raises(DocumentError, match=named):
         parse_judgement(json.dumps({**document, **change}).encode())

@@ -484,7 +484,7 @@ def test_links_of_the_hosts_udev_stay_when_a_gpu_is_removed(machine: Machine) ->
 # ---- verification
 
 
-def judged(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
+def problems(document: Any, request: Request = INTEL) -> tuple[str, ...]:  # noqa: ANN401
     live = {each.path: DeviceNumber(each.major, each.minor, 0o660, 0, HOST_RENDER) for each in INTEL.devices}
     return cdi.verify("intel.com/gpu", document, request, live, ()).problems
 
@@ -514,7 +514,7 @@ FAULTS: list[tuple[str, Any, str]] = [
 def test_a_node_that_is_not_what_was_granted_is_refused(key: str, value: object, problem: str) -> None:
     faulty = document()
     faulty["devices"][0]["containerEdits"]["deviceNodes"][0][key] = value
-    assert any(problem in each for each in judged(faulty)), judged(faulty)
+    assert any(problem in each for each in problems(faulty)), problems(faulty)
 
 
 def test_a_spec_of_another_format_is_refused() -> None:
@@ -539,7 +539,7 @@ def test_a_spec_of_another_format_is_refused() -> None:
         base | {"devices": [{**first, "containerEdits": {"deviceNodes": other + edits["deviceNodes"]}},
                             *base["devices"][1:]]},
     ):  # fmt: skip
-        assert judged(faulty), faulty
+        assert problems(faulty), faulty
 
 
 def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
@@ -552,7 +552,7 @@ def test_a_granted_gpu_that_is_not_in_the_spec_is_missing() -> None:
 
 def test_a_node_with_another_number_is_refused() -> None:
     renumbered = replace(INTEL, devices=tuple(replace(each, minor=each.minor + 1) for each in INTEL.devices))
-    assert any("was granted" in each for each in judged(document(), renumbered))
+    assert any("was granted" in each for each in problems(document(), renumbered))
 
 
 # ---- names and groups

@@ -125,12 +125,12 @@ def test_the_spec_of_a_generator_without_the_driver_is_not_completed(library: st
 
 
 @pytest.mark.parametrize("spec", [None, [], {"containerEdits": 1}, {"containerEdits": {"mounts": [1]}}])
-def test_a_spec_without_its_form_is_left_to_the_verdict(spec: object) -> None:
+def test_a_malformed_spec_is_left_to_verification(spec: object) -> None:
     assert with_additions(spec, COMPLETE) == (spec, ())
 
 
 @pytest.mark.parametrize("argument", [["--folder"], {"a": 1}, 1, None])
-def test_a_hook_argument_that_is_no_string_is_left_to_the_verdict(argument: object) -> None:
+def test_a_malformed_hook_argument_is_left_to_verification(argument: object) -> None:
     spec = recorded_spec()
     for hook in spec["containerEdits"]["hooks"]:
         hook["args"].append(argument)

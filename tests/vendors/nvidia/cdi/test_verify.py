@@ -23,7 +23,7 @@ MIG = GrantedDevice("/dev/nvidia-caps/nvidia-cap1", "capability", 510, 1)
 PRESENT = {f"{ROOT}/{file.target}" for file in REQUEST.files}
 
 
-def judge(spec: object, request: Request = REQUEST) -> Verdict:
+def check(spec: object, request: Request = REQUEST) -> Verdict:
     return verify(spec, request, LIVE, PRESENT)
 
 
@@ -48,9 +48,9 @@ def without_node(spec: Spec, path: str) -> None:
     edits(spec)["deviceNodes"] = [each for each in edits(spec)["deviceNodes"] if each["path"] != path]
 
 
-def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
+def test_the_recorded_spec_is_good() -> None:
     """The recording passes and serves all GPUs; what nvidia-ctk 1.19.1 leaves out is named."""
-    verdict = judge(recorded_spec())
+    verdict = check(recorded_spec())
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
     assert verdict.not_in_spec == (f"{LIBRARIES}/libnvidia-api.so.1",)
@@ -188,23 +188,23 @@ def test_a_mutation_is_refused(name: str) -> None:
     mutate, expected = MUTATIONS[name]
     spec = recorded_spec()
     mutate(spec)
-    assert expected in "; ".join(judge(spec).problems)
+    assert expected in "; ".join(check(spec).problems)
 
 
 def test_a_container_may_request_no_gpu() -> None:
     """For NVIDIA_VISIBLE_DEVICES=none, nvidia-container-runtime looks for a device `none`."""
     spec: Any = with_no_gpu(recorded_spec())
-    verdict = judge(spec)
+    verdict = check(spec)
     assert verdict.problems == ()
     assert verdict.devices[-1] == "none"
     spec["devices"][-1]["containerEdits"] = {"deviceNodes": [{"path": "/dev/nvidia0", "major": 195, "minor": 0}]}
-    assert "device none is neither an index nor a UUID" in judge(spec).problems
+    assert "device none is neither an index nor a UUID" in check(spec).problems
 
 
 def test_a_spec_with_only_the_device_none_is_refused() -> None:
     """If nvidia-ctk finds no GPU, the device `none` does not hide that."""
     spec: Any = with_no_gpu(recorded_spec() | {"devices": []})
-    assert "no device in it is a granted GPU" in judge(spec).problems
+    assert "no device in it is a granted GPU" in check(spec).problems
 
 
 def test_numbers_left_to_the_runtime_are_read_from_the_nodes() -> None:
@@ -213,7 +213,7 @@ def test_numbers_left_to_the_runtime_are_read_from_the_nodes() -> None:
     for node in edits(spec)["deviceNodes"]:
         node.pop("major")
         node.pop("minor", None)
-    assert judge(spec).problems == ()
+    assert check(spec).problems == ()
 
 
 def test_a_node_with_another_granted_gpus_number_is_refused() -> None:
@@ -243,18 +243,18 @@ def test_a_gpu_that_nvml_does_not_list_is_missing() -> None:
     spec = recorded_spec()
     spec["devices"] = [each for each in spec["devices"] if each["name"] not in ("1", spec["devices"][3]["name"])]
     spec["devices"][-1]["containerEdits"]["deviceNodes"].pop()
-    verdict = judge(spec)
+    verdict = check(spec)
     assert verdict.problems == ()
     assert verdict.missing_gpus == (GPUS[1],)
 
 
-def judge_drm(spec: Spec, request: Request = WITH_DRM) -> str:
+def check_drm(spec: Spec, request: Request = WITH_DRM) -> str:
     return "; ".join(verify(spec, request, LIVE_DRM | {MIG.path: DeviceNumber(510, 1, 0o400)}, PRESENT).problems)
 
 
 def test_drm_nodes_with_groups_and_links_are_good() -> None:
     """nvidia-ctk writes them like this if udev has made links by PCI address."""
-    assert judge_drm(drm_spec()) == ""
+    assert check_drm(drm_spec()) == ""
 
 
 def test_a_real_spec_with_drm_nodes_is_good() -> None:
@@ -282,7 +282,7 @@ def test_a_real_spec_with_drm_nodes_is_good() -> None:
 def test_a_link_by_path_to_another_node_is_refused(link: str, expected: str) -> None:
     spec = drm_spec()
     spec["devices"][0]["containerEdits"]["hooks"][0]["args"] += ["--link", link]
-    assert expected in judge_drm(spec)
+    assert expected in check_drm(spec)
 
 
 @pytest.mark.parametrize("device", [DRM[1], MIG])
@@ -292,11 +292,11 @@ def test_a_granted_node_that_is_not_for_every_container(device: GrantedDevice) -
     node = {"path": device.path, "major": device.major, "minor": device.minor}
     spec = drm_spec()
     edits(spec)["deviceNodes"].append(node)
-    assert f"every container would get the {device.kind} node {device.path}" in judge_drm(spec, request)
+    assert f"every container would get the {device.kind} node {device.path}" in check_drm(spec, request)
     for name in (0, 4):
         spec = drm_spec()
         spec["devices"][name]["containerEdits"]["deviceNodes"].append(node)
-        assert bool(judge_drm(spec, request)) == (device is MIG or name == 0)
+        assert bool(check_drm(spec, request)) == (device is MIG or name == 0)
 
 
 def test_a_missing_file_is_refused() -> None:
@@ -348,7 +348,7 @@ def test_no_json_breaks_verification(value: object, data: st.DataObject) -> None
         key = data.draw(st.sampled_from(keys))
     container[key] = value
     spec = place[""]
-    judge(spec)
+    check(spec)
     host_paths(spec)
 
 
@@ -376,8 +376,8 @@ def with_hook(name: str, stage: str, arguments: list[str]) -> dict[str, Any]:
 def test_a_hook_is_accepted_if_configured(name: str) -> None:
     spec = with_hook(name, *OTHER_HOOKS[name])
     asked = replace(REQUEST, cdi_hooks=(name,))
-    assert not [each for each in judge(spec, asked).problems if "hook" in each]
-    assert [each for each in judge(spec, REQUEST).problems if f"unexpected hook {OTHER_HOOKS[name][0]}" in each]
+    assert not [each for each in check(spec, asked).problems if "hook" in each]
+    assert [each for each in check(spec, REQUEST).problems if f"unexpected hook {OTHER_HOOKS[name][0]}" in each]
 
 
 @pytest.mark.parametrize(
@@ -393,5 +393,5 @@ def test_a_hook_is_accepted_if_configured(name: str) -> None:
     ],
 )
 def test_a_hook_with_other_arguments_is_refused(name: str, stage: str, arguments: list[str]) -> None:
-    problems = judge(with_hook(name, stage, arguments), replace(REQUEST, cdi_hooks=(*OTHER_HOOKS,))).problems
+    problems = check(with_hook(name, stage, arguments), replace(REQUEST, cdi_hooks=(*OTHER_HOOKS,))).problems
     assert [each for each in problems if "unexpected hook" in each]

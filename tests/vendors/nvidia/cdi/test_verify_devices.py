@@ -40,7 +40,7 @@ def without(*minors: int) -> Any:  # noqa: ANN401
     return replace(MIG_REQUEST, devices=tuple(each for each in DEVICES if each.path not in gone))
 
 
-def judge(spec: object) -> Verdict:
+def check(spec: object) -> Verdict:
     return verify(spec, MIG_REQUEST, LIVE, PRESENT)
 
 
@@ -68,9 +68,9 @@ def drop_devices(spec: Spec, *names: str) -> None:
     spec["devices"] = [each for each in spec["devices"] if each["name"] not in names]
 
 
-def test_what_the_real_nvidia_ctk_wrote_is_good() -> None:
+def test_the_recorded_spec_is_good() -> None:
     """There is no whole-GPU entry for the GPU in MIG mode, which is served nevertheless."""
-    verdict = judge(mig_spec())
+    verdict = check(mig_spec())
     assert verdict.problems == ()
     assert verdict.missing == frozenset()
     assert verdict.devices == ALL_NAMES
@@ -131,7 +131,7 @@ def test_a_mutation_is_refused(name: str) -> None:
     mutate, said = MUTATIONS[name]
     spec = mig_spec()
     mutate(spec)
-    assert said in "; ".join(judge(spec).problems)
+    assert said in "; ".join(check(spec).problems)
 
 
 def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
@@ -142,7 +142,7 @@ def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
 
 def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
     spec, _ = without_half_made(mig_spec(), without(50))
-    verdict = judge(spec)
+    verdict = check(spec)
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
     assert verdict.missing_partitions == (f"gi5/ci1 of {GPUS[0]}",)
@@ -172,12 +172,12 @@ def test_a_device_with_too_few_nodes_is_left_out() -> None:
     drop_node(spec, 50, "0:2", UUIDS[2], "all")
     kept, names = without_half_made(spec, MIG_REQUEST)
     assert names == ("0:2", UUIDS[2])
-    verdict = judge(kept)
+    verdict = check(kept)
     assert (verdict.problems, verdict.missing_partitions) == ((), (f"gi5/ci1 of {GPUS[0]}",))
 
 
 @pytest.mark.parametrize("spec", [None, [], {"devices": {}}, {"devices": [{"name": "0:0"}]}])
-def test_a_malformed_spec_is_left_to_the_verdict(spec: object) -> None:
+def test_a_malformed_spec_is_left_to_verification(spec: object) -> None:
     assert without_half_made(spec, MIG_REQUEST) == (spec, ())
 
 
