@@ -1,5 +1,5 @@
 /*
- * gbm-probe NODE: make a GBM device of a DRM node with the container's own libgbm, and tell its backend's name.
+ * gbm-probe NODE: make a GBM device of a DRM node with the container's own libgbm, and print its backend's name.
  * libgbm asks the kernel for the node's driver and loads the backend of that name (src/gbm/main/backend.c in Mesa).
  */
 #include <dlfcn.h>

@@ -1,5 +1,5 @@
 /*
- * gpu-probe WORD...: tell in JSON what a container can reach.
+ * gpu-probe WORD...: print in JSON what a container can reach.
  * A word with a leading slash is a node to open, any other a library to load by its plain name:
  *   {"open": {"/dev/nvidia0": "OK", "/dev/nvidia1": "EPERM"},
  *    "load": {"libcuda.so.1": {"path": "/usr/lib/x86_64-linux-gnu/libcuda.so.1"}, "libx.so.1": {"error": "..."}}}

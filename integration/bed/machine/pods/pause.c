@@ -1,4 +1,4 @@
-/* The process of a pod sandbox: it holds the pod's namespaces and reaps its orphans until it is told to end. */
+/* The process of a pod sandbox: it holds the pod's namespaces and reaps its orphans until it is signalled to exit. */
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/wait.h>
