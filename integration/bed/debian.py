@@ -22,21 +22,21 @@ UNWANTED_FILES = (
 def debian_tree(
     target: Path, variant: str, packages: Sequence[str], components: str = "main", *, suite: str = SUITE
 ) -> None:
-    """A Debian tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
+    """Make a Debian tree at `target`; `variant` as in mmdebstrap(1), `components` separated by spaces."""
     options = [f"--components={components.replace(' ', ',')}", "--dpkgopt=force-unsafe-io"]
     options += [f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES]
-    # Without a mirror: mmdebstrap's own choice for the suite, with its updates and security fixes.
+    # No mirror is given: mmdebstrap chooses the suite's, with its updates and security fixes.
     mmdebstrap(target, variant, packages, options, suite)
 
 
 def mmdebstrap(
     target: Path, variant: str, packages: Sequence[str], options: Sequence[str], suite: str, *source: str
 ) -> None:
-    """mmdebstrap(1) as every tree needs it; `source` is a line of sources.list(5)."""
+    """Run mmdebstrap(1) with the options that every tree needs; `source` is a line of sources.list(5)."""
     argv: list[str | Path] = ["mmdebstrap", "--mode=root", "--format=directory", f"--variant={variant}"]
     argv += [f"--include={','.join(packages)}", "--keyring=/usr/share/keyrings/debian-archive-keyring.gpg"]
     argv += ['--aptopt=Acquire::Languages "none"', '--aptopt=APT::Sandbox::User "root"']
     argv += ['--aptopt=Acquire::Retries "3"', '--aptopt=APT::Install-Recommends "false"']
-    # The index of sid is valid for a week, and a mirror may lag behind by more; its signature is checked all the same.
+    # sid's index is valid for a week, and a mirror may be older than that; the signature is still checked.
     argv += ['--aptopt=Acquire::Check-Valid-Until "false"', *options]
     run([*argv, suite, target, *source])

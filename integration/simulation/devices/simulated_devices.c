@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Simulation: devices that are no GPUs and need hardware or a driver outside the kernel, by the names and in the ways of
- * their real drivers: GDRCopy's and NVSwitch's without a device class, so that user space makes the nodes;
- * GPUDirect Storage's with one; an NPU by the kernel's own accel subsystem. Whatever opens them finds nothing behind.
+ * Simulation: devices other than GPUs that need hardware or a driver outside the kernel, by their real drivers' names:
+ * GDRCopy's and NVSwitch's without a device class, so that user space makes the nodes; GPUDirect Storage's with one; an
+ * NPU through the kernel's own accel subsystem. The nodes can be opened, but there is nothing behind them.
  */
 #include <drm/drm_accel.h>
 #include <drm/drm_drv.h>

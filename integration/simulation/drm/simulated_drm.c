@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
- * Simulation: makes QEMU's "pci-testdev" devices GPUs of other vendors, with real DRM devices, by PCI drivers that have
- * the names of the real ones. They drive no hardware; user space sees the nodes, attributes and uevents of a GPU.
- * The parameter next_vendor is the PCI vendor of the devices that come from now on.
+ * Simulation: makes QEMU's "pci-testdev" devices GPUs of other vendors, with real DRM devices and PCI drivers that have
+ * the real ones' names. They drive no hardware; user space sees the nodes, attributes and uevents of a GPU.
+ * The parameter next_vendor is the PCI vendor of devices that are added from now on.
  */
 #include <drm/drm_drv.h>
 #include <drm/drm_file.h>
@@ -24,8 +24,8 @@ module_param(next_vendor, ushort, 0644);
 MODULE_PARM_DESC(next_vendor, "PCI vendor of the pci-testdev devices that come from now on");
 
 /*
- * AMD's is a 3D controller, since the real amdgpu takes every VGA controller of AMD's. Before the add uevent, and before
- * the bus is probed (device_add in drivers/base/core.c).
+ * Runs before the add uevent, and before the bus is probed (device_add in drivers/base/core.c). AMD's GPU is a 3D
+ * controller, because the real amdgpu takes every VGA controller of AMD's.
  */
 static int on_bus_event(struct notifier_block *block, unsigned long event, void *data)
 {
@@ -90,7 +90,7 @@ static struct pci_driver drivers[] = {
 	{ .name = "ast", .id_table = bmc_ids, .probe = probe, .remove = remove },
 };
 
-/* As kfd_chardev.c: one node, of a dynamic major and a class of its own. */
+/* Like kfd_chardev.c: one node, with a dynamic major and its own class. */
 static const struct file_operations kfd_operations = { .owner = THIS_MODULE, .open = nonseekable_open };
 static const struct class kfd_class = { .name = "kfd" };
 static int kfd_major;
@@ -111,7 +111,7 @@ static int __init kfd_register(void)
 	return PTR_ERR_OR_ZERO(device);
 }
 
-/* There is no way out: the virtual machine goes with its test. */
+/* The module cannot be unloaded: the virtual machine ends with its test. */
 static int __init simulated_drm_init(void)
 {
 	int index, error = kfd_register();

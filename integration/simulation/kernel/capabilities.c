@@ -13,7 +13,7 @@
 #define CAP_MINORS 8192
 #define CONFIG_MINOR 1
 #define MONITOR_MINOR 2
-/* The numbering runs on through every possible GPU, GPU instance and compute instance: 4323 on real machines too. */
+/* The numbers run through every possible GPU, GPU instance and compute instance: 4323 on real machines too. */
 #define FABRIC_IMEX_MINOR (3 + NVIDIA_MIG_GPUS * NVIDIA_MIG_GIS * (1 + NVIDIA_MIG_CIS))
 
 /* Older branches have no IMEX channels. */
@@ -64,7 +64,7 @@ static int show_sys_minors(struct seq_file *file, void *data)
 	return 0;
 }
 
-/* As in the real driver every minor opens, also one without an instance (nv_cap_drv_open): the node is the right. */
+/* As in the real driver, every minor opens, even without an instance (nv_cap_drv_open): the node is the permission. */
 static int open(struct inode *inode, struct file *file)
 {
 	return 0;

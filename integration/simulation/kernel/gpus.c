@@ -26,8 +26,8 @@ static struct nvidia_gpu *find(unsigned int minor)
 }
 
 /*
- * "MINOR XID", written by a person or a test: an error of that GPU. It is in the kernel's log as the real driver writes
- * it (nvErrorLog_va of open-gpu-kernel-modules), and the stand-in NVML reports it as an event.
+ * "MINOR XID", written by a person or a test: an error of that GPU. It goes to the kernel log as with the real driver
+ * (nvErrorLog_va of open-gpu-kernel-modules), and the stand-in NVML reports it as an event.
  */
 static char simulated_xid[32];
 

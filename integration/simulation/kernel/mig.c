@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0 OR MIT
 /*
  * Simulation: MIG mode and MIG instances of the stand-in nvidia.ko. A person or a test makes and destroys them one step
- * at a time, as NVML does on a real host, by writing to /proc/driver/nvidia/simulated_mig, which the real driver has not:
+ * at a time, as NVML does on a real host, by writing to /proc/driver/nvidia/simulated_mig, which the real driver lacks:
  *   enable MINOR               create-gi MINOR GI SLICES       destroy-ci MINOR GI CI
  *   disable MINOR              create-ci MINOR GI CI SLICES    destroy-gi MINOR GI
- * Reading it lists what there is, for the stand-in NVML. As with the real driver (osRmCapRegisterSmcPartition of os.c in
- * open-gpu-kernel-modules) an instance is a directory below /proc/driver/nvidia/capabilities, and its node is made by
- * user space. Nothing checks here whether the slices of a GPU suffice.
+ * Reading it lists what exists, for the stand-in NVML. As with the real driver (osRmCapRegisterSmcPartition of os.c in
+ * open-gpu-kernel-modules), an instance is a directory below /proc/driver/nvidia/capabilities, and user space makes its
+ * node. Nothing checks here whether a GPU has enough slices.
  */
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -92,7 +92,7 @@ static int change(struct mig *mig, const char *verb, unsigned int gpu, unsigned 
 	return -EINVAL;
 }
 
-/* The last number of create-gi and create-ci is that of slices, and create-gi has no CI before it. */
+/* The last number of create-gi and create-ci is the slices, and create-gi has no CI before it. */
 static int step(const char *words)
 {
 	unsigned int gpu, gi = 0, ci = 0, slices = 0;

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0 OR MIT */
-/* Simulation: what the files of the stand-in nvidia.ko, and the modules that depend on it, share. */
+/* Simulation: what the files of the stand-in nvidia.ko share with each other and with dependent modules. */
 #ifndef SIMULATED_NVIDIA_H
 #define SIMULATED_NVIDIA_H
 
@@ -33,7 +33,7 @@ void nvidia_gpu_release(unsigned int minor);
 int nvidia_gpus_register(void);
 void nvidia_gpus_unregister(void);
 
-/* Announces every bound GPU to the notifier before it returns, later ones as they come. */
+/* Announces every bound GPU to the notifier before it returns, and later ones when they are bound. */
 int nvidia_gpu_notify(struct notifier_block *block);
 void nvidia_gpu_unnotify(struct notifier_block *block);
 
@@ -74,7 +74,7 @@ static inline unsigned int nvidia_ci_minor(int gpu, int gi, int ci)
 	return nvidia_gi_minor(gpu, gi) + 1 + ci;
 }
 
-/* Of a bound GPU; its instances go with it. */
+/* The instances of a bound GPU, which are removed with it. */
 void nvidia_mig_add_gpu(unsigned int minor);
 void nvidia_mig_remove_gpu(unsigned int minor);
 struct proc_dir_entry *nvidia_mig_file(struct proc_dir_entry *parent);

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Simulation: event sets of the stand-in NVML. The one event that a simulated GPU has is an Xid that somebody raises by
+ * Simulation: event sets of the stand-in NVML. A simulated GPU has one event, an Xid that somebody raises by
  *   echo MINOR XID >/sys/module/nvidia/parameters/simulated_xid
- * which every process sees, as all that watch a real GPU are told of its events. A wait looks there twice a second.
+ * which every process sees, like all processes that watch a real GPU. A wait checks for it twice a second.
  */
 #include <errno.h>
 #include <stdio.h>
@@ -22,7 +22,7 @@
 
 struct event_set {
 	unsigned long long registered[MAX_GPUS];
-	char seen[32]; /* what was raised last */
+	char seen[32]; /* the last raised Xid */
 };
 
 static void read_raised(char *text, size_t size)
@@ -35,7 +35,7 @@ static void read_raised(char *text, size_t size)
 		fclose(file);
 }
 
-/* Whether the set has a new event, which is then seen. */
+/* Returns whether the set has a new event, and marks it as seen. */
 static int take(nvmlEventSet_t set, nvmlEventData_t *data)
 {
 	unsigned long long xid;

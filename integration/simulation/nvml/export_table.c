@@ -10,7 +10,7 @@
 #define ENTRIES 512 /* nvidia-smi 550 uses the first 250 */
 
 struct table {
-	size_t size; /* in bytes; nvidia-smi leaves alone what lies beyond */
+	size_t size; /* in bytes; nvidia-smi uses nothing beyond */
 	nvmlReturn_t (*entries[ENTRIES])(void);
 };
 

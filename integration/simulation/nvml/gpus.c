@@ -85,7 +85,7 @@ nvmlReturn_t gpus_open(void)
 	if (result != NVML_SUCCESS)
 		return result;
 	control = open("/dev/nvidiactl", O_RDWR | O_CLOEXEC);
-	if (control < 0) /* The real library says "Unknown Error" where the cgroup forbids the node. */
+	if (control < 0) /* The real library says "Unknown Error" if the cgroup forbids the node. */
 		return errno == ENOENT || errno == ENXIO ? NVML_ERROR_DRIVER_NOT_LOADED : NVML_ERROR_UNKNOWN;
 	found = scandir(PROC "/gpus", &entries, NULL, alphasort);
 	for (index = 0; index < found; index++) {

@@ -13,8 +13,8 @@
 #define MIG_CIS 8
 
 struct gpu {
-	struct gpu *parent; /* of a MIG device; NULL for a whole GPU */
-	unsigned int gi, ci, gi_slices, ci_slices; /* of a MIG device */
+	struct gpu *parent; /* the GPU of a MIG device; NULL for a whole GPU */
+	unsigned int gi, ci, gi_slices, ci_slices; /* only for a MIG device */
 	unsigned int domain, bus, device, minor;
 	int descriptor; /* held open from nvmlInit to nvmlShutdown, as the real library does */
 	char name[96];
@@ -26,17 +26,17 @@ nvmlReturn_t gpus_open(void);
 void gpus_close(void);
 unsigned int gpus_count(void);
 struct gpu *gpus_at(unsigned int index);
-/* The position in the list, of a MIG device that of its GPU; MAX_GPUS for a handle that is none of ours. */
+/* Returns the position in the list, for a MIG device that of its GPU; MAX_GPUS for an unknown handle. */
 unsigned int gpus_index(const struct gpu *gpu);
 int gpus_is_whole(const struct gpu *device);
-/* "Key: value" of a file in procfs; an absent key leaves `value` empty. */
+/* Reads "Key: value" from a file in procfs; without the key, `value` is empty. */
 void gpus_field(const char *path, const char *key, char *value, size_t size);
 
-/* Whether a handle is that of a MIG device. */
+/* Returns whether a handle belongs to a MIG device. */
 int mig_is_device(const struct gpu *device);
-/* The MIG device of that number among those of a GPU that this process has the nodes of; NULL behind the last. */
+/* Returns the MIG device of that number, among those of a GPU whose nodes this process has; NULL after the last. */
 struct gpu *mig_at(struct gpu *gpu, unsigned int index);
-/* The name of the profile with that many slices, such as "1g.10gb"; NULL when there is none. */
+/* Returns the name of the profile with that many slices, such as "1g.10gb"; NULL if there is none. */
 const char *mig_profile(unsigned int slices);
 unsigned long long mig_memory_mib(const struct gpu *device);
 

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: MIT */
 /*
- * Simulation: the MIG devices that the stand-in NVML sees: the compute instances that the stand-in kernel module lists,
- * as far as this process may open the nodes of both capabilities, which is how a pod sees no others than its own.
+ * Simulation: the MIG devices that the stand-in NVML sees: compute instances that the stand-in kernel module lists, if
+ * this process may open the nodes of both capabilities. That is why a pod sees only its own.
  */
 #include <fcntl.h>
 #include <stdio.h>
@@ -66,7 +66,7 @@ static struct gpu *fill(struct gpu *gpu, unsigned int gi, unsigned int ci, unsig
 	return device;
 }
 
-/* In the order of the state's lines, where each GPU instance comes before its compute instances. */
+/* The order is that of the state's lines, where each GPU instance precedes its compute instances. */
 struct gpu *mig_at(struct gpu *gpu, unsigned int index)
 {
 	unsigned int minor, gi, ci, slices, gi_slices = 0;

@@ -32,7 +32,7 @@ CONSTANT(nvmlDeviceGetEnforcedPowerLimit, unsigned int, 700000)
 CONSTANT(nvmlDeviceGetPowerManagementLimit, unsigned int, 700000)
 CONSTANT(nvmlDeviceGetMaxMigDeviceCount, unsigned int, 7)
 
-/* Bytes; a MIG device has its share, of which the driver takes nothing. */
+/* Bytes. A MIG device has its share, and the driver uses none of it. */
 static unsigned long long total(const struct gpu *device)
 {
 	return mig_is_device(device) ? mig_memory_mib(device) * MIB : MEMORY;

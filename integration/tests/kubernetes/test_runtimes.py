@@ -31,7 +31,7 @@ CRUN_2 = f"""
 RUNTIME_3 = 'plugins."io.containerd.cri.v1.runtime"'
 IMAGES_3 = 'plugins."io.containerd.cri.v1.images"'
 MAIN_3 = f"""\
-# What whoever runs this node has set, in the form of containerd 2.
+# The node administrator's settings, in the format of containerd 2.
 version = 3
 [{IMAGES_3}.pinned_images]
   sandbox = "registry.invalid/pause:local"
