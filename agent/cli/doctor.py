@@ -114,7 +114,7 @@ def _plain_roots(facts: Facts) -> str:
         return ""
     told = "driver roots are plain directories, so root in one machine can change them for all others"
     if LINKED in facts.staged_problems:
-        return f"{told}: {LINKED}; do that while no machine runs"
+        return f"{told}: {LINKED}; do that while no machine is running"
     command = f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'"
     return f"{told}: run `{command}`, then stop all machines and start them again"
 

@@ -24,11 +24,11 @@ class MachineOutcome:
     pending: bool = False
     """Another pass is needed soon: no report answers the latest handoff yet, or Ready has to settle."""
     stopped: bool = False
-    """The machine exists and the agent may write its settings, but it does not run."""
+    """The machine exists and the agent may write its settings, but it is not running."""
     startable: bool = False
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
-    """The machine ran since the host booted, and does not run now."""
+    """The machine ran since the host booted, and is not running now."""
     lost: tuple[str, ...] = ()
     """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)

@@ -107,7 +107,7 @@ class Reconciler:
         return Said(released, lacking, faults)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
-        """Make one pass, then start machines that do not run. Raises AgentError if no pass is possible.
+        """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
         A machine that ran since the host booted was stopped by a user: it is started only with `by_hand`.
         """

@@ -33,7 +33,7 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
         handoff = json.loads(_content(f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"))
         match handoff:
             case {"version": int(version), "generation": str(generation)} if version in ACCEPTED_HANDOFFS:
-                if not _is_new(generation, root):
+                if not _claim(generation, root):
                     return
             case _:
                 return
@@ -46,8 +46,8 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
                         runner.start(GENERATORS[vendor](driver_root, spec_directory(vendor), hooks))
 
 
-def _is_new(generation: str, root: str) -> bool:
-    """Return whether no generator was started for this generation yet, and record it. Raises OSError."""
+def _claim(generation: str, root: str) -> bool:
+    """Return whether no generator has been started for this generation yet; if so, record it. Raises OSError."""
     mark = f"{root}{MARK}"
     with contextlib.suppress(FileNotFoundError):
         if _content(mark) == generation.encode():

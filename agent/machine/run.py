@@ -199,7 +199,7 @@ def _settle_request(context: Context, request: Request) -> Outcome:
         return Outcome(settle_others(context, request, _newest(context.system)))
     vendor = machine_vendor(request.vendor)
     if vendor is None:
-        message = f"the image's agent does not know vendor {request.vendor}: bring the image to the host's release"
+        message = f"the image's agent does not support vendor {request.vendor}: bring the image to the host's release"
         return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
     return _settle_gpus(context, vendor, request)
 

@@ -128,10 +128,10 @@ class ChangeDevices:
             ("permit", [str(entry) for entry in after.allow if entry not in before.allow]),
             ("forbid", [str(entry) for entry in before.allow if entry not in after.allow]),
             ("bind", [path for path, number in after.nodes.items() if before.nodes.get(path) != number]),
-            ("forget", [path for path in before.nodes if path not in after.nodes]),
+            ("no longer bind", [path for path in before.nodes if path not in after.nodes]),
         ]
         told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
-        return f"change the devices of machine {self.machine}: {told or 'record what it has'}"
+        return f"change the devices of machine {self.machine}: {told or 'update the record of its devices'}"
 
 
 Clearing: TypeAlias = RemoveDriverRoot | ClearRemains

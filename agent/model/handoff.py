@@ -187,9 +187,10 @@ def render_report(
 
 
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
-    """Return the conditions with a remark appended to the message of the one of type `kind`.
+    """Append a remark to the message of the condition `kind`, and return all conditions.
 
-    If both are too long together, the message is shortened.
+    No separator is added. A remark longer than REMARK_LIMIT is truncated; then the message is shortened to fit
+    MESSAGE_LIMIT.
     """
     said = printable(remark)
     if len(said) > REMARK_LIMIT:

@@ -52,7 +52,7 @@ def parse_live(data: bytes) -> LiveSettings:
         allow=tuple(map(DeviceAllow.parse, strings(LIVE_NAME, document, "allow"))),
         nodes=mapping(LIVE_NAME, document, "nodes", str),
         rebound=get(LIVE_NAME, document, "rebound", str),
-        # These keys are missing in records that an older version wrote for machines that still run.
+        # These keys are missing in records that an older version wrote for machines that are still running.
         unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
         owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
         mounts=strings(LIVE_NAME, {"mounts": []} | document, "mounts"),

@@ -115,14 +115,14 @@ class _Connection:
         return reply
 
     def _ask_owner(self, service: str, call: Message, deadline: float) -> Message:
-        refusal = self._owner(service, deadline)
+        refusal = self._find_owner(service, deadline)
         if refusal:
             return refusal
         call.header.fields[HeaderFields.destination] = self._owners[service]
         return self._ask(call, self._owners[service], deadline)
 
-    def _owner(self, service: str, deadline: float) -> Message | None:
-        """Look up the unique name of a service's owner; start the service if needed. Return the bus's error if any."""
+    def _find_owner(self, service: str, deadline: float) -> Message | None:
+        """Record the unique name of a service's owner; start the service if needed. Return the bus's error, or None."""
         if service in self._owners:
             return None
         reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
@@ -175,12 +175,12 @@ def _unreachable(message: Message) -> bool:
 
 
 def _answers(message: Message, serial: int, sender: str) -> bool:
-    """Return whether the message is the reply from `sender`, or the bus's error that `sender` does not reply."""
+    """Return whether the message is the reply from `sender`, or the bus's error saying that `sender` will not reply."""
     fields = message.header.fields
     if message.header.message_type not in ANSWERS or fields.get(HeaderFields.reply_serial) != serial:
         return False
-    of_bus = message.header.message_type is MessageType.error and fields.get(HeaderFields.sender) == DRIVER
-    return bool(of_bus or fields.get(HeaderFields.sender) == sender)
+    from_bus = message.header.message_type is MessageType.error and fields.get(HeaderFields.sender) == DRIVER
+    return bool(from_bus or fields.get(HeaderFields.sender) == sender)
 
 
 def _left(deadline: float) -> float:

@@ -67,9 +67,9 @@ class _Process:
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
     def close(self) -> None:
-        """Kill the program with all that it started, if it still runs."""
+        """Kill the program with all that it started, if it is still running."""
         if self._runs:
-            # The process was not reaped yet, so its id cannot belong to another one.
+            # The process has not been reaped yet, so its id cannot belong to another one.
             os.killpg(self._pid, signal.SIGKILL)
             self.wait(KILL_LIMIT)
         self._close_descriptors()

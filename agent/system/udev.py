@@ -17,7 +17,7 @@ DRM_MINOR = re.compile(r"card[0-9]+|renderD[0-9]+")
 SUBSYSTEMS = ("pci", "drivers", "module", "drm")
 """Subsystems whose events a monitor receives."""
 BUFFER = 16 << 20
-"""Bytes for events that were not read yet: thousands may come during a pass. libudev's default is too small."""
+"""Bytes for events that have not been read yet: thousands may come during a pass. libudev's default is too small."""
 
 
 class DeviceSource(Protocol):

@@ -150,7 +150,7 @@ def make_way(path: str, system: System) -> None:
     """Move away a directory that is in the place of one of the agent's files. Raises OSError.
 
     Root in a machine can put such a directory into its handoff directory, and make its removal slow. So the next pass
-    removes it (`ClearRemains`). If an earlier one was not removed yet, the move fails, and only that machine suffers.
+    removes it (`ClearRemains`). Until an earlier one has been removed, the move fails, and only that machine suffers.
     """
     for each in (path, remains(path)):
         if system.is_directory(each) and system.read_link(each) is None:

@@ -105,7 +105,10 @@ def _indices(system: System, directory: str, ending: str) -> set[int]:
 
 
 def _is_plain(index: int, system: System) -> bool:
-    """Return whether the root is a directory. A link is not followed: root in a machine may have put it there."""
+    """Return whether the driver root is a plain directory. Raises OSError.
+
+    Links are not followed: the machine's root user may have made one.
+    """
     try:
         return stat.S_ISDIR(system.owner(driver_root(index))[0])
     except OSError as error:

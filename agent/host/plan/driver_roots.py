@@ -18,11 +18,11 @@ from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import handed_roots_file
 
 ENDED = ("inactive", "failed")
-"""ActiveState of the unit of a machine in which no process runs."""
+"""ActiveState of the unit of a machine in which no process is running."""
 
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
-    """Return the indices that the machine's current handoff names, by vendor; None if unknown."""
+    """Return the driver-root indices in the machine's handoff, by vendor: {} without a handoff, None if unknown."""
     granted = next((each.granted for each in facts.machines if each.name == machine), Absent("no such machine"))
     if isinstance(granted, Absent):
         return {}

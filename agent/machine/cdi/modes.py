@@ -64,7 +64,9 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
-            failed.append(f"{name}: the image's agent does not know this mode; bring the image to the host's release")
+            failed.append(
+                f"{name}: the image's agent does not support this mode; bring the image to the host's release"
+            )
             with contextlib.suppress(OSError):
                 # A newer agent wrote this file: this release does not know which of its devices are still granted.
                 owned.remove(path)
@@ -185,7 +187,7 @@ class _Publisher:
     def _generate(self, mode: _Mode, limit: float) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return a verified specification, and remarks on it. Raises AgentError or OSError."""
         # Imported here: most runs generate nothing.
-        from agent.machine.containerd.version import as_containerd_takes
+        from agent.machine.containerd.version import adapt_to_containerd
         from agent.vendors.cdi.normalise import settled
 
         directory = spec_directory(f"{mode.request.vendor}-{mode.name}")
@@ -195,7 +197,7 @@ class _Publisher:
         finally:
             for name in self._system.entries(directory):
                 self._system.remove(f"{directory}/{name}")
-        spec, remarks = as_containerd_takes(self._context, settled(made))
+        spec, remarks = adapt_to_containerd(self._context, settled(made))
         present = {path for path in _host_paths(spec) if path.startswith("/") and self._system.exists(path)}
         live = live_numbers(self._system, mode.request.devices)
         problems = mode.vendor.verify(mode.name, spec, mode.request, live, present)

@@ -188,13 +188,13 @@ def _generate(
     directory = spec_directory(vendor.name)
     system.make_directory(directory)
     # Imported here: most runs generate nothing.
-    from agent.machine.containerd.version import as_containerd_takes
+    from agent.machine.containerd.version import adapt_to_containerd
     from agent.vendors.cdi.normalise import settled
 
     generated = vendor.generate(system, request, directory, live)
     for name in system.entries(directory):
         system.remove(f"{directory}/{name}")
-    spec, left_out = as_containerd_takes(context, settled(generated.spec))
+    spec, left_out = adapt_to_containerd(context, settled(generated.spec))
     remarks = (*generated.remarks, *left_out)
     # Published is what was verified, not the original text, which another parser may read differently. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"

@@ -19,7 +19,7 @@ CHANGED = "containerd-changed"
 LOADED = "containerd-loaded"
 """Name of the note about the last containerd that was proven to run with its configuration: start time and digest."""
 REPLACED = "containerd-replaced"
-"""Name of the note about a containerd that still runs after its program was replaced by one that accepts other CDI
+"""Name of the note about a running containerd whose program was replaced by one that accepts other CDI
 specifications: its link in /proc, and the identity of the program to which that leads."""
 CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
 """Matches containerd's global option that names its main configuration file."""
@@ -96,7 +96,7 @@ def show(system: System, properties: str) -> dict[str, str]:
 
 
 def containerd_state(context: Context) -> list[object]:
-    """Return everything that the result of `as_containerd_takes` depends on. No program is started for this."""
+    """Return everything that the result of `adapt_to_containerd` depends on. No program is started for this."""
     system = context.system
     program, noted = system.find_program("containerd"), context.notes.load(REPLACED)
     ended = bool(noted) and program_identity(system, str(noted.get("running"))) != noted.get("identity")

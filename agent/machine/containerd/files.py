@@ -84,7 +84,7 @@ def parse(path: str, text: bytes) -> Table:
 
 
 def read_optional(system: System, path: str) -> bytes | None:
-    """Return a file's content; None if the file does not exist."""
+    """Return a file's content; None if the file does not exist. Raises OSError."""
     try:
         return system.read(path)
     except FileNotFoundError:

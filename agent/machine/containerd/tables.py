@@ -140,8 +140,8 @@ def render(
     later = [path for path in configuration.behind if _at(configuration.imported[path], "plugins", cri_table(version))]
     if replaces and later:
         raise UnsupportedError(
-            f"{', '.join(later)} is loaded after {configuration.drop_in}, and would replace its table",
-            "import it earlier, under a name that sorts before ours, or move its settings into the main file",
+            f"{configuration.drop_in} is loaded before {', '.join(later)}, which would replace its table",
+            "import that file earlier, under a name that sorts before ours, or move its settings into the main file",
         )
     effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}

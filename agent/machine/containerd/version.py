@@ -36,7 +36,7 @@ def known_version(context: Context, program: str) -> tuple[int, ...]:
         return ()
 
 
-def as_containerd_takes(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
+def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
     """Return a settled CDI specification in a form that this machine's containerd accepts, and a remark if it changed.
 
     Raises CommandError or OSError.
@@ -45,18 +45,18 @@ def as_containerd_takes(context: Context, spec: object) -> tuple[object, tuple[s
     from agent.vendors.cdi.normalise import without_groups
 
     groupless = without_groups(spec)
-    if groupless == spec or not (version := _without_groups(context)):
+    if groupless == spec or not (version := _version_without_groups(context)):
         return spec, ()
     return groupless, (
-        f"containerd {version} does not know additionalGids ({_text(GROUPS_SINCE)} does), so they are left out: "
+        f"containerd {version} does not support additionalGids (added in {_text(GROUPS_SINCE)}), so they are left out: "
         "containers that do not run as root need the nodes' groups as supplementalGroups",
     )
 
 
-def _without_groups(context: Context) -> str:
-    """Return the version of a containerd that does not know additionalGids; empty if all know them.
+def _version_without_groups(context: Context) -> str:
+    """Return the version of a containerd that does not support additionalGids; empty if all do.
 
-    A specification must suit both the program on disk and a containerd that still runs after it was replaced.
+    A specification must suit both the program on disk and a containerd that is still running after it was replaced.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):
@@ -72,7 +72,7 @@ def _without_groups(context: Context) -> str:
 
 
 def _running_without_groups(context: Context, program: str) -> str:
-    """Return the version of a running containerd whose program was replaced, and that does not know additionalGids.
+    """Return the version of a running containerd whose program was replaced, and that does not support additionalGids.
 
     Returns an empty text for any other. The process is noted, because the result changes when it exits.
     """
@@ -93,7 +93,7 @@ def _running_without_groups(context: Context, program: str) -> str:
     if version >= GROUPS_SINCE:
         return ""
     context.notes.save(REPLACED, {"running": running, "identity": identity})
-    return f"{_text(version)} (it still runs: restart {UNIT})"
+    return f"{_text(version)} (it is still running: restart {UNIT})"
 
 
 def _text(version: tuple[int, ...]) -> str:

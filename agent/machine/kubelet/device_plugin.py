@@ -155,14 +155,14 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 
 
 def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
-    """Return the condition if no plugin runs, or the kubelet has no list of a running one; otherwise None."""
+    """Return the condition if no plugin is running, or the kubelet has no list of a running one; otherwise None."""
     advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
             message = f"no device plugin for {vendor.resource_prefix}* has registered with the kubelet"
             return unknown(KIND, Reason.NO_DEVICE_PLUGIN, f"{message}; pods can still ask for CDI devices by name")
         why = f"{', '.join(plugin.dead)} accepts no connection" if plugin.dead else f"its socket in {PLUGINS} is gone"
-        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin does not run: {why}; {advice}")
+        return false(KIND, Reason.DEVICE_PLUGIN_DOWN, f"the device plugin is not running: {why}; {advice}")
     if plugin.dead:
         # Each resource has its own socket: one that is served says nothing about the others.
         why = f"{', '.join(plugin.dead)} accepts no connection, though {', '.join(plugin.serving)} does"

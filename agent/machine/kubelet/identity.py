@@ -35,7 +35,7 @@ def find_identity(system: System) -> Identity | Condition:
         return false(
             KIND,
             Reason.KUBELET_NOT_RUNNING,
-            "no kubelet runs as a service in this machine: see `systemctl status kubelet`",
+            "no kubelet is running as a service in this machine: see `systemctl status kubelet`",
         )
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):

@@ -56,7 +56,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
-        return "it is not restarted, because it does not run in a pod's container"
+        return "it is not restarted, because it is not running in a pod's container"
     program = system.find_program("crictl")
     if program is None:
         return "it is not restarted: install crictl in the machine's image"

@@ -157,7 +157,7 @@ def _device_problems(
     mounts = [_mount(link) for each in found if (link := dri_link(each.kind, each.pci_address)) in present]
     for mount in objects(edits, "mounts"):
         if mount not in mounts:
-            yield f"{where}: mount of {mount.get('hostPath')!r}, which is not a link to one of its nodes"
+            yield f"{where}: mount of {mount.get('hostPath')!r}, not the by-path link of one of this device's nodes"
     written = [node.get("gid") for node in objects(edits, "deviceNodes")]
     groups = {number.gid for number in live.values()} | {gid for gid in written if isinstance(gid, int)}
     listed = edits.get("additionalGids", [])

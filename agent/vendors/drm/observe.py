@@ -37,7 +37,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # The kernel loads the driver of a GPU by itself. If it has not, the driver is not installed or not wanted.
+        # udev loads a GPU's driver. If no module is loaded, it is not installed or not wanted, so none is awaited.
         driver_awaited=any(look(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers),
     )
 

@@ -179,6 +179,6 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
             return false(
                 kind,
                 Reason.DAEMON_NOT_RUNNING,
-                "without nvidia-persistenced.service each first use of a GPU initialises it again; "
+                "nvidia-persistenced.service is not running, so the driver initialises a GPU for each first user; "
                 "run `systemctl enable --now nvidia-persistenced`",
             )

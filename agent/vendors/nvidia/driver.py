@@ -53,7 +53,7 @@ def observe_module(system: System) -> Seen[str]:
     text = look(lambda path: read_device_text(system, path), MODULE_VERSION)
     if isinstance(text, str):
         version = text.strip()
-        return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: {version[:80]!a}")
+        return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: not a version: {version[:80]!a}")
     if not isinstance(text, Absent):
         return text
     text = look(lambda path: read_device_text(system, path), PROC_VERSION)

@@ -299,7 +299,7 @@ def test_file_loaded_after_ours(machine: ContainerdMachine, path: str) -> None:
         assert "cdi_spec_dirs does not contain /etc/cdi, /var/run/cdi" in condition.message
         assert f"loaded after {DROP_IN}, and may override it: {path}" in condition.message
     else:
-        with pytest.raises(AgentError, match=f"{path} is loaded after {DROP_IN}, and would replace its table"):
+        with pytest.raises(AgentError, match=f"{DROP_IN} is loaded before {path}, which would replace its table"):
             machine.settle()
     assert machine.files() == before
     (machine.root / path[1:]).rename(machine.root / CONF_D[1:] / "11-user.toml")

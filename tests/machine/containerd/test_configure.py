@@ -211,7 +211,7 @@ def test_a_file_loaded_after_ours_is_refused_if_it_would_win() -> None:
     """containerd 1.x takes a plugin's table from the file loaded last."""
     files = {"/etc/containerd/conf.d/99-zz.toml": {"version": 2, "plugins": {CRI_2: {"sandbox_image": "x"}}}}
     configuration = Configuration({"version": 2}, files, DUMP, tuple(files), DROP_IN)
-    with pytest.raises(UnsupportedError, match=f"99-zz.toml is loaded after {DROP_IN}"):
+    with pytest.raises(UnsupportedError, match=f"{DROP_IN} is loaded before .*99-zz.toml"):
         render(configuration, V17, HANDLER, default=False)
     assert render(configuration, V21, HANDLER, default=False)["version"] == 2
 

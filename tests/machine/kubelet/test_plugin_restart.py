@@ -91,7 +91,7 @@ def test_a_hard_link_of_another_plugins_socket_is_not_trusted(outdated: Kubelet)
     place = outdated.machine.tree / PLUGINS[1:]
     (place / "other.sock").hardlink_to(place / PLUGIN_SOCKET.rsplit("/", 1)[1])
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
-    assert "does not run in a pod's container" in outdated.message()
+    assert "is not running in a pod's container" in outdated.message()
     assert not restarts(outdated.machine)
 
 
@@ -137,7 +137,7 @@ def test_no_restart_unless_it_helps(outdated: Kubelet) -> None:
 def test_a_plugin_outside_of_pods_is_left_alone(outdated: Kubelet, cgroup: str) -> None:
     outdated.machine.put(CGROUP, cgroup)
     assert outdated.condition() == ("False", "DevicePluginRestartNeeded")
-    assert "does not run in a pod's container" in outdated.message()
+    assert "is not running in a pod's container" in outdated.message()
     assert not restarts(outdated.machine)
 
 

@@ -149,7 +149,8 @@ def test_a_containerd_without_support_for_groups_gets_none(machine: Machine, ver
     assert found["cdiVersion"] == "0.5.0"
     assert not any("additionalGids" in each for each in devices(found).values())
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    assert f"containerd {version[1:]} does not know additionalGids (1.7.16 does)" in machine.message("CDISpecCurrent")
+    why = f"containerd {version[1:]} does not support additionalGids (added in 1.7.16)"
+    assert why in machine.message("CDISpecCurrent")
     run(machine)
     assert not [call for call in machine.calls if call[0] != "systemctl"], "nothing is started where nothing changed"
     machine.put("/usr/bin/containerd", "another build")
@@ -191,7 +192,8 @@ def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine
     run(machine)
     assert spec(machine, "intel")["cdiVersion"] == "0.5.0"
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
-    why = "containerd 1.7.12 (it still runs: restart containerd.service) does not know additionalGids (1.7.16 does)"
+    running = "containerd 1.7.12 (it is still running: restart containerd.service)"
+    why = f"{running} does not support additionalGids (added in 1.7.16)"
     assert why in machine.message("CDISpecCurrent")
     spawns_nothing(machine)
     machine.drop("/proc/77/exe")

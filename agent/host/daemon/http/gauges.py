@@ -25,7 +25,7 @@ class View:
     outcome: Outcome | None = None
     """The last outcome; None if it is not fresh. Gauges of the host are then omitted."""
     observed: float = 0.0
-    """When the host was last observed, in seconds since the epoch; 0 if it was not observed yet."""
+    """When the host was last observed, in seconds since the epoch; 0 if it has not been observed yet."""
     config_good: bool = True
     config_loaded: float = 0.0
     """When the configuration in force was read, in seconds since the epoch."""
@@ -117,7 +117,7 @@ def _counts(outcome: Outcome) -> Iterator[Metric]:
 def _host_families(facts: Facts, machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
     yield _value(
         "host_pci_gpus",
-        "GPUs on the PCI bus, with a driver or without.",
+        "GPUs on the PCI bus, with or without a driver.",
         sum(len(vendor.gpus) for vendor in facts.vendors),
     )
     devices = _gauge("host_devices", "Devices of the host by kind and status.", "kind", "status")

@@ -80,7 +80,7 @@ class Metrics:
         self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
-        """Return a counter with a series of value 0 for each label, so that Prometheus sees the first increase."""
+        """Return a counter with one series per label value, all 0 at first: Prometheus then sees the first increase."""
         counter = Counter(f"{PREFIX}_{name}", text, [label] if label else [], registry=self._registry)
         for value in values:
             counter.labels(value)

@@ -31,7 +31,7 @@ class Udev:
 
     def open(self) -> None:
         if not self._system.exists(CONTROL):
-            raise FileNotFoundError(errno.ENOENT, "udevd does not run: no", CONTROL)
+            raise FileNotFoundError(errno.ENOENT, "udevd is not running: no", CONTROL)
         monitor = self._make()
         self._monitor, self._socket = monitor, socket.socket(fileno=os.dup(monitor.fileno()))
 

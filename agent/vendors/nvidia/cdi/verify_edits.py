@@ -103,7 +103,7 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
     if node.get("hostPath", path) != path or set(node) - NODE_KEYS or node.get("type", "c") != "c":
         yield f"{where}: device node {path} has unexpected fields: {node!r}"
     if node.get("permissions") not in PERMISSIONS:
-        yield f"{where}: device node {path} has permissions {node['permissions']!r}"
+        yield f"{where}: device node {path} has permissions {node['permissions']!r}, not rw or rwm"
     number = ground.live.get(path)
     if number is None:
         yield f"{where}: device node {path} is not in this machine"
@@ -196,9 +196,10 @@ def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
 
 
 def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
-    """Return whether a hook may make the link in `TARGET::LINK`.
+    """Return whether a hook may create the link in `TARGET::LINK`.
 
-    Allowed are the driver root's links, MADE_LINKS, and links to DRM nodes in /dev/dri/by-path.
+    A by-path link must lead to a granted DRM node. Any other must be one of the driver root's links or MADE_LINKS, and
+    its target must be in a directory with driver libraries.
     """
     target, separator, link = argument.partition("::")
     if not separator or not target or posixpath.normpath(link) != link:

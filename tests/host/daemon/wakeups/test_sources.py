@@ -296,7 +296,7 @@ def test_a_machine_that_starts_or_stops_needs_a_pass(host: Host, tmp_path: Path)
 
 
 def test_without_udevd_its_source_is_an_error(host: Host) -> None:
-    with pytest.raises(FileNotFoundError, match=f"udevd does not run.*{CONTROL}"):
+    with pytest.raises(FileNotFoundError, match=f"udevd is not running.*{CONTROL}"):
         Udev(host, ()).open()
 
 

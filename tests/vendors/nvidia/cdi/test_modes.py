@@ -232,7 +232,7 @@ def test_groups_of_nodes_are_left_out_for_an_old_containerd(machine: Machine) ->
         run(machine)
         assert edits(spec_of(machine, "gdrcopy")) == edits(recorded("gdrcopy"))
         assert spec_of(machine, "gdrcopy")["cdiVersion"] == "0.3.0"
-        assert machine.message("CDISpecCurrent").count("containerd 1.7.15 does not know additionalGids") == 1
+        assert machine.message("CDISpecCurrent").count("containerd 1.7.15 does not support additionalGids") == 1
     generations(machine)
     machine.put("/usr/bin/containerd", "a newer one")
     machine.program("containerd", lambda argv: containerd(machine, argv, "v1.7.24"))
@@ -413,7 +413,7 @@ def test_a_mode_of_a_later_release_is_reported(machine: Machine) -> None:
     machine.put(published("quantum"), "{}")
     machine.put(OWNED, json.dumps({"paths": [published("quantum")]}))
     run(machine)
-    assert "; ModeNotServed: quantum: the image's agent does not know this mode" in machine.message("CDISpecCurrent")
+    assert "; ModeNotServed: quantum: the image's agent does not support this mode" in machine.message("CDISpecCurrent")
     assert not machine.exists(published("quantum")), "a newer image's, of which nobody here can tell what may stay"
 
 
