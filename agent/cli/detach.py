@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from agent.cli.holders import describe, find_gpu, gpu_nodes, look, nobody, why_unknown
+from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.outcome import Outcome
@@ -38,7 +38,7 @@ class Timing:
     poll: float = 1.0
     answer: float = STALE_AFTER + 60.0
     """Limit for answers of machines. The host withdraws permissions earlier, even if a machine does not answer."""
-    tell: float = 15.0
+    report_interval: float = 15.0
     """Interval between two progress messages."""
 
 
@@ -55,7 +55,7 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
     It is done if no machine may open the GPU, and no process that can be inspected has it open.
     """
-    facts, planned, _ = reconciler.look()
+    facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
     machines, nodes = _granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
     if unknown := why_unknown(gpu, nodes):
@@ -65,12 +65,12 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 
 def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
     """Undo a detachment, and wait until the machines have the GPU. Raises ConfigError for an unknown address."""
-    facts, planned, _ = reconciler.look()
+    facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
     if not gpu.detached:
         return Ending(True, (f"{gpu.pci_address} is not detached: nothing to do",))
     removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
-    outcome = removal.give_back()
+    outcome = removal.attach_again()
     names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
     what = f"was given back to {names}" if names else "is no longer detached; no machine's settings ask for it"
     return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *removal.remarks))
@@ -123,22 +123,22 @@ class _Removal:
     def run(self) -> Ending:
         """Keep the GPU from new pods, wait for the processes that use it, then withdraw the machines' permission."""
         policy, seconds = self._policy()
-        if policy == "refuse" and (held := self._look()):
+        if policy == "refuse" and (held := self._users()):
             return self._in_use("is in use; nothing was changed (on_detach is refuse)", held)
         try:
-            return self._take(policy, seconds)
+            return self._detach(policy, seconds)
         except BaseException:
-            self._left(policy)
+            self._clean_up(policy)
             raise
 
-    def _take(self, policy: str, seconds: int) -> Ending:
+    def _detach(self, policy: str, seconds: int) -> Ending:
         address = self.gpu.pci_address
         if policy != "force":
             self._note(draining=True)
             self._passes("remove it from its CDI specification", self._unanswered)
             held = self._drain(seconds if policy == "drain-wait" else 0)
             if held and policy == "refuse":
-                self.give_back()
+                self.attach_again()
                 return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
             if held:
                 what = f"is withheld from new pods, but is still in use after {seconds} s"
@@ -146,17 +146,17 @@ class _Removal:
         self._note(draining=False)
         outcome = self._passes("release it", self._permitted)
         permitted = (*self._permitted(outcome), *self._unknown(outcome))
-        if held := self._look():
+        if held := self._users():
             return self._in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
         if permitted:
             return Ending(
                 False, (f"do not remove {address} yet: {', '.join(permitted)} can still open it", *self.remarks)
             )
         until = f"until it has left the PCI bus, or `unbounded-agent gpus attach {address}` gives it back"
-        what = f"{address} may be removed: {nobody(held)}; no machine gets it {until}"
+        what = f"{address} may be removed: {no_holder(held)}; no machine gets it {until}"
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
 
-    def give_back(self) -> Outcome:
+    def attach_again(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
         return self._passes("get it back", self._unanswered)
@@ -165,7 +165,7 @@ class _Removal:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
 
-    def _left(self, policy: str) -> None:
+    def _clean_up(self, policy: str) -> None:
         """Clean up after an error: undo the detachment with `refuse`; otherwise report that the GPU stays detached."""
         address = self.gpu.pci_address
         if address not in observe_detached(self.reconciler.system).gpus:
@@ -187,19 +187,19 @@ class _Removal:
         policy = min((each.on_detach for each in settings), key=POLICIES.index)
         return policy, max(each.drain_wait for each in settings)
 
-    def _look(self) -> Held:
+    def _users(self) -> Held:
         self.reconciler.progress("checking which processes have it open")
-        return look(self.reconciler.system, self.nodes)
+        return users(self.reconciler.system, self.nodes)
 
     def _drain(self, seconds: int) -> Held:
         """Wait until no process has the GPU open. Return those that still have it open after this time."""
-        deadline, told = time.monotonic() + seconds, 0.0
-        while (held := look(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
-            if time.monotonic() >= told:
+        deadline, next_report = time.monotonic() + seconds, 0.0
+        while (held := users(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
+            if time.monotonic() >= next_report:
                 left = deadline - time.monotonic()
                 for line in describe(held, self.gpu):
                     self.reconciler.progress(f"waiting up to {left:.0f} s for {line}")
-                told = time.monotonic() + self.timing.tell
+                next_report = time.monotonic() + self.timing.report_interval
             time.sleep(self.timing.poll)
         return held
 
@@ -213,15 +213,15 @@ class _Removal:
 
         Adds the last pass's failures, and the machines that are late, to the remarks.
         """
-        started, told = time.monotonic(), 0.0
+        started, next_report = time.monotonic(), 0.0
         while True:
             outcome = self.reconciler.reconcile(LOCK_WAIT)
             names, waited = waiting(outcome), time.monotonic() - started
             if not names or waited > self.timing.answer:
                 break
-            if waited >= told:
+            if waited >= next_report:
                 self.reconciler.progress(f"waiting for {', '.join(names)} to {what}")
-                told = waited + self.timing.tell
+                next_report = waited + self.timing.report_interval
             time.sleep(self.timing.poll)
         self.remarks += outcome.failures
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]

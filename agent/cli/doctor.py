@@ -31,7 +31,7 @@ class Finding:
     reason: str
     message: str
     """A sentence with the command that fixes the fault."""
-    looks_like: str
+    symptoms: str
     """The symptoms that users see; empty if unknown."""
 
     @property
@@ -69,7 +69,7 @@ def diagnose(machine: MachineOutcome) -> Diagnosis:
             found.setdefault((each.status, each.reason, each.message), []).append(each.type)
     findings = tuple(
         # An Unknown condition has no known symptoms.
-        Finding(tuple(kinds), status, reason, message, _looks_like(kinds, reason) if status is Status.FALSE else "")
+        Finding(tuple(kinds), status, reason, message, _symptoms(kinds, reason) if status is Status.FALSE else "")
         for (status, reason, message), kinds in found.items()
     )
     return Diagnosis(machine.name, machine.ready, findings)
@@ -112,11 +112,11 @@ def _service(system: System) -> str:
 def _plain_roots(facts: Facts) -> str:
     if not facts.plain_roots:
         return ""
-    told = "driver roots are plain directories, so root in one machine can change them for all others"
+    fault = "driver roots are plain directories, so root in one machine can change them for all others"
     if LINKED in facts.staged_problems:
-        return f"{told}: {LINKED}; do that while no machine is running"
+        return f"{fault}: {LINKED}; do that while no machine is running"
     command = f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'"
-    return f"{told}: run `{command}`, then stop all machines and start them again"
+    return f"{fault}: run `{command}`, then stop all machines and start them again"
 
 
 def _setting(system: System, name: str, wanted: str) -> str:
@@ -151,8 +151,8 @@ def in_words(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> list[str]:
             aside = "" if finding.prevents_ready else " (not needed for Ready)"
             lines.append(f"  - {', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}")
             lines.append(f"    {finding.message}")
-            if finding.looks_like:
-                lines.append(f"    symptoms: {finding.looks_like}")
+            if finding.symptoms:
+                lines.append(f"    symptoms: {finding.symptoms}")
     lines += [f"driver for pods: {_driver_in_words(each)}" for each in host.drivers]
     return [*lines, f"image for machines of this host: containerfiles/{host.image}"]
 
@@ -177,7 +177,7 @@ def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
                     "status": finding.status,
                     "reason": finding.reason,
                     "message": finding.message,
-                    "looksLike": finding.looks_like,
+                    "looksLike": finding.symptoms,
                     "preventsReady": finding.prevents_ready,
                 }
                 for finding in each.findings
@@ -190,7 +190,7 @@ def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
     return json.dumps(document, indent=2)
 
 
-def _looks_like(kinds: Iterable[ConditionType], reason: str) -> str:
+def _symptoms(kinds: Iterable[ConditionType], reason: str) -> str:
     """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
     said = [
         text

@@ -23,15 +23,15 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """
     with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
         # Work out what the next pass would record, since the service may not run.
-        remembered = reconciler.look()[1].goal.remembered
+        remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
             raise ObservationError(remembered.why, "repair the record of granted GPUs first")
         lost = {gpu.pci_address: gpu for gpu in remembered.gpus if gpu.lost}
         if address:
             wanted = as_in_sysfs(address)
             if wanted not in lost:
-                there = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
-                raise ConfigError(f"{address!a}: no lost GPU has this PCI address", there)
+                hint = f"lost GPUs: {', '.join(lost)}" if lost else "no GPU is lost"
+                raise ConfigError(f"{address!a}: no lost GPU has this PCI address", hint)
             lost = {wanted: lost[wanted]}
         damage = "" if not address else remembered.damage
         gpus = tuple(gpu for gpu in remembered.gpus if gpu.pci_address not in lost)

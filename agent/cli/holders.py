@@ -16,14 +16,14 @@ UNSEEN_SHOWN = 10
 
 def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Return one line for each process that has the GPU open. Without an address, return lines for every GPU."""
-    facts = reconciler.look()[0]
+    facts = reconciler.preview()[0]
     gpus = [find_gpu(address, facts)] if address else [gpu for vendor in facts.vendors for gpu in vendor.gpus]
     lines: list[str] = []
     for gpu in gpus:
         nodes = gpu_nodes(facts, gpu.pci_address)
-        held = look(reconciler.system, nodes)
+        held = users(reconciler.system, nodes)
         unknown = why_unknown(gpu, nodes)
-        found = describe(held, gpu) if held or unknown else (nobody(held), *describe(held, gpu))
+        found = describe(held, gpu) if held or unknown else (no_holder(held), *describe(held, gpu))
         lines += [f"{gpu.pci_address}: {line}" for line in (*found, unknown) if line]
     return tuple(lines)
 
@@ -67,12 +67,12 @@ def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
     )
 
 
-def look(system: System, nodes: Iterable[DeviceNode]) -> Held:
+def users(system: System, nodes: Iterable[DeviceNode]) -> Held:
     """Return the processes that have one of the nodes open now."""
     return find_holders(system, {(node.number.major, node.number.minor): node.path for node in nodes})
 
 
-def nobody(held: Held) -> str:
+def no_holder(held: Held) -> str:
     """Return the sentence for a GPU that no process was found to have open."""
     return "no process that could be inspected has it open" if held.unseen else "no process has it open"
 
@@ -85,5 +85,5 @@ def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
 
 
 def _with_advice(holder: Holder, gpu: Gpu) -> str:
-    advice = host_vendor(gpu.vendor).letting_go(holder.command, gpu.pci_address, in_machine=bool(holder.machine))
+    advice = host_vendor(gpu.vendor).release_advice(holder.command, gpu.pci_address, in_machine=bool(holder.machine))
     return f"{holder.describe()}{f'; to release it: {advice}' if advice else ''}"

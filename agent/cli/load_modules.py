@@ -11,11 +11,11 @@ from agent.system.udev import DeviceSource
 KEY = "driver.load_modules"
 
 
-def load_modules(config: Config, system: System, devices: DeviceSource, tell: Callable[[str], None]) -> None:
+def load_modules(config: Config, system: System, devices: DeviceSource, report: Callable[[str], None]) -> None:
     """Load the kernel modules of the host's GPUs if `driver.load_modules` is set. Raises AgentError or OSError."""
     if not config.driver.load_modules:
-        tell(f"{KEY} is not set: loading kernel modules is left to the host")
+        report(f"{KEY} is not set: loading kernel modules is left to the host")
         return
     detached = observe_detached(system).gpus
     for loader in LOADERS:
-        loader(system, devices.pci_devices, detached, tell)
+        loader(system, devices.pci_devices, detached, report)

@@ -33,7 +33,7 @@ from agent.system.udev import Udev
 
 ANSWER_LIMIT = 180.0
 """Seconds that `apply` waits for a machine to boot and report, in addition to its driver_wait."""
-TELL_INTERVAL = 15.0
+PROGRESS_INTERVAL = 15.0
 """Seconds between two progress messages."""
 LISTING = {"forget": forget, "holders": holders}
 """Subcommands of `gpus` that only print lines; without an address they concern all GPUs."""
@@ -75,11 +75,11 @@ def _command(options: argparse.Namespace) -> int:
 
     match options.command:
         case "plan" | "status" | "doctor":
-            return _look(options, make(load()))
+            return _preview(options, make(load()))
         case "apply":
             return _apply(make(load()))
         case "prepare":
-            return _tell_failures(prepare(options.machine, make(load())).failures)
+            return _print_failures(prepare(options.machine, make(load())).failures)
         case "load-modules":
             load_modules(load().config, system, Udev(), _progress)
             return 0
@@ -91,14 +91,14 @@ def _command(options: argparse.Namespace) -> int:
             raise ConfigError(f"unknown command {command}")
 
 
-LOOKS = ("plan", "status", "doctor")
+READ_ONLY_COMMANDS = ("plan", "status", "doctor")
 AT_START = ("run", "prepare", "load-modules")
 """Commands that units run. They use the last good configuration if the current one is wrong: otherwise a machine would
 stay down or get no GPUs."""
 
 
 def _load(options: argparse.Namespace, system: System) -> Loaded:
-    if options.command not in LOOKS and os.geteuid() != 0:
+    if options.command not in READ_ONLY_COMMANDS and os.geteuid() != 0:
         raise UnsupportedError(
             "this command needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"
         )
@@ -119,13 +119,13 @@ def _progress(sentence: str) -> None:
         print(f"unbounded-agent: {sentence}", file=sys.stderr, flush=True)
 
 
-def _tell_failures(failures: Sequence[str]) -> int:
+def _print_failures(failures: Sequence[str]) -> int:
     for failure in failures:
         print(f"unbounded-agent: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 
-def _look(options: argparse.Namespace, reconciler: Reconciler) -> int:
+def _preview(options: argparse.Namespace, reconciler: Reconciler) -> int:
     match options.command:
         case "plan":
             return _plan(reconciler)
@@ -136,7 +136,7 @@ def _look(options: argparse.Namespace, reconciler: Reconciler) -> int:
 
 
 def _plan(reconciler: Reconciler) -> int:
-    facts, planned, difference = reconciler.look()
+    facts, planned, difference = reconciler.preview()
     for name, why in planned.skipped.items():
         print(f"{name}: {why}: nothing is set up")
     for name, why in planned.held.items():
@@ -145,14 +145,16 @@ def _plan(reconciler: Reconciler) -> int:
         print(f"{name}: refused: {refused.why if isinstance(refused, Unseen) else refused}")
     steps = [action.describe() for action in difference.actions]
     steps += [
-        f"start machine {machine.name}" for machine in reconciler.judge(facts, planned, difference) if machine.stopped
+        f"start machine {machine.name}"
+        for machine in reconciler.evaluate(facts, planned, difference)
+        if machine.stopped
     ]
     for step in steps:
         print(f"would {step}")
     if not steps:
         print("nothing to do")
-    _tell_no_machines(reconciler)
-    _tell_problems(facts)
+    _print_no_machines(reconciler)
+    _print_problems(facts)
     return 0 if isinstance(facts.template_device_allow, tuple) and not difference.refused else 1
 
 
@@ -160,24 +162,24 @@ def _apply(reconciler: Reconciler) -> int:
     outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures
     limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
-    started, told = time.monotonic(), 0.0
+    started, next_report = time.monotonic(), 0.0
     while waiting := [machine for machine in outcome.machines if machine.pending and not failures]:
         waited = time.monotonic() - started
         if waited > limit:
             failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
             break
-        if waited >= told:
+        if waited >= next_report:
             for machine in waiting:
                 _progress(f"{machine.name}: waiting: {machine.ready.message}")
-            told = waited + TELL_INTERVAL
+            next_report = waited + PROGRESS_INTERVAL
         time.sleep(1)
         outcome = reconciler.reconcile()
         failures += outcome.failures
     _print_tables(outcome.machines)
-    _tell_no_machines(reconciler)
-    _tell_problems(outcome.facts)
+    _print_no_machines(reconciler)
+    _print_problems(outcome.facts)
     ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)
-    return _tell_failures(failures) or (0 if ready else 1)
+    return _print_failures(failures) or (0 if ready else 1)
 
 
 def _gpus(command: str, address: str, reconciler: Reconciler) -> int:
@@ -189,31 +191,31 @@ def _gpus(command: str, address: str, reconciler: Reconciler) -> int:
     return 0 if ending.done else 1
 
 
-def _tell_no_machines(reconciler: Reconciler) -> None:
+def _print_no_machines(reconciler: Reconciler) -> None:
     if not reconciler.config.machines:
         print(NO_MACHINES)
 
 
-def _tell_problems(facts: Facts) -> None:
+def _print_problems(facts: Facts) -> None:
     for problem in facts.all_problems():
         print(f"unbounded-agent: note: {problem}", file=sys.stderr)
 
 
 def _status(reconciler: Reconciler, as_json_text: bool) -> int:
-    facts, planned, difference = reconciler.look()
-    machines = reconciler.judge(facts, planned, difference)
-    _tell_problems(facts)
+    facts, planned, difference = reconciler.preview()
+    machines = reconciler.evaluate(facts, planned, difference)
+    _print_problems(facts)
     if as_json_text:
         print(as_json({machine.name: machine.conditions for machine in machines}))
     else:
         _print_tables(machines)
-        _tell_no_machines(reconciler)
+        _print_no_machines(reconciler)
     return 0
 
 
 def _doctor(reconciler: Reconciler, as_json_text: bool) -> int:
-    facts, planned, difference = reconciler.look()
-    diagnoses = [diagnose(machine) for machine in reconciler.judge(facts, planned, difference)]
+    facts, planned, difference = reconciler.preview()
+    diagnoses = [diagnose(machine) for machine in reconciler.evaluate(facts, planned, difference)]
     host = diagnose_host(facts, reconciler.system)
     print(diagnosis_as_json(diagnoses, host) if as_json_text else "\n".join(in_words(diagnoses, host)))
     return 0 if sound(diagnoses, host) else 1

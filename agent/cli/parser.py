@@ -117,7 +117,7 @@ GPU_COMMANDS = {
         {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
     ),
 }
-OF_ALL_GPUS = ("forget", "holders")
+ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands whose address is optional."""
 
 
@@ -140,7 +140,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["doctor"].add_argument("--json", action="store_true", help="print one JSON object")
     commands["prepare"].add_argument("machine", metavar="MACHINE", help="its name in the configuration")
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS).items():
-        count = "?" if name in OF_ALL_GPUS else None
+        count = "?" if name in ADDRESS_OPTIONAL else None
         command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
     return parser
 

@@ -20,7 +20,7 @@ POLL = 1.0
 """Seconds between two checks for a late driver."""
 LOCK_WAIT = 60.0
 """Seconds to wait for another pass: the service may be staging a driver root."""
-LOOKING = 20.0
+RETRY_LIMIT = 20.0
 """Seconds to retry when the unit's state cannot be observed."""
 PASSES = 3
 """How many passes may be needed until a machine's files match the goal."""
@@ -80,9 +80,9 @@ def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
 
 def _runs(name: str, reconciler: Reconciler) -> bool:
     """Return whether the machine runs. If that stays unknown, return True: a running machine's records must be kept."""
-    deadline = time.monotonic() + LOOKING
+    deadline = time.monotonic() + RETRY_LIMIT
     while time.monotonic() < deadline:
-        machines = reconciler.look()[0].machines
+        machines = reconciler.preview()[0].machines
         state = next((machine.unit_state for machine in machines if machine.name == name), Absent("not observed"))
         if not isinstance(state, Unseen):
             return isinstance(state, str) and state not in STOPPED
@@ -92,17 +92,17 @@ def _runs(name: str, reconciler: Reconciler) -> bool:
 
 def _wait_for_driver(name: str, seconds: int, reconciler: Reconciler) -> None:
     deadline = time.monotonic() + seconds
-    told = ""
+    reported = ""
     while time.monotonic() < deadline:
-        facts, planned, _ = reconciler.look()
+        facts, planned, _ = reconciler.preview()
         waiting = ", ".join(_without_driver(name, facts, planned))
         if not waiting:
             return
-        if waiting != told:
+        if waiting != reported:
             reconciler.progress(f"waiting for the driver of GPU {waiting}, up to {seconds} s")
-            told = waiting
+            reported = waiting
         time.sleep(POLL)
-    reconciler.progress(f"continuing without GPU {told}")
+    reconciler.progress(f"continuing without GPU {reported}")
 
 
 def _without_driver(name: str, facts: Facts, planned: Plan) -> list[str]:

@@ -15,8 +15,8 @@ CdiHook = Literal[
     "enable-cuda-compat", "disable-device-node-modification", "update-application-profile", "apply-cuda-memory-limits"
 ]
 
-OF_GPUS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
-OF_NSPAWN = (
+GPU_PATHS = ("/dev/nvidia*", "/dev/dri", "/dev/kfd")
+NSPAWN_PATHS = (
     *(f"/dev/{name}" for name in ("null", "zero", "full", "random", "urandom", "tty", "console", "ptmx")),
     *(f"/dev/{name}" for name in ("pts", "shm", "mqueue", "char", "block", "fd", "stdin", "stdout", "stderr", "core")),
 )
@@ -28,9 +28,9 @@ KMSG = "/dev/kmsg"
 def _device(value: str) -> str:
     if not value.startswith("/dev/"):
         raise ValueError(f"{value!r} is not below /dev")
-    if is_below(value, OF_GPUS):
+    if is_below(value, GPU_PATHS):
         raise ValueError(f"{value} belongs to GPUs or their driver: use `gpus` or `devices`")
-    if is_below(value, OF_NSPAWN):
+    if is_below(value, NSPAWN_PATHS):
         raise ValueError(f"{value} cannot be given: each machine has its own")
     if value == KMSG:
         raise ValueError(f"{value} cannot be given here: use `nspawn.kmsg`")

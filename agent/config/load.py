@@ -36,7 +36,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
     for file in files:
         try:
             # The user who passes --config is responsible for that file.
-            _merge(merged, _parse(system, file, of_root=path == CONFIG_FILE), file, origins, ())
+            _merge(merged, _parse(system, file, root_owned=path == CONFIG_FILE), file, origins, ())
         except RecursionError as error:
             raise ConfigError(
                 f"{file}: tables or lists are nested too deeply: no key has more than six parts"
@@ -49,9 +49,9 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
         raise (NoMachinesError if no_machines else ConfigError)(_sentences(error, origins, files[-1])) from error
 
 
-def _parse(system: System, file: str, *, of_root: bool) -> dict[str, Any]:
+def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
     try:
-        if of_root and (fault := settings_fault(system, file)):
+        if root_owned and (fault := settings_fault(system, file)):
             raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
         return tomllib.loads(system.read(file).decode())
     except OSError as error:

@@ -55,7 +55,7 @@ def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) 
     for why, places in NO_SOURCE.items():
         if is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
-    if is_below(value, secret) or _holds(value, secret):
+    if is_below(value, secret) or _contains(value, secret):
         raise ValueError(
             f"{value} contains files that control the host or other machines: name a directory further below"
         )
@@ -69,12 +69,12 @@ def _target(value: str) -> str:
         if is_below(value, places):
             raise ValueError(f"nothing can be mounted at {value}: {why}")
     covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
-    if value in LINKED or _holds(value, covered):
+    if value in LINKED or _contains(value, covered):
         raise ValueError(f"a mount at {value} would hide files that the machine needs: name a directory further below")
     return value
 
 
-def _holds(path: str, places: Iterable[str]) -> bool:
+def _contains(path: str, places: Iterable[str]) -> bool:
     """Return whether one of these places lies below the path."""
     return any(place.startswith(f"{path.rstrip('/')}/") for place in places)
 

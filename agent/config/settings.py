@@ -113,7 +113,7 @@ class MachineSettings(Model):
     """Settings of systemd-nspawn. The defaults are what a Kubernetes node needs."""
 
     @property
-    def beside_gpus(self) -> bool:
+    def has_extras(self) -> bool:
         """Whether the machine gets devices or mounts even on a host without GPUs."""
         return bool(self.devices or self.extra_devices or self.extra_mounts)
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agent.config.settings import Config
-from agent.host.apply.host_status import publish_judgements
+from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
 from agent.host.observe.ages import Ages
 from agent.host.observe.host import observe
 from agent.host.observe.loader_cache import LoaderCache
 from agent.host.observe.machine_report import Report, parse_report
 from agent.host.outcome import MachineOutcome, Outcome
-from agent.host.plan.diff import Difference, Said, diff, settings_pending, startable
+from agent.host.plan.diff import Acknowledged, Difference, diff, settings_pending, startable
 from agent.host.plan.driver_roots import without_plain
 from agent.host.plan.goal import Plan, plan
 from agent.host.plan.started import with_started
@@ -22,8 +22,8 @@ from agent.host.state.locks import locked
 from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
 from agent.host.verify.flapping import with_time
-from agent.host.verify.lost_gpus import lost_by, with_lost
-from agent.model.actions import Clearing, ClearRemains, Done
+from agent.host.verify.lost_gpus import lost_gpus, with_lost_gpus
+from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
 from agent.model.errors import CommandError, DocumentError, UnsupportedError
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 LOCK_WAIT = 10.0
 """Seconds to wait while another process makes a pass."""
-CLEAR_AGAIN = 600.0
+CLEANUP_INTERVAL = 600.0
 """Seconds until the removal of a driver root is tried again after a failure. One attempt may take a minute."""
-REMAINS_AGAIN = 60.0
+STAGING_CLEANUP_INTERVAL = 60.0
 """Seconds until the removal of other leftovers is tried again. Each attempt removes some of them within a second."""
 BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
@@ -48,7 +48,7 @@ SYSTEMD_MINIMUM = 252
 
 
 @dataclass(frozen=True, slots=True)
-class Uncleared:
+class FailedCleanup:
     """A removal that failed."""
 
     tried: float
@@ -73,11 +73,11 @@ class Reconciler:
     """What is wrong with the configuration, if the last good one is in force instead; otherwise empty."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
     ages: Ages = field(default_factory=Ages)
-    uncleared: dict[Clearing, Uncleared] = field(default_factory=dict)
-    told: tuple[str, ...] = ()
+    failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
+    logged_faults: tuple[str, ...] = ()
     """Sentences on the faults of the last pass."""
 
-    def look(self) -> tuple[Facts, Plan, Difference]:
+    def preview(self) -> tuple[Facts, Plan, Difference]:
         """Return facts, plan and difference without changing anything."""
         facts = without_plain(observe(self.config, self.system, self.devices, self.loader_cache, self.ages))
         self.progress("")
@@ -89,22 +89,22 @@ class Reconciler:
         planned = plan(self.config, facts, time.time())
         facts, faults = with_started(planned, facts)
         planned = replace(planned, faults={**planned.faults, **faults})
-        return facts, planned, diff(planned, facts, self._said(facts, planned))
+        return facts, planned, diff(planned, facts, self._acknowledged(facts, planned))
 
-    def _said(self, facts: Facts, planned: Plan) -> Said:
+    def _acknowledged(self, facts: Facts, planned: Plan) -> Acknowledged:
         goals = {goal.name: goal for goal in planned.goal.machines}
-        released, lacking, faults = set(), set(), {}
+        released, missing_nodes, faults = set(), set(), {}
         for machine in (each for each in facts.machines if each.name in goals):
             goal = goals[machine.name]
             try:
                 report = read_report(machine)
                 released |= {machine.name} if answers.released(machine, goal, report) else set()
-                lacking |= {machine.name} if answers.lacks_nodes(goal, report) else set()
+                missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
                 # Treat the report as broken: a report must not keep a permission alive.
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
-        return Said(released, lacking, faults)
+        return Acknowledged(released, missing_nodes, faults)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
@@ -127,25 +127,25 @@ class Reconciler:
         started = time.monotonic()
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
-            facts, planned, difference = self.look()
+            facts, planned, difference = self.preview()
             applied = self._apply(planned, difference)
             if applied.done or applied.failures:
-                facts, planned, difference = self.look()
-            machines = self.judge(facts, planned, difference)
+                facts, planned, difference = self.preview()
+            machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
-            wanted = {machine.name: machine.ready for machine in machines if self._on_node(machine.name)}
-            unpublished = publish_judgements(self.system, wanted, time.time())
-        problems = tuple(each.why for each in self.uncleared.values())
+            wanted = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
+            unpublished = publish_host_status(self.system, wanted, time.time())
+        problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
             machines=machines,
             actions=tuple(Done(action.kind, action.describe()) for action in applied.done),
-            failures=failures + unpublished + self._tell(machines),
+            failures=failures + unpublished + self._log_faults(machines),
             duration=time.monotonic() - started,
             finished=time.time(),
         )
 
-    def judge(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
+    def evaluate(self, facts: Facts, planned: Plan, difference: Difference) -> tuple[MachineOutcome, ...]:
         """Return the outcome of every configured machine, with its conditions."""
         history, now = read_history(self.system), time.time()
         goals = {goal.name: goal for goal in planned.goal.machines}
@@ -159,18 +159,18 @@ class Reconciler:
                 if faulted:
                     outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
                 elif machine.name in goals:
-                    outcome = self._judge(machine, goals[machine.name], facts, difference)
+                    outcome = self._evaluate(machine, goals[machine.name], facts, difference)
                 else:
                     outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
                 found = readiness.with_rejected(outcome.conditions, self.rejected)
-                found = with_lost(found, machine.name, remembered)
+                found = with_lost_gpus(found, machine.name, remembered)
                 conditions = with_transitions(with_time(found, before, now), before, now)
             except Exception as error:
                 faulted = fault("evaluate its conditions", error)
                 outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
                 conditions = with_transitions(outcome.conditions, (), now)
             pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
-            lost = tuple(gpu.pci_address for gpu in lost_by(machine.name, remembered))
+            lost = tuple(gpu.pci_address for gpu in lost_gpus(machine.name, remembered))
             machines.append(replace(outcome, conditions=conditions, lost=lost, pending=pending, fault=faulted))
         return tuple(machines)
 
@@ -179,7 +179,9 @@ class Reconciler:
             return readiness.held(machine, planned.held[machine.name])
         return readiness.without_gpus(self.config.machines[machine.name], facts)
 
-    def _judge(self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference) -> MachineOutcome:
+    def _evaluate(
+        self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference
+    ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
         return MachineOutcome(
             name=machine.name,
@@ -193,15 +195,15 @@ class Reconciler:
             starts_with=None if refused or settings_pending(goal, difference) else goal.live,
         )
 
-    def _tell(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:
+    def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:
         """Return one sentence per fault, and log the traceback of new faults."""
         faults = {each.name: each.fault for each in machines if each.fault}
         sentences = {name: f"machine {name}: {each.why}" for name, each in faults.items()}
         for name, sentence in sentences.items():
-            if sentence not in self.told:
+            if sentence not in self.logged_faults:
                 log.error("%s", sentence, exc_info=faults[name].error)
-        self.told = tuple(sentences.values())
-        return self.told
+        self.logged_faults = tuple(sentences.values())
+        return self.logged_faults
 
     def _start(self, name: str) -> tuple[str, ...]:
         self.progress(f"start machine {name}")
@@ -212,7 +214,7 @@ class Reconciler:
             return (str(error),)
         return ()
 
-    def _on_node(self, name: str) -> bool:
+    def _sets_node_condition(self, name: str) -> bool:
         return self.config.machines[name].node_condition
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
@@ -228,16 +230,18 @@ class Reconciler:
                 except OSError as error:
                     failures.append(f"cannot create {directory}: {error.strerror}")
         now = time.monotonic()
-        wanted = [(action, each) for action, each in self.uncleared.items() if action in difference.actions]
-        waiting = {action: each for action, each in wanted if now - each.tried < _again(action)}
+        wanted = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
+        waiting = {action: each for action, each in wanted if now - each.tried < _retry_after(action)}
         due = [action for action in difference.actions if action not in tuple(waiting)]
         applied = apply(due, self.system, self.progress)
-        self.uncleared = waiting | {action: Uncleared(now, why) for action, why in applied.uncleared.items()}
+        self.failed_cleanups = waiting | {
+            action: FailedCleanup(now, why) for action, why in applied.failed_cleanups.items()
+        }
         return replace(applied, failures=(*failures, *applied.failures))
 
 
-def _again(action: Clearing) -> float:
-    return REMAINS_AGAIN if isinstance(action, ClearRemains) else CLEAR_AGAIN
+def _retry_after(action: Cleanup) -> float:
+    return STAGING_CLEANUP_INTERVAL if isinstance(action, RemoveStaleStaging) else CLEANUP_INTERVAL
 
 
 def read_report(machine: MachineFacts) -> Report | Absent | Broken | Unseen:

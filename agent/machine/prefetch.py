@@ -60,4 +60,4 @@ def _claim(generation: str, root: str) -> bool:
 
 
 def _content(place: str) -> bytes:
-    return opening.content(opening.look_at(place), place, LIMIT)[0]
+    return opening.content(opening.open_probe(place), place, LIMIT)[0]

@@ -86,7 +86,7 @@ class RemoveDriverRoot:
 
 
 @dataclass(frozen=True, slots=True)
-class ClearRemains:
+class RemoveStaleStaging:
     """Remove the directories that an interrupted staging or removal of a driver root left."""
 
     kind: ClassVar[ActionKind] = "remove"
@@ -118,7 +118,7 @@ class ChangeDevices:
     """Entries of the unit's DeviceAllow= list that are not ours: they stay."""
 
     @property
-    def binds_anew(self) -> bool:
+    def rebinds(self) -> bool:
         """Whether all nodes are bound again, because the machine reported some missing."""
         return self.after.rebound not in ("", self.before.rebound)
 
@@ -130,15 +130,15 @@ class ChangeDevices:
             ("bind", [path for path, number in after.nodes.items() if before.nodes.get(path) != number]),
             ("no longer bind", [path for path in before.nodes if path not in after.nodes]),
         ]
-        told = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
-        return f"change the devices of machine {self.machine}: {told or 'update the record of its devices'}"
+        changes = "; ".join(f"{verb} {', '.join(things)}" for verb, things in parts if things)
+        return f"change the devices of machine {self.machine}: {changes or 'update the record of its devices'}"
 
 
-Clearing: TypeAlias = RemoveDriverRoot | ClearRemains
+Cleanup: TypeAlias = RemoveDriverRoot | RemoveStaleStaging
 """Steps that remove driver roots. No machine waits for them."""
 Publishing: TypeAlias = StageDriverRoot | PublishDriverRoot | ProtectDriverRoots
 """Steps that have to be done before a handoff may name the driver root."""
-Action: TypeAlias = WriteFile | RemoveFile | Publishing | Clearing | ReloadUnits | ChangeDevices
+Action: TypeAlias = WriteFile | RemoveFile | Publishing | Cleanup | ReloadUnits | ChangeDevices
 
 
 @dataclass(frozen=True, slots=True)

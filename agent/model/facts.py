@@ -50,7 +50,7 @@ class DeviceNode:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class HalfMade:
+class IncompletePartition:
     """A partition of a GPU that is unusable: still being created, or left incomplete. None of its nodes is granted."""
 
     pci_address: str
@@ -158,7 +158,7 @@ class UserSpace:
     """Names of places where directories were skipped and no driver was found in the others."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
-    passed_over: tuple[str, ...] = ()
+    skipped_directories: tuple[str, ...] = ()
     """Directories that were not searched, with the reason, in words."""
     configured: str = ""
     """The key of the configuration that names the place; empty if the agent searched for the files."""
@@ -186,8 +186,8 @@ class VendorFacts:
     services: tuple[ServiceDirectory, ...] = ()
     problems: tuple[str, ...] = ()
     """Refused or broken nodes and entries, one sentence each."""
-    half_made: tuple[HalfMade, ...] = ()
-    driver_awaited: bool = True
+    incomplete: tuple[IncompletePartition, ...] = ()
+    driver_expected: bool = True
     """Whether GPUs without a driver are expected to get one: machines then wait for them, even if not named."""
 
 
@@ -222,7 +222,7 @@ class MountSource:
     """The source of a mount in the settings, with symbolic links resolved."""
 
     path: str
-    way: tuple[str, ...]
+    components: tuple[str, ...]
     """Each directory and link that leads to it."""
 
 
@@ -269,17 +269,17 @@ class Facts:
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
     """The lowest index above every driver root and manifest on disk, complete or not."""
-    spoiled_roots: tuple[int, ...] = ()
+    corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
     """Indices of driver roots that are plain directories: root in one machine can change them for all."""
     mounting_failed: bool = False
     """Driver roots could not be mounted since the host booted."""
-    staging_remains: tuple[str, ...] = ()
+    stale_staging: tuple[str, ...] = ()
     """Directories that an interrupted staging or removal of a driver root left."""
     staged_unseen: str = ""
     """Why the driver roots could not be listed; empty if they could."""
-    notes_of_times: Mapping[str, bytes] = field(default_factory=dict)
+    time_records: Mapping[str, bytes] = field(default_factory=dict)
     """Files to write, by path: they record new times of host files whose content a driver root already has."""
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
@@ -288,7 +288,7 @@ class Facts:
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts of the host that were not understood; a sentence each."""
-    reload_owed: bool = False
+    reload_pending: bool = False
     """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)
     """Every file that the goal may contain or the ownership record names, by absolute path."""

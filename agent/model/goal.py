@@ -12,15 +12,15 @@ from agent.model.remembered import Remembered
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """PCI addresses that limit one machine's choice of GPUs. `has` is set for machines without `count=N` too."""
+    """PCI addresses that limit one machine's choice of GPUs. `current` is set for machines without `count=N` too."""
 
     taken: frozenset[str] = frozenset()
     """GPUs of other machines."""
-    has: frozenset[str] = frozenset()
+    current: frozenset[str] = frozenset()
     """GPUs that the machine has now. It keeps them as far as the number allows."""
     draining: frozenset[str] = frozenset()
-    """Detached GPUs in `has`: no machine is granted them, but this machine's processes may use them until they end."""
-    kept: Mapping[str, str] = field(default_factory=dict)
+    """Detached GPUs in `current`: no machine is granted them, but its processes may use them until they exit."""
+    reserved: Mapping[str, str] = field(default_factory=dict)
     """GPUs that stay reserved for a machine in which a fault occurred, with the reason, which follows "GPU X is "."""
 
 
@@ -61,7 +61,7 @@ class Grant:
     """Variables for pods with any of the vendor's devices."""
     problems: tuple[str, ...] = ()
     """Requests that cannot be granted, one sentence each."""
-    lacking: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     """Requested non-GPU devices that are missing, in words. Everything else is granted without them."""
 
 
@@ -88,7 +88,7 @@ class MachineGoal:
     """The grant in that handoff."""
     live: LiveSettings
     """The settings that the machine will have when it runs with this goal."""
-    lacking: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     """Mounts whose source is missing, in words."""
 
     @property

@@ -1,7 +1,7 @@
-"""The host half's verdict on a machine, for the machine's Node object: its Ready condition and the time of evaluation.
+"""The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
 
-A document separate from the handoff and no part of its generation, because it also changes when there is nothing to
-set up. Its presence tells the machine half to set the Node condition.
+It is a separate document, and not part of the handoff's generation, because it also changes when there is nothing to
+set up. If it exists, the machine half sets the Node condition.
 """
 
 import json
@@ -16,44 +16,49 @@ from agent.model.text import one_line
 
 VERSION = 1
 SIZE_LIMIT = 1 << 16
-"""Bytes; a message has at most agent.model.text.MESSAGE_LIMIT characters of 12 bytes."""
+"""Bytes of the largest document. A message has at most agent.model.text.MESSAGE_LIMIT characters of 12 bytes."""
 SILENT_AFTER = 300.0
-"""Seconds after which a verdict is stale: by then the host half has missed several passes."""
+"""Seconds after which a host status is stale: by then the host half has missed several passes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
-    """The verdict of one pass: its Ready condition."""
+class HostStatus:
+    """A machine's Ready condition after one pass."""
 
     status: Status
     reason: str
     message: str
     last_transition: float
-    """Seconds since the epoch, as `judged`."""
-    judged: float
+    """When `status` last changed, in seconds since the epoch."""
+    evaluated: float
+    """When the condition was evaluated, in seconds since the epoch; `judged` in the document."""
 
     @property
     def ready(self) -> Condition:
         return Condition(ConditionType.READY, self.status, self.reason, self.message, self.last_transition)
 
 
-def judgement(ready: Condition, now: float) -> Judgement:
-    return Judgement(ready.status, ready.reason, one_line(ready.message), ready.last_transition, now)
+def host_status(ready: Condition, now: float) -> HostStatus:
+    """Return the host status with this Ready condition, evaluated at `now`."""
+    return HostStatus(ready.status, ready.reason, one_line(ready.message), ready.last_transition, now)
 
 
-def render_judgement(verdict: Judgement) -> bytes:
-    return json.dumps({"version": VERSION, **asdict(verdict)}, indent=1).encode() + b"\n"
+def render_host_status(status: HostStatus) -> bytes:
+    """Return the document."""
+    document = {"version": VERSION, **asdict(status)}
+    document["judged"] = document.pop("evaluated")
+    return json.dumps(document, indent=1).encode() + b"\n"
 
 
-def parse_judgement(data: bytes) -> Judgement:
-    """Read a verdict. Raises DocumentError, which names the key."""
+def parse_host_status(data: bytes) -> HostStatus:
+    """Return the host status in a document. Raises DocumentError, which names the key."""
     where = CONDITIONS_NAME
     document = parse_object(where, data)
     accept_version(where, document, (VERSION,))
     status = get(where, document, "status", str)
     if status not in set(Status):
         raise DocumentError(f"{where}: key status must be True, False or Unknown, not {status[:40]!a}")
-    return Judgement(
+    return HostStatus(
         Status(status),
         get(where, document, "reason", str),
         get(where, document, "message", str),
@@ -63,7 +68,7 @@ def parse_judgement(data: bytes) -> Judgement:
 
 
 def _time(where: str, document: dict[str, Any], key: str) -> float:
-    """Return seconds since the epoch that a date can be made of."""
+    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can be made a date."""
     value = document.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 36:
         raise DocumentError(f"{where}: key {key} must be a time in seconds, not {str(value)[:40]!a}")

@@ -11,7 +11,7 @@ STEP = 64 << 20
 """Bytes between two calls of `progress`."""
 CHUNK = 1 << 20
 """Bytes that are read and written at a time if the kernel cannot copy."""
-NOT_BY_THE_KERNEL = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
+KERNEL_CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 """Errors of copy_file_range(2) if the files are on two file systems (since Linux 5.19) or the file system cannot copy.
 EPERM comes from a filter of system calls."""
 
@@ -41,7 +41,7 @@ def _copy_step(reading: int, writing: int, size: int) -> int:
         if copied := os.copy_file_range(reading, writing, size):
             return copied
     except OSError as error:
-        if error.errno not in NOT_BY_THE_KERNEL:
+        if error.errno not in KERNEL_CANNOT_COPY:
             raise
     copied = 0
     while copied < size and (content := memoryview(os.read(reading, min(size - copied, CHUNK)))):

@@ -107,35 +107,35 @@ class _Connection:
         """
         service = str(call.header.fields[HeaderFields.destination])
         known = service in self._owners
-        reply = self._ask_owner(service, call, deadline)
+        reply = self._call_owner(service, call, deadline)
         if known and _unreachable(reply):
             # The owner has left the bus, so the call was not received by a new owner of the name.
             del self._owners[service]
-            reply = self._ask_owner(service, call, deadline)
+            reply = self._call_owner(service, call, deadline)
         return reply
 
-    def _ask_owner(self, service: str, call: Message, deadline: float) -> Message:
+    def _call_owner(self, service: str, call: Message, deadline: float) -> Message:
         refusal = self._find_owner(service, deadline)
         if refusal:
             return refusal
         call.header.fields[HeaderFields.destination] = self._owners[service]
-        return self._ask(call, self._owners[service], deadline)
+        return self._send(call, self._owners[service], deadline)
 
     def _find_owner(self, service: str, deadline: float) -> Message | None:
         """Record the unique name of a service's owner; start the service if needed. Return the bus's error, or None."""
         if service in self._owners:
             return None
-        reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
+        reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
         if _unreachable(reply):
-            reply = self._ask(message_bus.StartServiceByName(service), DRIVER, deadline)
+            reply = self._send(message_bus.StartServiceByName(service), DRIVER, deadline)
             if not _error(reply):
-                reply = self._ask(message_bus.GetNameOwner(service), DRIVER, deadline)
+                reply = self._send(message_bus.GetNameOwner(service), DRIVER, deadline)
         if _error(reply):
             return reply
         self._owners[service] = str(reply.body[0])
         return None
 
-    def _ask(self, call: Message, sender: str, deadline: float) -> Message:
+    def _send(self, call: Message, sender: str, deadline: float) -> Message:
         serial, received = next(self._serials), 0
         self._socket.settimeout(_left(deadline))
         self._socket.sendall(call.serialise(serial=serial))

@@ -12,9 +12,9 @@ from typing import Any, Generic, Protocol, TypeVar
 
 T = TypeVar("T")
 
-DEVICE_READ = 5.0
+DEVICE_CALL = 5.0
 """Seconds for a driver's answer. NVIDIA's driver holds a lock for some seconds when a GPU is first used."""
-SOURCE_LOOK = 2.0
+SOURCE_READ = 2.0
 """Seconds for the source of a mount, which may be on a remote server."""
 LEAST = 0.02
 """Seconds that every call gets. A healthy driver answers in a thousandth of that."""
@@ -23,8 +23,8 @@ LEAST = 0.02
 class _Call(Generic[T]):
     """One call for a worker to run."""
 
-    def __init__(self, call: Callable[[], T], *, of_source: bool) -> None:
-        self.of_source = of_source
+    def __init__(self, call: Callable[[], T], *, is_source: bool) -> None:
+        self.is_source = is_source
         self._call = call
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -95,16 +95,16 @@ class Reader(Protocol):
     def read_text(self, path: str) -> str: ...
 
 
-def bounded(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> T:
+def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> T:
     """Return what `call` returns. Raises TimeoutError if it takes longer, or an earlier call of that name hangs."""
-    return _begin(what, call, seconds, of_source=of_source)()
+    return _begin(what, call, seconds, is_source=is_source)()
 
 
-def _begin(what: str, call: Callable[[], T], seconds: float, *, of_source: bool = False) -> Callable[[], T]:
+def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> Callable[[], T]:
     """Start the call in a worker. The returned function waits for it as `bounded` does."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
-    running = _Call(call, of_source=of_source)
+    running = _Call(call, is_source=is_source)
     try:
         worker = _worker()
     except RuntimeError as error:
@@ -129,36 +129,36 @@ def stuck() -> tuple[str, ...]:
     return tuple(_left)
 
 
-def ask_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> T:
+def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> T:
     """Return what `call` returns, as `bounded` does; each call that already hangs halves the time for the next.
 
     A broken driver may hang at each of a hundred files: so all of them together take at most twice `seconds`.
     """
-    return begin_asking_device(what, call, seconds)()
+    return begin_device_call(what, call, seconds)()
 
 
-def begin_asking_device(what: str, call: Callable[[], T], seconds: float = DEVICE_READ) -> Callable[[], T]:
-    """Start the call, and return a function that waits for it as `ask_device` does.
+def begin_device_call(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> Callable[[], T]:
+    """Start the call, and return a function that waits for it as `call_device` does.
 
     The caller can do other things meanwhile, but must call the function: that is where a call that hangs is recorded.
     """
-    return _begin(what, call, _shortened(seconds, of_source=False))
+    return _begin(what, call, _shortened(seconds, is_source=False))
 
 
-def ask_source(what: str, call: Callable[[], T], seconds: float = SOURCE_LOOK) -> T:
-    """Return what `call` returns, as `ask_device` does, for the source of a mount.
+def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) -> T:
+    """Return what `call` returns, as `call_device` does, for the source of a mount.
 
     Sources and devices are counted separately: a dead server must not shorten the time for a GPU.
     """
-    return bounded(what, call, _shortened(seconds, of_source=True), of_source=True)
+    return bounded(what, call, _shortened(seconds, is_source=True), is_source=True)
 
 
-def _shortened(seconds: float, *, of_source: bool) -> float:
-    hanging = sum(_left[what].of_source == of_source for what in stuck())
+def _shortened(seconds: float, *, is_source: bool) -> float:
+    hanging = sum(_left[what].is_source == is_source for what in stuck())
     return max(seconds / float(2**hanging), LEAST)
 
 
 def read_device_text(system: Reader, path: str) -> str:
     """Return the text of a file that a driver provides. Raises TimeoutError if the driver does not answer."""
     place = path if system.root == "/" else system.root + path
-    return ask_device(place, lambda: system.read_text(path))
+    return call_device(place, lambda: system.read_text(path))

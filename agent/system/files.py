@@ -50,15 +50,15 @@ class System(Rooted):
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         """Return the content of a regular file, as those of /proc and /sys are. Never opens a FIFO or device."""
-        return opening.content(opening.look_at(self._at(path)), path, limit)[0]
+        return opening.content(opening.open_probe(self._at(path)), path, limit)[0]
 
     def head(self, path: str, size: int) -> bytes:
         """Return the first bytes of a regular file of any size."""
-        return opening.content(opening.look_at(self._at(path)), path, size, whole=False)[0]
+        return opening.content(opening.open_probe(self._at(path)), path, size, whole=False)[0]
 
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
-        return opening.content(opening.look_at(self._at(path, follow=False), follow=False), path, limit)
+        return opening.content(opening.open_probe(self._at(path, follow=False), follow=False), path, limit)
 
     def read_text(self, path: str) -> str:
         """Return the content of a regular file as text. Bytes that are not UTF-8 become surrogates."""

@@ -22,7 +22,7 @@ PROCESS_LIMIT = 2.0
 """Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
 LEAST = 0.05
 """Seconds to search one process when others hang. Most take a thousandth of that."""
-LOOK_LIMIT = 20.0
+SEARCH_LIMIT = 20.0
 """Seconds to search the descriptors of all processes, and again to search their mappings."""
 
 MAPPING = re.compile(
@@ -103,10 +103,10 @@ def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
     Raises OSError if /proc itself cannot be listed.
     """
     pids = sorted(int(name) for name in system.entries("/proc") if name.isdecimal())
-    return _Look(system, wanted, pids).run()
+    return _Search(system, wanted, pids).run()
 
 
-class _Look:
+class _Search:
     """One search of all processes. Mappings come last, because reading them may block; descriptors never block."""
 
     def __init__(self, system: System, wanted: Mapping[Number, str], pids: list[int]) -> None:
@@ -122,16 +122,16 @@ class _Look:
         unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in holders}
         return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
-    def _each(self, what: str, look: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `look` for each process. Each one that hangs halves the time for the next; LOOK_LIMIT bounds all."""
-        end, limit = time.monotonic() + LOOK_LIMIT, PROCESS_LIMIT
+    def _each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
+        """Call `search` for each process. Each one that hangs halves the time for the next; SEARCH_LIMIT bounds all."""
+        end, limit = time.monotonic() + SEARCH_LIMIT, PROCESS_LIMIT
         for pid in pids:
             deadline = min(time.monotonic() + limit, end)
             try:
                 seconds = deadline - time.monotonic()
                 if seconds <= 0:
-                    raise TimeoutError(errno.ETIMEDOUT, f"other processes used up the {LOOK_LIMIT:.0f} s")
-                bounded(f"/proc/{pid}: {what}", partial(look, pid, deadline), seconds)
+                    raise TimeoutError(errno.ETIMEDOUT, f"other processes used up the {SEARCH_LIMIT:.0f} s")
+                bounded(f"/proc/{pid}: {what}", partial(search, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
                 # The process has exited meanwhile.
                 continue

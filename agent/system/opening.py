@@ -12,7 +12,7 @@ import stat
 LEASED = "another process holds a lease on it"
 
 
-def look_at(place: str, *, follow: bool = True) -> int:
+def open_probe(place: str, *, follow: bool = True) -> int:
     """Return a descriptor to inspect a file, not to read it (O_PATH). This breaks no lease and starts no device."""
     return os.open(place, os.O_PATH | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW))
 
@@ -27,14 +27,14 @@ def sync_directory(place: str) -> None:
 
 
 def regular(probe: int, path: str) -> io.BufferedReader:
-    """Open the file that `look_at` found for reading. Raises OSError unless it is regular, as in /proc and /sys."""
+    """Open the file that `open_probe` found for reading. Raises OSError unless it is regular, as in /proc and /sys."""
     mode = os.fstat(probe).st_mode
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "a symbolic link", path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     try:
-        # This opens the file that `look_at` found, even if its name belongs to another one now.
+        # This opens the file that `open_probe` found, even if its name belongs to another one now.
         return open(stream(f"/proc/self/fd/{probe}"), "rb")
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, LEASED, path) from None
@@ -42,7 +42,7 @@ def regular(probe: int, path: str) -> io.BufferedReader:
 
 def plain(place: str) -> io.BufferedReader:
     """Open a regular file that only the kernel or the agent writes, for reading. Raises OSError."""
-    probe = look_at(place)
+    probe = open_probe(place)
     try:
         return regular(probe, place)
     finally:
@@ -50,7 +50,7 @@ def plain(place: str) -> io.BufferedReader:
 
 
 def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
-    """Return the content and the change time (seconds since the epoch) of the file that `look_at` found.
+    """Return the content and the change time (seconds since the epoch) of the file that `open_probe` found.
 
     A file of more than `limit` bytes raises OSError (EFBIG), or is cut if not `whole`. The modification time would not
     do: the file's writer can set it. Closes `probe`.

@@ -5,7 +5,7 @@ import os
 import stat
 from collections.abc import Collection, Iterator
 
-from agent.system.errnos import NOT_THERE
+from agent.system.errnos import NOT_FOUND
 from agent.system.files import System
 from agent.system.rooted import LINK_LIMIT
 
@@ -13,18 +13,20 @@ ROOT = 0
 """The user id and the group id of root."""
 
 
-def others_way(system: System, path: str, *, to_it: bool = False, trusted: Collection[int] = (ROOT,)) -> str:
+def untrusted_component(
+    system: System, path: str, *, any_last_owner: bool = False, trusted: Collection[int] = (ROOT,)
+) -> str:
     """Return a sentence on the first component of a path that users other than root control; empty if there is none.
 
-    Links are followed. With `to_it`, the last component may have any owner if only root can replace it. `trusted` has
-    the ids of users who count as root. The search ends at a missing component, and before a file (see `files_fault`).
-    Raises OSError if a component could not be observed.
+    Links are followed. With `any_last_owner`, the last component may have any owner if only root can replace it.
+    `trusted` has the ids of users who count as root. The search ends at a missing component, and before a file (see
+    `file_fault`). Raises OSError if a component could not be observed.
     """
     shared = ""
     try:
-        for here, mode, uid, gid, last in _way(system, path):
+        for here, mode, uid, gid, last in _walk(system, path):
             link = stat.S_ISLNK(mode)
-            if to_it and last and not link:
+            if any_last_owner and last and not link:
                 return shared if uid not in trusted else ""
             if not link and not stat.S_ISDIR(mode):
                 return ""
@@ -40,14 +42,14 @@ def others_way(system: System, path: str, *, to_it: bool = False, trusted: Colle
                 if last or not mode & stat.S_ISVTX:
                     return shared
     except OSError as error:
-        if error.errno not in NOT_THERE:
+        if error.errno not in NOT_FOUND:
             raise
     return ""
 
 
-def steps(system: System, path: str) -> tuple[str, ...]:
+def path_components(system: System, path: str) -> tuple[str, ...]:
     """Return each directory and link on a path, and the file or directory that it leads to. Raises OSError."""
-    return tuple(here for here, *_ in _way(system, path))
+    return tuple(here for here, *_ in _walk(system, path))
 
 
 def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
@@ -55,22 +57,22 @@ def _others_write(system: System, path: str, mode: int, gid: int) -> bool:
     return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and (gid != ROOT or system.has_acl(path)))
 
 
-def _way(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]:
+def _walk(system: System, path: str) -> Iterator[tuple[str, int, int, int, bool]]:
     """Yield path, mode, user id and group id of each component, from / on, and whether it is the last. Follow links."""
-    here, ahead, links = "/", _parts(path), 0
+    here, remaining, links = "/", _parts(path), 0
     while True:
         mode, uid, gid = system.owner(here)
-        yield here, mode, uid, gid, not ahead
+        yield here, mode, uid, gid, not remaining
         if stat.S_ISLNK(mode):
             links += 1
             if links > LINK_LIMIT:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
             target = system.read_link(here) or ""
-            ahead = _parts(target) + ahead
+            remaining = _parts(target) + remaining
             here = "/" if target.startswith("/") else os.path.dirname(here)
-        if not ahead:
+        if not remaining:
             return
-        part = ahead.pop(0)
+        part = remaining.pop(0)
         here = os.path.dirname(here) if part == ".." else os.path.join(here, part)
 
 
@@ -78,20 +80,20 @@ def _parts(path: str) -> list[str]:
     return [part for part in path.split("/") if part not in ("", ".")]
 
 
-class Ways:
+class PathTrust:
     """Finds out which directories of one system only root controls, and records the others."""
 
-    def __init__(self, system: System, *, judged: bool = True) -> None:
-        """If not `judged`, permit every directory."""
-        self._system, self._judged = system, judged
+    def __init__(self, system: System, *, checked: bool = True) -> None:
+        """If not `checked`, permit every directory."""
+        self._system, self._checked = system, checked
         self.refused: dict[str, dict[str, None]] = {}
         """The directories that were refused, by reason."""
 
     def permits(self, directory: str, link: str = "") -> bool:
         """Return whether only root controls a directory, or the target of `link` in it. Raises OSError."""
-        why = others_way(self._system, link or directory) if self._judged else ""
+        why = untrusted_component(self._system, link or directory) if self._checked else ""
         if why:
-            whole = not link or others_way(self._system, directory)
+            whole = not link or untrusted_component(self._system, directory)
             self.refused.setdefault(why, {})[directory if whole else f"links in {directory}"] = None
         return not why
 
@@ -114,13 +116,13 @@ def settings_fault(system: System, path: str) -> str:
                 f"users other than root can write to {place} (mode {stat.S_IMODE(mode):04o}): run `chmod go-w {place}`"
             )
     # A user who can rename a directory further up, or one above a link on the path, can replace the file.
-    return others_way(system, path, to_it=True, trusted=trusted)
+    return untrusted_component(system, path, any_last_owner=True, trusted=trusted)
 
 
-def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
+def file_fault(system: System, real_path: str, *, root_owned: bool) -> str:
     """Return why a file must not be copied; empty if it may be.
 
-    It must be public, and with `of_root` only root may be able to change it. Raises OSError.
+    It must be public, and with `root_owned` only root may be able to change it. Raises OSError.
     """
     mode, uid, gid = system.owner(real_path)
     if not real_path.isprintable():
@@ -129,8 +131,8 @@ def files_fault(system: System, real_path: str, *, of_root: bool) -> str:
         return "it is not a regular file"
     if not mode & stat.S_IROTH:
         return f"not every user can read it (mode {stat.S_IMODE(mode):04o})"
-    if of_root and uid:
+    if root_owned and uid:
         return f"it belongs to user {uid}, not to root"
-    if of_root and _others_write(system, real_path, mode, gid):
+    if root_owned and _others_write(system, real_path, mode, gid):
         return f"users other than root can write to it (mode {stat.S_IMODE(mode):04o})"
     return ""

@@ -13,7 +13,7 @@ def open_public(place: str) -> BinaryIO:
 
     Checking the path before or after opening it is not enough: the check may see a different file.
     """
-    probe = opening.look_at(place, follow=False)
+    probe = opening.open_probe(place, follow=False)
     try:
         mode = os.fstat(probe).st_mode
         # proc(5): the link has the path of the open file without links; it differs if the file was renamed or removed.

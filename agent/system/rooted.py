@@ -126,9 +126,9 @@ class Rooted:
 
     def _resolve(self, path: str) -> str:
         """Return the path with links resolved as by realpath(3), but below the root, also absolute ones."""
-        done, ahead, links = "/", [part for part in path.split("/") if part], 0
-        while ahead:
-            part = ahead.pop(0)
+        done, remaining, links = "/", [part for part in path.split("/") if part], 0
+        while remaining:
+            part = remaining.pop(0)
             if part in (".", ".."):
                 done = os.path.dirname(done) if part == ".." else done
                 continue
@@ -141,6 +141,6 @@ class Rooted:
             links += 1
             if links > LINK_LIMIT:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
-            ahead = [each for each in target.split("/") if each] + ahead
+            remaining = [each for each in target.split("/") if each] + remaining
             done = "/" if target.startswith("/") else done
         return done

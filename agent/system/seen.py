@@ -4,22 +4,22 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from agent.model.facts import Absent, Broken, Unseen
-from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.errnos import NOT_FOUND, UNUSABLE
 
 T = TypeVar("T")
 
 
-def look(read: Callable[[str], T], path: str) -> T | Absent | Broken | Unseen:
+def read_seen(read: Callable[[str], T], path: str) -> T | Absent | Broken | Unseen:
     """Return what `read` returns for the path, or the fact that its OSError stands for."""
     try:
         return read(path)
     except OSError as error:
-        return why_not(path, error)
+        return classify_error(path, error)
 
 
-def why_not(path: str, error: OSError) -> Absent | Broken | Unseen:
+def classify_error(path: str, error: OSError) -> Absent | Broken | Unseen:
     """Return the fact that an OSError at a path stands for."""
-    if error.errno in NOT_THERE:
+    if error.errno in NOT_FOUND:
         return Absent(f"{path}: no such file")
     if error.errno in UNUSABLE:
         return Broken(f"{path}: {error.strerror}")

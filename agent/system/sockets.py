@@ -24,7 +24,7 @@ def listening_process(place: str) -> int | None:
     follows no link. Raises OSError.
     """
     try:
-        probe = opening.look_at(place, follow=False)
+        probe = opening.open_probe(place, follow=False)
     except FileNotFoundError:
         return None
     try:

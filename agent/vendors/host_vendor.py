@@ -57,7 +57,7 @@ class GpuError:
     """The driver's number for the error; for NVIDIA the Xid, which is below 1000."""
     meaning: str
     """The driver's name for the error, what it means, and what to do if anything needs to be done."""
-    of_application: bool
+    from_application: bool
     """A program caused the error: the GPU may be healthy."""
     lost: bool
     """The GPU stopped answering."""
@@ -114,7 +114,7 @@ class HostVendor(ABC):
         """Return the driver whose user space pods get from the host; None if they get none."""
         return None
 
-    def letting_go(self, command: str, pci_address: str, *, in_machine: bool) -> str:
+    def release_advice(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """Return how a program of the vendor, named as in /proc/PID/comm, releases a GPU; empty for others. Pure."""
         return ""
 

@@ -10,7 +10,7 @@ from tests.fakes.host import INFORMATION
 
 NEWER = "580.95.05"
 FIRST, SECOND, THIRD = (f"0000:0{bus}:00.0" for bus in (1, 2, 3))
-FAST = Timing(poll=0, answer=20, tell=0)
+FAST = Timing(poll=0, answer=20, report_interval=0)
 
 
 def _nothing(world: HostWorld) -> None:

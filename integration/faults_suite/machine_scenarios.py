@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.machine.containerd.tables import MAIN
-from agent.machine.kubelet.node_condition import JUDGEMENT
+from agent.machine.kubelet.node_condition import HOST_STATUS
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice
 from integration.faults_suite.machine_world import MachineWorld, begin, one_gpu, stage
@@ -130,7 +130,7 @@ def _node(directory: Path) -> MachineWorld:
 
 def _publish_status(world: MachineWorld) -> None:
     machine: Any = world.machine
-    machine.publish_status(judged=time.time(), since=time.time() - 1000)
+    machine.publish_status(evaluated=time.time(), since=time.time() - 1000)
 
 
 def _set_on_node(world: MachineWorld) -> None:
@@ -139,7 +139,7 @@ def _set_on_node(world: MachineWorld) -> None:
 
 
 def _unwanted(world: MachineWorld) -> None:
-    world.machine.drop(JUDGEMENT)
+    world.machine.drop(HOST_STATUS)
 
 
 SETTLE, UPDATE_NODE = MachineWorld.settle, MachineWorld.update_node

@@ -16,7 +16,7 @@ from agent.host.state.owned_files import OWNED_FILES
 from agent.machine.containerd import files, tables
 from agent.machine.kubelet.device_plugin import parse_checkpoint
 from agent.model.handoff import parse_handoff
-from agent.model.host_status import parse_judgement
+from agent.model.host_status import parse_host_status
 from agent.model.json_document import parse_object
 from agent.model.live import parse_live
 from agent.model.pci_address import as_in_sysfs
@@ -76,7 +76,7 @@ PARSERS: dict[str, Parser] = {
     "config": _config,
     "containerd-config": _toml,
     "containerd-version": _of_text(tables.parse_version),
-    "conditions": parse_judgement,
+    "conditions": parse_host_status,
     "granted": lambda data: GRANTED.parse("granted.json", data),
     "group": _of_text(parse_groups),
     "handed": lambda data: parse_handed("driver-roots.json", data),

@@ -30,7 +30,7 @@ FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
 PERMISSION = DeviceAllow("/dev/char/195:1", "rw")
 HOLDER = 4242
 BOOT_ID = "11111111-2222-3333-4444-555555555555"
-FAST = Timing(poll=0, answer=20, tell=0)
+FAST = Timing(poll=0, answer=20, report_interval=0)
 
 
 class Site:
@@ -325,7 +325,7 @@ def test_force_takes_the_gpu_and_names_its_users(site: Site) -> None:
 def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
     site.answers = False
     site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
-    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, tell=0))
+    ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, report_interval=0))
     assert ending.done, text(ending)
     assert f"machine {MACHINE} did not remove it from its CDI specification" in text(ending)
     assert not site.permitted()

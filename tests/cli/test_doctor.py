@@ -22,7 +22,7 @@ from agent.model.conditions import ConditionType, Status, false, unknown
 from agent.model.facts import Facts
 from agent.model.reasons import Reason
 from agent.vendors.host_vendor import DriverForPods
-from agent.vendors.nvidia.user_space.cuda_version import ASK
+from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
 from tests.fakes.gpu_host import VERSION, reconciler
 from tests.fakes.host import Host
 from tests.fakes.reconciler import conditions
@@ -60,16 +60,16 @@ def test_faults_come_in_order_with_their_symptoms() -> None:
     assert not sound([diagnosis], HostDiagnosis())
     driver, daemon, silent = diagnosis.findings
     assert (driver.conditions, driver.reason) == ((ConditionType.DRIVER_LOADED,), "ModuleNotLoaded")
-    assert "couldn't communicate with the NVIDIA driver" in driver.looks_like
+    assert "couldn't communicate with the NVIDIA driver" in driver.symptoms
     assert (driver.prevents_ready, daemon.prevents_ready) == (True, False)
     assert silent.conditions == (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
-    assert (silent.status, silent.looks_like) == (Status.UNKNOWN, ""), "what is not known is not seen"
+    assert (silent.status, silent.symptoms) == (Status.UNKNOWN, ""), "what is not known is not seen"
     lines = in_words([diagnosis], HostDiagnosis())
     assert lines[1:5] == [
         "gpu-node: not ready: ModuleNotLoaded",
         "  - DriverLoaded: False, ModuleNotLoaded",
         "    run `modprobe nvidia`",
-        f"    symptoms: {driver.looks_like}",
+        f"    symptoms: {driver.symptoms}",
     ]
     assert "  - PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines
     assert "  - RuntimeConfigured, RuntimeActive: Unknown, NoReport" in lines
@@ -85,7 +85,7 @@ def test_error_codes_that_people_confuse_are_explained() -> None:
     fabric = false(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING, "start it")
     versions = false(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH, "reload it")
     found = {
-        each.reason: each.looks_like for each in diagnose(MachineOutcome("m", conditions(fabric, versions))).findings
+        each.reason: each.symptoms for each in diagnose(MachineOutcome("m", conditions(fabric, versions))).findings
     }
     assert "802 (SYSTEM_NOT_READY)" in found["FabricManagerNotRunning"]
     assert "803 (SYSTEM_DRIVER_MISMATCH)" in found["VersionMismatch"]
@@ -109,7 +109,7 @@ def test_as_json() -> None:
                         "status": "False",
                         "reason": "ModuleNotLoaded",
                         "message": "run `modprobe nvidia`",
-                        "looksLike": diagnosis.findings[0].looks_like,
+                        "looksLike": diagnosis.findings[0].symptoms,
                         "preventsReady": True,
                     }
                 ],
@@ -132,7 +132,7 @@ LIBCUDA = f"/usr/lib/x86_64-linux-gnu/nvidia/current/libcuda.so.{VERSION}"
 
 
 def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
-    host.command(sys.executable, "-I", "-c", ASK, LIBCUDA, stdout=text, stderr="no\n" * status, status=status)
+    host.command(sys.executable, "-I", "-c", READ_VERSION, LIBCUDA, stdout=text, stderr="no\n" * status, status=status)
 
 
 def host_findings(host: Host) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ def host_findings(host: Host) -> tuple[str, ...]:
 )
 def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, status: int, said: str) -> None:
     answer_of_libcuda(gpu_host, text, status)
-    host = diagnose_host(reconciler(gpu_host).look()[0], gpu_host)
+    host = diagnose_host(reconciler(gpu_host).preview()[0], gpu_host)
     (line,) = (each for each in in_words([], host) if each.startswith("driver for pods: "))
     assert said in line
 
@@ -167,9 +167,9 @@ def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     passes.reconcile()
     answer_of_libcuda(gpu_host, "12040\n")
-    assert diagnose_host(passes.look()[0], gpu_host).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
+    assert diagnose_host(passes.preview()[0], gpu_host).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
     gpu_host.driver("535.261.03", gpus=2)
-    (driver,) = diagnose_host(passes.look()[0], gpu_host).drivers
+    (driver,) = diagnose_host(passes.preview()[0], gpu_host).drivers
     assert (driver.version, driver.interfaces) == ("535.261.03", {})
     assert driver.unknown == "this host has no libcuda 535.261.03: see LibrariesPresent"
 
@@ -177,7 +177,7 @@ def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
 @pytest.mark.usefixtures("sound_host")
 @pytest.mark.parametrize("path", [LIBCUDA, "/usr/lib/x86_64-linux-gnu/nvidia"])
 def test_a_library_that_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
-    facts = reconciler(gpu_host).look()[0]
+    facts = reconciler(gpu_host).preview()[0]
     gpu_host.owners[path] = (0o775, 0)
     (driver,) = diagnose_host(facts, gpu_host).drivers
     assert driver.interfaces == {}
@@ -188,11 +188,11 @@ def test_a_library_that_others_may_write_is_not_loaded(gpu_host: Host, path: str
 def test_the_image_is_chosen_by_the_present_gpus(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     answer_of_libcuda(gpu_host, "12040\n")
-    image = diagnose_host(passes.look()[0], gpu_host).image
+    image = diagnose_host(passes.preview()[0], gpu_host).image
     assert image == "agent-ubuntu2404-nvidia"
     assert Path("containerfiles", image, "Containerfile").exists()
     gpu_host.pci = gpu_host.drm = ()
-    image = diagnose_host(passes.look()[0], gpu_host).image
+    image = diagnose_host(passes.preview()[0], gpu_host).image
     assert image == "agent-ubuntu2404"
     assert Path("containerfiles", image, "Containerfile").exists()
 

@@ -13,7 +13,7 @@ from agent.host.daemon.http.health import status_line
 from agent.host.daemon.http.metrics import TEXT, Metrics
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
-from agent.vendors.nvidia.user_space.cuda_version import ASK
+from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
 from tests.cli.test_doctor import LIBCUDA
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
@@ -26,7 +26,7 @@ def empty(gpu_host: Host) -> Reconciler:
     """A reconciler without machines, on a host that had one."""
     assert not reconciler(gpu_host).reconcile().failures
     gpu_host.bus.unit("unbounded-agent.service", "active")
-    gpu_host.command(sys.executable, "-I", "-c", ASK, LIBCUDA, stdout="12040\n")
+    gpu_host.command(sys.executable, "-I", "-c", READ_VERSION, LIBCUDA, stdout="12040\n")
     return Reconciler(Config(machines={}), gpu_host, gpu_host)
 
 

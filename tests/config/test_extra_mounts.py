@@ -9,14 +9,14 @@ from pydantic import ValidationError
 from agent.config.mounts import LINKED, NO_TARGET, SECRET
 from agent.config.settings import Config, MachineSettings
 from agent.host.observe.mount_sources import observe_sources
-from agent.host.plan.diff import Said, diff
+from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.live import parse_live, render_live
-from agent.system.deadlines import ask_device, ask_source
+from agent.system.deadlines import call_device, call_source
 from tests.fakes.facts import facts
 from tests.fakes.host import Host
 
@@ -85,7 +85,7 @@ def test_a_source_inside_another_mount_is_refused(other: dict[str, object]) -> N
     settings = Config.model_validate({"machines": {"gpu-node": {"extra_mounts": [DATA]}, "other": other}})
     (machine,) = (each for each in plan(settings, seen).goal.machines if each.name == "gpu-node")
     assert b"/mnt/data" not in machine.nspawn.content
-    (why,) = machine.lacking
+    (why,) = machine.missing
     assert "the path to it leads through /disk, where machine other could put a link" in why
 
 
@@ -102,7 +102,7 @@ def test_a_link_that_a_machine_made_leads_nowhere(host: Host) -> None:
     seen = replace(facts(), mount_sources=observe_sources(settings, host))
     one, other = plan(settings, seen).goal.machines
     assert b"/usr" not in one.nspawn.content
-    assert one.lacking == (
+    assert one.missing == (
         "/srv/a/sub for /mnt/sub (the path to it leads through /srv/a, where machine gpu-node could put a link)",
     )
     assert b"BindReadOnly=/usr/share/data:/mnt" in other.nspawn.content
@@ -113,7 +113,7 @@ def test_two_machines_share_one_source() -> None:
     for machine in plan(
         Config.model_validate({"machines": machines}), with_sources(data=at("/srv/data"))
     ).goal.machines:
-        assert machine.lacking == ()
+        assert machine.missing == ()
 
 
 def test_a_running_machine_gets_later_mounts_at_its_next_start() -> None:
@@ -129,7 +129,7 @@ def test_a_running_machine_gets_later_mounts_at_its_next_start() -> None:
         assert found[ConditionType.DEVICES_ALLOWED].reason == "NoReport", "Ready does not depend on it"
         assert live.fixed == machine.live.fixed
         planned = plan(config(DATA), running)
-        assert not any("change" in each.describe() for each in diff(planned, running, Said()).actions)
+        assert not any("change" in each.describe() for each in diff(planned, running, Acknowledged()).actions)
 
 
 def test_other_settings_need_a_restart() -> None:
@@ -221,10 +221,10 @@ def test_a_dead_server_does_not_shorten_gpu_deadlines() -> None:
     try:
         for number in range(4):
             with pytest.raises(TimeoutError):
-                ask_source(f"mount {number}", over.wait, 0.02)
-        assert ask_device("a GPU", lambda: threading.Event().wait(0.1), 0.4) is False
+                call_source(f"mount {number}", over.wait, 0.02)
+        assert call_device("a GPU", lambda: threading.Event().wait(0.1), 0.4) is False
         with pytest.raises(TimeoutError):
-            ask_source("another mount", lambda: threading.Event().wait(0.1), 0.4)
+            call_source("another mount", lambda: threading.Event().wait(0.1), 0.4)
     finally:
         over.set()
 
@@ -290,5 +290,5 @@ def test_each_target_is_mounted_once() -> None:
 
 def test_a_host_without_gpus_has_mounts_too() -> None:
     bare = replace(with_sources(data=at("/srv/data")), vendors=())
-    assert MachineSettings().beside_gpus is False
+    assert MachineSettings().has_extras is False
     assert goal(bare, DATA).live.mounts == ("/mnt/data",)

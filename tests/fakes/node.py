@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from agent.machine.kubelet.node_condition import JUDGEMENT, NODE, NOTE, TYPE
+from agent.machine.kubelet.node_condition import HOST_STATUS, NODE, NOTE, TYPE
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, true
-from agent.model.host_status import judgement, render_judgement
+from agent.model.host_status import host_status, render_host_status
 from agent.model.reasons import Reason
 from agent.system.process import Completed
 from tests.fakes.machine import Machine
@@ -31,9 +31,9 @@ class Node(Machine):
         self.put(f"/proc/{number}/cgroup", f"{cgroup}\n")
         self.put(f"/proc/{number}/status", f"Name:\tx\nUid:\t{users}\nNSpid:\t{number if pids is None else pids}\n")
 
-    def publish_status(self, condition: Condition = READY, judged: float = NOW, since: float = NOW - 1000) -> None:
+    def publish_status(self, condition: Condition = READY, evaluated: float = NOW, since: float = NOW - 1000) -> None:
         dated = Condition(condition.type, condition.status, condition.reason, condition.message, since)
-        self.put(JUDGEMENT, render_judgement(judgement(dated, judged)))
+        self.put(HOST_STATUS, render_host_status(host_status(dated, evaluated)))
 
     def kubectl(self, argv: tuple[str, ...]) -> Completed:
         if "get" in argv:

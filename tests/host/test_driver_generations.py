@@ -18,9 +18,9 @@ from agent.host.outcome import Outcome
 from agent.host.plan.diff import diff
 from agent.host.plan.driver_roots import collect
 from agent.host.plan.goal import plan
-from agent.host.reconcile import CLEAR_AGAIN, REMAINS_AGAIN
+from agent.host.reconcile import CLEANUP_INTERVAL, STAGING_CLEANUP_INTERVAL
 from agent.host.state.driver_roots import parse_handed, render_handed
-from agent.model.actions import ClearRemains, RemoveDriverRoot, StageDriverRoot, WriteFile
+from agent.model.actions import RemoveDriverRoot, RemoveStaleStaging, StageDriverRoot, WriteFile
 from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Absent, Broken, Facts, Library, Seen, StagedRoot, Unseen, UserSpace
 from agent.model.goal import Goal
@@ -171,12 +171,12 @@ def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> No
     reinstall(host, 1_800_000_000)
     if content == "another":
         repair(host)
-    reconciler(host).look()
+    reconciler(host).preview()
     assert host.opened
     if content == "the same":
         reconciler(host).reconcile()
     host.opened.clear()
-    reconciler(host).look()
+    reconciler(host).preview()
     assert host.opened == []
 
 
@@ -437,7 +437,7 @@ def test_roots_that_no_machine_was_handed_since_its_start_are_removed() -> None:
 
 def test_corrupt_roots_are_removed_by_the_same_rule() -> None:
     found = with_handoff(seen(NEW, module=NEWER, handed_roots=(4,)), NEW)
-    assert removed(replace(found, spoiled_roots=(0, 1, 4))) == [0]
+    assert removed(replace(found, corrupt_roots=(0, 1, 4))) == [0]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_corrupt_roots_are_removed_by_the_same_rule() -> None:
 )
 def test_nothing_is_removed_if_a_machines_roots_are_unknown(blind: dict[str, object]) -> None:
     found = with_handoff(seen(OLD, NEW, module=NEWER, **blind), NEW)
-    assert removed(replace(found, spoiled_roots=(7,))) == []
+    assert removed(replace(found, corrupt_roots=(7,))) == []
 
 
 @pytest.mark.parametrize("granted", [Unseen("Input/output error"), Broken("not JSON")])
@@ -491,8 +491,8 @@ def test_a_failed_removal_is_a_problem_but_not_a_failure(host: Host) -> None:
     assert host.runner.rm_calls == calls, "not tried again at once"
     # Another process's pass does not know of the failure; nor does this one when the time is over.
     host.runner.rm_fails = False
-    agent.uncleared = {
-        action: replace(each, tried=each.tried - CLEAR_AGAIN) for action, each in agent.uncleared.items()
+    agent.failed_cleanups = {
+        action: replace(each, tried=each.tried - CLEANUP_INTERVAL) for action, each in agent.failed_cleanups.items()
     }
     assert agent.reconcile().facts.all_problems() == ()
     assert not host.exists(f"{TREES}/0")
@@ -512,8 +512,9 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
         assert agent.reconcile().failures == ()
         assert host.runner.rm_seconds <= 1.0
         assert len(list(Path(f"{host.root}{REMOVED}").rglob("[0-9]"))) == left
-        agent.uncleared = {
-            action: replace(each, tried=each.tried - REMAINS_AGAIN) for action, each in agent.uncleared.items()
+        agent.failed_cleanups = {
+            action: replace(each, tried=each.tried - STAGING_CLEANUP_INTERVAL)
+            for action, each in agent.failed_cleanups.items()
         }
     agent.reconcile()
     assert host.entries(REMOVED) == ()
@@ -521,10 +522,10 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
 
 def test_staging_removes_the_remains_itself() -> None:
     path = f"{STAGING}/1"
-    found = with_handoff(replace(seen(OLD), staging_remains=(path,)), OLD)
-    assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, ClearRemains)]
+    found = with_handoff(replace(seen(OLD), stale_staging=(path,)), OLD)
+    assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, RemoveStaleStaging)]
     done = replace(found, staged=(OLD, NEW))
-    assert ClearRemains((path,)) in diff(plan(CONFIG, done), done).actions
+    assert RemoveStaleStaging((path,)) in diff(plan(CONFIG, done), done).actions
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b'{"version": 2, "indices": []}', b'{"version": 1, "indices": [-1]}'])

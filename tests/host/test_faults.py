@@ -109,7 +109,7 @@ def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) 
     """At once: the machine is not informed, and another machine may have the GPU now. It gets nothing more."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
-    seen, wanted, _ = agent.look()
+    seen, wanted, _ = agent.preview()
     found = diff(wanted, without_handoff(seen))
     assert found.faults.keys() == {MACHINE}
     (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
@@ -123,7 +123,7 @@ def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) 
     assert gpu_host.bus.changes == []
     assert apply([change], gpu_host).failures == ()
     assert [each[0] for each in gpu_host.bus.changes] == ["SetUnitProperties"]
-    again, wanted, _ = agent.look()
+    again, wanted, _ = agent.preview()
     actions = diff(wanted, without_handoff(again)).actions
     assert not [each for each in actions if isinstance(each, ChangeDevices)], "once"
 
@@ -182,26 +182,26 @@ def both_roots(alone: Goal, both: Goal) -> Goal:
 def test_an_error_in_one_machines_report(gpu_host: Host) -> None:
     agent = two(gpu_host)
     agent.reconcile()
-    seen, wanted, difference = agent.look()
+    seen, wanted, difference = agent.preview()
     machines = tuple(replace(each, report=NONSENSE) if each.name == BAD else each for each in seen.machines)
     seen = replace(seen, machines=machines)
-    assert_only_bad_is_faulted(agent.judge(seen, wanted, difference), "evaluate its conditions")
-    said = agent._said(seen, wanted)
+    assert_only_bad_is_faulted(agent.evaluate(seen, wanted, difference), "evaluate its conditions")
+    said = agent._acknowledged(seen, wanted)
     assert said.faults.keys() == {BAD}
-    assert_only_bad_is_faulted(agent.judge(seen, wanted, diff(wanted, seen, said)), "read its report")
+    assert_only_bad_is_faulted(agent.evaluate(seen, wanted, diff(wanted, seen, said)), "read its report")
 
 
 def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> None:
     """Not even a report that causes an error: it counts as broken."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
-    seen, wanted, _ = agent.look()
+    seen, wanted, _ = agent.preview()
     seen = replace(seen, machines=(replace(seen.machines[0], report=NONSENSE),))
-    found = diff(wanted, seen, agent._said(seen, wanted))
+    found = diff(wanted, seen, agent._acknowledged(seen, wanted))
     (change,) = (each for each in found.actions if isinstance(each, ChangeDevices))
     assert DeviceAllow("/dev/char/195:1", "rw") in change.before.allow
     assert DeviceAllow("/dev/char/195:1", "rw") not in change.after.allow
-    (evaluated,) = agent.judge(seen, wanted, found)
+    (evaluated,) = agent.evaluate(seen, wanted, found)
     assert evaluated.fault
     assert evaluated.fault.why.startswith("cannot read its report: ")
 

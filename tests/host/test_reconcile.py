@@ -21,7 +21,7 @@ from agent.model.live import render_live
 from agent.model.paths import (
     CONDITIONS,
     OWNED,
-    RELOAD_OWED,
+    RELOAD_PENDING,
     REMOVED,
     REPORT_NAME,
     STAGING,
@@ -62,7 +62,7 @@ def test_from_nothing_to_the_goal(gpu_host: Host) -> None:
 START = ("systemctl", "start", "--no-block", UNITS[0])
 
 
-@pytest.mark.parametrize("unwritten", [nspawn_file(MACHINE), unit_drop_in(MACHINE), RELOAD_OWED, "/etc/", OWNED])
+@pytest.mark.parametrize("unwritten", [nspawn_file(MACHINE), unit_drop_in(MACHINE), RELOAD_PENDING, "/etc/", OWNED])
 def test_a_machine_whose_settings_could_not_be_written_is_not_started(gpu_host: Host, unwritten: str) -> None:
     """Otherwise the template's -U would give its files to other users, and no drop-in would prepare its start."""
     agent = reconciler(gpu_host)
@@ -124,10 +124,10 @@ def test_a_failed_reload_is_repeated_until_one_succeeds(gpu_host: Host) -> None:
     gpu_host.command(*reload, stderr="simulated", status=1)
     agent = reconciler(gpu_host)
     assert any("simulated" in failure for failure in agent.run_pass().failures)
-    assert gpu_host.exists(RELOAD_OWED)
+    assert gpu_host.exists(RELOAD_PENDING)
     gpu_host.command(*reload)
     assert agent.run_pass().sentences == ("reload systemd's units",)
-    assert not gpu_host.exists(RELOAD_OWED)
+    assert not gpu_host.exists(RELOAD_PENDING)
     gpu_host.runner.calls.clear()
     agent.run_pass()
     assert reload not in gpu_host.runner.calls
@@ -190,7 +190,7 @@ def test_killed_before_any_side_effect_the_next_pass_converges(gpu_host: Host) -
             crashes += 1
         gpu_host.arm(0)
         assert reconciler(gpu_host).reconcile().failures == ()
-        assert reconciler(gpu_host).look()[2].actions == ()
+        assert reconciler(gpu_host).preview()[2].actions == ()
         assert gpu_host.entries(STAGING) == ()
         if finished:
             break
@@ -243,7 +243,7 @@ def test_an_interrupted_removal_is_forgotten_by_the_next_pass(gpu_host: Host) ->
     gpu_host.remove_file(unit_drop_in(MACHINE))
     other.reconcile()
     assert MACHINE not in gpu_host.read_text(OWNED)
-    assert [each.name for each in other.look()[0].machines] == ["other"]
+    assert [each.name for each in other.preview()[0].machines] == ["other"]
 
 
 def test_a_full_run_directory_costs_a_cache_and_no_pass(gpu_host: Host) -> None:

@@ -12,7 +12,7 @@ import pytest
 from agent.model.conditions import Status
 from agent.model.errors import CommandError
 from agent.system.copy import STEP
-from agent.system.deadlines import ask_device, bounded, stuck
+from agent.system.deadlines import bounded, call_device, stuck
 from agent.system.files import System
 from agent.system.process import Completed, run_checked
 from agent.system.sh_runner import host_runner
@@ -83,10 +83,10 @@ def test_many_hanging_calls_take_no_longer_than_two(name: str, hanging: Hanging)
     started = time.monotonic()
     for number in range(100):
         with pytest.raises(TimeoutError):
-            ask_device(f"{name} {number}", hanging, 4)
+            call_device(f"{name} {number}", hanging, 4)
     # Less than the full limits of three calls; a hundred times the shortest wait is 2 seconds of it.
     assert time.monotonic() - started < 12
-    assert ask_device(name, lambda: "others go on", 4) == "others go on"
+    assert call_device(name, lambda: "others go on", 4) == "others go on"
 
 
 class HangingHost(Host):

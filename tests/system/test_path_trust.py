@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.system.files import System
-from agent.system.path_trust import Ways, files_fault, others_way
+from agent.system.path_trust import PathTrust, file_fault, untrusted_component
 from agent.system.sh_runner import host_runner
 from tests.fakes.host import Host
 
@@ -24,39 +24,39 @@ def tree(host: Host) -> Host:
 
 def test_a_path_that_root_controls(tree: Host) -> None:
     tree.symlink("/srv/driver/lib/libcuda.so.1", "../lib/libcuda.so")
-    assert others_way(tree, "/srv/driver/lib/libcuda.so.1") == ""
-    assert others_way(tree, "/srv/none/lib") == "", "what is not there is nobody's"
+    assert untrusted_component(tree, "/srv/driver/lib/libcuda.so.1") == ""
+    assert untrusted_component(tree, "/srv/none/lib") == "", "what is not there is nobody's"
 
 
 @pytest.mark.parametrize("directory", ["/", "/srv", "/srv/driver", "/srv/driver/lib"])
 def test_each_component_of_the_path_counts(tree: Host, directory: str) -> None:
     tree.owners[directory] = (0o755, USER)
-    assert others_way(tree, "/srv/driver/lib/libcuda.so") == f"{directory} belongs to user {USER}, not to root"
+    assert untrusted_component(tree, "/srv/driver/lib/libcuda.so") == f"{directory} belongs to user {USER}, not to root"
     for mode in (0o775, 0o757):
         tree.owners[directory] = (mode, 0)
-        why = others_way(tree, "/srv/driver/lib/libcuda.so")
+        why = untrusted_component(tree, "/srv/driver/lib/libcuda.so")
         assert why == f"users other than root can write in {directory} (mode {mode:04o})"
 
 
 def test_the_file_itself_does_not_count(tree: Host) -> None:
     """One bad file does not make its directory bad."""
     tree.owners["/srv/driver/lib/libcuda.so"] = (0o666, USER)
-    assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
+    assert untrusted_component(tree, "/srv/driver/lib/libcuda.so") == ""
 
 
 def test_refused_paths_are_kept(tree: Host) -> None:
     tree.make_directory("/home/user")
     tree.owners["/home/user"] = (0o755, USER)
     tree.symlink("/srv/driver/lib/libcuda.so.1", "/home/user/libcuda.so.1")
-    ways = Ways(tree)
-    assert ways.permits("/srv/driver/lib")
-    assert not ways.permits("/home/user/lib")
-    assert not ways.permits("/srv/driver/lib", "/srv/driver/lib/libcuda.so.1")
+    trust = PathTrust(tree)
+    assert trust.permits("/srv/driver/lib")
+    assert not trust.permits("/home/user/lib")
+    assert not trust.permits("/srv/driver/lib", "/srv/driver/lib/libcuda.so.1")
     why = f"/home/user belongs to user {USER}, not to root"
-    assert {key: tuple(each) for key, each in ways.refused.items()} == {
+    assert {key: tuple(each) for key, each in trust.refused.items()} == {
         why: ("/home/user/lib", "links in /srv/driver/lib")
     }
-    assert Ways(tree, judged=False).permits("/home/user")
+    assert PathTrust(tree, checked=False).permits("/home/user")
 
 
 @pytest.mark.parametrize("path", ["/srv/driver", "/srv/driver/lib/libcuda.so"])
@@ -64,45 +64,45 @@ def test_a_path_that_roots_group_may_write_is_roots(tree: Host, path: str) -> No
     """Unless an access control list names others, which the mode shows as the group."""
     tree.owners[path] = (0o775, 0, 0)
     file = "/srv/driver/lib/libcuda.so"
-    assert (others_way(tree, file), files_fault(tree, file, of_root=True)) == ("", "")
+    assert (untrusted_component(tree, file), file_fault(tree, file, root_owned=True)) == ("", "")
     tree.acls.add(path)
-    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0775)") > 0
+    assert f"{untrusted_component(tree, file)}{file_fault(tree, file, root_owned=True)}".count("(mode 0775)") > 0
     tree.acls.clear()
     tree.owners[path] = (0o777, 0, 0)
-    assert f"{others_way(tree, file)}{files_fault(tree, file, of_root=True)}".count("(mode 0777)") > 0
+    assert f"{untrusted_component(tree, file)}{file_fault(tree, file, root_owned=True)}".count("(mode 0777)") > 0
 
 
 def test_links_in_the_path_are_followed(tree: Host) -> None:
     tree.make_directory("/home/user")
     tree.symlink("/home/user/lib", "/srv/driver/lib")
     tree.symlink("/opt/lib", "../home/user/lib")
-    assert others_way(tree, "/opt/lib/libcuda.so") == ""
+    assert untrusted_component(tree, "/opt/lib/libcuda.so") == ""
     tree.owners["/home/user"] = (0o755, USER)
-    assert others_way(tree, "/opt/lib/libcuda.so").startswith("/home/user belongs")
+    assert untrusted_component(tree, "/opt/lib/libcuda.so").startswith("/home/user belongs")
     tree.symlink("/opt/circle", "circle")
     with pytest.raises(OSError, match="symbolic links"):
-        others_way(tree, "/opt/circle")
+        untrusted_component(tree, "/opt/circle")
 
 
 def test_a_sticky_directory_protects_roots_directories(tree: Host) -> None:
     """For example, /nix/store, whose group is nixbld. What somebody puts there belongs to them."""
     tree.owners["/srv"] = (0o1775, 0)
-    assert others_way(tree, "/srv/driver/lib/libcuda.so") == ""
+    assert untrusted_component(tree, "/srv/driver/lib/libcuda.so") == ""
     tree.owners["/srv/driver"] = (0o755, USER)
-    assert others_way(tree, "/srv/driver/lib").startswith("/srv/driver belongs")
+    assert untrusted_component(tree, "/srv/driver/lib").startswith("/srv/driver belongs")
     tree.symlink("/srv/link", "/etc")
-    assert others_way(tree, "/srv/link").startswith("users other than root can write in /srv ")
-    assert others_way(tree, "/srv").startswith("users other than root can write in /srv ")
+    assert untrusted_component(tree, "/srv/link").startswith("users other than root can write in /srv ")
+    assert untrusted_component(tree, "/srv").startswith("users other than root can write in /srv ")
 
 
 def test_a_failed_call_is_an_error(tree: Host) -> None:
     tree.failing["/srv/driver"] = PermissionError(errno.EACCES, "Permission denied", "/srv/driver")
     with pytest.raises(PermissionError):
-        others_way(tree, "/srv/driver/lib")
+        untrusted_component(tree, "/srv/driver/lib")
 
 
 @pytest.mark.parametrize(
-    ("mode", "uid", "of_root", "fault"),
+    ("mode", "uid", "root_owned", "fault"),
     [
         (0o644, 0, True, ""),
         (0o640, 0, True, "not every user can read it (mode 0640)"),
@@ -112,15 +112,15 @@ def test_a_failed_call_is_an_error(tree: Host) -> None:
         (0o666, USER, False, ""),
     ],
 )
-def test_files(tree: Host, mode: int, uid: int, of_root: bool, fault: str) -> None:
+def test_files(tree: Host, mode: int, uid: int, root_owned: bool, fault: str) -> None:
     tree.owners["/srv/driver/lib/libcuda.so"] = (mode, uid)
-    assert files_fault(tree, "/srv/driver/lib/libcuda.so", of_root=of_root) == fault
+    assert file_fault(tree, "/srv/driver/lib/libcuda.so", root_owned=root_owned) == fault
 
 
 def test_only_regular_files_with_plain_names(tree: Host) -> None:
-    assert files_fault(tree, "/srv/driver", of_root=False) == "it is not a regular file"
+    assert file_fault(tree, "/srv/driver", root_owned=False) == "it is not a regular file"
     tree.file("/srv/a\nb")
-    assert "characters" in files_fault(tree, "/srv/a\nb", of_root=False)
+    assert "characters" in file_fault(tree, "/srv/a\nb", root_owned=False)
 
 
 def test_modes_and_owners_come_from_the_file_system(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def test_modes_and_owners_come_from_the_file_system(tmp_path: Path) -> None:
     system = System(host_runner, str(tmp_path))
     assert system.owner("/inner/file") == (stat.S_IFREG | 0o640, os.getuid(), (tmp_path / "file").stat().st_gid)
     assert stat.S_ISLNK(system.owner("/link")[0])
-    assert files_fault(system, "/file", of_root=False) == "not every user can read it (mode 0640)"
+    assert file_fault(system, "/file", root_owned=False) == "not every user can read it (mode 0640)"
 
 
 def test_an_access_control_list_is_seen(tmp_path: Path) -> None:

@@ -127,12 +127,12 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     killed, or PID 1 does not answer, the next pass stages the roots again.
     """
     system.make_directory(REMOVED)
-    ways = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
-    clear(tuple(removed for _, removed in ways), system)
-    for plain, removed in ways:
+    moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
+    clear(tuple(removed for _, removed in moves), system)
+    for plain, removed in moves:
         _move(plain, removed, system)
     if not mount_parent(system):
-        for plain, removed in ways:
+        for plain, removed in moves:
             _move(removed, plain, system)
         raise ApplyError("they stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
@@ -150,7 +150,8 @@ def make_way(path: str, system: System) -> None:
     """Move away a directory that is in the place of one of the agent's files. Raises OSError.
 
     Root in a machine can put such a directory into its handoff directory, and make its removal slow. So the next pass
-    removes it (`ClearRemains`). Until an earlier one has been removed, the move fails, and only that machine suffers.
+    removes it (`RemoveStaleStaging`). Until an earlier one has been removed, the move fails, and only that machine
+    suffers.
     """
     for each in (path, remains(path)):
         if system.is_directory(each) and system.read_link(each) is None:

@@ -1,4 +1,4 @@
-"""Hands the host half's verdict to the machines that set it on their Node object."""
+"""Publishes the host status to the machines that set it on their Node objects."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,16 +7,16 @@ from agent.host.apply.driver_roots import make_way
 from agent.model.conditions import Condition
 from agent.model.errors import DocumentError
 from agent.model.faults import in_words
-from agent.model.host_status import SIZE_LIMIT, Judgement, judgement, parse_judgement, render_judgement
+from agent.model.host_status import SIZE_LIMIT, HostStatus, host_status, parse_host_status, render_host_status
 from agent.model.paths import MACHINES_STATE, conditions_file, handoff_directory
 from agent.system.files import System
 
 FRESH = 45.0
-"""Seconds before an unchanged verdict is written again: less than the interval between timed passes."""
+"""Seconds until an unchanged host status is written again: less than the interval between passes by the timer."""
 
 
-def publish_judgements(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
-    """Write the verdict on each machine in `ready`, remove all others. Return failures, one sentence each."""
+def publish_host_status(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
+    """Write the status of each machine in `ready`, and remove all others. Return failures, one sentence each."""
     failures = []
     try:
         known = system.entries(MACHINES_STATE)
@@ -28,14 +28,14 @@ def publish_judgements(system: System, ready: Mapping[str, Condition], now: floa
     for name in sorted({*known, *ready}):
         path = conditions_file(name)
         try:
-            # A machine without the directory was never set up, because it has no GPU.
+            # A machine that never had a GPU has no such directory.
             if not system.is_directory(handoff_directory(name)):
                 continue
             if name not in ready:
                 make_way(path, system)
                 system.remove(path)
             else:
-                _write(system, path, judgement(ready[name], now))
+                _write(system, path, host_status(ready[name], now))
         except OSError as error:
             failures.append(f"cannot update {path}: {error.strerror}")
         except Exception as error:
@@ -43,14 +43,14 @@ def publish_judgements(system: System, ready: Mapping[str, Condition], now: floa
     return tuple(failures)
 
 
-def _write(system: System, path: str, verdict: Judgement) -> None:
+def _write(system: System, path: str, status: HostStatus) -> None:
     try:
         # Root in the machine can remount the directory writable and put a link there.
-        before = parse_judgement(system.read_untrusted(path, SIZE_LIMIT)[0])
+        before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])
     except (OSError, DocumentError):
         before = None
-    same = before is not None and replace(before, judged=verdict.judged) == verdict
-    # Write also if the clock was set back.
-    if before is None or not same or not 0 <= verdict.judged - before.judged < FRESH:
+    same = before is not None and replace(before, evaluated=status.evaluated) == status
+    # It is also written if the clock was set back.
+    if before is None or not same or not 0 <= status.evaluated - before.evaluated < FRESH:
         make_way(path, system)
-        system.write(path, render_judgement(verdict))
+        system.write(path, render_host_status(status))

@@ -16,7 +16,7 @@ from agent.system.damage import write_record
 from agent.system.files import System
 
 
-def change_devices(action: ChangeDevices, system: System, going_on: Callable[[], None] = lambda: None) -> None:
+def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
     """Permit devices, then bind their nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
 
     The intended permissions are recorded first: if the agent is killed meanwhile, no permission may be in force without
@@ -45,14 +45,14 @@ def change_devices(action: ChangeDevices, system: System, going_on: Callable[[],
             failures.append(str(error))
             # PID 1 may have carried out a call that it did not answer.
             live = live if isinstance(error, BusAnswerError) else unsure
-    live, unbound = _bind_all(action, live, system, going_on)
+    live, unbound = _bind_all(action, live, system, report_progress)
     _note(action.machine, live, system)
     if failures := [*failures, *unbound]:
         raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` applies all changes")
 
 
 def _bind_all(
-    action: ChangeDevices, live: LiveSettings, system: System, going_on: Callable[[], None]
+    action: ChangeDevices, live: LiveSettings, system: System, report_progress: Callable[[], None]
 ) -> tuple[LiveSettings, list[str]]:
     """Bind the nodes that the machine lacks. Return the record with those that could be bound, and the failures."""
     failures = []
@@ -68,7 +68,7 @@ def _bind_all(
             if isinstance(error.__cause__, TimeoutError):
                 # The machine hangs, and each further node would wait as long.
                 break
-        going_on()
+        report_progress()
     return live, failures
 
 

@@ -30,7 +30,7 @@ from agent.system import systemd
 from agent.system.damage import write_record
 from agent.system.files import System
 from agent.system.mounts import mounted
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 JOB_LIMIT = 20.0
 """Seconds that PID 1 may take to mount or unmount."""
@@ -73,7 +73,7 @@ def publish(index: int, system: System) -> None:
 def mount_parent(system: System) -> bool:
     """Mount HOST_NVIDIA, which hides plain directories in it. Return whether it worked. Raises AgentError, OSError."""
     _write_parent(system)
-    _ask("StartUnit", mount_unit(HOST_NVIDIA), system)
+    _run_job("StartUnit", mount_unit(HOST_NVIDIA), system)
     if HOST_NVIDIA in mounted(system, OVERLAY):
         return True
     _withdraw(HOST_NVIDIA, system)
@@ -84,7 +84,7 @@ def unpublish(index: int, system: System) -> None:
     """Unmount driver root `index`, if it is mounted. Raises ApplyError while a process has one of its files open."""
     path = driver_root(index)
     if path in mounted(system, OVERLAY):
-        failure = _ask("StopUnit", mount_unit(path), system)
+        failure = _run_job("StopUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
             raise ApplyError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
     _withdraw(path, system)
@@ -97,7 +97,7 @@ def _mount(index: int, system: System) -> str:
     path, parent = driver_root(index), mount_unit(HOST_NVIDIA)
     needs = f"Requires={parent}\nAfter={parent}\n"
     _write_unit(path, f"Driver root {index} of unbounded-agent", f"{TREES}/{index}", needs, system)
-    failure = _ask("StartUnit", mount_unit(path), system)
+    failure = _run_job("StartUnit", mount_unit(path), system)
     if path in mounted(system, OVERLAY):
         return ""
     return f"see `systemctl status '{parent}' '{mount_unit(path)}'`{failure}"
@@ -117,7 +117,7 @@ def _write_unit(path: str, description: str, lower: str, needs: str, system: Sys
         description=description, target=DRIVER_ROOTS_TARGET, needs=needs, path=path, lower=lower, nothing=NOTHING
     )
     file = f"{UNITS}/{name}"
-    if look(lambda path: system.read_untrusted(path)[0], file) != unit.encode():
+    if read_seen(lambda path: system.read_untrusted(path)[0], file) != unit.encode():
         write_record(system, file, unit.encode())
     if system.read_link(_wanted(name)) != f"../{name}":
         system.link(_wanted(name), f"../{name}")
@@ -134,7 +134,7 @@ def _wanted(name: str) -> str:
     return f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants/{name}"
 
 
-def _ask(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
+def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit, and wait for that. Return why PID 1 refuses; empty if it does not.
 
     Raises AgentError if PID 1 does not answer.

@@ -12,21 +12,21 @@ from agent.host.state.owned_files import OWNED_FILES, Owned
 from agent.model.actions import (
     Action,
     ChangeDevices,
-    Clearing,
-    ClearRemains,
+    Cleanup,
     ProtectDriverRoots,
     PublishDriverRoot,
     Publishing,
     ReloadUnits,
     RemoveDriverRoot,
     RemoveFile,
+    RemoveStaleStaging,
     StageDriverRoot,
     WriteFile,
 )
 from agent.model.errors import AgentError, ApplyError
 from agent.model.facts import Absent, Broken, Unseen
 from agent.model.faults import in_words
-from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_OWED, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
+from agent.model.paths import MACHINES_STATE, OWNED, RELOAD_PENDING, RUNTIME_PROPERTIES, STATE, UNIT_SETTINGS
 from agent.system.files import System
 
 
@@ -37,7 +37,7 @@ class Applied:
     done: tuple[Action, ...]
     failures: tuple[str, ...]
     """Sentences that name the steps that failed."""
-    uncleared: dict[Clearing, str]
+    failed_cleanups: dict[Cleanup, str]
     """Removals that failed, with the reason. They are not failures of the pass, because no machine waits for them."""
 
 
@@ -47,7 +47,7 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     Calls `progress` with a sentence before each step, and with an empty text during a long one.
     """
     done: list[Action] = []
-    uncleared: dict[Clearing, str] = {}
+    failed_cleanups: dict[Cleanup, str] = {}
     failed: list[Action] = []
     # Without an ownership record, no settings are written, but devices that are no longer granted are still forbidden.
     unrecorded = _record(actions, system, finished=False) if actions else ()
@@ -61,13 +61,13 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
             done.append(action)
         except Exception as error:
             failed.append(action)
-            if isinstance(action, Clearing):
-                uncleared[action] = str(_failed(action, error))
+            if isinstance(action, Cleanup):
+                failed_cleanups[action] = str(_failed(action, error))
             else:
                 failures.append(str(_failed(action, error)))
     if any(isinstance(action, RemoveFile) for action in done):
         failures += _record(done, system, finished=True)
-    return Applied(tuple(done), tuple(failures), uncleared)
+    return Applied(tuple(done), tuple(failures), failed_cleanups)
 
 
 def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
@@ -89,36 +89,36 @@ def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bo
             return False
 
 
-def perform(action: Action, system: System, going_on: Callable[[], None] = lambda: None) -> None:
+def perform(action: Action, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
     """Perform one step. Raises OSError or an AgentError."""
     match action:
         case WriteFile():
             _write(action, system)
         case RemoveFile(path):
-            _owe_reload(path, system)
+            _note_pending_reload(path, system)
             system.remove(path)
         case StageDriverRoot(root):
-            stage(root, system, going_on)
+            stage(root, system, report_progress)
             publish(root.index, system)
         case PublishDriverRoot(root):
             publish(root.index, system)
         case ProtectDriverRoots(indices):
             protect(indices, system)
         case ChangeDevices():
-            change_devices(action, system, going_on)
+            change_devices(action, system, report_progress)
         case RemoveDriverRoot(index):
             remove_root(index, system)
-        case ClearRemains(paths):
+        case RemoveStaleStaging(paths):
             clear(paths, system, REMAINS_LIMIT)
         case ReloadUnits():
             system.run("systemctl", "daemon-reload", timeout=60)
-            system.remove(RELOAD_OWED)
+            system.remove(RELOAD_PENDING)
         case _:
             assert_never(action)
 
 
 def _write(action: WriteFile, system: System) -> None:
-    _owe_reload(action.path, system)
+    _note_pending_reload(action.path, system)
     if action.path.startswith(f"{STATE}/"):
         make_way(action.path, system)
     system.write(action.path, action.content, action.mode)
@@ -129,10 +129,10 @@ def _is_recorded(write: WriteFile) -> bool:
     return not write.path.startswith(f"{STATE}/")
 
 
-def _owe_reload(path: str, system: System) -> None:
+def _note_pending_reload(path: str, system: System) -> None:
     """Record that systemd must read its units again, before a file changes: a crash must not hide the change."""
     if path.startswith(UNIT_SETTINGS):
-        system.write(RELOAD_OWED, b"")
+        system.write(RELOAD_PENDING, b"")
 
 
 def _failed(action: Action, error: Exception) -> AgentError:
@@ -167,7 +167,7 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
 
 def _read_record(system: System) -> dict[str, str]:
     """Return the ownership record; empty if it is missing or damaged. Raises OSError if it cannot be read."""
-    found = OWNED_FILES.look(OWNED, system)
+    found = OWNED_FILES.read_seen(OWNED, system)
     if isinstance(found, Unseen):
         raise OSError(found.why)
     # Without the record, the next pass takes over the files whose content is as the agent would write it.

@@ -12,7 +12,7 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 
-class Telling:
+class EventLog:
     """Logs the results of passes. It remembers what it has logged."""
 
     def __init__(self) -> None:
@@ -41,11 +41,11 @@ class Telling:
             machine.name: {each.type: each for each in machine.conditions} for machine in outcome.machines
         }
 
-    def broken_off(self, error: Exception) -> str:
+    def unfinished(self, error: Exception) -> str:
         """Log why a pass did not finish, with the traceback if the error is unexpected. Return the reason."""
-        foreseen = isinstance(error, AgentError | OSError)
-        why = f"the last pass failed: {error if foreseen else in_words(error)}"
-        self.failures((why,), None if foreseen else error)
+        expected = isinstance(error, AgentError | OSError)
+        why = f"the last pass failed: {error if expected else in_words(error)}"
+        self.failures((why,), None if expected else error)
         return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:

@@ -12,7 +12,7 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.text import one_line, rfc3339
 from agent.system.files import System
 from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
-from agent.system.seen import look
+from agent.system.seen import read_seen
 from agent.vendors.host_vendor import GpuError
 
 log = logging.getLogger(__name__)
@@ -39,14 +39,14 @@ class GpuErrors:
         drivers the GPUs were bound at that time.
         """
         self.counted = counted
-        self.why_not = ""
+        self.error = ""
         """Why the log cannot be read; empty if it can."""
         self.last: dict[str, str] = {}
         """The last error of each GPU, with its time, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
-        self._kept = log_read(system)
-        self._sequence = self._kept.sequence if self._kept else None
+        self._last_saved = log_read(system)
+        self._sequence = self._last_saved.sequence if self._last_saved else None
         self._listen()
 
     def open(self) -> None:
@@ -54,7 +54,7 @@ class GpuErrors:
         if self._log is None:
             self._listen()
         if self._log is None:
-            raise OSError(self.why_not)
+            raise OSError(self.error)
 
     def close(self) -> None:
         """Close the log; the next `open` or `read` opens it again."""
@@ -65,15 +65,15 @@ class GpuErrors:
     def polled(self) -> Mapping[int, int]:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
-    def asks(self) -> bool:
+    def needs_pass(self) -> bool:
         """Read new records and return whether a GPU was lost. Raises OSError if the log can no longer be read."""
         lost = self.read()
         if self._log is None:
-            raise OSError(self.why_not)
+            raise OSError(self.error)
         return lost
 
     def read(self) -> bool:
-        """Read new records and return whether a GPU was lost. If the log fails, `why_not` has the reason."""
+        """Read new records and return whether a GPU was lost. If the log fails, `error` has the reason."""
         if self._log is None:
             self._listen()
         if self._log is None:
@@ -92,7 +92,7 @@ class GpuErrors:
         # An error that is repeated in many records is logged and checked once.
         times = Counter(errors(texts))
         taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
-        return any([self._take(error, count, behind) for error, count in taken])
+        return any([self._handle(error, count, behind) for error, count in taken])
 
     def keep(self, addresses: Iterable[str]) -> None:
         """Record for the next start of the service how far the log was read. `addresses` has the host's GPUs."""
@@ -100,29 +100,29 @@ class GpuErrors:
             return
         if self._log is None or self._log.behind:
             # Unread records may be older than the current driver bindings.
-            bound = self._kept.bindings if self._kept else {}
+            bound = self._last_saved.bindings if self._last_saved else {}
         else:
             bound = bindings(self._system, addresses)
         now = LogRead(sequence=self._sequence, bindings=bound)
-        if now == self._kept:
+        if now == self._last_saved:
             return
-        self._kept = now
+        self._last_saved = now
         try:
             keep_log_read(self._system, now)
         except OSError as problem:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 
-    def _take(self, error: GpuError, count: int, behind: bool) -> bool:
+    def _handle(self, error: GpuError, count: int, behind: bool) -> bool:
         """Count and log an error, and return whether its GPU is lost.
 
         `behind` means that the record is old, so that the GPU may have been bound to its driver again since.
         """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
-        level = logging.INFO if error.of_application else logging.WARNING
+        level = logging.INFO if error.from_application else logging.WARNING
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address
-        known = self._kept.bindings.get(address) if self._kept else None
+        known = self._last_saved.bindings.get(address) if self._last_saved else None
         if not error.lost or (behind and known != binding(self._system, address)):
             return False
         try:
@@ -136,7 +136,7 @@ class GpuErrors:
 
         This bounds the series of the metric, because a host has a limited number of slots.
         """
-        return address in self.last or look(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
+        return address in self.last or read_seen(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
 
     def _listen(self) -> None:
         try:
@@ -144,16 +144,16 @@ class GpuErrors:
         except OSError as error:
             self._lose(f"{PATH}: {error.strerror}")
         else:
-            self.why_not = ""
+            self.error = ""
             if self._sequence is None:
                 # Read at once, so that only existing records are skipped.
                 self.read()
 
     def _lose(self, why: str) -> None:
         self.close()
-        if why != self.why_not:
+        if why != self.error:
             log.warning("cannot read the kernel log, so GPU errors go unnoticed; each pass tries again: %s", why)
-        self.why_not = why
+        self.error = why
 
 
 def errors(texts: Iterable[str]) -> Iterator[GpuError]:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from agent import __version__
 from agent.config.last_good import Loaded
-from agent.host.daemon.event_log import Telling
+from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health, statusz
 from agent.host.daemon.http.gauges import View
@@ -21,7 +21,7 @@ from agent.host.daemon.http.metrics import OPENMETRICS, TEXT, Metrics, unseen, w
 from agent.host.daemon.http.server import OPENMETRICS as OPENMETRICS_KEY
 from agent.host.daemon.http.server import Endpoint, LocalServer, Page, Site
 from agent.host.daemon.sd_notify import Notifier, log_to, watchdog_interval
-from agent.host.daemon.signals import BrokenOffError, Signals
+from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups
 from agent.host.daemon.wakeups.sources import REPORTS, host_sources
 from agent.host.outcome import MachineOutcome, Outcome
@@ -100,19 +100,19 @@ class Daemon:
         self._metrics.convergence.sources(tally.name for tally in wakeups.tallies)
         self._gpu_errors = gpu_errors
         gpu_errors.counted = self._metrics.gpu_error
-        self._telling = Telling()
+        self._event_log = EventLog()
         loaded = load()
         self.config, self._config_loaded = loaded.config, time.time()
         self._reconciler = self._make(loaded, self._progress)
-        self._telling.rejected(loaded.rejected)
+        self._event_log.rejected(loaded.rejected)
         self._endpoint, self._local = Endpoint(self.config.metrics.address), local
         self._outcome: Outcome | None = None
         self._observed = 0.0
-        self._why_not = "the first pass has not finished"
+        self._why_stale = "the first pass has not finished"
         """Why there is no fresh observation; empty after a completed pass."""
         self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
         self._failed_in_a_row = 0
-        self._told_progress = 0.0
+        self._progress_reported = 0.0
         self._pending_since: float | None = None
         self._publish()
 
@@ -127,7 +127,7 @@ class Daemon:
                 self.reload()
             self._endpoint.listen()
             self.work(trigger, signals)
-            if not self._why_not and not ready:
+            if not self._why_stale and not ready:
                 ready = True
                 self._notifier.send("READY=1")
             elif reloading and ready:
@@ -149,7 +149,7 @@ class Daemon:
             self._endpoint.move(loaded.config.metrics.address)
         except AgentError as error:
             self._reconciler.rejected = str(error)
-            self._telling.rejected(str(error))
+            self._event_log.rejected(str(error))
         else:
             self.config, self._reconciler = loaded.config, reconciler
             self._config_loaded = time.time()
@@ -168,25 +168,25 @@ class Daemon:
         except Exception as error:
             # The loop continues after any error: a restarted service would meet the same error.
             self._metrics.failed(trigger, time.monotonic() - started)
-            self._why_not = self._telling.broken_off(error)
+            self._why_stale = self._event_log.unfinished(error)
             actions: tuple[str, ...] = ()
         else:
             self._metrics.passed(trigger, outcome)
-            self._outcome, self._why_not = outcome, ""
+            self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
             self._gpu_errors.keep(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
-            self._telling.outcome(outcome)
+            self._event_log.outcome(outcome)
             actions = outcome.sentences
-        failures, seconds = self._telling.failed, round(time.monotonic() - started, 3)
+        failures, seconds = self._event_log.failed, round(time.monotonic() - started, 3)
         self._passes.append(statusz.Pass(rfc3339(time.time()), trigger, seconds, actions, failures))
         self._failed_in_a_row = self._failed_in_a_row + 1 if failures else 0
         if not failures and not self._pending:
             self._metrics.convergence.end()
         self._publish()
-        status = self._why_not or health.status_line(self._machines())
-        why_not = self._endpoint.why_not
-        self._notifier.status(f"no metrics: {why_not}; {status}" if why_not else status)
+        status = self._why_stale or health.status_line(self._machines())
+        unserved = self._endpoint.error
+        self._notifier.status(f"no metrics: {unserved}; {status}" if unserved else status)
         self._notifier.send("WATCHDOG=1")
 
     def next(self) -> tuple[str, float]:
@@ -216,18 +216,18 @@ class Daemon:
         if sentence:
             log.info("%s", one_line(sentence))
             self._notifier.status(sentence)
-        elif time.monotonic() - self._told_progress < PROGRESS_INTERVAL:
+        elif time.monotonic() - self._progress_reported < PROGRESS_INTERVAL:
             return
-        self._told_progress = time.monotonic()
+        self._progress_reported = time.monotonic()
         # The first pass may exceed TimeoutStartSec=, if it copies a whole driver from a slow disk.
         self._notifier.send("WATCHDOG=1", f"EXTEND_TIMEOUT_USEC={START_STEP * 1_000_000}")
 
     def _notes(self) -> tuple[health.Check, ...]:
         """Return checks for /readyz?verbose that do not affect its status."""
-        why_not = self._gpu_errors.why_not
+        error = self._gpu_errors.error
         last = tuple((True, f"gpu {address}", text) for address, text in sorted(self._gpu_errors.last.items()))
         hanging = tuple((False, "stuck", what) for what in stuck())
-        return ((not why_not, "kernel-log", why_not or "ok"), *hanging, *last)
+        return ((not error, "kernel-log", error or "ok"), *hanging, *last)
 
     def _machines(self) -> tuple[MachineOutcome, ...]:
         """Return every configured machine. A machine that no pass has evaluated yet has no conditions."""
@@ -237,25 +237,25 @@ class Daemon:
     def _publish(self) -> None:
         """Give the servers two sets of pages: the current one, and one to serve if no pass ends in time."""
         too_long = f"no pass has ended for {self._timing.evidence:.0f} s"
-        fresh, stale = self._edition(alive=True, why_not=self._why_not), self._edition(alive=False, why_not=too_long)
+        fresh, stale = self._pages(self._why_stale), self._pages(too_long, alive=False)
         until = time.monotonic() + self._timing.evidence
         self._endpoint.publish(Site(fresh, stale, until))
         self._local.site = Site(
-            fresh | {"/statusz": self._statusz(self._why_not)}, stale | {"/statusz": self._statusz(too_long)}, until
+            fresh | {"/statusz": self._statusz(self._why_stale)}, stale | {"/statusz": self._statusz(too_long)}, until
         )
 
-    def _statusz(self, why_not: str) -> Page:
-        found = statusz.Knowledge(__version__, time.time(), why_not, self._passes, self._wakeups.tallies, stuck())
+    def _statusz(self, why_stale: str) -> Page:
+        found = statusz.Knowledge(__version__, time.time(), why_stale, self._passes, self._wakeups.tallies, stuck())
         return statusz.page(found, self._machines(), self._outcome.facts if self._outcome else None)
 
-    def _edition(self, alive: bool, why_not: str) -> dict[str, Page]:
+    def _pages(self, why_stale: str, *, alive: bool = True) -> dict[str, Page]:
         machines = self._machines()
-        if why_not:
-            machines = tuple(without_evidence(machine, why_not) for machine in machines)
+        if why_stale:
+            machines = tuple(without_evidence(machine, why_stale) for machine in machines)
         view = View(
             version=__version__,
             machines=machines,
-            outcome=None if why_not else self._outcome,
+            outcome=None if why_stale else self._outcome,
             observed=self._observed,
             config_good=not self._reconciler.rejected,
             config_loaded=self._config_loaded,
@@ -263,7 +263,7 @@ class Daemon:
             discarded=discarded(),
             stuck=len(stuck()),
         )
-        not_seen = why_not or (unseen(self._outcome.facts) if self._outcome else "")
+        not_seen = why_stale or (unseen(self._outcome.facts) if self._outcome else "")
         pages = health.pages(machines, alive, not_seen, self._notes())
         for key, accept in (("/metrics", TEXT), ("/metrics" + OPENMETRICS_KEY, OPENMETRICS)):
             pages[key] = self._metrics.page(view, accept)
@@ -294,6 +294,6 @@ def run(
         signals = Signals(notifier, timing.grace)
         try:
             daemon.loop(signals)
-        except BrokenOffError:
+        except PassInterruptedError:
             log.warning("interrupted during a pass; the next start continues it")
     return 0

@@ -9,7 +9,7 @@ from types import FrameType
 from agent.host.daemon.sd_notify import Notifier
 
 
-class BrokenOffError(BaseException):
+class PassInterruptedError(BaseException):
     """The grace period after SIGTERM expired during a pass. It is a BaseException: no handler may swallow it."""
 
 
@@ -64,4 +64,4 @@ class Signals:
 
     def _on_grace_over(self, number: int, frame: FrameType | None) -> None:
         if self._in_pass:
-            raise BrokenOffError
+            raise PassInterruptedError

@@ -10,7 +10,7 @@ class _Seen:
     """The file's change time by the wall clock, which may have been set since."""
     born: float
     """The file's change time by CLOCK_BOOTTIME."""
-    looked: float
+    observed_at: float
     """The time of the last observation, by CLOCK_BOOTTIME."""
 
 
@@ -33,6 +33,6 @@ class Ages:
         if known and known.changed == changed:
             born = known.born
         else:
-            born = now - (min(age, now - known.looked) if known else age)
+            born = now - (min(age, now - known.observed_at) if known else age)
         self._seen[path] = _Seen(changed, born, now)
         return now - born

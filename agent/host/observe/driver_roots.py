@@ -8,10 +8,10 @@ from agent.host.state.driver_roots import parse_manifest
 from agent.model.errors import DocumentError
 from agent.model.facts import StagedRoot, Unseen
 from agent.model.paths import HOST_NVIDIA, MANIFESTS, REMOVED, STAGING, STATE, TREES, driver_root
-from agent.system.errnos import NOT_THERE
+from agent.system.errnos import NOT_FOUND
 from agent.system.files import System
 from agent.system.mounts import mounted
-from agent.system.seen import look, why_not
+from agent.system.seen import classify_error, read_seen
 
 OVERLAY = "overlay"
 LINKED = (
@@ -35,7 +35,7 @@ class Staged:
     """HOST_NVIDIA is mounted, so that published driver roots are mounts in it."""
     plain: tuple[int, ...] = ()
     """Indices of driver roots that are published as plain directories, not as mounts."""
-    spoiled: tuple[int, ...] = ()
+    corrupt: tuple[int, ...] = ()
     """Indices of driver roots that are incomplete or have no manifest."""
     remains: tuple[str, ...] = ()
     """Paths in STAGING and REMOVED."""
@@ -51,8 +51,8 @@ def observe_staged(system: System) -> Staged:
         remains = _remains(system)
         plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
-        return Staged((), 0, unseen=why_not(error.filename or "driver roots", error).why)
-    place = look(system.real_path, STATE)
+        return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
+    place = read_seen(system.real_path, STATE)
     problems = [LINKED] if isinstance(place, str) and place != STATE else []
     roots, unseen = [], list[str]()
     for index in sorted(manifests):
@@ -67,7 +67,7 @@ def observe_staged(system: System) -> Staged:
         except DocumentError as error:
             problems.append(str(error))
         except OSError as error:
-            found = why_not(path, error)
+            found = classify_error(path, error)
             # If there is anything but a file, such as a directory, the manifest is damaged.
             (unseen if isinstance(found, Unseen) else problems).append(found.why)
     whole = {root.index for root in roots}
@@ -77,7 +77,7 @@ def observe_staged(system: System) -> Staged:
         problems=tuple(problems),
         mounted=HOST_NVIDIA in mounts,
         plain=tuple(sorted(plain)),
-        spoiled=() if unseen else tuple(sorted((trees | manifests) - whole)),
+        corrupt=() if unseen else tuple(sorted((trees | manifests) - whole)),
         remains=remains,
         unseen="; ".join(unseen),
     )
@@ -112,7 +112,7 @@ def _is_plain(index: int, system: System) -> bool:
     try:
         return stat.S_ISDIR(system.owner(driver_root(index))[0])
     except OSError as error:
-        if error.errno in NOT_THERE:
+        if error.errno in NOT_FOUND:
             return False
         raise
 

@@ -18,10 +18,10 @@ from agent.host.state.remembered_gpus import observe_remembered
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
 from agent.model.faults import fault
-from agent.model.paths import HOST_NVIDIA, RELOAD_OWED, machine_of, machine_unit, mount_unit
-from agent.system.deadlines import begin_asking_device
+from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, machine_of, machine_unit, mount_unit
+from agent.system.deadlines import begin_device_call
 from agent.system.files import System
-from agent.system.seen import look, why_not
+from agent.system.seen import classify_error, read_seen
 from agent.system.udev import DeviceSource
 from agent.vendors.host_vendor import Sources
 
@@ -44,7 +44,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
     parent = mount_unit(HOST_NVIDIA)
     units = observe_units([*map(machine_unit, names), *services, parent], system)
-    of_machines = {name: with_properties(units[machine_unit(name)], system) for name in names}
+    machine_units = {name: with_properties(units[machine_unit(name)], system) for name in names}
     systemd_version = observe_version(system)
     sources = Sources(
         system=system,
@@ -63,21 +63,21 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     staged = observe_staged(system)
     remembered, damage = observe_remembered(system)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
-    roots, notes_of_times = with_times(staged.roots, vendors, system)
+    roots, time_records = with_times(staged.roots, vendors, system)
     return Facts(
         architecture=sources.architecture,
         systemd_version=systemd_version,
         template_device_allow=template,
         vendors=vendors,
-        machines=tuple(_machine(name, unit, system, ages) for name, unit in of_machines.items()),
+        machines=tuple(_machine(name, unit, system, ages) for name, unit in machine_units.items()),
         staged=roots,
         next_driver_root_index=staged.next_index,
-        spoiled_roots=staged.spoiled,
+        corrupt_roots=staged.corrupt,
         plain_roots=staged.plain,
         mounting_failed=units[parent].state == "failed",
-        staging_remains=staged.remains,
+        stale_staging=staged.remains,
         staged_unseen=staged.unseen,
-        notes_of_times=notes_of_times,
+        time_records=time_records,
         staged_problems=staged.problems,
         remembered=remembered,
         draining=detached.draining,
@@ -88,7 +88,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
             if problem
         ),
         # If this is unknown, systemd reloads its units once more than needed.
-        reload_owed=look(system.exists, RELOAD_OWED) is not False,
+        reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),
     )
 
@@ -112,15 +112,15 @@ def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[
     reverted, this blocks until the driver releases its device.
     """
     try:
-        wait = begin_asking_device(what, listing)
+        wait = begin_device_call(what, listing)
     except OSError as error:
-        unseen = why_not(what, error)
+        unseen = classify_error(what, error)
         return lambda: unseen
 
     def listed() -> Seen[D]:
         try:
             return wait()
         except OSError as error:
-            return why_not(what, error)
+            return classify_error(what, error)
 
     return listed

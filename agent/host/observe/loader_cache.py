@@ -7,7 +7,7 @@ from agent.model.device import FileIdentity
 from agent.model.errors import CommandError
 from agent.model.facts import Absent, Broken, CacheEntry, Seen, Unseen
 from agent.system.files import System
-from agent.system.seen import look, why_not
+from agent.system.seen import classify_error, read_seen
 
 CACHE = "/etc/ld.so.cache"
 LDCONFIG = "/sbin/ldconfig"
@@ -76,8 +76,8 @@ class LoaderCache:
         try:
             inner = system if root == "/" else system.below(root)
         except OSError as error:
-            return why_not(root, error)
-        identity = look(inner.identity, CACHE)
+            return classify_error(root, error)
+        identity = read_seen(inner.identity, CACHE)
         if isinstance(identity, Absent):
             return Absent(f"{where}{CACHE}: no such file; run ldconfig")
         if not isinstance(identity, FileIdentity):
@@ -101,7 +101,7 @@ class LoaderCache:
 
     def _list(self, system: System, *options: str) -> Listing | Broken | Unseen:
         # /sbin may be missing from a service's PATH, and some systems have ldconfig elsewhere.
-        program = "ldconfig" if look(system.exists, LDCONFIG) is False else LDCONFIG
+        program = "ldconfig" if read_seen(system.exists, LDCONFIG) is False else LDCONFIG
         try:
             return parse_listing(system.run(program, "-p", *options))
         except CommandError as error:

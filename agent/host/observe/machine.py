@@ -24,13 +24,13 @@ from agent.model.paths import (
 )
 from agent.system.damage import discard
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 
 def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
     """Return the machine's facts. The report is not parsed here."""
     directory = report_directory(name)
-    report = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{directory}/{REPORT_NAME}")
+    report = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), f"{directory}/{REPORT_NAME}")
     content, age = (report[0], ages.of(directory, report[1])) if isinstance(report, tuple) else (report, 0.0)
     if isinstance(content, Absent):
         content = Absent(f"machine {name} has not reported")
@@ -73,12 +73,12 @@ def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
 def _root(name: str, system: System) -> Seen[str]:
     """Return the machine's root directory; Broken for a symbolic link, which nspawn might resolve differently."""
     path = f"{MACHINE_ROOTS}/{name}"
-    link = look(system.read_link, path)
+    link = read_seen(system.read_link, path)
     if isinstance(link, Absent | Broken | Unseen):
         return link
     if link is not None:
         return Broken(f"{path} is a symbolic link to {link}; replace the link with the machine's root directory")
-    match look(system.is_directory, path):
+    match read_seen(system.is_directory, path):
         case True:
             return path
         case False:
@@ -90,7 +90,7 @@ def _root(name: str, system: System) -> Seen[str]:
 def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
     """Return the machine's last grant, and its age in seconds."""
     path = granted_file(name)
-    found = look(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
+    found = read_seen(lambda path: system.read_untrusted(path, SIZE_LIMIT), path)
     if not isinstance(found, tuple):
         return found, 0.0
     try:
@@ -102,7 +102,7 @@ def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], floa
 
 def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen | None, float]:
     """Return the machine's live settings (None if there are none), and their age in seconds."""
-    found = look(system.read_untrusted, live_file(name))
+    found = read_seen(system.read_untrusted, live_file(name))
     if isinstance(found, Unseen):
         return found, math.inf
     if isinstance(found, Broken):
@@ -123,13 +123,13 @@ def _unknown(live: LiveSettings | Unseen | None) -> bool:
 
 
 def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
-    nspawn, drop_in = look(system.read, started_nspawn(name)), look(system.read, started_drop_in(name))
+    nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
     return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
 
 
 def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
     path = handed_roots_file(name)
-    data = look(system.read, path)
+    data = read_seen(system.read, path)
     if not isinstance(data, bytes):
         return data
     try:

@@ -6,10 +6,10 @@ from agent.config.mounts import SECRET, mountable
 from agent.config.settings import Config
 from agent.config.values import is_below, plain
 from agent.model.facts import Broken, MountSource, Seen
-from agent.system.deadlines import ask_source
+from agent.system.deadlines import call_source
 from agent.system.files import System
-from agent.system.path_trust import others_way, steps
-from agent.system.seen import look
+from agent.system.path_trust import path_components, untrusted_component
+from agent.system.seen import read_seen
 
 
 def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSource]]:
@@ -21,28 +21,28 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
     secret = {*SECRET, *_real_paths(system)} if mounts else set[str]()
     written = {mount.source for mount in mounts if not mount.read_only}
     return {
-        source: look(lambda path: _source(system, path, secret, read_only=path not in written), source)
+        source: read_seen(lambda path: _source(system, path, secret, read_only=path not in written), source)
         for source in sorted({mount.source for mount in mounts})
     }
 
 
 def _real_paths(system: System) -> list[str]:
     """Return the real paths of SECRET: /var/lib/machines, for example, may be a link."""
-    seen = (look(system.real_path, path) for path in SECRET)
+    seen = (read_seen(system.real_path, path) for path in SECRET)
     return [path for path in seen if isinstance(path, str)]
 
 
 def _source(system: System, path: str, secret: Collection[str], *, read_only: bool) -> MountSource | Broken:
     """Return the source; Broken if it must not be mounted. Raises OSError."""
-    source = ask_source(path, lambda: _answering(system, path))
+    source = call_source(path, lambda: _answering(system, path))
     try:
         mountable(plain(source.path), read_only=read_only, secret=secret)
     except ValueError as error:
         return Broken(str(error))
-    if any(is_below(step, secret) for step in source.way):
+    if any(is_below(step, secret) for step in source.components):
         return Broken("the path to it leads through a place that controls the host or other machines")
     # A user who can replace the source by a link chooses which part of the host root in the machine sees.
-    if why := ask_source(f"the path to {path}", lambda: others_way(system, path, to_it=True)):
+    if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
         return Broken(f"{why}: the path could be redirected")
     return source
 
@@ -51,4 +51,4 @@ def _answering(system: System, path: str) -> MountSource:
     real = system.real_path(path)
     # lstat(2) and the like do not trigger an automount; statfs(2) does.
     system.free_bytes(real)
-    return MountSource(real, steps(system, path))
+    return MountSource(real, path_components(system, path))

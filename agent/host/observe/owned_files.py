@@ -7,12 +7,12 @@ from agent.model.facts import Absent, Broken, FileState, Seen, Unseen
 from agent.model.paths import OWNED, REMEMBERED_GPUS, machine_files, set_device_allow
 from agent.system.damage import discard
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
     """Return the ownership record (digests by path), and a problem or an empty text. A damaged record is discarded."""
-    found = OWNED_FILES.look(OWNED, system)
+    found = OWNED_FILES.read_seen(OWNED, system)
     if isinstance(found, Absent):
         return {}, ""
     if isinstance(found, Unseen):
@@ -44,5 +44,5 @@ def _state(path: str, digest: str | None, system: System) -> FileState:
 
 def _content(path: str, system: System) -> Seen[bytes]:
     # The directory is not trusted: root in a machine can remount its handoff directory writable.
-    found = look(system.read_untrusted, path)
+    found = read_seen(system.read_untrusted, path)
     return found[0] if isinstance(found, tuple) else found

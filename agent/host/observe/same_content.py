@@ -13,7 +13,7 @@ from pydantic import ConfigDict, TypeAdapter
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot, VendorFacts
 from agent.model.paths import TREES, times_file
-from agent.system.deadlines import ask_device
+from agent.system.deadlines import call_device
 from agent.system.files import System
 
 LIMIT = 30.0
@@ -64,7 +64,7 @@ def _digest(root: StagedRoot) -> str:
 
 def _noted(root: StagedRoot, system: System) -> StagedRoot:
     """Return the root with its recorded times. An unusable record costs no more than one comparison."""
-    times = _TIMES.look(times_file(root.index), system)
+    times = _TIMES.read_seen(times_file(root.index), system)
     if isinstance(times, _Times) and times.of == _digest(root):
         return replace(root, files=_at(root.files, times.mtimes))
     return root
@@ -86,7 +86,7 @@ def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
         return False
     what = f"the content of driver root {root.index}"
     try:
-        same = ask_device(what, lambda: all(_same_file(root.index, file, system) for file in renewed), LIMIT)
+        same = call_device(what, lambda: all(_same_file(root.index, file, system) for file in renewed), LIMIT)
     except OSError:
         # If the file was replaced or removed meanwhile, the next pass sees that.
         same = False

@@ -9,7 +9,7 @@ from agent.model.errors import BusError
 from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.system import systemd
 from agent.system.files import System
-from agent.system.seen import why_not
+from agent.system.seen import classify_error
 
 TEMPLATE = "systemd-nspawn@.service"
 UNMASK = f"run `systemctl unmask {TEMPLATE}`"
@@ -99,7 +99,7 @@ def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            seen = why_not(path, error)
+            seen = classify_error(path, error)
             return replace(seen, why=f"{seen.why}; it must be a readable file: if it is masked, {UNMASK}")
     return Absent(f"{TEMPLATE} is in none of {', '.join(UNIT_DIRECTORIES)}: install the package systemd-container")
 

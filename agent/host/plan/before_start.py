@@ -34,15 +34,15 @@ def before_start(machine: str) -> list[str]:
     return [
         "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
         "# Make an empty directory for reports, and the directories that the machine mounts:",
-        _shell(_directories(machine)),
+        _shell(_make_directories(machine)),
         "# systemd-nspawn starts no machine with a Bind= whose source is missing: such lines wait for a later start.",
-        _shell(_binds(machine)),
+        _shell(_comment_out_binds(machine)),
         "# Keep a copy of the settings that the machine starts with, in case the agent could not note them.",
-        _shell(_copies(machine)),
+        _shell(_copy_settings(machine)),
     ]
 
 
-def _directories(machine: str) -> tuple[str, ...]:
+def _make_directories(machine: str) -> tuple[str, ...]:
     report = report_directory(machine)
     return (
         "umask 022",
@@ -53,7 +53,7 @@ def _directories(machine: str) -> tuple[str, ...]:
     )
 
 
-def _binds(machine: str) -> tuple[str, ...]:
+def _comment_out_binds(machine: str) -> tuple[str, ...]:
     """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
     file, new = nspawn_file(machine), rewritten_nspawn(machine)
     return (
@@ -74,7 +74,7 @@ def _binds(machine: str) -> tuple[str, ...]:
     )
 
 
-def _copies(machine: str) -> tuple[str, ...]:
+def _copy_settings(machine: str) -> tuple[str, ...]:
     copies = ((nspawn_file(machine), started_nspawn(machine)), (unit_drop_in(machine), started_drop_in(machine)))
     return ("umask 022", *(f"cp -f {source} {copy} || rm -f {copy}" for source, copy in copies))
 

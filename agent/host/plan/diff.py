@@ -17,12 +17,12 @@ from agent.model.paths import STATE, UNIT_SETTINGS, granted_file, machine_files,
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Acknowledged:
     """What the machines' reports confirm."""
 
     released: Set[str] = frozenset()
     """Machines that no longer use the devices that were withdrawn from them."""
-    lacking: Set[str] = frozenset()
+    missing_nodes: Set[str] = frozenset()
     """Machines in which nodes of their current handoff are missing."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors while reading reports, by machine."""
@@ -52,19 +52,19 @@ class _Steps:
     """The handoff, and records of it."""
 
 
-def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
+def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) -> Difference:
     """Return the steps: first changes of running machines, then settings, driver roots, and handoffs that name them.
 
     Steps that no machine waits for come last. Only unused driver roots are removed earlier if a new one is staged,
     which may need their space.
     """
     refused: dict[str, str | Unseen] = {}
-    faults, machines = {**plan.faults, **said.faults}, []
+    faults, machines = {**plan.faults, **acknowledged.faults}, []
     for machine in plan.goal.machines:
         try:
             why = _refusal(machine, facts)
             if why is None:
-                machines.append(_steps(machine, facts, said))
+                machines.append(_steps(machine, facts, acknowledged))
             else:
                 refused[machine.name] = why
         except Exception as error:
@@ -74,7 +74,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     removals = [*_permissions(plan, facts), *_removals(plan, facts)]
     changed = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (
-        facts.reload_owed
+        facts.reload_pending
         or any(path.startswith(UNIT_SETTINGS) for path in changed)
         or any(machine.unit_needs_reload for machine in facts.machines)
     )
@@ -83,7 +83,7 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     running = [change for machine in machines for change in machine.running]
     handoffs = [action for machine in machines for action in machine.handoff]
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
-    later += [WriteFile(path, content) for path, content in facts.notes_of_times.items()]
+    later += [WriteFile(path, content) for path, content in facts.time_records.items()]
     unused = collect(plan.goal, facts)
     first, last = (unused, []) if stage else ([], unused)
     needed, others = publish(plan.goal, facts, unused)
@@ -100,12 +100,14 @@ def diff(plan: Plan, facts: Facts, said: Said = Said()) -> Difference:
     return Difference((*changes, *last, *later), refused, faults)
 
 
-def _steps(machine: MachineGoal, facts: Facts, said: Said) -> _Steps:
-    lacking = machine.name in said.lacking
-    running = change_running(machine, facts, released=machine.name in said.released, lacking=lacking)
-    bound = any(change.binds_anew for change in running) or (lacking and _bound_anew(machine, facts))
+def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _Steps:
+    missing_nodes = machine.name in acknowledged.missing_nodes
+    running = change_running(
+        machine, facts, released=machine.name in acknowledged.released, missing_nodes=missing_nodes
+    )
+    bound = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
     settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write(file, facts)]
-    return _Steps(running, settings, _publish(machine, facts, again=bound))
+    return _Steps(running, settings, _publish(machine, facts, republish=bound))
 
 
 def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
@@ -125,25 +127,25 @@ def startable(goal: MachineGoal, facts: Facts) -> bool:
     """
     contents = [facts.files[file.path].content for file in (goal.nspawn, goal.drop_in)]
     machine = next(each for each in facts.machines if each.name == goal.name)
-    unread = facts.reload_owed or machine.unit_needs_reload
+    unread = facts.reload_pending or machine.unit_needs_reload
     return not unread and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
 
 
-def _publish(goal: MachineGoal, facts: Facts, *, again: bool) -> list[Action]:
+def _publish(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
     """Return the steps that publish the handoff, with the agent's records of it.
 
     The record of the grant comes first: after a crash between the two, the next pass sees that the handoff is the old
-    one. `again` publishes an unchanged handoff, so that the machine half checks its nodes. The record is rewritten too,
-    because its time shows when the handoff was last published.
+    one. `republish` publishes an unchanged handoff, so that the machine half checks its nodes. The record is rewritten
+    too, because its time shows when the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     note = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
-    noted = [note] if again or machine.granted != goal.granted else []
-    handoff = [_whole(goal.handoff_file)] if again else _write(goal.handoff_file, facts)
+    noted = [note] if republish or machine.granted != goal.granted else []
+    handoff = [_whole(goal.handoff_file)] if republish else _write(goal.handoff_file, facts)
     return [*record_handed(goal, facts), *noted, *handoff]
 
 
-def _bound_anew(goal: MachineGoal, facts: Facts) -> bool:
+def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
     """Return whether missing nodes were bound since the handoff was last published, so that it must be repeated.
 
     This happens if a pass failed or was killed before it published the handoff, or after a pass that could not bind

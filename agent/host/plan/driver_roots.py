@@ -6,10 +6,10 @@ from dataclasses import replace
 from agent.host.state.driver_roots import render_handed
 from agent.model.actions import (
     Action,
-    ClearRemains,
     ProtectDriverRoots,
     PublishDriverRoot,
     RemoveDriverRoot,
+    RemoveStaleStaging,
     WriteFile,
 )
 from agent.model.facts import Absent, Broken, Driver, Facts, MachineFacts, StagedRoot, Unseen
@@ -103,14 +103,14 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
     # Staging removes these leftovers itself.
-    remains = () if staging else facts.staging_remains
-    actions: list[Action] = [ClearRemains(remains)] if remains else []
+    remains = () if staging else facts.stale_staging
+    actions: list[Action] = [RemoveStaleStaging(remains)] if remains else []
     used = _used(goal, facts)
     if used is None:
         return actions
     known = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
-    spoiled = dict.fromkeys(facts.spoiled_roots, "incomplete")
-    on_disk = {**known, **spoiled}
+    corrupt = dict.fromkeys(facts.corrupt_roots, "incomplete")
+    on_disk = {**known, **corrupt}
     return actions + [RemoveDriverRoot(index, on_disk[index]) for index in sorted(on_disk.keys() - used)]
 
 
@@ -118,15 +118,15 @@ def _used(goal: Goal, facts: Facts) -> set[int] | None:
     """Return the indices of the roots that must stay; None if not all are known."""
     used = {root.index for root in (*goal.driver_roots, *goal.waiting_roots)}
     for machine in facts.machines:
-        of_machine = _used_by(machine, facts)
-        if of_machine is None:
+        machine_roots = _used_by(machine, facts)
+        if machine_roots is None:
             return None
-        used |= of_machine
+        used |= machine_roots
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple | Absent):
             return None
         if vendor.driver is not None:
-            newest = _of_the_host(vendor.vendor, vendor.driver, facts.staged)
+            newest = _host_roots(vendor.vendor, vendor.driver, facts.staged)
             if newest is None:
                 return None
             used |= newest
@@ -145,7 +145,7 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
     return {*named.values(), *machine.handed_roots}
 
 
-def _of_the_host(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
+def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
     """Return the newest root of the module's version and of the files' version, which stay even without machines.
 
     Returns None if one of the versions is unknown.

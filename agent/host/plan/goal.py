@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
-from agent.host.plan.live_devices import owners, still_used
-from agent.host.plan.mounts import there
+from agent.host.plan.live_devices import owners, permissions_in_use
+from agent.host.plan.mounts import split_mounts
 from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.host.plan.remembered import remember
 from agent.host.plan.selection import Selection, other_driver, select
@@ -44,35 +44,39 @@ def plan(config: Config, facts: Facts, now: float = 0.0) -> Plan:
 
 
 def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault]) -> Plan:
-    held = _leaving(config, facts)
+    held = _no_longer_configured(config, facts)
     skipped: dict[str, str] = {}
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
-    gone = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
+    absent = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
     shares = Shares(config, facts, faults)
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
     unknown = unknown_grants(config, facts, faults)
     template = facts.template_device_allow
     for name, settings in in_turn(config):
-        if name in gone:
+        if name in absent:
             # The machine's file system may not be mounted yet: keep its settings.
-            held[name] = gone[name]
+            held[name] = absent[name]
         elif name in faults:
             held[name] = faults[name].why
         elif unseen or name in unknown:
             held[name] = "; ".join([*unseen, *unknown.get(name, ())])
         elif not isinstance(template, tuple):
             held[name] = template.why
-        elif not any(vendor.gpus for vendor in facts.vendors) and not settings.beside_gpus and not _ours(facts, name):
+        elif (
+            not any(vendor.gpus for vendor in facts.vendors)
+            and not settings.has_extras
+            and not _has_our_files(facts, name)
+        ):
             skipped[name] = "no GPU on this host"
         else:
             try:
-                machine = _machine(name, config, facts, template, roots, shares.of(name))
+                machine = _machine(name, config, facts, template, roots, shares.share(name))
             except Exception as error:
                 # The machine keeps its GPUs. Plan all machines again, so that those planned before it get none of them.
                 return _plan(config, facts, now, {**faults, name: fault("plan its settings", error)})
-            shares.give(name, settings, machine.grants)
+            shares.record_grants(name, settings, machine.grants)
             machines.append(machine)
     waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
     machines.sort(key=lambda each: each.name)
@@ -85,7 +89,7 @@ def _faults(facts: Facts) -> dict[str, Fault]:
     return {machine.name: machine.root for machine in facts.machines if isinstance(machine.root, Fault)}
 
 
-def _leaving(config: Config, facts: Facts) -> dict[str, str]:
+def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     """Return running machines that are no longer configured, with the reason why they keep their settings.
 
     Without our settings, the template's -U would apply at the next start, and change the owners of all files.
@@ -123,7 +127,7 @@ class _Roots:
         return root
 
 
-def _ours(facts: Facts, machine: str) -> bool:
+def _has_our_files(facts: Facts, machine: str) -> bool:
     return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
 
 
@@ -134,10 +138,10 @@ def _machine(
     grants = _grants(name, settings, facts, roots, select(facts.vendors, settings.gpus, share))
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
-    mounts = there(settings.extra_mounts, facts, config.machines)
+    mounts = split_mounts(settings.extra_mounts, facts, config.machines)
     nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found)
     allow = device_allow(settings, template, nodes)
-    allow += still_used(name, facts, allow)
+    allow += permissions_in_use(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
     handoff = Handoff(
         name,
@@ -172,7 +176,7 @@ def _machine(
             owners=owners(allow, facts),
             mounts=tuple(mount.target for mount in mounts.found),
         ),
-        lacking=mounts.lacking,
+        missing=mounts.missing,
     )
 
 
@@ -182,20 +186,20 @@ def _grants(
     """Return the grants of the vendors in the machine's handoff. One of them reports missing GPUs of the settings."""
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
     present = named_roots(facts, name) or {}
-    telling = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
+    reporting = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
     grants = []
     for vendor in vendors:
         choice = DriverRoots(facts.staged, present.get(vendor.vendor))
         wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
         grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
-        problems = selection.problems if vendor.vendor == telling else ()
+        problems = selection.problems if vendor.vendor == reporting else ()
         # Each vendor reports its own GPUs with a wrong driver, because its conditions say what to do next.
         problems += tuple(
             other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
         )
         grants.append(replace(grant, problems=problems + grant.problems))
     # Omit the other devices if none are configured.
-    return tuple(each for each in grants if each.vendor != OTHER_DEVICES or each.nodes or each.lacking)
+    return tuple(each for each in grants if each.vendor != OTHER_DEVICES or each.nodes or each.missing)
 
 
 def _is_handed(vendor: VendorFacts) -> bool:

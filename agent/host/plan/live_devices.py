@@ -11,11 +11,11 @@ from agent.model.goal import MachineGoal
 from agent.model.live import LiveSettings
 
 
-def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: bool) -> list[ChangeDevices]:
+def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool) -> list[ChangeDevices]:
     """Return the change of a running machine; none if nothing differs, or if its live settings are unknown.
 
-    `released` is whether it no longer uses withdrawn devices, `lacking` whether it reports nodes of its current handoff
-    as missing. All nodes are then bound again, but only once for each handoff.
+    `released` is whether it no longer uses withdrawn devices, `missing_nodes` whether it reports nodes of its current
+    handoff as missing. All nodes are then bound again, but only once for each handoff.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -24,9 +24,9 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, lacking: 
     leftover = [] if released else _leftover(goal, before, facts)
     allow = (*goal.live.allow, *leftover)
     noted = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in leftover}}
-    rebind = lacking and before.rebound != goal.generation
+    rebind = missing_nodes and before.rebound != goal.generation
     # Clear `rebound` once the machine has all nodes: later they may be missing again, as after a reload of a module.
-    rebound = goal.generation if rebind else "" if released and not lacking else before.rebound
+    rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
     if same and noted == before.owners and not before.unsure:
         return []
@@ -65,7 +65,7 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
     return {entry.node: present[entry.node] for entry in allow if entry.node in present}
 
 
-def still_used(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
+def permissions_in_use(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
     These are permissions for GPUs that are being drained. If an older release wrote the settings with which the machine
@@ -86,8 +86,8 @@ def still_used(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple
 
 def _draining(facts: Facts) -> list[DeviceNode]:
     """Return the nodes that users of draining GPUs may still open, including nodes that GPUs share."""
-    of_gpus = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
-    return [node for node in _all_nodes(of_gpus) if facts.draining and node.pci_address in ("", *facts.draining)]
+    gpu_vendors = replace(facts, vendors=tuple(vendor for vendor in facts.vendors if vendor.gpus))
+    return [node for node in _all_nodes(gpu_vendors) if facts.draining and node.pci_address in ("", *facts.draining)]
 
 
 def _owners(facts: Facts) -> dict[str, str]:

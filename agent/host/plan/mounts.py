@@ -19,35 +19,36 @@ class Mounts:
 
     found: tuple[ExtraMount, ...] = ()
     """The possible mounts, with the real paths of their sources: nspawn would follow links, which may change."""
-    lacking: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
     """Sources that are missing, which would keep the machine from starting, or must not be mounted; in words."""
 
 
-def there(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
+def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
     """Split the mounts into those that are possible now and the others. `machines` has the settings of all machines."""
-    given = _given(facts, machines) if mounts else {}
-    found, lacking = [], []
+    mounted_by = _mounted_paths(facts, machines) if mounts else {}
+    found, missing = [], []
     for mount in mounts:
         match facts.mount_sources.get(mount.source):
-            case MountSource() as source if around := _around(source, given):
+            case MountSource() as source if around := _outer_path(source, mounted_by):
                 # A read-only mount is refused too: root in a machine can remount it writable.
-                why = f"the path to it leads through {around}, where machine {given[around]} could put a link"
-                lacking.append(f"{mount.source} for {mount.target} ({why})")
+                why = f"the path to it leads through {around}, where machine {mounted_by[around]} could put a link"
+                missing.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
                 found.append(mount.model_copy(update={"source": real}))
             case Broken(why) | Unseen(why):
-                lacking.append(f"{mount.source} for {mount.target} ({why})")
+                missing.append(f"{mount.source} for {mount.target} ({why})")
             case Absent() | None:
-                lacking.append(f"{mount.source} for {mount.target}")
-    return Mounts(tuple(found), tuple(lacking))
+                missing.append(f"{mount.source} for {mount.target}")
+    return Mounts(tuple(found), tuple(missing))
 
 
-def _given(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
+def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
     """Return the machines by the host paths that they mount, or will mount: there they can put links to anywhere."""
-    given = {path: name for name, settings in machines.items() for path in _named(settings)}
-    seen = {source.path: given[path] for path, source in facts.mount_sources.items()
-            if path in given and isinstance(source, MountSource) and not _around(source, given)}  # fmt: skip
-    return given | seen
+    mounted_by = {path: name for name, settings in machines.items() for path in _named(settings)}
+    seen = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
+            if path in mounted_by and isinstance(source, MountSource)
+            and not _outer_path(source, mounted_by)}  # fmt: skip
+    return mounted_by | seen
 
 
 def _named(settings: MachineSettings) -> Iterator[str]:
@@ -59,6 +60,8 @@ def _named(settings: MachineSettings) -> Iterator[str]:
                 yield re.sub(r"\\(.)", r"\1", source["path"])
 
 
-def _around(source: MountSource, places: Iterable[str]) -> str:
+def _outer_path(source: MountSource, places: Iterable[str]) -> str:
     """Return the first of the places that the path to the source leads through; empty if there is none."""
-    return next((place for place in places for step in source.way if step.startswith(f"{place.rstrip('/')}/")), "")
+    return next(
+        (place for place in places for step in source.components if step.startswith(f"{place.rstrip('/')}/")), ""
+    )

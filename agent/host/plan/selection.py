@@ -29,19 +29,19 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
     if wanted == "all":
         # If another vendor's GPUs are usable, a GPU with a wrong driver may be meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
-        return Selection(_free(usable, share), _still(usable, share), wrong_driver=missed)
+        return Selection(_free(usable, share), _why_not_free(usable, share), wrong_driver=missed)
     if isinstance(wanted, str):
         selection = _count(usable, int(wanted.removeprefix("count=")), share)
         if not selection.problems:
             return selection
-        return replace(selection, problems=selection.problems + _still(usable, share), wrong_driver=wrong)
+        return replace(selection, problems=selection.problems + _why_not_free(usable, share), wrong_driver=wrong)
     chosen: list[Gpu] = []
     problems: list[str] = []
     missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
     for name in wanted:
         found = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
         chosen += [gpu for gpu in _free(found, share) if gpu not in chosen]
-        problems += _still(found, share)
+        problems += _why_not_free(found, share)
         if not found and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
             problems.append(_missing(name, present))
     return Selection(tuple(chosen), tuple(problems), missed)
@@ -52,8 +52,8 @@ def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
 
     A GPU without a driver is excluded if none is expected: an integrated GPU, for example, may lack it on purpose.
     """
-    awaited = any(vendor.driver_awaited for vendor in vendors if vendor.vendor == gpu.vendor)
-    return bool(gpu.driver) or awaited or gpu.pci_address in share.has
+    expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
+    return bool(gpu.driver) or expected or gpu.pci_address in share.current
 
 
 def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
@@ -65,8 +65,8 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:
         # The vendor comes before the address: an integrated GPU has a low one, and is rarely wanted. The vendor also
         # comes before the driver, which may load late: a machine keeps the GPU that it gets first.
-        has = gpu.pci_address in share.has
-        return gpu.pci_address in last, not has, rank(gpu.vendor), not gpu.driver, gpu.pci_address
+        current = gpu.pci_address in share.current
+        return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
     others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
@@ -75,13 +75,15 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
 
 
 def _free(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
-    return tuple(gpu for gpu in gpus if gpu.pci_address not in share.kept)
+    return tuple(gpu for gpu in gpus if gpu.pci_address not in share.reserved)
 
 
-def _still(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
+def _why_not_free(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
     """Return one sentence for each GPU that is not free."""
     return tuple(
-        f"GPU {gpu.pci_address} is {share.kept[gpu.pci_address]}" for gpu in gpus if gpu.pci_address in share.kept
+        f"GPU {gpu.pci_address} is {share.reserved[gpu.pci_address]}"
+        for gpu in gpus
+        if gpu.pci_address in share.reserved
     )
 
 

@@ -24,32 +24,43 @@ class Shares:
 
     def __init__(self, config: Config, facts: Facts, faulted: Collection[str] = ()) -> None:
         lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
-        self._given = _named(facts, {gpu for each in lists for gpu in each})
+        self._assigned = _named(facts, {gpu for each in lists for gpu in each})
         """GPUs that settings name, also for machines that do not exist yet, and GPUs that were assigned so far."""
         self._draining = facts.draining
         machines = {each.name: each for each in facts.machines if each.name in config.machines}
         granted = {name: each.granted for name, each in machines.items()}
-        self._holds = {name: _holds(each) for name, each in machines.items()}
-        self._kept: dict[str, str] = {}
+        self._may_open = {name: _may_open(each) for name, each in machines.items()}
+        self._blocked_by_fault: dict[str, str] = {}
         for machine in (each for name, each in sorted(machines.items()) if name in faulted):
-            self._kept |= _kept(machine, config.machines[machine.name].gpus, facts)
-        self._had = {name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)}
+            self._blocked_by_fault |= _blocked_by_fault(machine, config.machines[machine.name].gpus, facts)
+        self._granted_before = {
+            name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
+        }
         # Needed even if settings name GPUs: a UUID is unknown until the driver has initialised the GPU.
-        self._has = {name: gpus for name, gpus in self._had.items() if config.machines[name].gpus != "all"}
+        self._still_reserved = {
+            name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
+        }
 
-    def of(self, machine: str) -> Share:
+    def share(self, machine: str) -> Share:
         """Return the share of a machine, which must be the next one in turn."""
-        of_others = {gpu for name, gpus in self._has.items() if name != machine for gpu in gpus}
-        has = self._had.get(machine, frozenset())
+        others = {gpu for name, gpus in self._still_reserved.items() if name != machine for gpu in gpus}
+        current = self._granted_before.get(machine, frozenset())
         # A fault in another machine does not take a GPU from this one.
-        kept = {gpu: why for gpu, why in self._kept.items() if gpu not in self._holds.get(machine, ())}
-        return Share(taken=frozenset(self._given | of_others), has=has, draining=has & self._draining, kept=kept)
+        reserved = {
+            gpu: why for gpu, why in self._blocked_by_fault.items() if gpu not in self._may_open.get(machine, ())
+        }
+        return Share(
+            taken=frozenset(self._assigned | others),
+            current=current,
+            draining=current & self._draining,
+            reserved=reserved,
+        )
 
-    def give(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
+    def record_grants(self, machine: str, settings: MachineSettings, grants: Iterable[Grant]) -> None:
         """Record the grants of a machine, which replace what it had before."""
-        self._has.pop(machine, None)
+        self._still_reserved.pop(machine, None)
         if settings.gpus != "all":
-            self._given |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
+            self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
 
 
 def _named(facts: Facts, names: Collection[str]) -> set[str]:
@@ -58,25 +69,25 @@ def _named(facts: Facts, names: Collection[str]) -> set[str]:
     return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
 
 
-def _holds(machine: MachineFacts) -> set[str]:
+def _may_open(machine: MachineFacts) -> set[str]:
     """Return the GPUs that the machine was granted, or may still open. A faulted machine's facts may be incomplete."""
     granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
     return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
 
 
-def _kept(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
+def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
     """Return the GPUs that a machine with a fault may have, and that its settings do not share, each with the reason.
 
     If its grant is unknown, these are all GPUs.
     """
     if wanted == "all":
         return {}
-    holds, still = _holds(machine), f"still held by machine {machine.name}, which has an internal error"
+    may_open, why = _may_open(machine), f"still held by machine {machine.name}, which has an internal error"
     if not isinstance(machine.granted, Granted | Absent):
-        still = f"perhaps {still}"
-        holds |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
+        why = f"perhaps {why}"
+        may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
     shared = _named(facts, wanted) if isinstance(wanted, list) else set[str]()
-    return dict.fromkeys(holds - shared, still)
+    return dict.fromkeys(may_open - shared, why)
 
 
 def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
@@ -87,7 +98,9 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     machine has a fault.
     """
     # A GPU whose driver is not expected is selected only for machines that have it already.
-    unawaited = any(not gpu.driver for vendor in facts.vendors if not vendor.driver_awaited for gpu in vendor.gpus)
+    without_driver = any(
+        not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
+    )
     unseen = {
         each.name: each.granted.why
         for each in facts.machines
@@ -96,7 +109,7 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     unknown = {}
     for name, settings in config.machines.items():
         counts = isinstance(settings.gpus, str) and settings.gpus != "all"
-        own = {name} if counts or unawaited or faulted else set[str]()
+        own = {name} if counts or without_driver or faulted else set[str]()
         others = {other for other in unseen if counts and config.machines[other].gpus != "all"}
         if why := [unseen[each] for each in sorted((own | others) & unseen.keys())]:
             unknown[name] = why

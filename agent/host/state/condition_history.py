@@ -23,7 +23,7 @@ def read_history(system: System) -> History:
 def write_history(system: System, history: History) -> tuple[str, ...]:
     """Write the history, world-readable for `status`. Return failures, one sentence each."""
     try:
-        if _RECORD.look(CONDITIONS, system) != history:
+        if _RECORD.read_seen(CONDITIONS, system) != history:
             _RECORD.write(CONDITIONS, history, system)
     except OSError as error:
         return (f"cannot write {CONDITIONS}: {error.strerror or error}",)

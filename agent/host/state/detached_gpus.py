@@ -73,7 +73,7 @@ def _known(system: System) -> Mapping[str, _Note]:
 
 
 def _noted(system: System) -> Mapping[str, _Note] | Broken:
-    found = _RECORD.look(DETACHED_GPUS, system)
+    found = _RECORD.read_seen(DETACHED_GPUS, system)
     if isinstance(found, Absent):
         return {}
     if isinstance(found, Broken):

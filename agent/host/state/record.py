@@ -10,7 +10,7 @@ from agent.model.facts import Absent, Broken, Seen, Unseen
 from agent.model.json_document import accept_version, parse_object
 from agent.system.damage import discard, write_record
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 T = TypeVar("T")
 
@@ -46,9 +46,9 @@ class Record(Generic[T]):
         except DocumentError as error:
             raise DocumentError(error.message, self._advice or error.hint) from error
 
-    def look(self, path: str, system: System) -> Seen[T]:
+    def read_seen(self, path: str, system: System) -> Seen[T]:
         """Return the value in a file; Broken if the file is damaged, which the caller must report."""
-        data = look(system.read, path)
+        data = read_seen(system.read, path)
         try:
             return self.parse(path, data) if isinstance(data, bytes) else data
         except DocumentError as error:
@@ -56,7 +56,7 @@ class Record(Generic[T]):
 
     def read(self, path: str, system: System) -> T | None:
         """Return the value in a file; None if it is missing or unusable. A damaged file is discarded."""
-        found = self.look(path, system)
+        found = self.read_seen(path, system)
         if isinstance(found, Broken):
             discard(path, found.why)
         return None if isinstance(found, Absent | Broken | Unseen) else found

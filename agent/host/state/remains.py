@@ -10,7 +10,7 @@ from agent.model.paths import (
     MACHINES_STATE,
     MANIFESTS,
     OWNED,
-    RELOAD_OWED,
+    RELOAD_PENDING,
     REPORT_NAME,
     WAKE,
     conditions_file,
@@ -23,13 +23,13 @@ from agent.model.paths import (
 )
 from agent.system.files import NEW, System
 
-OF_HOST = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_OWED, WAKE)
+HOST_FILES = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELOAD_PENDING, WAKE)
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:
     """Remove temporary files next to files that not every pass writes. Failures are ignored: leftovers do no harm."""
     # By name, because the agent lists no directory in which a machine can write.
-    for path in (*OF_HOST, *(path for name in _machines(system, configured) for path in _of_machine(name))):
+    for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
             system.remove_remains(path)
     # The unit's shell holds the pass lock while it writes this file, so if the file exists now, it is a leftover.
@@ -56,5 +56,5 @@ def _machines(system: System, configured: tuple[str, ...]) -> set[str]:
         return {*configured}
 
 
-def _of_machine(name: str) -> tuple[str, ...]:
+def _state_files(name: str) -> tuple[str, ...]:
     return (*machine_files(name), conditions_file(name), granted_file(name), handed_roots_file(name), live_file(name))

@@ -6,7 +6,7 @@ from agent.model.paths import REMEMBERED_GPUS
 from agent.model.remembered import Remembered, parse_remembered
 from agent.system.damage import count
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
@@ -25,7 +25,7 @@ def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
 
 
 def _copy(path: str, system: System) -> Seen[Remembered]:
-    data = look(system.read, path)
+    data = read_seen(system.read, path)
     try:
         found = parse_remembered(path, data) if isinstance(data, bytes) else data
     except DocumentError as error:

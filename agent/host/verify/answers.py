@@ -27,7 +27,7 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     that. Only the files' times show this, because the handoff's generation stays the same.
     """
     older = machine.report_age > min(machine.granted_age, machine.live_age)
-    return report.generation == goal.generation and not (older and lacks_nodes(goal, report))
+    return report.generation == goal.generation and not (older and reports_missing_nodes(goal, report))
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -38,12 +38,12 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     if isinstance(report, Report) and report.generation == goal.generation:
         return True
     # Other reports do not extend that time: another machine may have the withdrawn devices by now.
-    asked = isinstance(machine.granted, Granted) and machine.granted == goal.granted
+    unanswered = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     silent = not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER
-    return silent or (asked and machine.granted_age > STALE_AFTER)
+    return silent or (unanswered and machine.granted_age > STALE_AFTER)
 
 
-def lacks_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
+def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
     """Return whether the machine reports, for this handoff, that a node is missing or wrong."""
     if not isinstance(report, Report) or report.generation != goal.generation:
         return False

@@ -11,18 +11,20 @@ from agent.model.text import rfc3339
 KIND = ConditionType.GPUS_COMPLETE
 
 
-def lost_by(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
-    return tuple(gpu for gpu in _of(machine, remembered) if gpu.lost)
+    return tuple(gpu for gpu in _granted_gpus(machine, remembered) if gpu.lost)
 
 
-def with_lost(conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]) -> tuple[Condition, ...]:
+def with_lost_gpus(
+    conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]
+) -> tuple[Condition, ...]:
     """Return the conditions with GPUsComplete in its place.
 
     GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
     """
     complete = _complete(machine, remembered)
-    left = [gpu for gpu in _of(machine, remembered) if not gpu.lost]
+    left = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
     all_lost = complete.status is Status.FALSE and not left
 
     found = {each.type: each for each in conditions} | {KIND: complete}
@@ -31,7 +33,7 @@ def with_lost(conditions: Sequence[Condition], machine: str, remembered: Seen[Re
     return tuple(found[kind] for kind in ConditionType)
 
 
-def _of(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
+def _granted_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     if not isinstance(remembered, Remembered):
         return ()
     return tuple(gpu for gpu in remembered.gpus if machine in gpu.machines)
@@ -44,7 +46,7 @@ def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
         f"the record of granted GPUs was damaged, so GPUs lost before that are unknown ({remembered.damage}); check "
         "with `lspci` that no GPU is missing, then acknowledge the damage: `unbounded-agent gpus forget`"
     )
-    if lost := lost_by(machine, remembered):
+    if lost := lost_gpus(machine, remembered):
         gone = ", ".join(f"{gpu.describe()} since {rfc3339(gpu.lost)}" for gpu in lost)
         message = (
             f"left the PCI bus without `unbounded-agent gpus detach`: {gone}; see `dmesg` and the server's hardware "
@@ -53,6 +55,6 @@ def _complete(machine: str, remembered: Seen[Remembered]) -> Condition:
         return false(KIND, Reason.GPU_LOST, f"{message}; {damage}" if remembered.damage else message)
     if remembered.damage:
         return unknown(KIND, Reason.RECORD_DAMAGED, damage)
-    if not _of(machine, remembered):
+    if not _granted_gpus(machine, remembered):
         return not_applicable(KIND, "no GPU is granted")
     return true(KIND, Reason.COMPLETE, "every GPU that the machine was granted is on the PCI bus")

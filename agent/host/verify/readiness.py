@@ -29,7 +29,7 @@ PLAIN = (
     "the first pass without a running machine mounts it, if the kernel has overlay file systems: docs/drivers/roots.md"
 )
 
-SAID = "machine says: "
+MACHINE_SAYS = "machine says: "
 """Precedes a message from the machine, because root in the machine can write anything there."""
 
 FROM_VENDORS = (
@@ -90,7 +90,7 @@ def evaluate(
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
-        return _with_lacking(_without_gpus(settings, machine, goal, facts, report, refused), machine, goal)
+        return _with_missing_extras(_without_gpus(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
     if not settings.node_condition:
@@ -104,7 +104,7 @@ def evaluate(
         _devices_allowed(machine, goal, refused, inside[ConditionType.DEVICES_ALLOWED]),
         *(inside[kind] for kind in IN_MACHINE),
     ]
-    return _with_lacking((*conditions, summarize(conditions)), machine, goal)
+    return _with_missing_extras((*conditions, summarize(conditions)), machine, goal)
 
 
 def _without_gpus(
@@ -126,10 +126,12 @@ def _without_gpus(
     return tuple(said.get(each.type, each) for each in conditions)
 
 
-def _with_lacking(conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal) -> tuple[Condition, ...]:
+def _with_missing_extras(
+    conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
+) -> tuple[Condition, ...]:
     """Add missing non-GPU devices and mounts to DevicesPresent's message. The status stays: GPUs do not need them."""
-    lacking = [*(each for grant in goal.grants for each in grant.lacking), *goal.lacking]
-    remark = f"; requested but missing: {', '.join(lacking)}" if lacking else ""
+    missing = [*(each for grant in goal.grants for each in grant.missing), *goal.missing]
+    remark = f"; requested but missing: {', '.join(missing)}" if missing else ""
     if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
         late = [path for path in goal.live.mounts if path not in machine.live.mounts]
         remark += f"; mounted at the machine's next start: {', '.join(late)}" if late else ""
@@ -186,12 +188,12 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
             return false(
                 kind, Reason.NOT_MOUNTED, f"{_place(root)}, but it is not mounted: see `systemctl status '{unit}'`"
             )
-    told = "; ".join([*(_place(root) for root in roots), *waiting])
+    staged = "; ".join([*(_place(root) for root in roots), *waiting])
     if any(root.index in facts.plain_roots for root in roots):
         return true(
-            kind, Reason.PLAIN_COPY, f"{told}, a plain directory: root in one machine can change it for all; {PLAIN}"
+            kind, Reason.PLAIN_COPY, f"{staged}, a plain directory: root in one machine can change it for all; {PLAIN}"
         )
-    return true(kind, Reason.STAGED, told)
+    return true(kind, Reason.STAGED, staged)
 
 
 def _place(root: StagedRoot) -> str:
@@ -245,10 +247,10 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
     if machine.live is None or machine.live.fixed != goal.live.fixed:
         why = f"machine {machine.name} was started with other settings; when its pods allow it, run {reboot}"
         return false(kind, Reason.MACHINE_RESTART_NEEDED, why)
-    lacking = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
-    lacking += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
-    if lacking:
-        why = f"could not give {', '.join(lacking)} to the running machine: the agent tries again; or run {reboot}"
+    missing = [path for path, number in goal.live.nodes.items() if machine.live.nodes.get(path) != number]
+    missing += [str(entry) for entry in goal.live.allow if entry not in machine.live.allow]
+    if missing:
+        why = f"could not give {', '.join(missing)} to the running machine: the agent tries again; or run {reboot}"
         return false(kind, Reason.NOT_GIVEN, why)
     return inside
 
@@ -286,6 +288,6 @@ def _inside(
             missing = (
                 "the machine's report does not contain this condition; its image may have another release of the agent"
             )
-            said = {kind: replace(each, message=f"{SAID}{each.message}") for kind, each in reported.items()}
+            said = {kind: replace(each, message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
             return {kind: said.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
     return {kind: unknown(kind, reason, message) for kind in kinds}

@@ -18,7 +18,7 @@ from agent.machine.kubelet.identity import Identity, find_identity
 from agent.machine.notes import NODE_CONDITION, Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.errors import AgentError, CommandError, DocumentError
-from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_judgement
+from agent.model.host_status import SILENT_AFTER, SIZE_LIMIT, parse_host_status
 from agent.model.json_document import parse_object
 from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_STATE, NODE_CONDITION_MARK
 from agent.model.reasons import Reason
@@ -27,7 +27,7 @@ from agent.system.files import System
 from agent.system.spawn_runner import MachineRunner
 
 KIND = ConditionType.NODE_CONDITION_SET
-JUDGEMENT = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
+HOST_STATUS = f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"
 TYPE = "GPUReady"
 """The condition's type on the Node, next to the kubelet's conditions."""
 HEARTBEAT = 300.0
@@ -84,7 +84,7 @@ def run(system: System, now: float) -> None:
         noted = notes.load(NOTE)
     applied = _applied(noted)
     try:
-        if system.exists(JUDGEMENT):
+        if system.exists(HOST_STATUS):
             applied, outcome = _set(system, applied, now)
         else:
             applied, outcome = _take_back(system, applied)
@@ -98,7 +98,7 @@ def run(system: System, now: float) -> None:
 
 def reported(system: System, notes: Notes, now: float) -> Condition | None:
     """Return NodeConditionSet with the result of the last run; None if the condition is not configured."""
-    if not system.exists(JUDGEMENT):
+    if not system.exists(HOST_STATUS):
         return None
     try:
         last = _outcome(notes.load(NOTE))
@@ -131,13 +131,13 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
     """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable."""
     try:
-        verdict = parse_judgement(system.read(JUDGEMENT, SIZE_LIMIT))
+        verdict = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
     except (DocumentError, OSError) as error:
-        unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{JUDGEMENT}: {error}")
+        unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
     # abs(): if the clock was set back, the host status lies in the future.
-    if abs(now - verdict.judged) > SILENT_AFTER:
-        message = f"the host half has evaluated nothing since {rfc3339(verdict.judged)}: see "
+    if abs(now - verdict.evaluated) > SILENT_AFTER:
+        message = f"the host half has evaluated nothing since {rfc3339(verdict.evaluated)}: see "
         message += "`systemctl status unbounded-agent` on the host"
         return unknown(ConditionType.READY, Reason.AGENT_SILENT, message), None
     return verdict.ready, None

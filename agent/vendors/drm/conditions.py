@@ -45,8 +45,8 @@ def _load(vendor: Description, gpus: tuple[str, ...]) -> str:
 
 def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if in_the_way := before_nodes(facts, grant, lambda unbound: _load(vendor, unbound)):
-        return in_the_way
+    if fault := before_nodes(facts, grant, lambda unbound: _load(vendor, unbound)):
+        return fault
     with_node = {node.pci_address for node in grant.nodes if node.kind is DeviceKind.DRI_RENDER}
     missing = [address for address in grant.gpus if address not in with_node]
     if missing:
@@ -57,12 +57,12 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
             f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`; if it has just appeared, run "
             f"`udevadm settle`{broken}",
         )
-    there = {node.kind for node in grant.nodes}
-    lacking = "".join(
-        f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in there
+    present_kinds = {node.kind for node in grant.nodes}
+    missing_extras = "".join(
+        f"; no usable {each.path}, without which {each.use}" for each in vendor.shared if each.kind not in present_kinds
     )
     present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} {vendor.title} GPUs"
     if grant.detached:
         detached = f"detached by an administrator: {', '.join(grant.detached)}"
-        return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{lacking}")
-    return true(kind, Reason.PRESENT, f"{present}{lacking}")
+        return true(kind, Reason.GPU_DETACHED, f"{present}; {detached}{missing_extras}")
+    return true(kind, Reason.PRESENT, f"{present}{missing_extras}")

@@ -35,10 +35,10 @@ class DrmMachine(MachineVendor):
         groups = parse_groups(system.read_text(GROUP_FILE)) if system.exists(GROUP_FILE) else {}
         links = {path for path in self.optional_paths(request) if system.exists(path)}
         ground = cdi.Ground(live, groups, links)
-        lacking = sorted({cdi.group_of(each.kind) for each in request.devices} - groups.keys())
-        remark = f"this machine has no group {' and no group '.join(lacking)}: the nodes keep the host's group number"
+        missing = sorted({cdi.group_of(each.kind) for each in request.devices} - groups.keys())
+        remark = f"this machine has no group {' and no group '.join(missing)}: the nodes keep the host's group number"
         spec = cdi.render(self.spec_kind, self.other_names(request), request, ground)
-        return Generated(spec, (remark,) if lacking else ())
+        return Generated(spec, (remark,) if missing else ())
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
         if not self.mounts_links:

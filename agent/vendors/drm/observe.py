@@ -3,7 +3,7 @@
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Absent, DeviceNode, DrmDevice, Gpu, Seen, Unseen, VendorFacts
 from agent.system.files import System
-from agent.system.seen import look, why_not
+from agent.system.seen import classify_error, read_seen
 from agent.vendors.drm.description import Description, SharedNode
 from agent.vendors.host_vendor import Sources
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
@@ -38,7 +38,9 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
         # udev loads a GPU's driver. If no module is loaded, it is not installed or not wanted, so none is awaited.
-        driver_awaited=any(look(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers),
+        driver_expected=any(
+            read_seen(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers
+        ),
     )
 
 
@@ -57,7 +59,7 @@ def _nodes(
         if driven:
             nodes += [_shared(sources.system, each, majors, problems) for each in vendor.shared]
     except OSError as error:
-        return Unseen(why_not(error.filename or PROC_DEVICES, error).why)
+        return Unseen(classify_error(error.filename or PROC_DEVICES, error).why)
     return tuple(sorted(node for node in nodes if node))
 
 

@@ -59,8 +59,8 @@ def _driver_loaded(facts: VendorFacts, driver: Driver) -> Condition:
 
 def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     kind = ConditionType.DEVICES_PRESENT
-    if in_the_way := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
-        return in_the_way
+    if fault := before_nodes(facts, grant, lambda unbound: "run `modprobe nvidia`, and see `dmesg`"):
+        return fault
     lost = [f"{gpu.pci_address}: {gpu.lost}" for gpu in facts.gpus if gpu.lost and gpu.pci_address in grant.gpus]
     if lost:
         return false(kind, Reason.GPU_FALLEN_OFF_BUS, "; ".join(lost))
@@ -76,8 +76,8 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
     for needed, (path, command) in NEEDED_BY_ALL.items():
         if not any(node.kind is needed for node in grant.nodes):
             return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
-    half_made = "".join(f"; {each.why}" for each in facts.half_made if each.pci_address in grant.gpus)
-    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{half_made}"
+    incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
+    present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{incomplete}"
     if grant.detached:
         return true(kind, Reason.GPU_DETACHED, f"{present}; detached by an administrator: {', '.join(grant.detached)}")
     return true(kind, Reason.PRESENT, present)
@@ -139,7 +139,7 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
 
 def _others(user_space: UserSpace) -> str:
     """Return the end of a message that says where other drivers are or may be."""
-    return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.passed_over)
+    return _not_used(user_space) + "".join(f"; not searched: {each}" for each in user_space.skipped_directories)
 
 
 def _not_used(user_space: UserSpace) -> str:

@@ -22,7 +22,7 @@ IN_MACHINES = {
 """Advice by program, for programs in a pod."""
 
 
-def letting_go(command: str, pci_address: str, *, in_machine: bool) -> str:
+def release_advice(command: str, pci_address: str, *, in_machine: bool) -> str:
     """Return how to make one of NVIDIA's programs release a GPU; empty for any other program."""
     for name, advice in (IN_MACHINES if in_machine else ADVICE).items():
         if command == name[:COMMAND_LENGTH]:

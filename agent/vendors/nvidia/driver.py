@@ -6,7 +6,7 @@ from agent.model.device import DeviceKind, FileIdentity
 from agent.model.facts import Absent, Broken, DeviceNode, Driver, Seen, ServiceDirectory, Unseen, UserSpace
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.gpus import has_nvswitch
 from agent.vendors.nvidia.devices.nodes import SWITCH_CONTROL
@@ -40,23 +40,23 @@ def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
     """
     found = []
     for name, path in DIRECTORIES.items():
-        identity, writable = look(system.identity, path), name in WRITABLE
+        identity, writable = read_seen(system.identity, path), name in WRITABLE
         # `is`, because a failed observation is an Unseen, which is true.
-        real = look(system.is_directory, path) is True and look(system.read_link, path) is None
-        if isinstance(identity, FileIdentity) and real and (not writable or look(system.is_mount, path) is True):
+        real = read_seen(system.is_directory, path) is True and read_seen(system.read_link, path) is None
+        if isinstance(identity, FileIdentity) and real and (not writable or read_seen(system.is_mount, path) is True):
             found.append(ServiceDirectory(name, path, identity.inode, writable))
     return tuple(found)
 
 
 def observe_module(system: System) -> Seen[str]:
     """Return the loaded module's version; Absent if it is not loaded."""
-    text = look(lambda path: read_device_text(system, path), MODULE_VERSION)
+    text = read_seen(lambda path: read_device_text(system, path), MODULE_VERSION)
     if isinstance(text, str):
         version = text.strip()
         return version if VERSION.fullmatch(version) else Broken(f"{MODULE_VERSION}: not a version: {version[:80]!a}")
     if not isinstance(text, Absent):
         return text
-    text = look(lambda path: read_device_text(system, path), PROC_VERSION)
+    text = read_seen(lambda path: read_device_text(system, path), PROC_VERSION)
     if isinstance(text, Absent):
         return Absent("the kernel module nvidia is not loaded")
     if not isinstance(text, str):

@@ -76,7 +76,7 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
     return wanted.get(capability, False)
 
 
-def _stays(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
+def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
     """Return whether `kept`, of the module's version, stays in use although the host's files of that version differ.
 
     It stays if the host now has that version only in another place: while packages are being upgraded, for example, the
@@ -111,7 +111,7 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
         new = same[-1] if same else StagedRoot(UNSTAGED, "nvidia", version, files, user_space.place_name)
     serving: StagedRoot | None
     if new and driver.module_version == new.version:
-        if stays := next((root for root in kept if _stays(root, new, user_space)), None):
+        if stays := next((root for root in kept if _stays_in_use(root, new, user_space)), None):
             return stays, None
         serving = new
     elif isinstance(driver.module_version, str):

@@ -3,7 +3,7 @@
 from agent.model.device import DeviceKind
 from agent.vendors.host_vendor import HostVendor
 from agent.vendors.nvidia.conditions import nvidia_conditions
-from agent.vendors.nvidia.daemons import letting_go
+from agent.vendors.nvidia.daemons import release_advice
 from agent.vendors.nvidia.devices.nodes import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
@@ -35,7 +35,7 @@ class Nvidia(HostVendor):
     wrong_driver = staticmethod(wrong_driver)
     conditions = staticmethod(nvidia_conditions)
     driver_for_pods = staticmethod(driver_for_pods)
-    letting_go = staticmethod(letting_go)
+    release_advice = staticmethod(release_advice)
     kernel_message = staticmethod(parse_xid)
 
 

@@ -62,7 +62,7 @@ class NvidiaMachine(MachineVendor):
         generated = nvidia_ctk.generate(system, request, directory)
         present = {path for path in self.optional_paths(request) if system.exists(path)}
         spec, added = with_additions(generated.spec, request, present)
-        silent = sockets.lacking(request.sockets, present)
+        silent = sockets.missing_daemons(request.sockets, present)
         remarks = (
             f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
             f"no socket of {', '.join(silent)} yet: start the daemon on the host" if silent else "",

@@ -46,15 +46,17 @@ def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
     return whole | {each.gpu_instance for each in whole}
 
 
-def half_made(existing: Set[Instance], usable: Set[Instance]) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
+def incomplete_instances(
+    existing: Set[Instance], usable: Set[Instance]
+) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
     """Yield incomplete instances, each with the instances whose nodes are missing.
 
     A GPU instance without a compute instance is incomplete, although no node is missing. `usable` is as in `complete`.
     """
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:
-            lacking = tuple(part for part in (each.gpu_instance, each) if part not in usable)
-            if lacking:
-                yield each, lacking
+            missing = tuple(part for part in (each.gpu_instance, each) if part not in usable)
+            if missing:
+                yield each, missing
         elif not any(other.ci is not None and other.gpu_instance == each for other in existing):
             yield each, ()

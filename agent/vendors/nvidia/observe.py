@@ -21,5 +21,5 @@ def observe_nvidia(sources: Sources) -> VendorFacts:
         driver=observe_driver(sources, module, user_space, devices.nodes),
         services=observe_services(sources.system),
         problems=(*listed.problems, *devices.problems, *user_space.problems),
-        half_made=devices.half_made,
+        incomplete=devices.incomplete,
     )

@@ -46,6 +46,6 @@ def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
             yield {"hostPath": source, "containerPath": target, "options": list(MOUNT_OPTIONS)}
 
 
-def lacking(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
+def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
     """Return the daemons of which no path exists in the machine."""
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)

@@ -4,9 +4,9 @@ from agent.config.settings import MachineSettings
 from agent.model.facts import DeviceNode, Gpu, Unseen, VendorFacts
 from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import OTHER_DEVICES
-from agent.system.seen import why_not
+from agent.system.seen import classify_error
 from agent.vendors.host_vendor import HostVendor, Sources
-from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, Looker, lacking, switch
+from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, NodeChecker, missing_sentences, switch
 from agent.vendors.proc_devices import PROC_DEVICES
 
 
@@ -25,13 +25,13 @@ class Other(HostVendor):
         if not switches and not paths:
             return VendorFacts(self.name)
         try:
-            looker = Looker(sources.system)
-            nodes = {node.path: node for name in switches for node in looker.of_switch(switch(name))}
-            named = [node for path in paths if path not in nodes and (node := looker.named(path))]
+            checker = NodeChecker(sources.system)
+            nodes = {node.path: node for name in switches for node in checker.switch_nodes(switch(name))}
+            named = [node for path in paths if path not in nodes and (node := checker.named_node(path))]
         except OSError as error:
-            return VendorFacts(self.name, devices=Unseen(why_not(error.filename or PROC_DEVICES, error).why))
+            return VendorFacts(self.name, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
         devices = tuple(sorted((*nodes.values(), *named)))
-        return VendorFacts(self.name, devices=devices, problems=tuple(dict.fromkeys(looker.problems)))
+        return VendorFacts(self.name, devices=devices, problems=tuple(dict.fromkeys(checker.problems)))
 
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
@@ -46,7 +46,7 @@ class Other(HostVendor):
             vendor=facts.vendor,
             nodes=tuple(sorted(nodes)),
             driver_files=False,
-            lacking=lacking(settings.devices, paths, kinds, facts.problems),
+            missing=missing_sentences(settings.devices, paths, kinds, facts.problems),
         )
 
 

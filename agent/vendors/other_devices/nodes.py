@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.facts import Broken, DeviceNode, Unseen
 from agent.system.files import System
-from agent.system.seen import why_not
+from agent.system.seen import classify_error
 from agent.vendors.proc_devices import PROC_DEVICES, names_by_major, parse_misc
 
 PROC_MISC = "/proc/misc"
@@ -90,7 +90,7 @@ def switch(name: str) -> Switch:
     return {str(each.kind): each for each in SWITCHES}[name]
 
 
-class Looker:
+class NodeChecker:
     """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
     def __init__(self, system: System) -> None:
@@ -99,7 +99,7 @@ class Looker:
         self._registered = names_by_major(system.read_text(PROC_DEVICES))
         self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
 
-    def of_switch(self, wanted: Switch) -> Iterator[DeviceNode]:
+    def switch_nodes(self, wanted: Switch) -> Iterator[DeviceNode]:
         """Yield the existing nodes of a switch that may be used."""
         for rule in wanted.rules:
             for name in self._entries(rule.directory):
@@ -109,7 +109,7 @@ class Looker:
                 if number and self._fits(f"{rule.directory}/{name}", number, rule):
                     yield DeviceNode(f"{rule.directory}/{name}", wanted.kind, number)
 
-    def named(self, path: str) -> DeviceNode | None:
+    def named_node(self, path: str) -> DeviceNode | None:
         """Return the node at a path from the settings; None if it is missing or must not be used, as a GPU's node."""
         number = self._number(path)
         if number is None:
@@ -130,7 +130,7 @@ class Looker:
         try:
             number = self._system.device(path)
         except OSError as error:
-            found = why_not(path, error)
+            found = classify_error(path, error)
             if isinstance(found, Unseen):
                 raise
             if isinstance(found, Broken):
@@ -161,7 +161,7 @@ def _first(names: Collection[str], patterns: Iterable[str]) -> str:
     return next((name for name in sorted(names) for pattern in patterns if fnmatchcase(name, pattern)), "")
 
 
-def lacking(
+def missing_sentences(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
     """Return a sentence for each requested switch or path that has no node in `nodes` (kinds by path). Pure."""

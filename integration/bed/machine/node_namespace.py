@@ -10,10 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-from agent.machine.kubelet.node_condition import JUDGEMENT, NOTE, reported
+from agent.machine.kubelet.node_condition import HOST_STATUS, NOTE, reported
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition
-from agent.model.host_status import judgement, render_judgement
+from agent.model.host_status import host_status, render_host_status
 from agent.model.paths import RUNTIME, STATE
 from agent.system.files import System
 from agent.system.spawn_runner import MachineRunner
@@ -58,14 +58,14 @@ class NodeNamespace:
         for directory in (RUNTIME, STATE):
             self._system.make_directory(directory)
 
-    def publish_status(self, ready: Condition, judged: float | None = None) -> None:
+    def publish_status(self, ready: Condition, evaluated: float | None = None) -> None:
         """Publish the host status, as the host half does."""
-        verdict = judgement(ready, time.time() if judged is None else judged)
-        self._system.write(JUDGEMENT, render_judgement(verdict))
+        verdict = host_status(ready, time.time() if evaluated is None else evaluated)
+        self._system.write(HOST_STATUS, render_host_status(verdict))
 
     def withdraw(self) -> None:
         """Remove the published host status."""
-        self._system.remove(JUDGEMENT)
+        self._system.remove(HOST_STATUS)
 
     def boot(self) -> None:
         """Remove what a boot of the machine clears."""

@@ -137,7 +137,7 @@ def test_unchanged_status_is_a_heartbeat_every_five_minutes(
 def test_silent_host_makes_it_unknown(control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str) -> None:
     machine.publish_status(GOOD)
     machine.run(kubeconfig)
-    machine.publish_status(GOOD, judged=time.time() - 301)
+    machine.publish_status(GOOD, evaluated=time.time() - 301)
     machine.run(kubeconfig)
     _, ours = look(control_plane)
     assert ours is not None

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from agent.host.apply.host_status import FRESH, publish_judgements
+from agent.host.apply.host_status import FRESH, publish_host_status
 from agent.model.conditions import ConditionType, Status, true
-from agent.model.host_status import Judgement, parse_judgement
+from agent.model.host_status import HostStatus, parse_host_status
 from agent.model.paths import REMOVED, STATE, conditions_file, handoff_file
 from agent.model.reasons import Reason
 from agent.system.files import remains
@@ -21,8 +21,8 @@ FILE = conditions_file(MACHINE)
 READY = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "well")
 
 
-def published(host: Host) -> Judgement:
-    return parse_judgement(host.read(FILE))
+def published(host: Host) -> HostStatus:
+    return parse_host_status(host.read(FILE))
 
 
 def test_nothing_is_published_by_default(gpu_host: Host) -> None:
@@ -33,7 +33,7 @@ def test_nothing_is_published_by_default(gpu_host: Host) -> None:
 def test_each_pass_publishes_the_host_status_next_to_the_handoff(gpu_host: Host) -> None:
     outcome = reconciler(gpu_host, node_condition=True).reconcile()
     assert published(gpu_host).ready == outcome.machines[0].conditions[-1]
-    assert abs(published(gpu_host).judged - time.time()) < 60
+    assert abs(published(gpu_host).evaluated - time.time()) < 60
     handoff = gpu_host.read(handoff_file(MACHINE))
     units(gpu_host, "active")
     outcome = reconciler(gpu_host, node_condition=True).reconcile()
@@ -51,30 +51,30 @@ def test_the_host_status_is_removed(gpu_host: Host) -> None:
 def test_the_next_timed_pass_renews_the_date_of_an_unchanged_status(gpu_host: Host) -> None:
     """A pass soon after another must not wake the machine."""
     reconciler(gpu_host).reconcile()
-    for now, judged in ((100.0, 100.0), (100.0 + FRESH - 1, 100.0), (100.0 + FRESH, 100.0 + FRESH), (50.0, 50.0)):
-        assert publish_judgements(gpu_host, {MACHINE: READY}, now) == ()
-        assert published(gpu_host).judged == judged
+    for now, evaluated in ((100.0, 100.0), (100.0 + FRESH - 1, 100.0), (100.0 + FRESH, 100.0 + FRESH), (50.0, 50.0)):
+        assert publish_host_status(gpu_host, {MACHINE: READY}, now) == ()
+        assert published(gpu_host).evaluated == evaluated
     changed = true(ConditionType.READY, Reason.ALL_CONDITIONS_TRUE, "well\nindeed")
-    publish_judgements(gpu_host, {MACHINE: changed}, 51.0)
-    assert (published(gpu_host).judged, published(gpu_host).ready.message) == (51.0, "well indeed")
-    publish_judgements(gpu_host, {MACHINE: changed}, 52.0)
-    assert published(gpu_host).judged == 51.0
+    publish_host_status(gpu_host, {MACHINE: changed}, 51.0)
+    assert (published(gpu_host).evaluated, published(gpu_host).ready.message) == (51.0, "well indeed")
+    publish_host_status(gpu_host, {MACHINE: changed}, 52.0)
+    assert published(gpu_host).evaluated == 51.0
     gpu_host.file(FILE, "damaged")
-    publish_judgements(gpu_host, {MACHINE: READY}, 52.0)
-    assert published(gpu_host).judged == 52.0
+    publish_host_status(gpu_host, {MACHINE: READY}, 52.0)
+    assert published(gpu_host).evaluated == 52.0
 
 
 def test_a_link_that_the_machine_put_there_is_replaced_and_not_read(gpu_host: Host) -> None:
     """Root in the machine can remount its handoff directory writable."""
     reconciler(gpu_host).reconcile()
     elsewhere = "/var/tmp/conditions.json"
-    publish_judgements(gpu_host, {MACHINE: READY}, 100.0)
+    publish_host_status(gpu_host, {MACHINE: READY}, 100.0)
     gpu_host.make_directory("/var/tmp")
     gpu_host.rename(FILE, elsewhere)
     gpu_host.link(FILE, elsewhere)
-    publish_judgements(gpu_host, {MACHINE: READY}, 101.0)
+    publish_host_status(gpu_host, {MACHINE: READY}, 101.0)
     assert gpu_host.read_link(FILE) is None
-    assert published(gpu_host).judged == 101.0
+    assert published(gpu_host).evaluated == 101.0
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_attack_a_deep_tree_in_the_way_ends_no_pass(gpu_host: Host) -> None:
     moved = f"{REMOVED}/machines-gpu-node-handoff-conditions.json"
     gpu_host.command("rm", "--recursive", "--force", "--one-file-system", "--", moved)
     for ready in ({}, {MACHINE: READY}):
-        assert publish_judgements(gpu_host, ready, 1.0) == ()
+        assert publish_host_status(gpu_host, ready, 1.0) == ()
     assert gpu_host.is_file(FILE)
     assert gpu_host.is_directory(moved)
     assert reconciler(gpu_host).reconcile().sentences[-1].endswith(moved), "the next pass clears it, bounded in time"
@@ -108,8 +108,8 @@ def test_attack_many_directories_in_the_way_cost_nothing(gpu_host: Host, path: s
     reconciler(gpu_host).reconcile()
     for number in range(1000):
         os.makedirs(gpu_host.place(f"{path}/{number}"))
-    assert publish_judgements(gpu_host, {MACHINE: READY}, 1.0) == ()
-    assert published(gpu_host).judged == 1.0
+    assert publish_host_status(gpu_host, {MACHINE: READY}, 1.0) == ()
+    assert published(gpu_host).evaluated == 1.0
     (moved,) = gpu_host.entries(REMOVED)
     assert len(gpu_host.entries(f"{REMOVED}/{moved}")) == 1000
 
@@ -126,7 +126,7 @@ def test_attack_a_directory_in_the_handoffs_place_is_moved_away(gpu_host: Host, 
 def test_a_stray_file_among_the_machines_directories(gpu_host: Host) -> None:
     reconciler(gpu_host).reconcile()
     gpu_host.file(f"{STATE}/machines/stray", "")
-    assert publish_judgements(gpu_host, {}, 1.0) == ()
+    assert publish_host_status(gpu_host, {}, 1.0) == ()
 
 
 def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> None:
@@ -135,13 +135,13 @@ def test_a_failure_is_reported_and_holds_up_no_other_machine(gpu_host: Host) -> 
     for failures in ([], [f"cannot update {conditions_file('another')}"]):
         gpu_host.remove(conditions_file("another"))
         gpu_host.make_directory(f"{conditions_file('another')}/in-the-way")
-        found = publish_judgements(gpu_host, {"another": READY, MACHINE: READY}, 1.0)
+        found = publish_host_status(gpu_host, {"another": READY, MACHINE: READY}, 1.0)
         assert [each.partition(":")[0] for each in found] == failures
-        assert published(gpu_host).judged == 1.0
+        assert published(gpu_host).evaluated == 1.0
 
 
 def test_a_machine_without_gpus_gets_no_directory_for_the_status(host: Host) -> None:
-    assert publish_judgements(host, {"gpu-node": READY}, 1.0) == ()
+    assert publish_host_status(host, {"gpu-node": READY}, 1.0) == ()
     assert not host.exists(f"{STATE}/machines")
 
 

@@ -157,7 +157,7 @@ def test_a_silent_pid_1_does_not_lead_to_a_plain_directory(host: Host) -> None:
     agent = reconciler(host)
     agent.reconcile()
     host.remove_tree(f"{TREES}/0")
-    facts = agent.look()[0]
+    facts = agent.preview()[0]
     host.make_directory(f"{TREES}/1")
     host.bus.failing = BusError("no answer")
     with pytest.raises(BusError):

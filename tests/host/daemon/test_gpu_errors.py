@@ -218,7 +218,7 @@ def test_an_applications_fault_is_not_a_gpus() -> None:
     fault, gone = parse_xid(PAGE_FAULT), parse_xid(OFF_THE_BUS)
     assert isinstance(fault, GpuError)
     assert isinstance(gone, GpuError)
-    assert (fault.of_application, gone.of_application) == (True, False)
+    assert (fault.from_application, gone.from_application) == (True, False)
     assert "reboot the host" in gone.meaning
 
 
@@ -269,17 +269,17 @@ def test_a_failing_log_is_reported_once_and_opened_again(
     found = follow()
     kernel_log.failing = [errno.EIO]
     assert found.read() is False
-    assert (found.why_not, found.polled()) == ("/dev/kmsg: simulated", {})
+    assert (found.error, found.polled()) == ("/dev/kmsg: simulated", {})
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     kernel_log.write(PAGE_FAULT)
     found.read()
-    assert (found.why_not, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
+    assert (found.error, counts[SECOND, 31], kernel_log.opened) == ("", 1, 2)
 
 
 def test_a_host_without_a_kernel_log_is_served(gpu_host: Host, caplog: pytest.LogCaptureFixture) -> None:
     found = GpuErrors(gpu_host)
     assert [found.read(), found.read()] == [False, False]
-    assert found.why_not == "/dev/kmsg: No such file or directory"
+    assert found.error == "/dev/kmsg: No such file or directory"
     assert len(caplog.messages) == 1
 
 
@@ -442,12 +442,12 @@ def test_only_a_lost_gpu_needs_a_pass(follow: Callable[[], GpuErrors], kernel_lo
     found = follow()
     assert list(found.polled().values()) == [select.POLLIN]
     kernel_log.write(PAGE_FAULT)
-    assert not found.asks()
+    assert not found.needs_pass()
     kernel_log.write(OFF_THE_BUS)
-    assert found.asks()
+    assert found.needs_pass()
     kernel_log.failing = [errno.EIO]
     with pytest.raises(OSError, match="/dev/kmsg: simulated"):
-        found.asks()
+        found.needs_pass()
     found.open()
     assert found.polled()
 

@@ -141,7 +141,7 @@ def test_a_root_without_its_files_does_not_count(host: Host) -> None:
     stage(host)
     host.remove_tree(f"{TREES}/0")
     staged = observe_staged(host)
-    assert (staged.roots, staged.spoiled, staged.next_index) == ((), (0,), 1)
+    assert (staged.roots, staged.corrupt, staged.next_index) == ((), (0,), 1)
     assert staged.problems == (f"{MANIFESTS}/0.json: the files of driver root 0 are missing (it is staged again)",)
 
 
@@ -150,7 +150,7 @@ def test_a_broken_manifest_does_not_hold_up_the_others(host: Host, text: str) ->
     root = stage(host, 1)
     host.file(f"{MANIFESTS}/4.json", text)
     staged = observe_staged(host)
-    assert (staged.roots, staged.next_index, staged.spoiled, len(staged.problems)) == ((root,), 5, (4,), 1)
+    assert (staged.roots, staged.next_index, staged.corrupt, len(staged.problems)) == ((root,), 5, (4,), 1)
     assert f"{MANIFESTS}/4.json" in staged.problems[0]
 
 
@@ -160,7 +160,7 @@ def test_a_directory_or_link_in_a_manifests_place_damages_only_that_one(host: Ho
     root = stage(host, 1)
     put(host.place(MANIFESTS) + "/0.json")
     staged = observe_staged(host)
-    assert (staged.roots, staged.spoiled, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
+    assert (staged.roots, staged.corrupt, staged.unseen, len(staged.problems)) == ((root,), (0,), "", 1)
 
 
 def test_a_manifest_of_the_previous_release_is_understood(host: Host) -> None:
@@ -175,7 +175,7 @@ def test_a_manifest_of_the_previous_release_is_understood(host: Host) -> None:
 def test_files_without_a_manifest_take_their_index(host: Host) -> None:
     host.make_directory(f"{TREES}/0")
     host.make_directory(f"{TREES}/1")
-    assert observe_staged(host) == Staged((), next_index=2, spoiled=(0, 1))
+    assert observe_staged(host) == Staged((), next_index=2, corrupt=(0, 1))
 
 
 @pytest.mark.parametrize("path", [TREES, MANIFESTS, f"{MANIFESTS}/0.json", MOUNTS])
@@ -183,7 +183,7 @@ def test_nothing_is_called_corrupt_unless_everything_can_be_read(host: Host, pat
     stage(host)
     host.failing[path] = OSError(errno.EIO, "Input/output error", path)
     staged = observe_staged(host)
-    assert (staged.roots, staged.spoiled) == ((), ())
+    assert (staged.roots, staged.corrupt) == ((), ())
     assert staged.unseen.startswith(path)
 
 
@@ -195,7 +195,7 @@ def test_a_plain_root_is_recognised_by_its_directory_and_no_link_is_followed(hos
     host.symlink(f"{HOST_NVIDIA}/1", "/elsewhere/1")
     host.symlink(f"{HOST_NVIDIA}/2", "x" * 300)
     staged = observe_staged(host)
-    assert (staged.roots, staged.plain, staged.spoiled) == ((root,), (0,), (1, 2))
+    assert (staged.roots, staged.plain, staged.corrupt) == ((root,), (0,), (1, 2))
     assert not root.hidden
 
 

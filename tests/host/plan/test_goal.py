@@ -246,7 +246,7 @@ def test_steps_come_in_a_safe_order() -> None:
     files = {file.path: FileState(file.content, owned=True) for file in goal.files()}
     answered = staged(goal.driver_roots[0], replace(running, files=files))
     machine = replace(running.machines[0], granted=goal.machines[0].granted)
-    answered = replace(answered, machines=(machine,), reload_owed=True)
+    answered = replace(answered, machines=(machine,), reload_pending=True)
     assert diff(plan(CONFIG, answered), answered).actions == (ReloadUnits(),)
 
 

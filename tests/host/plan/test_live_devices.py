@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent.config.settings import Config, MachineSettings
 from agent.host.apply.live_devices import change_devices
 from agent.host.apply.steps import apply
-from agent.host.plan.diff import Said, diff
+from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.model.actions import ChangeDevices, RemoveFile, WriteFile
 from agent.model.device_allow import DeviceAllow
@@ -205,16 +205,16 @@ def test_a_failed_permission_may_be_effective_and_is_retried(host: Host) -> None
     assert parse_live(host.read(live_file(MACHINE))).allow == BEFORE.allow
 
 
-NOTHING = Said()
-RELEASED = Said(released=frozenset([MACHINE]))
-LACKING = Said(lacking=frozenset([MACHINE]))
+NOTHING = Acknowledged()
+RELEASED = Acknowledged(released=frozenset([MACHINE]))
+LACKING = Acknowledged(missing_nodes=frozenset([MACHINE]))
 
 
 def running(seen: Facts, live: LiveSettings | None) -> Facts:
     return replace(seen, machines=(replace(seen.machines[0], unit_state="active", live=live),))
 
 
-def changes(seen: Facts, acknowledged: Said = NOTHING) -> list[ChangeDevices]:
+def changes(seen: Facts, acknowledged: Acknowledged = NOTHING) -> list[ChangeDevices]:
     actions = diff(plan(CONFIG, seen), seen, acknowledged).actions
     return [action for action in actions if isinstance(action, ChangeDevices)]
 

@@ -173,7 +173,7 @@ def test_an_unknown_grant_holds_up_only_machines_that_could_get_its_gpus() -> No
 def test_an_unknown_grant_decides_about_a_gpu_without_driver() -> None:
     """The machine keeps a GPU whose vendor waits for no driver, such as Intel's; other machines do not depend on it."""
     seen = host("a", "b")
-    vendor = replace(seen.vendors[0], driver_awaited=False, gpus=(replace(seen.vendors[0].gpus[0], driver=""),))
+    vendor = replace(seen.vendors[0], driver_expected=False, gpus=(replace(seen.vendors[0].gpus[0], driver=""),))
     unseen = Unseen("granted.json: Input/output error")
     machines = (replace(seen.machines[0], granted=unseen), seen.machines[1])
     found = plan(config(a="all", b="all"), replace(seen, vendors=(vendor,), machines=machines))

@@ -50,10 +50,10 @@ def test_damage_names_the_key_and_what_follows(data: bytes, expected: str) -> No
 
 
 def test_only_damage_is_discarded(host: Host) -> None:
-    assert isinstance(PLAIN.look(PATH, host), Absent)
+    assert isinstance(PLAIN.read_seen(PATH, host), Absent)
     assert PLAIN.read(PATH, host) is None
     host.file(PATH, "{")
-    assert isinstance(PLAIN.look(PATH, host), Broken)
+    assert isinstance(PLAIN.read_seen(PATH, host), Broken)
     assert "numbers.json" not in discarded()
     assert PLAIN.read(PATH, host) is None
     assert discarded()["numbers.json"] == 1

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from agent.machine.kubelet.node_condition import HEARTBEAT, JUDGEMENT, NODE, TYPE, run
+from agent.machine.kubelet.node_condition import HEARTBEAT, HOST_STATUS, NODE, TYPE, run
 from agent.machine.run import run as run_setup
 from agent.model.conditions import Condition, ConditionType, Status, false
 from agent.model.errors import DocumentError
-from agent.model.host_status import SILENT_AFTER, judgement, parse_judgement, render_judgement
+from agent.model.host_status import SILENT_AFTER, host_status, parse_host_status, render_host_status
 from agent.model.paths import NODE_CONDITION_MARK
 from agent.model.reasons import Reason
 from agent.system.process import Completed
@@ -59,7 +59,7 @@ def test_ready_is_set_with_the_kubelets_identity(node: Node) -> None:
 def test_only_what_changed_or_is_due_is_sent(node: Node) -> None:
     """Otherwise every machine would send a request to a large cluster's API server each minute."""
     run(node, NOW)
-    node.publish_status(judged=NOW + 60)
+    node.publish_status(evaluated=NOW + 60)
     run(node, NOW + 60)
     assert len(node.replaced) == 1
     broken = false(ConditionType.READY, Reason.SPEC_REFUSED, "CDISpecCurrent: no libcuda")
@@ -85,7 +85,7 @@ def test_a_silent_host_is_unknown_until_it_returns(node: Node) -> None:
     run(node, NOW + SILENT_AFTER + 1)
     assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "AgentSilent")
     assert "2027-01-15T08:00:00Z" in node.on_node()["message"]
-    node.publish_status(judged=NOW + 400)
+    node.publish_status(evaluated=NOW + 400)
     run(node, NOW + 400)
     assert node.on_node()["status"] == "True"
     assert node.on_node()["lastTransitionTime"] == "2027-01-15T08:06:40Z", "it was Unknown in between"
@@ -96,18 +96,18 @@ def test_a_clock_that_was_set_back(node: Node) -> None:
     run(node, NOW)
     run(node, NOW - 3600)
     assert node.on_node()["reason"] == "AgentSilent"
-    node.publish_status(judged=NOW - 3600)
+    node.publish_status(evaluated=NOW - 3600)
     run(node, NOW - 3590)
     assert node.on_node()["status"] == "True"
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"[]", b'{"version": 9}', render_judgement(judgement(READY, NOW)).replace(b"True", b"Maybe")]
+    "text", [b"", b"[]", b'{"version": 9}', render_host_status(host_status(READY, NOW)).replace(b"True", b"Maybe")]
 )
 def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
     """It may come from another release: the Node must not stay ready, and both places say why."""
     run(node, NOW)
-    node.put(JUDGEMENT, text)
+    node.put(HOST_STATUS, text)
     run(node, NOW + 1)
     assert (node.on_node()["status"], node.on_node()["reason"]) == ("Unknown", "BadDocument")
     assert node.outcome() == ("False", "BadDocument")
@@ -116,7 +116,7 @@ def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
 def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> None:
     """Even after a boot of the machine, which clears the notes. Then nothing more is sent to the API server."""
     run(node, NOW)
-    node.drop(JUDGEMENT)
+    node.drop(HOST_STATUS)
     node.drop("/run/unbounded-agent/state/node-condition.json")
     run(node, NOW + 10)
     assert node.object["status"]["conditions"] == [KUBELETS_OWN]
@@ -124,7 +124,7 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
     node.calls.clear()
     run(node, NOW + 70)
     assert node.calls == []
-    node.publish_status(judged=NOW + 80)
+    node.publish_status(evaluated=NOW + 80)
     run(node, NOW + 80)
     assert node.on_node()["status"] == "True", "and is set again"
 
@@ -138,7 +138,7 @@ def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> Non
 )
 def test_withdrawal_is_retried_until_it_succeeds(node: Node, words: str, removed: bool) -> None:
     run(node, NOW)
-    node.drop(JUDGEMENT)
+    node.drop(HOST_STATUS)
     node.program("kubectl", "", 1, words)
     run(node, NOW + 10)
     assert node.exists(NODE_CONDITION_MARK) is not removed
@@ -147,7 +147,7 @@ def test_withdrawal_is_retried_until_it_succeeds(node: Node, words: str, removed
 def test_a_node_of_another_name_keeps_its_condition(node: Node) -> None:
     """The kubelet's identity has changed: it may not touch the other Node."""
     run(node, NOW)
-    node.drop(JUDGEMENT)
+    node.drop(HOST_STATUS)
     node.process(40, *KUBELET, "--hostname-override=other")
     run(node, NOW + 10)
     assert len(node.replaced) == 1
@@ -308,7 +308,7 @@ def test_only_changes_go_to_the_journal(node: Node, capsys: pytest.CaptureFixtur
 
 def test_the_report_has_the_condition_only_if_configured(node: Node) -> None:
     """A host half that does not know this condition would refuse the report."""
-    node.drop(JUDGEMENT)
+    node.drop(HOST_STATUS)
     run_setup(node)
     assert "NodeConditionSet" not in node.conditions()
     node.publish_status()
@@ -329,7 +329,7 @@ def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
     import time
 
     now = time.time()
-    node.publish_status(judged=now)
+    node.publish_status(evaluated=now)
     node.program("kubectl", "", 1, "Error from server (Forbidden): no")
     run(node, now)
     run_setup(node)
@@ -344,8 +344,8 @@ def test_the_report_has_the_outcome_of_the_last_run(node: Node) -> None:
 
 def test_the_host_status_survives_a_round_trip() -> None:
     ready = Condition(ConditionType.READY, Status.FALSE, "A", "b", 5.5)
-    parsed = parse_judgement(render_judgement(judgement(ready, NOW)))
-    assert (parsed.ready, parsed.judged) == (ready, NOW)
+    parsed = parse_host_status(render_host_status(host_status(ready, NOW)))
+    assert (parsed.ready, parsed.evaluated) == (ready, NOW)
 
 
 @pytest.mark.parametrize(
@@ -365,6 +365,6 @@ def test_the_host_status_survives_a_round_trip() -> None:
     ],
 )
 def test_errors_in_the_host_status_name_the_key(change: dict[str, object], named: str) -> None:
-    document = json.loads(render_judgement(judgement(READY, NOW)))
+    document = json.loads(render_host_status(host_status(READY, NOW)))
     with pytest.raises(DocumentError, match=named):
-        parse_judgement(json.dumps({**document, **change}).encode())
+        parse_host_status(json.dumps({**document, **change}).encode())

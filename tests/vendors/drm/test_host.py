@@ -194,7 +194,7 @@ def test_a_number_of_gpus_takes_the_processors_own_last(cards: Cards) -> None:
     taken = [{gpu.pci_address for gpu in select(vendors, f"count={count}", Share()).gpus} for count in (1, 2, 3)]
     assert taken == [{"0000:01:00.0"}, {"0000:01:00.0", INSTINCT}, {"0000:01:00.0", INSTINCT, IGPU}]
     # The machine keeps what it has.
-    assert select(vendors, "count=1", Share(has=frozenset({IGPU}))).gpus[0].pci_address == IGPU
+    assert select(vendors, "count=1", Share(current=frozenset({IGPU}))).gpus[0].pci_address == IGPU
     assert select(vendors, "count=4", Share()).problems == ("the configuration asks for 4 GPUs, but the host has 3",)
 
 

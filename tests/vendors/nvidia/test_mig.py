@@ -51,7 +51,7 @@ def mig(host: Host) -> Host:
 def test_a_mig_device_comes_with_its_gpu_and_no_other(mig: Host) -> None:
     assert capabilities(granted(observe(mig))) == {GI: FIRST, CI: FIRST}
     assert capabilities(granted(observe(mig), gpus=[SECOND])) == {}
-    assert observe(mig).half_made == ()
+    assert observe(mig).incomplete == ()
 
 
 def test_instances_of_a_gpu_under_another_minor_belong_to_that_gpu(mig: Host) -> None:
@@ -88,7 +88,7 @@ def test_an_incomplete_instance_is_named_and_holds_up_nothing(mig: Host, step: s
         drop_node(mig, 21)
     facts = observe(mig)
     assert capabilities(granted(facts)) == {GI: FIRST, CI: FIRST}
-    assert [each.pci_address for each in facts.half_made] == [FIRST]
+    assert [each.pci_address for each in facts.incomplete] == [FIRST]
     status, message = devices_present(facts)
     assert status == "True"
     assert expected in message
@@ -107,7 +107,7 @@ def test_a_completed_instance_is_granted(mig: Host) -> None:
     assert "gpu0/mig/gi2/access" not in capabilities(granted(observe(mig)))
     mig.capability("gpu0/mig/gi2/ci1/access", 23)
     assert capabilities(granted(observe(mig))).keys() == {GI, CI, "gpu0/mig/gi2/access", "gpu0/mig/gi2/ci1/access"}
-    assert observe(mig).half_made == ()
+    assert observe(mig).incomplete == ()
 
 
 def test_a_destroyed_compute_instance_takes_its_gpu_instance_along(mig: Host) -> None:
@@ -122,7 +122,7 @@ def test_a_node_with_another_number_counts_as_missing(mig: Host) -> None:
     facts = observe(mig)
     assert capabilities(granted(facts)) == {}
     assert "/dev/nvidia-caps/nvidia-cap13: is 508:14, but the driver has 508:13; create it again" in facts.problems
-    assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.half_made[0].why
+    assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.incomplete[0].why
 
 
 def test_imex_channels_are_followed(mig: Host) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from agent.config.settings import Config, MachineSettings
-from agent.host.plan.diff import Said, diff
+from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
 from agent.machine.run import run
@@ -193,7 +193,7 @@ def test_a_running_machine_gets_new_nodes_and_loses_removed_ones(devices: Host) 
         machine = replace(later.machines[0], unit_state="active", live=live)
         seen = replace(later, machines=(machine,))
         planned = plan(config(**requested), seen)
-        (change,) = (each for each in diff(planned, seen, Said()).actions if isinstance(each, ChangeDevices))
+        (change,) = (each for each in diff(planned, seen, Acknowledged()).actions if isinstance(each, ChangeDevices))
         assert ("/dev/accel/accel0" in change.after.nodes) is bound
         assert (DeviceAllow("/dev/char/261:0", "rw") in change.after.allow) is bound
         # The machine's other settings are the same as before, so it needs no restart.

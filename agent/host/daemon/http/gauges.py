@@ -155,9 +155,9 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
 
     Only usable nodes of the other kinds are known.
     """
-    of_gpus = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
+    gpu_statuses = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
     granted = {address for machine in machines for address in machine.gpus}
-    counts = {(str(DeviceKind.GPU), status): 0 for status in of_gpus}
+    counts = {(str(DeviceKind.GPU), status): 0 for status in gpu_statuses}
     counts |= {(str(kind), "ok"): 0 for kind in DeviceKind if kind is not DeviceKind.GPU}
     for vendor in vendors:
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
@@ -192,7 +192,7 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
 
 
 def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
-    asked, lost = (
+    caused, lost = (
         CounterMetricFamily(f"{PREFIX}_{name}", text, labels=["source"])
         for name, text in (
             ("wakeups", "Passes that events caused, by source."),
@@ -201,10 +201,10 @@ def _wakeup_families(tallies: Iterable[Tally]) -> Iterator[Metric]:
     )
     watching = _gauge("wakeup_source_watching", "1 while the source reports events.", "source")
     for tally in tallies:
-        asked.add_metric([tally.name], tally.wakeups)
+        caused.add_metric([tally.name], tally.wakeups)
         lost.add_metric([tally.name], tally.losses)
         watching.add_metric([tally.name], tally.watching)
-    yield from (asked, lost, watching)
+    yield from (caused, lost, watching)
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:

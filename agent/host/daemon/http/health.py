@@ -32,13 +32,13 @@ def _in_words(machine: MachineOutcome) -> str:
     return f"not ready: {ready.reason}"
 
 
-def changes(machine: MachineOutcome, told: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
+def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
     """Yield the log level and a sentence for each condition that changed since it was logged.
 
     Conditions that were never logged count as changed if they are not True; Ready always does.
     """
     for each in machine.conditions:
-        before = told.get(each.type)
+        before = logged.get(each.type)
         if before is not None and (before.status, before.reason) == (each.status, each.reason):
             continue
         if before is None and each.status is Status.TRUE and each.type is not ConditionType.READY:

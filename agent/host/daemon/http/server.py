@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Send the page at the path."""
-        self.server.peers.asked(self.connection)
+        self.server.peers.request_complete(self.connection)
         self._cut.cancel()
         self._cut_after(self.server.limits.whole - self.server.limits.headers)
         url = urlsplit(self.path)
@@ -218,7 +218,7 @@ class LocalServer(Server):
     def __init__(self, directory: str, name: str, limits: Limits = Limits()) -> None:
         """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
         try:
-            descriptor = opening.look_at(directory)
+            descriptor = opening.open_probe(directory)
             try:
                 # By the directory's descriptor, because the path may be longer than the 107 bytes of sun_path.
                 place = f"/proc/self/fd/{descriptor}/{name}"
@@ -243,7 +243,7 @@ class Endpoint:
     """A server on the configured address. It retries until it can bind it: a pod on the host's network may use it."""
 
     def __init__(self, address: str) -> None:
-        self.why_not = ""
+        self.error = ""
         """Why the pages are not served; empty if they are."""
         self._address, self._site = address, Site()
         self._server: Server | None = None
@@ -260,11 +260,11 @@ class Endpoint:
         if self._server:
             return
         try:
-            self._have(Server(self._address))
+            self._use(Server(self._address))
         except AgentError as error:
-            if error.message != self.why_not:
+            if error.message != self.error:
                 log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
-            self.why_not = error.message
+            self.error = error.message
 
     def move(self, address: str) -> None:
         """Serve on another address. If it cannot be bound, raise AgentError and keep the old address."""
@@ -274,9 +274,9 @@ class Endpoint:
         if self._server:
             self._server.stop()
         self._address = address
-        self._have(server)
+        self._use(server)
 
-    def _have(self, server: Server) -> None:
+    def _use(self, server: Server) -> None:
         server.site = self._site
-        self._server, self.why_not = server, ""
+        self._server, self.error = server, ""
         log.info("serving http://%s/metrics", self._address)

@@ -37,7 +37,7 @@ class Knowledge:
     version: str
     now: float
     """Seconds since the epoch."""
-    why_not: str
+    why_stale: str
     """Why there is no fresh observation; empty if there is one."""
     passes: Sequence[Pass]
     wakeups: Sequence[Tally]
@@ -50,7 +50,7 @@ def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts 
     document = {
         "version": knowledge.version,
         "written": rfc3339(knowledge.now),
-        "notObserved": knowledge.why_not,
+        "notObserved": knowledge.why_stale,
         "machines": {machine.name: _machine(machine, facts) for machine in machines},
         "facts": _facts(facts) if facts else None,
         "passes": [asdict(each) for each in reversed(knowledge.passes)],
@@ -68,7 +68,7 @@ def _machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
         "pending": machine.pending,
         "stopped": machine.stopped,
         "conditions": {each.type: _condition(each) for each in machine.conditions},
-        "seen": _seen_of(found) if found else None,
+        "seen": _observed(found) if found else None,
     }
 
 
@@ -77,7 +77,7 @@ def _condition(condition: Condition) -> dict[str, str | None]:
     return {key: value for key, value in condition.to_kubernetes().items() if key != "type"}
 
 
-def _seen_of(machine: MachineFacts) -> dict[str, object]:
+def _observed(machine: MachineFacts) -> dict[str, object]:
     return {
         "unitState": _plain(machine.unit_state),
         "unitNeedsReload": machine.unit_needs_reload,
@@ -94,7 +94,7 @@ def _facts(facts: Facts) -> dict[str, object]:
         "systemdVersion": _plain(facts.systemd_version),
         "vendors": {vendor.vendor: _vendor(vendor) for vendor in facts.vendors},
         "driverRoots": {root.index: f"{root.vendor} {root.version}" for root in facts.staged},
-        "spoiledDriverRoots": facts.spoiled_roots,
+        "spoiledDriverRoots": facts.corrupt_roots,
         "problems": facts.all_problems(),
     }
 

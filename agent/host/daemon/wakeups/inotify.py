@@ -70,7 +70,7 @@ class Directories:
         polled = {} if self._inotify is None else {self._inotify.fileno(): select.POLLIN}
         return polled if self._mounts is None else polled | {self._mounts: select.POLLPRI}
 
-    def asks(self) -> bool:
+    def needs_pass(self) -> bool:
         if self._inotify is None:
             return False
         paths = {watch: path for path, watch in self._watched.items()}

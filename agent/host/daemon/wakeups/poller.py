@@ -38,7 +38,7 @@ class Source(Protocol):
         """Return the events to wait for with poll(2), by file descriptor."""
         ...
 
-    def asks(self) -> bool:
+    def needs_pass(self) -> bool:
         """Consume pending events without blocking. Return whether a pass is needed. Raises OSError if it is lost."""
         ...
 
@@ -79,7 +79,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Tracked:
     """A source with its state. Times are by time.monotonic()."""
 
     source: Source
@@ -98,68 +98,68 @@ class Wakeups:
 
     sources: Collection[Source] = ()
     settling: Settling = field(default_factory=Settling)
-    _kept: list[_Kept] = field(init=False)
+    _tracked: list[_Tracked] = field(init=False)
     _last: float = field(init=False, default=-math.inf)
     """When an event last caused a pass, by time.monotonic()."""
     first: float = field(init=False, default=-math.inf)
     """When the first event of the last wait was noticed, by time.monotonic(); events during a pass at its end."""
 
     def __post_init__(self) -> None:
-        self._kept = [_Kept(source, Tally(source.name)) for source in self.sources]
+        self._tracked = [_Tracked(source, Tally(source.name)) for source in self.sources]
 
     @property
     def tallies(self) -> tuple[Tally, ...]:
         """The tally of each source."""
-        return tuple(kept.tally for kept in self._kept)
+        return tuple(tracked.tally for tracked in self._tracked)
 
     def watches(self, name: str) -> bool:
         """Return whether the source of this name exists and works."""
-        return any(kept.tally.watching for kept in self._kept if kept.source.name == name)
+        return any(tracked.tally.watching for tracked in self._tracked if tracked.source.name == name)
 
     def open(self) -> None:
         """Open all sources. Call this before the first pass: otherwise events before the first wait would be missed."""
-        for kept in self._kept:
-            self._open(kept)
+        for tracked in self._tracked:
+            self._open(tracked)
 
     def wait(self, seconds: float, interrupt: Interrupt) -> str:
         """Wait for events. Return the name of the source that needs a pass; empty if time is up or a signal came."""
         deadline = time.monotonic() + seconds
         # This includes events that came during the pass. A dict keeps their order.
-        asked = dict.fromkeys(self._ask(self._kept))
+        events = dict.fromkeys(self._due(self._tracked))
         self.first = last = time.monotonic()
         while not interrupt.pending:
             now = time.monotonic()
-            until = self._start(self.first, last) if asked else deadline
+            until = self._start(self.first, last) if events else deadline
             if now >= until:
                 break
-            new = self._ask(self._ready(until - now, interrupt))
+            new = self._due(self._ready(until - now, interrupt))
             if new:
                 last = time.monotonic()
-                self.first = self.first if asked else last
-                asked |= dict.fromkeys(new)
-        if not asked or interrupt.pending:
+                self.first = self.first if events else last
+                events |= dict.fromkeys(new)
+        if not events or interrupt.pending:
             return ""
         self._last = time.monotonic()
-        for kept in self._kept:
-            kept.tally.wakeups += kept.source.name in asked
-        return next(iter(asked))
+        for tracked in self._tracked:
+            tracked.tally.wakeups += tracked.source.name in events
+        return next(iter(events))
 
     def _start(self, first: float, last: float) -> float:
         """Return when to begin the pass for events that came between `first` and `last`."""
         settling = self.settling
         return max(min(last + settling.quiet, first + settling.longest), self._last + settling.spacing)
 
-    def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Kept]:
+    def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
         """Wait for events. Return the sources that have some, or that may have to be opened again."""
-        owners: dict[int, _Kept] = {}
+        owners: dict[int, _Tracked] = {}
         poll = select.poll()
         poll.register(interrupt.fileno(), select.POLLIN)
-        closed = [kept for kept in self._kept if not kept.tally.watching]
-        for kept in self._kept:
-            for descriptor, events in kept.source.polled().items() if kept.tally.watching else ():
-                owners[descriptor] = kept
+        closed = [tracked for tracked in self._tracked if not tracked.tally.watching]
+        for tracked in self._tracked:
+            for descriptor, events in tracked.source.polled().items() if tracked.tally.watching else ():
+                owners[descriptor] = tracked
                 poll.register(descriptor, events)
-        seconds = min([seconds, *(kept.retry - time.monotonic() for kept in closed)])
+        seconds = min([seconds, *(tracked.retry - time.monotonic() for tracked in closed)])
         found = poll.poll(max(0, math.ceil(seconds * 1000)))
         for descriptor, events in found:
             if descriptor == interrupt.fileno():
@@ -167,46 +167,46 @@ class Wakeups:
             elif events & GONE and owners[descriptor].tally.watching:
                 self._lose(owners[descriptor], "its file descriptor was closed or hung up")
         ready = {id(owners[each]): owners[each] for each, _ in found if each in owners}
-        return [*ready.values(), *(kept for kept in closed if id(kept) not in ready)]
+        return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
 
-    def _ask(self, those: Iterable[_Kept]) -> list[str]:
+    def _due(self, sources: Iterable[_Tracked]) -> list[str]:
         """Return the sources that need a pass: they have an event, or were just reopened and may have missed events."""
-        asking = []
-        for kept in those:
-            if not kept.tally.watching:
-                asks = time.monotonic() >= kept.retry and self._open(kept)
+        due = []
+        for tracked in sources:
+            if not tracked.tally.watching:
+                needs_pass = time.monotonic() >= tracked.retry and self._open(tracked)
             else:
                 try:
-                    asks = kept.source.asks()
+                    needs_pass = tracked.source.needs_pass()
                 except Exception as error:
-                    asks = False
-                    self._lose(kept, f"{type(error).__name__}: {error}")
-            if asks:
-                asking.append(kept.source.name)
-        return asking
+                    needs_pass = False
+                    self._lose(tracked, f"{type(error).__name__}: {error}")
+            if needs_pass:
+                due.append(tracked.source.name)
+        return due
 
-    def _open(self, kept: _Kept) -> bool:
+    def _open(self, tracked: _Tracked) -> bool:
         try:
-            kept.source.open()
+            tracked.source.open()
         except Exception as error:
-            self._lose(kept, f"{type(error).__name__}: {error}")
+            self._lose(tracked, f"{type(error).__name__}: {error}")
             return False
-        if kept.failures:
-            log.info("event source %s works again", kept.source.name)
-        kept.tally.watching, kept.opened = True, time.monotonic()
+        if tracked.failures:
+            log.info("event source %s works again", tracked.source.name)
+        tracked.tally.watching, tracked.opened = True, time.monotonic()
         return True
 
-    def _lose(self, kept: _Kept, why: str) -> None:
+    def _lose(self, tracked: _Tracked, why: str) -> None:
         """Log and count a loss once, close the source, and set when to reopen it: at once, then less and less often."""
-        now, tally = time.monotonic(), kept.tally
-        if tally.watching and now - kept.opened > BACK_OFF:
-            kept.failures = 0
-        if tally.watching or not kept.failures:
+        now, tally = time.monotonic(), tracked.tally
+        if tally.watching and now - tracked.opened > BACK_OFF:
+            tracked.failures = 0
+        if tally.watching or not tracked.failures:
             tally.losses += 1
             log.error(
                 "event source %s lost, timed passes replace it until it works again: %s", tally.name, one_line(why)
             )
-        kept.failures += 1
-        kept.retry = now + (min(BACK_OFF, 2.0 ** (kept.failures - 2)) if kept.failures > 1 else 0.0)
+        tracked.failures += 1
+        tracked.retry = now + (min(BACK_OFF, 2.0 ** (tracked.failures - 2)) if tracked.failures > 1 else 0.0)
         tally.watching = False
-        kept.source.close()
+        tracked.source.close()

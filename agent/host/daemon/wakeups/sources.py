@@ -113,9 +113,9 @@ class NewReports:
             return False
         now, digest = self._clock(), self._digest(directory)
         # A machine that starts for the first time has no report. This needs no pass: prepare@ makes one.
-        known, came = self._known.get(directory, (NONE, now))
+        known, since = self._known.get(directory, (NONE, now))
         self._known[directory] = digest, now
-        if digest == known and now - came < HEARTBEAT:
+        if digest == known and now - since < HEARTBEAT:
             return False
         passes = self._passes[directory]
         if len(passes) == MANY and now - passes[0] < PERIOD:

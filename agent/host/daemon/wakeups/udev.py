@@ -44,7 +44,7 @@ class Udev:
     def polled(self) -> Mapping[int, int]:
         return {} if self._monitor is None else {self._monitor.fileno(): select.POLLIN}
 
-    def asks(self) -> bool:
+    def needs_pass(self) -> bool:
         if self._monitor is None or self._socket is None:
             return False
         for _ in range(BATCH):

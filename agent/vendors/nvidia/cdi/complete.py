@@ -89,8 +89,8 @@ def _mount(request: Request, file: GrantedFile) -> dict[str, Any]:
 
 def _environment(present: list[Any], request: Request) -> dict[str, Any]:
     """Return the edit `env` with the requested variables added; no edit if none are requested."""
-    asked = [f"{each.name}={each.value}" for each in request.environment]
-    return {"env": [*present, *(each for each in asked if each not in present)]} if asked else {}
+    requested = [f"{each.name}={each.value}" for each in request.environment]
+    return {"env": [*present, *(each for each in requested if each not in present)]} if requested else {}
 
 
 def _links(request: Request) -> dict[str, str]:

@@ -14,7 +14,7 @@ from agent.vendors.cdi.document import devices, object_of
 from agent.vendors.machine_vendor import EDIT_LIMIT, Generated
 from agent.vendors.nvidia.cdi.command import NVIDIA_CTK, generate_command, output_file
 from agent.vendors.nvidia.cdi.verify import KIND, NO_GPU, NO_GPU_EDITS
-from agent.vendors.nvidia.cdi.verify_devices import missing_gpus, without_half_made
+from agent.vendors.nvidia.cdi.verify_devices import missing_gpus, without_incomplete
 
 OLDEST = (1, 18, 2)
 """The oldest version that the agent accepts. 1.18.0 introduced --disable-hook and --enable-hook. Before 1.18.2 a
@@ -67,7 +67,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         spec = json.loads(system.read(output_file(directory)))
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{NVIDIA_CTK} wrote invalid JSON: {error}") from error
-    spec, half_made = without_half_made(spec, request)
+    spec, incomplete = without_incomplete(spec, request)
     unpartitioned = in_mig_mode(system, _not_listed(spec, request))
     remarks = []
     if version < RECOMMENDED:
@@ -76,8 +76,8 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         )
     if not_made := [hook for hook in request.cdi_hooks if not _has_hook(spec, hook)]:
         remarks.append(f"nvidia-ctk {_text(version)} does not make the hook {', '.join(not_made)}; upgrade it")
-    if half_made:
-        remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(half_made)}")
+    if incomplete:
+        remarks.append(f"MIG devices that are not complete yet are left out: {', '.join(incomplete)}")
     if unpartitioned:
         remarks.append(_without_instance(unpartitioned))
     return Generated(with_no_gpu(spec), tuple(remarks), unpartitioned)

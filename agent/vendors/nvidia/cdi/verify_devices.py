@@ -114,7 +114,7 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
     )
 
 
-def without_half_made(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
+def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
     """Return the specification without MIG devices of which not both capabilities are granted, and their names.
 
     If nvidia-ctk finds only some nodes of a MIG device, it warns and exits with 0. NVML may also list MIG devices that
@@ -124,16 +124,16 @@ def without_half_made(spec: object, request: Request) -> tuple[object, tuple[str
         document = object_of(spec, "the specification")
         found = devices_of(document)
         granted = {device.path: device for device in request.devices}
-        half_made = [name for name, edits in found if is_mig_name(name) and not _is_granted(edits, granted)]
+        incomplete = [name for name, edits in found if is_mig_name(name) and not _is_granted(edits, granted)]
     except DocumentError:
         return spec, ()
-    if not half_made:
+    if not incomplete:
         return spec, ()
-    kept = [(name, edits) for name, edits in found if name != EVERY_GPU and name not in half_made]
+    kept = [(name, edits) for name, edits in found if name != EVERY_GPU and name not in incomplete]
     if kept:
         kept.append((EVERY_GPU, _merged(edits for _, edits in kept)))
     listed = [{"name": name, "containerEdits": edits} for name, edits in kept]
-    return document | {"devices": listed}, tuple(half_made)
+    return document | {"devices": listed}, tuple(incomplete)
 
 
 def _is_granted(edits: dict[str, Any], granted: Mapping[str, GrantedDevice]) -> bool:

@@ -9,7 +9,7 @@ from agent.model.facts import Absent, Broken, Gpu, PciDevice, Seen, Unseen
 from agent.model.pci_address import PCI_ADDRESS
 from agent.system.deadlines import read_device_text
 from agent.system.files import System
-from agent.system.seen import look
+from agent.system.seen import read_seen
 
 VENDOR_ID = 0x10DE
 DISPLAY_CLASSES = frozenset({0x0300, 0x0302})
@@ -67,7 +67,7 @@ def observe_gpus(
     """Return the GPUs on the PCI bus; if the bus could not be listed, those that the driver lists."""
     known: dict[str, Information] = {}
     unseen, problems = [], []
-    names = look(system.entries, GPUS)
+    names = read_seen(system.entries, GPUS)
     if isinstance(names, Broken | Unseen):
         unseen.append(names.why)
     for name in names if isinstance(names, tuple) else ():
@@ -104,5 +104,5 @@ def _is_gpu(device: PciDevice) -> bool:
 
 
 def _information(system: System, address: str) -> Seen[Information]:
-    text = look(lambda path: read_device_text(system, path), f"{GPUS}/{address}/information")
+    text = read_seen(lambda path: read_device_text(system, path), f"{GPUS}/{address}/information")
     return parse_information(text) if isinstance(text, str) else text

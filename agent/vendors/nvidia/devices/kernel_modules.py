@@ -19,7 +19,10 @@ MODINFO_LIMIT = 10.0
 
 
 def load(
-    system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]], detached: Set[str], tell: Callable[[str], None]
+    system: System,
+    list_pci: Callable[[], Seen[tuple[PciDevice, ...]]],
+    detached: Set[str],
+    report: Callable[[str], None],
 ) -> None:
     """Load missing modules and make the device nodes. Raises AgentError or OSError.
 
@@ -30,23 +33,23 @@ def load(
     drivers = {gpu.pci_address: gpu.driver or _reserved(system, gpu.pci_address) for gpu in gpus}
     ours = {address for address, driver in drivers.items() if driver in ("", KERNEL_DRIVER)}
     for address in sorted(drivers.keys() - ours):
-        tell(f"GPU {address} is left to its driver {drivers[address]}")
+        report(f"GPU {address} is left to its driver {drivers[address]}")
     held = sorted(detached & {gpu.pci_address for gpu in gpus})
     if held:
-        tell(f"loading nothing while GPU {', '.join(held)} is detached: `unbounded-agent gpus attach` ends that")
+        report(f"loading nothing while GPU {', '.join(held)} is detached: `unbounded-agent gpus attach` ends that")
         return
     if not ours:
-        tell("this host has no GPU for NVIDIA's driver")
+        report("this host has no GPU for NVIDIA's driver")
         return
     for module in NEEDED:
-        _load(system, module, tell)
+        _load(system, module, report)
     try:
         for module in WANTED:
-            _load(system, module, tell)
+            _load(system, module, report)
     except (ApplyError, CommandError) as error:
         # Do not try the next one: it would load this one as its dependency, even if this one is blacklisted.
-        tell(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
-    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], tell)
+        report(f"cannot load all of {', '.join(WANTED)}, which only graphics needs: {error}")
+    make_nodes(system, lambda: [gpu for gpu in _gpus(system, list_pci) if gpu.pci_address in ours], report)
 
 
 def _gpus(system: System, list_pci: Callable[[], Seen[tuple[PciDevice, ...]]]) -> tuple[Gpu, ...]:
@@ -64,7 +67,7 @@ def _reserved(system: System, address: str) -> str:
     return "" if text == "(null)" else text
 
 
-def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
+def _load(system: System, module: str, report: Callable[[str], None]) -> None:
     """Load one module. Raises ApplyError if modprobe.d forbids it, CommandError if it fails."""
     place = f"/sys/module/{module}"
     if system.exists(place):
@@ -75,7 +78,7 @@ def _load(system: System, module: str, tell: Callable[[str], None]) -> None:
     if not system.exists(place):
         hint = f"see `modprobe --show-depends {module}` and /etc/modprobe.d/; remove the line, or load it by hand"
         raise ApplyError(f"kernel module {module} was not loaded: modprobe.d blacklists or renames it", hint)
-    tell(f"loaded kernel module {module}")
+    report(f"loaded kernel module {module}")
 
 
 def _compare_versions(system: System, module: str) -> None:

@@ -47,28 +47,28 @@ class Parameters:
     mode: int = 0o666
 
 
-def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], tell: Callable[[str], None]) -> None:
+def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: Callable[[str], None]) -> None:
     """Make every node that is missing, or still has its number from before a reload. Raises AgentError or OSError."""
     gpus = _bound(list_gpus)
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
     majors = parse_majors(system.read_text(PROC_DEVICES))
     nodes = wanted(majors, gpus, modeset=system.exists(MODESET))
-    missing = [each for each in nodes if not _is_there(system, each)]
+    missing = [each for each in nodes if not _exists(system, each)]
     if missing and not parameters.modify:
         paths = ", ".join(_paths(missing))
-        tell(f"{paths} are missing, but {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0)")
+        report(f"{paths} are missing, but {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0)")
         return
     failures = []
     for node in missing:
         # One run of nvidia-modprobe may have made two nodes.
-        if not _is_there(system, node):
+        if not _exists(system, node):
             try:
                 _make(system, node, parameters)
             except AgentError as error:
                 failures.append(str(error))
-    made = [each for each in missing if _is_there(system, each)]
+    made = [each for each in missing if _exists(system, each)]
     if made:
-        tell(f"created {', '.join(_paths(made))}")
+        report(f"created {', '.join(_paths(made))}")
     left = [each for each in missing if each not in made]
     if left:
         why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
@@ -97,14 +97,14 @@ def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> 
     `modeset` is whether the module nvidia_modeset is loaded.
     """
     nodes = []
-    front = next((majors[name] for name in FRONTEND if name in majors), None)
-    if front is not None:
-        nodes.append(Node("/dev/nvidiactl", front, 255, ("-c", "255")))
+    frontend = next((majors[name] for name in FRONTEND if name in majors), None)
+    if frontend is not None:
+        nodes.append(Node("/dev/nvidiactl", frontend, 255, ("-c", "255")))
         minors = sorted(gpu.minor for gpu in gpus if gpu.minor is not None)
-        nodes += [Node(f"/dev/nvidia{minor}", front, minor, ("-c", str(minor))) for minor in minors]
+        nodes += [Node(f"/dev/nvidia{minor}", frontend, minor, ("-c", str(minor))) for minor in minors]
         if modeset:
             # Before 545, modeset has no line of its own in /proc/devices.
-            nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", front), 254, ("-m",)))
+            nodes.append(Node("/dev/nvidia-modeset", majors.get("nvidia-modeset", frontend), 254, ("-m",)))
     if "nvidia-uvm" in majors:
         uvm = majors["nvidia-uvm"]
         # With -u, the number after -c counts from the first node of nvidia-uvm. The tools' node is made as well.
@@ -126,7 +126,7 @@ def _bound(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
         time.sleep(POLL)
 
 
-def _is_there(system: System, node: Node) -> bool:
+def _exists(system: System, node: Node) -> bool:
     try:
         number = system.device(node.path)
     except FileNotFoundError:

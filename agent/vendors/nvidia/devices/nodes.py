@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.model.device import DeviceKind, DeviceNumber
-from agent.model.facts import DeviceNode, DrmDevice, Gpu, HalfMade, Seen, Unseen
+from agent.model.facts import DeviceNode, DrmDevice, Gpu, IncompletePartition, Seen, Unseen
 from agent.system.files import System
-from agent.system.seen import why_not
+from agent.system.seen import classify_error
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
 from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, GpuList
-from agent.vendors.nvidia.mig import Instance, complete, half_made, parse_instance
+from agent.vendors.nvidia.mig import Instance, complete, incomplete_instances, parse_instance
 from agent.vendors.nvidia.sockets import DIRECTORIES
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
 
@@ -70,7 +70,7 @@ class Observed:
     """The usable nodes; Unseen if any node could not be observed."""
     problems: tuple[str, ...] = ()
     """A sentence for each node that must not be granted."""
-    half_made: tuple[HalfMade, ...] = ()
+    incomplete: tuple[IncompletePartition, ...] = ()
     """Incomplete MIG instances. None of their nodes is in `nodes`."""
 
 
@@ -83,19 +83,19 @@ def observe_devices(sources: Sources, listed: GpuList) -> Observed:
         return Observed(Unseen(drm.why))
     try:
         text = sources.system.read_text(PROC_DEVICES)
-        looker = _Looker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
-        nodes = [node for directory in RULES for node in looker.directory(directory)]
-        nodes += [node for device in drm if (node := looker.drm(device))]
+        checker = _NodeChecker(sources.system, parse_majors(text), listed.gpus, observe_capabilities(sources.system))
+        nodes = [node for directory in RULES for node in checker.directory(directory)]
+        nodes += [node for device in drm if (node := checker.drm(device))]
     except OSError as error:
-        return Observed(Unseen(why_not(error.filename or PROC_DEVICES, error).why))
+        return Observed(Unseen(classify_error(error.filename or PROC_DEVICES, error).why))
     whole = complete(instance for node in nodes if (instance := parse_instance(node.capability)))
     nodes = [node for node in nodes if not (instance := parse_instance(node.capability)) or instance in whole]
     kinds = list(DeviceKind)
     ordered = sorted(nodes, key=lambda node: (kinds.index(node.kind), node.number.minor, node.path))
-    return Observed(tuple(ordered), tuple(looker.problems), tuple(looker.half_made()))
+    return Observed(tuple(ordered), tuple(checker.problems), tuple(checker.incomplete()))
 
 
-class _Looker:
+class _NodeChecker:
     """Checks nodes one by one and collects problems. Raises OSError if a node cannot be observed."""
 
     def __init__(
@@ -165,18 +165,18 @@ class _Looker:
         gpu = self._by_minor.get(instance.gpu)
         return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
 
-    def half_made(self) -> Iterator[HalfMade]:
+    def incomplete(self) -> Iterator[IncompletePartition]:
         """Yield MIG instances that exist but are not complete."""
         minors = {instance: minor for minor, name in self._capabilities.items() if (instance := parse_instance(name))}
         usable = {instance for name in self._with_node if (instance := parse_instance(name))}
-        for instance, lacking in half_made(minors.keys(), usable):
+        for instance, missing in incomplete_instances(minors.keys(), usable):
             gpu = self._by_minor.get(instance.gpu)
             if gpu is None:
                 continue
             why = "has no compute instance yet (`nvidia-smi mig -cci` makes one)"
-            if lacking:
-                why = f"is missing {', '.join(_lacking(each, minors.get(each)) for each in lacking)}"
-            yield HalfMade(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
+            if missing:
+                why = f"is missing {', '.join(_missing_part(each, minors.get(each)) for each in missing)}"
+            yield IncompletePartition(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
         """Return the node's numbers; None if it was removed, or must not be used, which is added to the problems."""
@@ -199,7 +199,7 @@ class _Looker:
         return None
 
 
-def _lacking(instance: Instance, minor: int | None) -> str:
+def _missing_part(instance: Instance, minor: int | None) -> str:
     """Return what is missing: the instance's node, or its entry in procfs while it is being made or destroyed."""
     path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
     return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from agent.model.facts import Library
-from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.errnos import NOT_FOUND, UNUSABLE
 from agent.system.files import System
-from agent.system.path_trust import files_fault, others_way
+from agent.system.path_trust import file_fault, untrusted_component
 from agent.vendors.nvidia.user_space.file_groups import (
     BINARIES,
     BINARY_DIRECTORIES,
@@ -79,19 +79,19 @@ def observe_companions(
         if files:
             found.add(group.name)
         else:
-            others[group.name] = tuple(_of_other_versions(system, group, version, places))
+            others[group.name] = tuple(_other_versions(system, group, version, places))
     binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES), permitted)
-    lacking = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
+    missing = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
-        lacking.append(BINARIES[0])
+        missing.append(BINARIES[0])
     other = tuple(path for paths in others.values() for path in paths)
-    return Companions((*by_target.values(), *binaries), tuple(lacking), other, tuple(refused.values()))
+    return Companions((*by_target.values(), *binaries), tuple(missing), other, tuple(refused.values()))
 
 
 def _fault(system: System, path: str, place: Place) -> str:
     """Return why a file must not be copied into a driver root, whose files every user in a machine may read."""
-    return (not place.configured and others_way(system, path)) or files_fault(
-        system, system.real_path(path), of_root=not place.configured
+    return (not place.configured and untrusted_component(system, path)) or file_fault(
+        system, system.real_path(path), root_owned=not place.configured
     )
 
 
@@ -120,9 +120,7 @@ def _find(
     return found
 
 
-def _of_other_versions(
-    system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]
-) -> Iterator[str]:
+def _other_versions(system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the files that have another version in their own or their directory's name, each path once."""
     seen: set[str] = set()
     for directory in _directories(group, places):
@@ -154,7 +152,7 @@ def _entries(system: System, directory: str) -> tuple[str, ...]:
     try:
         return tuple(name for name in system.entries(directory) if name.isprintable())
     except OSError as error:
-        if error.errno in NOT_THERE | UNUSABLE:
+        if error.errno in NOT_FOUND | UNUSABLE:
             return ()
         raise
 
@@ -173,7 +171,7 @@ def _line(system: System, path: str) -> str:
     try:
         return system.read_text(path).strip()
     except OSError as error:
-        if error.errno in NOT_THERE:
+        if error.errno in NOT_FOUND:
             return ""
         raise
 

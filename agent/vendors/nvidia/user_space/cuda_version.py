@@ -7,13 +7,13 @@ from agent.model.digits import whole_number
 from agent.model.errors import AgentError, DocumentError
 from agent.model.facts import Library, VendorFacts
 from agent.system.files import System
-from agent.system.path_trust import files_fault, others_way
-from agent.system.seen import why_not
+from agent.system.path_trust import file_fault, untrusted_component
+from agent.system.seen import classify_error
 from agent.vendors.host_vendor import DriverForPods
 
 TIME_LIMIT = 15.0
 """Seconds to load libcuda and read its version."""
-ASK = """\
+READ_VERSION = """\
 import ctypes, os, sys
 if os.geteuid() == 0:
     os.setgroups([]), os.setgid(65534), os.setuid(65534)
@@ -39,12 +39,12 @@ def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
     if not library:
         return DriverForPods(facts.vendor, version, unknown=f"this host has no libcuda {version}: see LibrariesPresent")
     try:
-        if why := others_way(system, library) or files_fault(system, library, of_root=True):
+        if why := untrusted_component(system, library) or file_fault(system, library, root_owned=True):
             return DriverForPods(facts.vendor, version, unknown=f"{library} was not loaded: {why}")
-        answer = system.run(sys.executable, "-I", "-c", ASK, library, timeout=TIME_LIMIT)
+        answer = system.run(sys.executable, "-I", "-c", READ_VERSION, library, timeout=TIME_LIMIT)
         return DriverForPods(facts.vendor, version, {"CUDA": cuda_version(library, answer.strip())})
     except OSError as error:
-        return DriverForPods(facts.vendor, version, unknown=why_not(library, error).why)
+        return DriverForPods(facts.vendor, version, unknown=classify_error(library, error).why)
     except AgentError as error:
         return DriverForPods(facts.vendor, version, unknown=str(error))
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from agent.model.facts import Absent, Broken, CacheEntry, Library, Seen, Unseen
 from agent.system.files import System
-from agent.system.path_trust import files_fault, others_way
-from agent.system.seen import why_not
+from agent.system.path_trust import file_fault, untrusted_component
+from agent.system.seen import classify_error
 from agent.vendors.nvidia.user_space.companion_files import library
 from agent.vendors.nvidia.user_space.file_groups import DRIVER_VERSION, GBM_LIBRARY, GBM_LINK, LIBRARY, PLATFORM
 
@@ -37,14 +37,14 @@ class Found:
     """Names under which programs look for libraries: sonames and development links."""
     directories: dict[str, None] = field(default_factory=dict)
     """The real paths of the libraries' directories, in the loader's order."""
-    of_root: bool = True
+    root_owned: bool = True
     """Whether files that users other than root control are left out."""
 
     def versions(self, stem: str) -> list[str]:
         """Return the versions of one library, in the loader's order."""
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
 
-    def of_version(self, version: str) -> dict[str, str]:
+    def for_version(self, version: str) -> dict[str, str]:
         """Map each name to its best real path: files of that version, and files numbered otherwise that go with it."""
         versions: dict[str, set[str]] = {}
         for name, paths in self.files.items():
@@ -58,8 +58,8 @@ class Found:
             # A toolkit's stub is named like a development link, or like a library that the driver also has.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
-            of_directory = versions[os.path.dirname(path)]
-            return version in of_directory or (name.startswith(PLATFORM) and of_directory == {""})
+            directory_versions = versions[os.path.dirname(path)]
+            return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
         def distance(path: str) -> int:
             """Rank directories with both main libraries first: CUDA's compatibility directory may have this version."""
@@ -78,7 +78,7 @@ class Found:
 
 def own_directories(found: Found, version: str) -> list[str]:
     """Return the directories of the files that have the version in their names, libcuda's first."""
-    chosen = {name: path for name, path in found.of_version(version).items() if _version(name)}
+    chosen = {name: path for name, path in found.for_version(version).items() if _version(name)}
     ordered = sorted(chosen, key=lambda name: (_stem(name) != MAIN[0], name))
     return list(dict.fromkeys(os.path.dirname(chosen[name]) for name in ordered))
 
@@ -90,8 +90,10 @@ def choose(found: Found, module: str) -> Seen[str]:
     if complete:
         return module if module in complete else complete[0]
     if any(installed.values()):
-        there = " and ".join(f"{stem} {', '.join(versions) or '(none)'}" for stem, versions in installed.items())
-        return Broken(f"no driver version has both libcuda and libnvidia-ml: found {there}")
+        found_versions = " and ".join(
+            f"{stem} {', '.join(versions) or '(none)'}" for stem, versions in installed.items()
+        )
+        return Broken(f"no driver version has both libcuda and libnvidia-ml: found {found_versions}")
     if found.links:
         return Broken("found libraries of NVIDIA's, but neither libcuda nor libnvidia-ml")
     return Absent("found no library of NVIDIA's driver")
@@ -113,7 +115,7 @@ def search(
         try:
             real = system.real_path(entry.path)
         except OSError as error:
-            if isinstance(why_not(entry.path, error), Unseen):
+            if isinstance(classify_error(entry.path, error), Unseen):
                 raise
             problems.append(f"{entry.path}: points to no file; reinstall the driver's libraries and run ldconfig")
             continue
@@ -160,13 +162,13 @@ def _scan_vdpau(system: System, found: Found, directory: str, problems: list[str
     """Add the driver's files and links in VDPAU's directory, which is not in the cache."""
     if not system.exists(directory):
         return
-    if found.of_root and (why := others_way(system, directory)):
-        _tell(problems, f"{directory}: left out, because {why}")
+    if found.root_owned and (why := untrusted_component(system, directory)):
+        _add_once(problems, f"{directory}: left out, because {why}")
         return
     _scan(system, found, directory, problems)
 
 
-def _tell(problems: list[str], problem: str) -> None:
+def _add_once(problems: list[str], problem: str) -> None:
     """Add a problem, unless another architecture's search has added it."""
     if problem not in problems:
         problems.append(problem)
@@ -176,8 +178,8 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
     name = os.path.basename(real)
     if not LIBRARY.fullmatch(name) or real in found.files.get(name, ()) or not system.is_file(real):
         return
-    if fault := files_fault(system, real, of_root=found.of_root):
-        _tell(problems, f"{real}: left out, because {fault}")
+    if fault := file_fault(system, real, root_owned=found.root_owned):
+        _add_once(problems, f"{real}: left out, because {fault}")
         return
     found.files.setdefault(name, []).append(real)
 
@@ -185,7 +187,7 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
 def libraries(system: System, found: Found, version: str) -> list[Library]:
     """Return the version's files for a driver root, files numbered otherwise that go with it, and links to both."""
     by_target: dict[str, Library] = {}
-    chosen = found.of_version(version)
+    chosen = found.for_version(version)
     for name, real in sorted(chosen.items()):
         target = _target(found.architecture, name)
         by_target[target] = library(system, target, real)

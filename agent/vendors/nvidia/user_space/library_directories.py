@@ -5,9 +5,9 @@ import struct
 from collections.abc import Iterable
 
 from agent.model.facts import CacheEntry
-from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.errnos import NOT_FOUND, UNUSABLE
 from agent.system.files import System
-from agent.system.path_trust import Ways
+from agent.system.path_trust import PathTrust
 from agent.vendors.nvidia.user_space.file_groups import LIBRARY
 
 HEADER = struct.Struct("<4sBB10xHH")
@@ -17,16 +17,16 @@ ARCHITECTURES = {(1, 3): "i686", (2, 62): "x86_64", (2, 183): "aarch64"}
 """Architectures by class and machine: EM_386, EM_X86_64 (of class 2; class 1 is x32), EM_AARCH64."""
 
 
-def list_libraries(system: System, directories: Iterable[str], native: str, ways: Ways) -> tuple[CacheEntry, ...]:
+def list_libraries(system: System, directories: Iterable[str], native: str, trust: PathTrust) -> tuple[CacheEntry, ...]:
     """Return NVIDIA's libraries as a loader cache would list them. Raises OSError if an observation failed.
 
-    Directories that `ways` refuses are not read: their owner could put a million names into one.
+    Directories that `trust` refuses are not read: their owner could put a million names into one.
     """
     found = []
-    for directory in filter(ways.permits, dict.fromkeys(directories)):
+    for directory in filter(trust.permits, dict.fromkeys(directories)):
         for name in _names(system, directory):
             path = f"{directory}/{name}"
-            if LIBRARY.fullmatch(name) and ways.permits(directory, path):
+            if LIBRARY.fullmatch(name) and trust.permits(directory, path):
                 found.append(CacheEntry(name, _architecture(system, path, native), path))
     return tuple(found)
 
@@ -35,7 +35,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
     try:
         return system.entries(directory)
     except OSError as error:
-        if error.errno in NOT_THERE:
+        if error.errno in NOT_FOUND:
             return ()
         raise
 
@@ -45,7 +45,7 @@ def _architecture(system: System, path: str, native: str) -> str:
     try:
         header = system.head(path, HEADER.size)
     except OSError as error:
-        if error.errno in NOT_THERE | {errno.ELOOP}:
+        if error.errno in NOT_FOUND | {errno.ELOOP}:
             return native
         if error.errno in UNUSABLE:
             return ""

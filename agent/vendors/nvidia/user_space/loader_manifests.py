@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from agent.model.facts import Library
-from agent.system.errnos import NOT_THERE, UNUSABLE
+from agent.system.errnos import NOT_FOUND, UNUSABLE
 from agent.system.files import System
 
 KEY = "library_path"
@@ -23,7 +23,7 @@ VENDORS = "/OpenCL/vendors/"
 SIZE_LIMIT = 1 << 16
 
 
-def with_paths_of_pods(
+def with_pod_paths(
     system: System, companions: Iterable[Library], libraries: Iterable[Library]
 ) -> tuple[tuple[Library, ...], tuple[str, ...]]:
     """Return the companions, with a new text where paths change, and a problem for each path outside the driver.
@@ -60,11 +60,11 @@ def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[
     try:
         target = by_source.get(system.real_path(path), "")
     except OSError as error:
-        if error.errno in NOT_THERE | UNUSABLE:
+        if error.errno in NOT_FOUND | UNUSABLE:
             return ""
         raise
-    asked = posixpath.join(posixpath.dirname(target), posixpath.basename(path))
-    return f"/{asked if asked in targets else target}" if target else ""
+    named = posixpath.join(posixpath.dirname(target), posixpath.basename(path))
+    return f"/{named if named in targets else target}" if target else ""
 
 
 def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> str:
@@ -80,12 +80,12 @@ def _rewritten(system: System, file: Library, in_pods: Callable[[str], str]) -> 
         text = content.decode()
         if not manifest:
             name = text.strip()
-            return f"{there}\n" if (there := in_pods(name)) != name else ""
+            return f"{in_pod}\n" if (in_pod := in_pods(name)) != name else ""
         document = json.loads(text)
         changed = _replaced(document, in_pods)
         return json.dumps(changed, indent=4) + "\n" if changed != document else ""
     except OSError as error:
-        if error.errno in NOT_THERE | UNUSABLE:
+        if error.errno in NOT_FOUND | UNUSABLE:
             return ""
         raise
     except (ValueError, RecursionError):

@@ -5,19 +5,19 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
 from agent.model.facts import Absent, CacheEntry, Seen, Unseen, UserSpace
-from agent.system.deadlines import ask_device
+from agent.system.deadlines import call_device
 from agent.system.files import System
-from agent.system.path_trust import Ways
-from agent.system.seen import why_not
+from agent.system.path_trust import PathTrust
+from agent.system.seen import classify_error
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.user_space import libraries
 from agent.vendors.nvidia.user_space.companion_files import Surroundings, observe_companions
 from agent.vendors.nvidia.user_space.libraries import SETS, TRIPLETS, Found
 from agent.vendors.nvidia.user_space.library_directories import list_libraries
-from agent.vendors.nvidia.user_space.loader_manifests import with_paths_of_pods
+from agent.vendors.nvidia.user_space.loader_manifests import with_pod_paths
 from agent.vendors.nvidia.user_space.places import PLACES, Place, configured_place
 
-LOOK = 15.0
+SEARCH_LIMIT = 15.0
 """Seconds to search one place. A busy host needs one second to read the headers of all libraries."""
 
 
@@ -33,7 +33,7 @@ class _Candidate:
     """The real path of the place's root on the host; empty for the host's root."""
     found: tuple[Found, ...] = ()
     problems: tuple[str, ...] = ()
-    passed_over: tuple[str, ...] = ()
+    skipped_directories: tuple[str, ...] = ()
     """Directories of the place that were not searched, with the reason, in words."""
 
     @property
@@ -51,24 +51,26 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         return UserSpace(none, none)
     place = configured_place(sources.driver)
     if place is not None:
-        assembled = _assemble(sources, _look(sources, place, module))
+        assembled = _assemble(sources, _search_in_time(sources, place, module))
         return replace(assembled, place_name=place.name, configured=place.name)
     candidates: list[_Candidate] = []
     for place in PLACES:
         known = frozenset[str]().union(*(each.directories for each in candidates))
-        candidates.append(_look(sources, place, module, known))
+        candidates.append(_search_in_time(sources, place, module, known))
     chosen = _choose(candidates, module)
     others = [each for each in candidates if each is not chosen]
     return replace(
         _assemble(sources, chosen),
         place_name=chosen.place.name,
         refused_places=tuple(
-            each.place.name for each in candidates if each.passed_over and not isinstance(each.version, str)
+            each.place.name for each in candidates if each.skipped_directories and not isinstance(each.version, str)
         ),
         other_places=tuple(
             f"driver {each.version} in {each.place}" for each in others if isinstance(each.version, str)
         ),
-        passed_over=tuple(told for each in candidates for told in each.passed_over),
+        skipped_directories=tuple(
+            problem_sentences for each in candidates for problem_sentences in each.skipped_directories
+        ),
     )
 
 
@@ -78,78 +80,80 @@ def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     A place that could not be observed is returned too: a later place must not replace it, because it may be the right
     one. If all places are empty, the first one is returned.
     """
-    there = []
+    with_content = []
     for each in candidates:
         if isinstance(each.version, Unseen):
             return each
         if isinstance(each.version, str) and each.version == (module or each.version):
             return each
         if not isinstance(each.version, Absent):
-            there.append(each)
-    return there[0] if there else candidates[0]
+            with_content.append(each)
+    return with_content[0] if with_content else candidates[0]
 
 
-def _look(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
+def _search_in_time(sources: Sources, place: Place, module: str, known: Set[str] = frozenset()) -> _Candidate:
     """Return the content of a place. `known` directories of the host's root are skipped."""
-    if place.of_the_loader:
+    if place.in_loader_cache:
         return _search(sources, place, module, known)
     try:
         # With a time limit: /home and /opt may be network file systems on hosts that have no driver in them.
-        return ask_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), LOOK)
+        return call_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), SEARCH_LIMIT)
     except OSError as error:
-        return _Candidate(place, Unseen(why_not(str(place), error).why), sources.system)
+        return _Candidate(place, Unseen(classify_error(str(place), error).why), sources.system)
 
 
 def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
     system, root = sources.system, ""
-    ways = Ways(system, judged=_judged(place))
+    trust = PathTrust(system, checked=_checked(place))
     if place.root != "/":
         try:
-            if not ways.permits(place.root):
+            if not trust.permits(place.root):
                 none = Absent(f"users other than root can change {place.root}")
-                return _Candidate(place, none, system, passed_over=_passed_over(place, ways))
+                return _Candidate(place, none, system, skipped_directories=_skipped_directories(place, trust))
             system, root = system.below(place.root), system.real_path(place.root).rstrip("/")
         except OSError as error:
-            return _Candidate(place, why_not(place.root, error), sources.system)
-        ways = Ways(system, judged=_judged(place))
+            return _Candidate(place, classify_error(place.root, error), sources.system)
+        trust = PathTrust(system, checked=_checked(place))
     problems: list[str] = []
     try:
-        entries = _entries(sources, place, system, ways)
+        entries = _entries(sources, place, system, trust)
         if not isinstance(entries, tuple):
             return _Candidate(place, entries, system, root)
         architectures = SETS[sources.architecture]
         skipped = frozenset[str]() if root else known
         found = tuple(
-            libraries.search(system, entries, Found(each, of_root=not place.configured), problems, skipped)
+            libraries.search(system, entries, Found(each, root_owned=not place.configured), problems, skipped)
             for each in architectures
         )
     except OSError as error:
-        unseen = Unseen(why_not(error.filename or str(place), error).why)
+        unseen = Unseen(classify_error(error.filename or str(place), error).why)
         return _Candidate(place, unseen, system, root)
-    told = tuple(f"{root}: {each}" if root else each for each in problems)
+    problem_sentences = tuple(f"{root}: {each}" if root else each for each in problems)
     version = libraries.choose(found[0], module)
-    return _Candidate(place, version, system, root, found, told, _passed_over(place, ways, root))
+    return _Candidate(place, version, system, root, found, problem_sentences, _skipped_directories(place, trust, root))
 
 
-def _judged(place: Place) -> bool:
+def _checked(place: Place) -> bool:
     """Return whether owners are checked: not in the host's loader cache, and not in a configured place."""
-    return not (place.configured or place.of_the_loader)
+    return not (place.configured or place.in_loader_cache)
 
 
-def _passed_over(place: Place, ways: Ways, root: str = "") -> tuple[str, ...]:
+def _skipped_directories(place: Place, trust: PathTrust, root: str = "") -> tuple[str, ...]:
     where = f"{root}: " if root else ""
-    return tuple(f"{where}{', '.join(each)} ({place.name}), because {where}{why}" for why, each in ways.refused.items())
+    return tuple(
+        f"{where}{', '.join(each)} ({place.name}), because {where}{why}" for why, each in trust.refused.items()
+    )
 
 
-def _entries(sources: Sources, place: Place, system: System, ways: Ways) -> Seen[tuple[CacheEntry, ...]]:
+def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -> Seen[tuple[CacheEntry, ...]]:
     """Return the libraries on paths that only root controls: others must not decide what pods load. Raises OSError."""
     if place.libraries:
-        return list_libraries(system, place.libraries, sources.architecture, ways)
+        return list_libraries(system, place.libraries, sources.architecture, trust)
     listed = sources.loader_cache(place.root)
     if not isinstance(listed, tuple):
         return listed
     ours = (each for each in listed if libraries.lists_driver_library(each))
-    return tuple(each for each in ours if ways.permits(posixpath.dirname(each.path), each.path))
+    return tuple(each for each in ours if trust.permits(posixpath.dirname(each.path), each.path))
 
 
 def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
@@ -161,23 +165,30 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
         files = [file for each in candidate.found for file in libraries.libraries(system, each, version)]
         directories = libraries.own_directories(candidate.found[0], version)
         triplet = TRIPLETS[sources.architecture]
-        ways = Ways(system, judged=_judged(place))
+        trust = PathTrust(system, checked=_checked(place))
         trusted = replace(
             place,
-            binaries=tuple(filter(ways.permits, place.binaries)),
-            data=tuple(filter(ways.permits, place.data)),
+            binaries=tuple(filter(trust.permits, place.binaries)),
+            data=tuple(filter(trust.permits, place.data)),
         )
-        beside = observe_companions(system, version, triplet, directories, Surroundings(trusted, root, sources.system))
-        companions, astray = with_paths_of_pods(system, beside.files, files)
+        companion_files = observe_companions(
+            system, version, triplet, directories, Surroundings(trusted, root, sources.system)
+        )
+        companions, path_problems = with_pod_paths(system, companion_files.files, files)
     except OSError as error:
-        unseen = Unseen(why_not(error.filename or "the driver's files", error).why)
+        unseen = Unseen(classify_error(error.filename or "the driver's files", error).why)
         return UserSpace(unseen, unseen, candidate.problems, place=str(place))
-    of_files = (*beside.problems, *astray)
+    file_problems = (*companion_files.problems, *path_problems)
     problems = (
         *candidate.problems,
-        *(f"{root}: {each}" if root else each for each in of_files),
-        *(f"not searched: {each}" for each in (*candidate.passed_over, *_passed_over(place, ways, root))),
+        *(f"{root}: {each}" if root else each for each in file_problems),
+        *(
+            f"not searched: {each}"
+            for each in (*candidate.skipped_directories, *_skipped_directories(place, trust, root))
+        ),
     )
     all_files = (*files, *companions)
     on_host = tuple(replace(each, source=f"{root}{each.source}") if each.source else each for each in all_files)
-    return UserSpace(version, on_host, problems, beside.not_installed, beside.other_version, str(place))
+    return UserSpace(
+        version, on_host, problems, companion_files.not_installed, companion_files.other_version, str(place)
+    )

@@ -33,7 +33,7 @@ class Place:
         return f"{self.root} ({self.name})" if within else self.name
 
     @property
-    def of_the_loader(self) -> bool:
+    def in_loader_cache(self) -> bool:
         """Whether the host's loader cache lists the libraries of this place."""
         return self.root == "/" and not self.libraries
 

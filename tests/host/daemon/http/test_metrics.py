@@ -21,13 +21,13 @@ from agent.host.outcome import MachineOutcome
 from agent.model.actions import (
     Action,
     ChangeDevices,
-    ClearRemains,
     Done,
     ProtectDriverRoots,
     PublishDriverRoot,
     ReloadUnits,
     RemoveDriverRoot,
     RemoveFile,
+    RemoveStaleStaging,
     StageDriverRoot,
     WriteFile,
 )
@@ -252,7 +252,7 @@ def test_every_action_has_a_kind() -> None:
         PublishDriverRoot: "mount",
         ProtectDriverRoots: "mount",
         RemoveDriverRoot: "remove",
-        ClearRemains: "remove",
+        RemoveStaleStaging: "remove",
         ReloadUnits: "reload",
         ChangeDevices: "change",
     }

@@ -16,7 +16,7 @@ SEEN = MachineFacts(name="gpu-node", root="/var/lib/machines/gpu-node", unit_sta
 KNOWLEDGE = Knowledge(
     version="0.1.0",
     now=1_700_000_000.0,
-    why_not="",
+    why_stale="",
     passes=(
         Pass("2023-11-14T22:13:00Z", "start", 1.5, ("write /a",)),
         Pass("2023-11-14T22:13:10Z", "udev", 0.2, failures=("cannot write /b",)),
@@ -65,6 +65,6 @@ def test_the_page_has_what_the_service_did_and_what_blocks_it() -> None:
 
 
 def test_the_page_exists_before_the_first_pass() -> None:
-    document = shown(replace(KNOWLEDGE, why_not="the first pass has not finished", passes=()), evidence=False)
+    document = shown(replace(KNOWLEDGE, why_stale="the first pass has not finished", passes=()), evidence=False)
     assert document["notObserved"] == "the first pass has not finished"
     assert document["facts"] is document["machines"]["gpu-node"]["seen"] is None

@@ -50,7 +50,7 @@ class Piped:
     def polled(self) -> Mapping[int, int]:
         return {self.pipe[0]: select.POLLIN}
 
-    def asks(self) -> bool:
+    def needs_pass(self) -> bool:
         if self.breaks:
             raise self.breaks
         try:

@@ -69,64 +69,64 @@ def cache(host: Host, tmp_path: Path) -> Iterator[Directories]:
 )
 def test_a_vendors_node_needs_a_pass(nodes: Directories, dev: Path, change: Callable[[Path], None]) -> None:
     (dev / "nvidia-uvm").touch()
-    assert nodes.asks()
-    assert not nodes.asks()
+    assert nodes.needs_pass()
+    assert not nodes.needs_pass()
     change(dev)
-    assert nodes.asks()
-    assert not nodes.asks()
+    assert nodes.needs_pass()
+    assert not nodes.needs_pass()
 
 
 def test_other_nodes_and_the_use_of_nodes_need_no_pass(nodes: Directories, dev: Path) -> None:
     (dev / "nvidia0").touch()
-    assert nodes.asks()
+    assert nodes.needs_pass()
     for number in range(100):
         (dev / f"tty{number}").touch()
         (dev / f"tty{number}").unlink()
     with (dev / "nvidia0").open("r+b") as node:
         node.write(b"x")
     (dev / "nvidia0").read_bytes()
-    assert not nodes.asks()
+    assert not nodes.needs_pass()
 
 
 def test_directories_of_nodes_are_watched_as_they_come_and_go(nodes: Directories, dev: Path) -> None:
     for _ in range(2):
         caps = dev / "nvidia-caps"
         caps.mkdir()
-        assert nodes.asks()
+        assert nodes.needs_pass()
         (caps / "nvidia-cap1").touch()
-        assert nodes.asks()
+        assert nodes.needs_pass()
         (caps / "nvidia-cap1").unlink()
         caps.rmdir()
-        assert nodes.asks()
-        assert not nodes.asks()
+        assert nodes.needs_pass()
+        assert not nodes.needs_pass()
 
 
 def test_clients_in_a_daemons_directory_need_no_pass(nodes: Directories, dev: Path) -> None:
     """Pods may write to the directory of MPS; only its appearance matters."""
     directory = dev.parent / "run/nvidia-mps"
     directory.mkdir(parents=True)
-    nodes.asks()
+    nodes.needs_pass()
     (directory / "control").touch()
-    assert not nodes.asks()
+    assert not nodes.needs_pass()
 
 
 def test_a_directory_that_replaces_another_is_watched(nodes: Directories, dev: Path) -> None:
     (dev / "dri").mkdir()
-    assert nodes.asks()
+    assert nodes.needs_pass()
     (dev / "dri").rename(dev / "elsewhere")
-    assert nodes.asks()
+    assert nodes.needs_pass()
     (dev / "elsewhere/card0").touch()
-    assert not nodes.asks(), "no longer below its name"
+    assert not nodes.needs_pass(), "no longer below its name"
     (dev / "dri").mkdir()
-    assert nodes.asks()
+    assert nodes.needs_pass()
     (dev / "dri/card0").touch()
-    assert nodes.asks()
+    assert nodes.needs_pass()
 
 
 def test_a_node_made_before_its_directory_is_watched_is_not_missed(nodes: Directories, dev: Path) -> None:
     (dev / "dri").mkdir()
     (dev / "dri/card0").touch()
-    assert nodes.asks(), "the pass comes after the watch, and sees both"
+    assert nodes.needs_pass(), "the pass comes after the watch, and sees both"
 
 
 def test_a_lost_event_needs_a_pass(nodes: Directories, dev: Path) -> None:
@@ -135,17 +135,17 @@ def test_a_lost_event_needs_a_pass(nodes: Directories, dev: Path) -> None:
     for number in range(limit // 2 + 1):
         os.link(dev / "tty", dev / f"tty{number}") if number else (dev / "tty").touch()
         os.unlink(dev / f"tty{number}") if number else None
-    assert nodes.asks()
-    assert not nodes.asks()
+    assert nodes.needs_pass()
+    assert not nodes.needs_pass()
     (dev / "nvidia0").touch()
-    assert nodes.asks()
+    assert nodes.needs_pass()
 
 
 def test_a_descriptor_closed_by_somebody_else_is_an_error(nodes: Directories) -> None:
     (descriptor,) = nodes.polled()
     os.close(descriptor)
     with pytest.raises(OSError, match="Bad file descriptor"):
-        nodes.asks()
+        nodes.needs_pass()
 
 
 def test_a_replaced_or_touched_loader_cache_needs_a_pass(cache: Directories, tmp_path: Path) -> None:
@@ -153,14 +153,14 @@ def test_a_replaced_or_touched_loader_cache_needs_a_pass(cache: Directories, tmp
     for _ in range(2):
         # ldconfig replaces the file like this.
         (etc / "ld.so.cache~").write_bytes(b"new")
-        assert not cache.asks()
+        assert not cache.needs_pass()
         (etc / "ld.so.cache~").rename(etc / "ld.so.cache")
-        assert cache.asks()
+        assert cache.needs_pass()
     (etc / "ld.so.cache").touch()
-    assert cache.asks()
+    assert cache.needs_pass()
     (etc / "resolv.conf").write_text("nameserver 192.0.2.1\n")
     assert (etc / "ld.so.cache").read_bytes()
-    assert not cache.asks()
+    assert not cache.needs_pass()
 
 
 @pytest.mark.scenario("001")
@@ -168,18 +168,18 @@ def test_libraries_in_other_places_need_a_pass(host: Host, cache: Directories, t
     """A directory that did not exist is watched from the next pass on; other libraries do not matter."""
     directory = tmp_path / "host/usr/local/glibc/usr/lib"
     directory.mkdir(parents=True)
-    assert cache.asks()
+    assert cache.needs_pass()
     (directory / "libssl.so.3").touch()
-    assert not cache.asks()
+    assert not cache.needs_pass()
     (directory / "libcuda.so.570.211.01").touch()
-    assert cache.asks()
+    assert cache.needs_pass()
     settings = DriverSettings.model_validate({"root": "/srv/image"})
     configured = driver_libraries(host, HOST_VENDORS, lambda: settings)
     configured.open()
     (directory / "libcuda.so.1").touch()
     (tmp_path / "host/srv/image/etc").mkdir(parents=True)
     (tmp_path / "host/srv/image/etc/ld.so.cache").touch()
-    assert not configured.asks(), "which may be a network's: the timer's pass looks there"
+    assert not configured.needs_pass(), "which may be a network's: the timer's pass looks there"
     configured.close()
 
 
@@ -243,13 +243,13 @@ def test_report_directories_are_found_as_machines_come(host: Host, tmp_path: Pat
     (source,) = (each for each in host_sources(host, HOST_VENDORS, DriverSettings) if each.name == "reports")
     source.open()
     try:
-        assert not source.asks()
+        assert not source.needs_pass()
         directory = tmp_path / "host" / REPORTS.lstrip("/")
         directory.mkdir(parents=True)
-        source.asks()
+        source.needs_pass()
         (directory / "report.json").write_text("{}")
-        assert source.asks()
-        assert not source.asks()
+        assert source.needs_pass()
+        assert not source.needs_pass()
     finally:
         source.close()
 
@@ -261,14 +261,14 @@ def test_a_command_needs_a_pass_and_the_service_itself_does_not(gpu_host: Host) 
     (source,) = (each for each in host_sources(gpu_host, HOST_VENDORS, DriverSettings) if each.name == "commands")
     source.open()
     try:
-        source.asks()
+        source.needs_pass()
         gpu_host.unplug("0000:02:00.0")
         agent.reconcile()
-        assert not source.asks()
+        assert not source.needs_pass()
         assert forget("", agent) != ("no GPU is lost: nothing to do",)
-        assert source.asks()
+        assert source.needs_pass()
         forget("", agent)
-        assert not source.asks(), "nothing changed"
+        assert not source.needs_pass(), "nothing changed"
     finally:
         source.close()
 
@@ -278,19 +278,19 @@ def test_a_machine_that_starts_or_stops_needs_a_pass(host: Host, tmp_path: Path)
     source = machined(host)
     source.open()
     try:
-        assert not source.asks(), "machined has not run yet"
+        assert not source.needs_pass(), "machined has not run yet"
         directory = tmp_path / "host/run/systemd/machines"
         directory.mkdir(parents=True)
-        assert source.asks()
+        assert source.needs_pass()
         (directory / ".#gpu-nodeXzY").touch()
         (directory / "unit:systemd-nspawn@gpu-node.service").symlink_to("gpu-node")
-        assert not source.asks()
+        assert not source.needs_pass()
         (directory / ".#gpu-nodeXzY").rename(directory / "gpu-node")
-        assert source.asks()
+        assert source.needs_pass()
         (directory / "unit:systemd-nspawn@gpu-node.service").unlink()
-        assert not source.asks()
+        assert not source.needs_pass()
         (directory / "gpu-node").unlink()
-        assert source.asks()
+        assert source.needs_pass()
     finally:
         source.close()
 
@@ -325,22 +325,22 @@ assert library.umockdev_testbed_add_from_string(bed, open(sys.argv[1], "rb").rea
 source = Udev(System(host_runner, sys.argv[2]), ())
 source.open()
 
-def asks(*events):
+def pass_due(*events):
     for event in events:
         action, path = event.split()
         library.umockdev_testbed_uevent(bed, f"/sys{path}".encode(), action.encode())
     poll = select.poll()
     for descriptor, mask in source.polled().items():
         poll.register(descriptor, mask)
-    return bool(poll.poll(200)), source.asks()
+    return bool(poll.poll(200)), source.needs_pass()
 
 gpu = "/devices/pci0000:00/0000:00:01.0"
-print("gpu", asks(f"add {gpu}"))
-print("nothing", asks())
-print("connector", asks(f"change {gpu}/drm/card1"))
-print("card", asks(f"add {gpu}/drm/card1"))
-print("both", asks(f"change {gpu}/drm/card1", f"remove {gpu}/drm/card1", f"remove {gpu}"), asks())
-print("other subsystem", asks("add /devices/usb1"))
+print("gpu", pass_due(f"add {gpu}"))
+print("nothing", pass_due())
+print("connector", pass_due(f"change {gpu}/drm/card1"))
+print("card", pass_due(f"add {gpu}/drm/card1"))
+print("both", pass_due(f"change {gpu}/drm/card1", f"remove {gpu}/drm/card1", f"remove {gpu}"), pass_due())
+print("other subsystem", pass_due("add /devices/usb1"))
 source.close()
 """
 
@@ -375,7 +375,7 @@ class Event:
 
 
 @pytest.mark.parametrize(
-    ("event", "asks"),
+    ("event", "needs_pass"),
     [
         (Event("drivers", "add", "/bus/pci/drivers/nvidia"), True),
         (Event("drivers", "add", "/bus/usb/drivers/hub"), False),
@@ -384,8 +384,8 @@ class Event:
         (Event("pci", "unbind", "/devices/pci0000:00/0000:00:01.0"), True),
     ],
 )
-def test_which_events_of_udev_need_a_pass(event: Event, asks: bool) -> None:
-    assert matters(event, ("nvidia*",)) is asks
+def test_which_events_of_udev_need_a_pass(event: Event, needs_pass: bool) -> None:
+    assert matters(event, ("nvidia*",)) is needs_pass
 
 
 class SimulatedMonitor:
@@ -438,12 +438,12 @@ def test_an_overflow_or_an_event_needs_a_pass_and_the_rest_is_not_read(
     source = connected(monitor)
     for _ in range(5):
         monitor.sending.send(b"an event")
-    assert source.asks()
+    assert source.needs_pass()
     with pytest.raises(BlockingIOError):
         monitor.receiving.recv(1, socket.MSG_DONTWAIT)
-    assert not source.asks()
+    assert not source.needs_pass()
 
 
 def test_another_error_of_the_monitor_is_a_loss(connected: Callable[[SimulatedMonitor], Udev]) -> None:
     with pytest.raises(OSError, match="Error while polling fd"):
-        connected(SimulatedMonitor(OSError("Error while polling fd: 7"))).asks()
+        connected(SimulatedMonitor(OSError("Error while polling fd: 7"))).needs_pass()

@@ -21,7 +21,7 @@ from agent.model.device import DeviceNumber
 from agent.system.process import Completed
 from agent.vendors.machine_vendor import Verdict
 from agent.vendors.nvidia.cdi.verify import verify
-from agent.vendors.nvidia.cdi.verify_devices import without_half_made
+from agent.vendors.nvidia.cdi.verify_devices import without_incomplete
 from tests.fakes.kubelet import PLUGIN_SOCKET, Kubelet
 from tests.fakes.machine import GPUS, REQUEST, ROOT, Machine, gpu_machine, nvidia_ctk
 from tests.fakes.mig import CAPS, DEVICES, MIG_REQUEST, UUIDS, Spec, live_mode, mig_spec
@@ -141,7 +141,7 @@ def test_a_destroyed_instance_in_the_spec_is_a_problem() -> None:
 
 
 def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
-    spec, _ = without_half_made(mig_spec(), without(50))
+    spec, _ = without_incomplete(mig_spec(), without(50))
     verdict = check(spec)
     assert verdict.problems == ()
     assert verdict.missing_gpus == ()
@@ -155,7 +155,7 @@ def test_an_instance_that_is_not_in_the_spec_is_missing() -> None:
 def test_an_incomplete_mig_device_is_left_out(gone: tuple[int, ...], left_out: set[str]) -> None:
     """`all` also has only the others; every other device stays the same."""
     request = without(*gone)
-    spec, names = without_half_made(mig_spec(), request)
+    spec, names = without_incomplete(mig_spec(), request)
     assert set(names) == left_out
     assert isinstance(spec, dict)
     kept = {each["name"]: each["containerEdits"] for each in spec["devices"]}
@@ -170,7 +170,7 @@ def test_a_device_with_too_few_nodes_is_left_out() -> None:
     """nvidia-ctk warns of a node that it does not find, and continues. No recording has this, so the test makes it."""
     spec = mig_spec()
     drop_node(spec, 50, "0:2", UUIDS[2], "all")
-    kept, names = without_half_made(spec, MIG_REQUEST)
+    kept, names = without_incomplete(spec, MIG_REQUEST)
     assert names == ("0:2", UUIDS[2])
     verdict = check(kept)
     assert (verdict.problems, verdict.missing_partitions) == ((), (f"gi5/ci1 of {GPUS[0]}",))
@@ -178,7 +178,7 @@ def test_a_device_with_too_few_nodes_is_left_out() -> None:
 
 @pytest.mark.parametrize("spec", [None, [], {"devices": {}}, {"devices": [{"name": "0:0"}]}])
 def test_a_malformed_spec_is_left_to_verification(spec: object) -> None:
-    assert without_half_made(spec, MIG_REQUEST) == (spec, ())
+    assert without_incomplete(spec, MIG_REQUEST) == (spec, ())
 
 
 @pytest.fixture
@@ -223,7 +223,7 @@ def test_an_incomplete_mig_device_is_left_out_until_it_is_complete(machine: Mach
 
 def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
     """The others are served. The instance is added as soon as it is listed, without another handoff."""
-    spec, _ = without_half_made(mig_spec(), without(13))
+    spec, _ = without_incomplete(mig_spec(), without(13))
     assert isinstance(spec, dict)
     write(machine, spec)
     run(machine)
@@ -238,7 +238,7 @@ def test_an_instance_that_the_generator_does_not_list(machine: Machine) -> None:
 
 def no_instance() -> tuple[Any, Spec]:
     """Return a request and a specification in which the GPU in MIG mode has no instance."""
-    spec, _ = without_half_made(mig_spec(), without(*CAPS))
+    spec, _ = without_incomplete(mig_spec(), without(*CAPS))
     assert isinstance(spec, dict)
     return without(*CAPS), spec
 

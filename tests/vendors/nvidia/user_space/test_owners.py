@@ -43,7 +43,7 @@ def test_a_place_that_a_user_can_write_is_skipped_and_named(user_place: Host) ->
     assert isinstance(found.files, Absent)
     where = f"{USERS}/lib64, {USERS}/lib (Container-Optimized OS)"
     why = f"{where}, because /home/kubernetes belongs to user 1000, not to root"
-    assert (found.other_places, found.passed_over) == ((), (why,))
+    assert (found.other_places, found.skipped_directories) == ((), (why,))
     assert found.refused_places == ("Container-Optimized OS",)
     problem = condition(user_place)
     assert (problem.reason, problem.message.endswith(f"; not searched: {why}")) == ("NotInstalled", True)
@@ -166,12 +166,12 @@ def test_a_driver_containers_files_must_be_roots(host: Host) -> None:
     host.owners[f"{DRIVER_CONTAINER}/usr/lib"] = (0o775, 0)
     found = user_space(host, VERSION)
     assert isinstance(found.version, Absent)
-    assert found.passed_over == (
+    assert found.skipped_directories == (
         f"{DRIVER_CONTAINER}: /usr/lib/x86_64-linux-gnu (GPU Operator's driver container), because {DRIVER_CONTAINER}: "
         "users other than root can write in /usr/lib (mode 0775)",
     )
     host.owners = {"/run/nvidia": (0o755, 1000)}
-    assert user_space(host, VERSION).passed_over == (
+    assert user_space(host, VERSION).skipped_directories == (
         f"{DRIVER_CONTAINER} (GPU Operator's driver container), because /run/nvidia belongs to user 1000, not to root",
     )
 
