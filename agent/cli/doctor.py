@@ -192,10 +192,10 @@ def as_json(diagnoses: Iterable[Diagnosis], host: HostDiagnosis) -> str:
 
 def _symptoms(kinds: Iterable[ConditionType], reason: str) -> str:
     """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
-    said = [
+    reported = [
         text
         for kind in kinds
         for vendor in HOST_VENDORS
         if (text := vendor.symptoms.get((kind, reason)) or vendor.symptoms.get((kind, "")))
     ]
-    return "; ".join(dict.fromkeys(said))
+    return "; ".join(dict.fromkeys(reported))

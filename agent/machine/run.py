@@ -11,7 +11,7 @@ from agent.machine.cdi.spec import Published, publish_spec, remove_stale_specs
 from agent.machine.containerd.active import check_active, restart
 from agent.machine.containerd.configure import configure_runtime
 from agent.machine.context import Context
-from agent.machine.devices.given_up import given_up, may_have, note_strays
+from agent.machine.devices.former_grants import may_have, note_unknown_nodes, withdrawn_requests
 from agent.machine.devices.nodes import (
     WITHDRAWN,
     check_devices,
@@ -20,10 +20,10 @@ from agent.machine.devices.nodes import (
     withdraw_nodes,
 )
 from agent.machine.journal import ERROR, INFO, say, say_changes
-from agent.machine.kubelet.device_plugin import RESTART_MENDS, check_advertised, used_plugins
+from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised, used_plugins
 from agent.machine.libraries.link import link_libraries
 from agent.machine.repairs import repairs
-from agent.machine.steps import Beside, attempt, named
+from agent.machine.steps import InBackground, attempt, with_remark_from
 from agent.machine.vendors import machine_vendor
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown, worst
 from agent.model.device import FileIdentity
@@ -132,19 +132,19 @@ def _is_older(published: FileIdentity, system: System) -> bool:
 def settle(context: Context) -> Outcome:
     """Settle all requests, and merge their conditions: the worst one of each type is reported."""
     remove_stale_specs(context)
-    unsure = note_strays(context)
-    outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *given_up(context))]
-    on_node = _reported_of_node(context)
+    unsure = note_unknown_nodes(context)
+    outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *withdrawn_requests(context))]
+    on_node = _node_condition(context)
     conditions = _merged((*unsure, *(condition for outcome in outcomes for condition in outcome.conditions)))
     if any(request.gpus for request in context.handoff.requests):
-        conditions = named(
+        conditions = with_remark_from(
             conditions,
             ConditionType.CDI_SPEC_CURRENT,
             "which pods are outdated",
             lambda: name_outdated(context, conditions),
         )
     if may_have(context.notes, WITHDRAWN):
-        conditions = named(
+        conditions = with_remark_from(
             conditions,
             ConditionType.DEVICES_ALLOWED,
             "which processes have withdrawn nodes open",
@@ -157,7 +157,7 @@ def settle(context: Context) -> Outcome:
     )
 
 
-def _reported_of_node(context: Context) -> Condition | None:
+def _node_condition(context: Context) -> Condition | None:
     try:
         if not context.system.exists(f"{MACHINE_HANDOFF_DIRECTORY}/{CONDITIONS_NAME}"):
             return None
@@ -205,7 +205,7 @@ def _settle_request(context: Context, request: Request) -> Outcome:
 
 
 def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> Outcome:
-    devices = Beside(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
+    devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
     linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
     published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
 
@@ -216,19 +216,19 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
 
     # The generator may be running already, so steps that do not need its result come first.
     configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
-    active = Beside(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
-    described, of_modes = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
+    described, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
     if request.cdi_modes:
         from agent.machine.cdi.modes import publish_modes
 
-        of_modes = publish_modes(context, vendor, request)
+        modes_remark = publish_modes(context, vendor, request)
     # After the specifications are published, so that no new pod gets a node that is withdrawn.
     removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
     if (removed or withdrawn) and described.status is not Status.TRUE:
         # The generator lists every GPU that has a node, so it can omit a withdrawn one only now. Or only a note could
         # not be written.
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    (described,) = with_remark((described,), described.type, of_modes)
+    (described,) = with_remark((described,), described.type, modes_remark)
     on_node = _advertised(context, vendor, request, published)
     conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
     names = published.devices
@@ -241,7 +241,7 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
 def _advertised(context: Context, vendor: MachineVendor, request: Request, published: Published) -> Condition:
     kind = ConditionType.GPUS_ADVERTISED
     found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
-    if not context.handoff.restart_device_plugin or found.reason not in RESTART_MENDS:
+    if not context.handoff.restart_device_plugin or found.reason not in FIXED_BY_RESTART:
         return found
     # Imported only if it is configured and needed.
     from agent.machine.kubelet.plugin_restart import restart_plugin

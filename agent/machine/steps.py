@@ -25,15 +25,15 @@ def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
         return false(kind, Reason.FAILED, f"{type(error).__name__}: {one_line(str(error))[:ERROR_SHOWN]}")
 
 
-class Beside:
+class InBackground:
     """A step that runs in a thread, in parallel to others. Steps do little more than wait for programs."""
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = unknown(kind, Reason.NOT_TRIED, "")
-        self._thread = threading.Thread(target=self._take, args=(kind, step))
+        self._thread = threading.Thread(target=self._run, args=(kind, step))
         self._thread.start()
 
-    def _take(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
+    def _run(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = attempt(kind, step)
 
     def condition(self) -> Condition:
@@ -42,7 +42,7 @@ class Beside:
         return self._condition
 
 
-def named(
+def with_remark_from(
     conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
 ) -> tuple[Condition, ...]:
     """Run a step that adds a remark to conditions, and return its result.

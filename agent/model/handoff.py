@@ -192,11 +192,11 @@ def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: st
     No separator is added. A remark longer than REMARK_LIMIT is truncated; then the message is shortened to fit
     MESSAGE_LIMIT.
     """
-    said = printable(remark)
-    if len(said) > REMARK_LIMIT:
-        said = f"{said[: REMARK_LIMIT - 1]}…"
+    text = printable(remark)
+    if len(text) > REMARK_LIMIT:
+        text = f"{text[: REMARK_LIMIT - 1]}…"
     return tuple(
-        replace(each, message=each.message[: MESSAGE_LIMIT - len(said)] + said) if each.type is kind else each
+        replace(each, message=each.message[: MESSAGE_LIMIT - len(text)] + text) if each.type is kind else each
         for each in conditions
     )
 

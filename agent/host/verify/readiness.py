@@ -117,13 +117,13 @@ def _without_gpus(
 ) -> tuple[Condition, ...]:
     """Return the conditions of a machine that gets no GPU, but may have other devices, which do not affect Ready."""
     conditions = without_gpus(settings, facts)
-    inside, said = _inside(machine, goal, report), {}
+    inside, relayed = _inside(machine, goal, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
         kind = ConditionType.DEVICES_ALLOWED
-        said[kind] = _devices_allowed(machine, goal, refused, inside[kind])
+        relayed[kind] = _devices_allowed(machine, goal, refused, inside[kind])
     if settings.cdi_modes:
-        said[ConditionType.CDI_SPEC_CURRENT] = inside[ConditionType.CDI_SPEC_CURRENT]
-    return tuple(said.get(each.type, each) for each in conditions)
+        relayed[ConditionType.CDI_SPEC_CURRENT] = inside[ConditionType.CDI_SPEC_CURRENT]
+    return tuple(relayed.get(each.type, each) for each in conditions)
 
 
 def _with_missing_extras(
@@ -288,6 +288,6 @@ def _inside(
             missing = (
                 "the machine's report does not contain this condition; its image may have another release of the agent"
             )
-            said = {kind: replace(each, message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
-            return {kind: said.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
+            relayed = {kind: replace(each, message=f"{MACHINE_SAYS}{each.message}") for kind, each in reported.items()}
+            return {kind: relayed.get(kind) or unknown(kind, Reason.NOT_REPORTED, missing) for kind in kinds}
     return {kind: unknown(kind, reason, message) for kind in kinds}

@@ -63,7 +63,7 @@ class Foreign:
 
     same_directory: Mapping[str, str]
     """Paths by device name, in the directory of the agent's specification."""
-    outranking: Mapping[str, str]
+    preferred: Mapping[str, str]
     """Paths by device name, in directories that take precedence."""
     remarks: tuple[str, ...] = ()
     """Remarks on files that do not affect the agent's devices."""
@@ -72,27 +72,27 @@ class Foreign:
 
     def names(self) -> frozenset[str]:
         """Return the names of devices that pods do not get from the agent's specification."""
-        return frozenset({*self.same_directory, *self.outranking})
+        return frozenset({*self.same_directory, *self.preferred})
 
 
-def look(context: Context, vendor: MachineVendor) -> Foreign:
+def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
     """Return the files next to the vendor's specification, with remarks; see `others`."""
     specs = others(context, vendor)
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
-    places = of_kind(specs, vendor)
+    places = same_kind(specs, vendor)
     return replace(places, remarks=(*broken, *_writer_remark(context.system, vendor)), blocking=blocking)
 
 
-def of_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
+def same_kind(specs: Iterable[ForeignSpec], own: OwnSpec) -> Foreign:
     """Return those specifications that have devices of the own specification's kind. Pure."""
     rank = CDI_DIRECTORIES.index(posixpath.dirname(own.spec_path))
     same: dict[str, str] = {}
-    outranking: dict[str, str] = {}
+    preferred: dict[str, str] = {}
     for spec in specs:
-        place = outranking if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
+        place = preferred if CDI_DIRECTORIES.index(posixpath.dirname(spec.path)) > rank else same
         place.update((name, spec.path) for name in spec.devices if name.startswith(f"{own.spec_kind}="))
-    return Foreign(same, outranking)
+    return Foreign(same, preferred)
 
 
 def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
@@ -126,23 +126,23 @@ def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Forei
     return collision(Reason.NAMES_COLLIDE, shared, paths, own)
 
 
-def beside(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
+def with_foreign(condition: Condition, devices: Iterable[str], foreign: Foreign, vendor: OwnSpec) -> Condition:
     """Return the condition of a specification with these devices, adjusted to the effect of the other files. Pure."""
     if condition.status is not Status.TRUE:
         return condition
     if foreign.blocking:
         return false(condition.type, Reason.RUNTIME_BLOCKED, f"{'; '.join(foreign.blocking)}; remove it")
     ours = [f"{vendor.spec_kind}={name}" for name in devices]
-    for others, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.outranking, Reason.SHADOWED)):
+    for others, reason in ((foreign.same_directory, Reason.NAMES_COLLIDE), (foreign.preferred, Reason.SHADOWED)):
         shared = [name for name in ours if name in others]
         if shared:
             paths = tuple(dict.fromkeys(others[name] for name in shared))
             return collision(reason, shared, paths, vendor)
-    unharmed = [
+    further = [
         f"{path} has further devices of this kind: {_short(names)}"
-        for path, names in _by_path({**foreign.same_directory, **foreign.outranking}).items()
+        for path, names in _by_path({**foreign.same_directory, **foreign.preferred}).items()
     ]
-    return replace(condition, message=printable("; ".join([condition.message, *unharmed, *foreign.remarks])))
+    return replace(condition, message=printable("; ".join([condition.message, *further, *foreign.remarks])))
 
 
 def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], vendor: OwnSpec) -> Condition:
@@ -165,7 +165,7 @@ def collision(reason: Reason, shared: Iterable[str], paths: tuple[str, ...], ven
 def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tuple[ForeignSpec, dict[str, object]]:
     """Return the specification in a file, and the note about it."""
     try:
-        if not system.is_file(path) and _leads_somewhere(system, path):
+        if not system.is_file(path) and _target_exists(system, path):
             why = "is not a regular file: container runtimes that read it may hang, so no container with a GPU starts"
             return ForeignSpec(path, (), why, blocking=True), {}
         content = _content(system, path)
@@ -205,7 +205,7 @@ def _content(system: System, path: str) -> bytes:
     return content
 
 
-def _leads_somewhere(system: System, path: str) -> bool:
+def _target_exists(system: System, path: str) -> bool:
     """Return whether the path exists; a dangling link, which runtimes ignore, does not."""
     try:
         system.real_path(path)

@@ -60,7 +60,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
     """
     modes, granted = vendor.cdi_modes, [device for each in context.handoff.requests for device in each.devices]
     owned, publisher = context.owned, _Publisher(context, vendor)
-    served, lacking, failed = [], [], []
+    served, without_devices, failed = [], [], []
     for name in request.cdi_modes:
         path = mode_spec_file(vendor.name, name)
         if modes is None or not (kind := modes.kind(name)):
@@ -76,7 +76,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
             if not mode.request.devices:
                 # Pods must not get devices that are no longer granted.
                 owned.remove(path)
-                lacking.append(name)
+                without_devices.append(name)
             else:
                 served.append(publisher.settle(mode))
         # Any exception, because the content of files or a tool's output must not keep the report from being written.
@@ -86,7 +86,7 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
         *([f"ModeNotServed: {'; '.join(failed)}"] if failed else []),
         *served,
         *publisher.remarks,
-        *([f"no devices for mode {', '.join(lacking)}"] if lacking else []),
+        *([f"no devices for mode {', '.join(without_devices)}"] if without_devices else []),
     ]
     return "".join(f"; {part}" for part in parts)
 
@@ -111,14 +111,14 @@ class _Publisher:
             raise AgentError(f"another program wrote {mode.spec_path}; it stays", "move it away if nothing needs it")
         if self._others is None:
             self._others = foreign_specs.others(self._context, self._vendor)
-        foreign = foreign_specs.of_kind(self._others, mode)
+        foreign = foreign_specs.same_kind(self._others, mode)
         noted = self._current(mode) or self._publish(mode, foreign)
         self.remarks |= dict.fromkeys(noted["remarks"])
-        said = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
-        said = foreign_specs.beside(said, noted["devices"], foreign, mode)
-        if said.status is not Status.TRUE:
-            raise AgentError(said.message)
-        return said.message
+        condition = true(ConditionType.CDI_SPEC_CURRENT, Reason.VERIFIED, f"{mode.spec_path} has {mode.spec_kind}")
+        condition = foreign_specs.with_foreign(condition, noted["devices"], foreign, mode)
+        if condition.status is not Status.TRUE:
+            raise AgentError(condition.message)
+        return condition.message
 
     def keep(self, mode: _Mode) -> str:
         """Remove withdrawn nodes from a published specification that cannot be generated again.
@@ -219,9 +219,9 @@ def _inputs(context: Context, mode: _Mode) -> str:
     system = context.system
     tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}
     live = {path: astuple(number) for path, number in live_numbers(system, mode.request.devices).items()}
-    there = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
+    present = [path for path in mode.vendor.optional_paths(mode.name) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [asdict(mode.request), tools, live, there, containerd_state(context)]
+    depends = [asdict(mode.request), tools, live, present, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 

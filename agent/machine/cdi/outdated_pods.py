@@ -49,7 +49,7 @@ def outdated_pods(context: Context) -> dict[str, set[str]]:
     pods: dict[str, set[str]] = {}
     for container in _containers(context).values():
         why = {_root(root, versions) for root in container.get("roots", ()) if root not in current}
-        why |= set(_other_numbers(container.get("devices", {}), granted))
+        why |= set(_changed_numbers(container.get("devices", {}), granted))
         if why:
             pods.setdefault(container["pod"], set()).update(why)
     return pods
@@ -68,7 +68,7 @@ def _root(root: str, versions: Mapping[str, Any]) -> str:
     return f"driver root {root.rpartition('/')[2]}{version}"
 
 
-def _other_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, GrantedDevice]) -> list[str]:
+def _changed_numbers(devices: Mapping[str, list[int]], granted: Mapping[str, GrantedDevice]) -> list[str]:
     return [
         f"{path} as {number[0]}:{number[1]}"
         for path, number in devices.items()

@@ -68,10 +68,10 @@ def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> P
         return Published(not_applicable(KIND, message))
     if not context.owned.make_way(vendor.spec_path):
         return Published(_foreign(vendor.spec_path))
-    foreign = foreign_specs.look(context, vendor)
+    foreign = foreign_specs.find_foreign(context, vendor)
     published = _publish(context, vendor, request, foreign)
     names = tuple(each for each in published.devices if f"{vendor.spec_kind}={each}" not in foreign.names())
-    return Published(foreign_specs.beside(published.condition, published.devices, foreign, vendor), names)
+    return Published(foreign_specs.with_foreign(published.condition, published.devices, foreign, vendor), names)
 
 
 def remove_stale_specs(context: Context) -> None:
@@ -246,9 +246,9 @@ def _inputs(context: Context, vendor: MachineVendor, request: Request, live: dic
     system, programs = context.system, (*vendor.tools, *vendor.inputs)
     tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
-    there = [path for path in vendor.optional_paths(request) if system.exists(path)]
+    present = [path for path in vendor.optional_paths(request) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [context.generation, tools, numbers, there, containerd_state(context)]
+    depends = [context.generation, tools, numbers, present, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 

@@ -69,10 +69,10 @@ def write_and_read_back(
     except (ExitCodeError, DocumentError) as error:
         faults = str(error)
     except (AgentError, OSError):
-        _put_back(context, changes, before, noted)
+        _restore(context, changes, before, noted)
         raise
     if faults:
-        _put_back(context, changes, before, noted)
+        _restore(context, changes, before, noted)
         return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
         # Noted again: a containerd that has started since may have read the first file without the second.
@@ -85,7 +85,7 @@ def write_and_read_back(
     return ""
 
 
-def _put_back(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
+def _restore(context: Context, changes: Iterable[str], before: dict[str, bytes | None], noted: dict[str, Any]) -> None:
     files.put(context.system, {path: before[path] for path in reversed(tuple(changes))})
     context.notes.save(CHANGED, noted)
 

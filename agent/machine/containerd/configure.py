@@ -80,11 +80,11 @@ def _places(context: Context, vendor: MachineVendor) -> Places:
     If only CDI is needed, vendors' drop-ins are not removed, because that would restart containerd.
     """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
-    kept = {drop_in} if vendor.handler else {drop_in, *_of_vendors()}
+    kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
     return Places(drop_in, tuple(path for path in context.owned.ending(tables.SUFFIXES) if path not in kept))
 
 
-def _of_vendors() -> list[str]:
+def _vendor_drop_ins() -> list[str]:
     """Return the usual paths of the drop-ins for vendors' runtimes."""
     return [tables.drop_in_path(handler) for handler in _handlers()]
 
@@ -107,8 +107,8 @@ def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
     after the drop-in for CDI, which it would replace in containerd 1.x.
     """
     system = context.system
-    of_vendors = any(context.owned.has(path) for path in _of_vendors()) or _names_a_runtime(system, drop_in)
-    if not system.exists(MAIN) or (system.exists(drop_in) and not of_vendors):
+    for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
+    if not system.exists(MAIN) or (system.exists(drop_in) and not for_vendor):
         return False
     from agent.machine.containerd.version import known_version
 

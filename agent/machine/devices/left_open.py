@@ -15,37 +15,37 @@ from agent.system.open_files import Held, Number, find_holders
 
 SHOWN = 10
 """Processes that the message names, because its length is limited; the others are counted."""
-LOOK_LIMIT = 10.0
+SEARCH_LIMIT = 10.0
 """Seconds to search all processes. The report, which is the machine's heartbeat, waits for this."""
-LOOKS = "left-open"
+SEARCHES = "left-open"
 """Name of the note that has the number of failed searches in a row."""
-FAILED_LOOKS = 5
+FAILED_SEARCHES = 5
 """Failed searches in a row after which no more are made: each delays the report of a run, and one runs every minute."""
 
 
 def name_left_open(
-    context: Context, conditions: tuple[Condition, ...], limit: float = LOOK_LIMIT
+    context: Context, conditions: tuple[Condition, ...], limit: float = SEARCH_LIMIT
 ) -> tuple[Condition, ...]:
     """Return the conditions with the processes added to DevicesAllowed's message, and forget nodes that are not open.
 
-    Raises any error of the search, TimeoutError after `limit` seconds. After FAILED_LOOKS errors in a row, no search is
-    made.
+    Raises any error of the search, TimeoutError after `limit` seconds. After FAILED_SEARCHES errors in a row, no
+    search is made.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
     by_now = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
     # A number that was granted again may belong to another GPU, which processes may have open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
-    failed = notes.load(LOOKS).get("failed")
+    failed = notes.load(SEARCHES).get("failed")
     failed = failed if isinstance(failed, int) else 0
     # Counted before the search, during which this run may be killed.
-    notes.save(LOOKS, {"failed": failed + 1})
-    look = bool(wanted) and failed < FAILED_LOOKS
-    held = bounded("/proc", partial(find_holders, context.system, wanted), limit) if look else Held()
+    notes.save(SEARCHES, {"failed": failed + 1})
+    search = bool(wanted) and failed < FAILED_SEARCHES
+    held = bounded("/proc", partial(find_holders, context.system, wanted), limit) if search else Held()
     open_paths = {path for holder in held.holders for path in holder.paths}
     # Processes that cannot be inspected are no reason to search forever: this may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
-    notes.save(LOOKS, {"failed": 0})
+    notes.save(SEARCHES, {"failed": 0})
     return with_remark(conditions, ConditionType.DEVICES_ALLOWED, _remark(held, notes.load("containers")))
 
 

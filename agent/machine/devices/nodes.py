@@ -123,8 +123,8 @@ def _withdraw_nodes(
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     by_now = newest.requests if newest else ()
-    of_vendor = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
-    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *of_vendor)}
+    vendor_devices = (device for each in by_now if each.vendor == request.vendor for device in each.devices)
+    granted = {device.path: [device.major, device.minor] for device in (*request.devices, *vendor_devices)}
     if newest is None:
         notes.save(name, {**noted, **granted})
         return (), None

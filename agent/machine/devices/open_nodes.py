@@ -40,13 +40,13 @@ def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
     text = b""
     while text.count(b"\n") < number and time.monotonic() < deadline:
         try:
-            said = os.read(reader, 4096)
+            data = os.read(reader, 4096)
         except BlockingIOError:
             time.sleep(PAUSE)
             continue
-        if not said:
+        if not data:
             break
-        text += said
+        text += data
     pairs = (line.split() for line in text.splitlines())
     return {int(index): int(code) for index, code in pairs}
 

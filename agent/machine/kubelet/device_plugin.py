@@ -29,7 +29,7 @@ CHECKPOINT_LIMIT = 8 << 20
 """Bytes of the largest checkpoint that is read. It lists the devices of each container."""
 NAMES_SHOWN = 16
 """Names that a message shows."""
-RESTART_MENDS = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
+FIXED_BY_RESTART = (Reason.DEVICE_PLUGIN_RESTART_NEEDED, Reason.PLUGIN_SPEC_OUTDATED)
 """Reasons that a restart of the plugin fixes. The second one is from agent.machine.kubelet.plugin_spec."""
 WATCHED = "all"
 """Id of a device for monitoring all GPUs, such as that of `gpu.intel.com/i915_monitoring`. It is not a GPU."""
@@ -61,9 +61,9 @@ def check_advertised(
     if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
         return condition
     # Imported here: few plugins make a specification of their own.
-    from agent.machine.kubelet.plugin_spec import beside_plugin_spec
+    from agent.machine.kubelet.plugin_spec import with_plugin_spec
 
-    return beside_plugin_spec(context.system, vendor, request, condition)
+    return with_plugin_spec(context.system, vendor, request, condition)
 
 
 def _kubelets(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
@@ -74,7 +74,7 @@ def _kubelets(context: Context, vendor: MachineVendor, request: Request, publish
             return not_applicable(KIND, "no GPU is granted to this machine")
         return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
     try:
-        plugin = look(system, vendor)
+        plugin = read_plugin(system, vendor)
     except DocumentError as error:
         return unknown(KIND, Reason.BAD_CHECKPOINT, str(error))
     granted = {gpu for name in published if (gpu := vendor.gpu_of(name, request))}
@@ -106,7 +106,7 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
     return {gpu for ids in registered.values() for each in ids if (gpu := vendor.gpu_of(each, request))}
 
 
-def look(system: System, vendor: MachineVendor) -> Plugin:
+def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
     """Return the vendor's device plugin. Raises DocumentError, which names the checkpoint's key, or OSError."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
     sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}

@@ -59,7 +59,7 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
             arguments = tuple(each.decode(errors="surrogateescape") for each in line.split(b"\0"))
             # The second argument selects the kubelet in a program with many names (hyperkube).
             named = arguments[0].rpartition("/")[2] == "kubelet" or arguments[1:2] == ("kubelet",)
-            if named and _is_service_of_root(system, process):
+            if named and _is_root_service(system, process):
                 return arguments
         except OSError:
             # The process has exited meanwhile.
@@ -67,7 +67,7 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
     return None
 
 
-def _is_service_of_root(system: System, process: str) -> bool:
+def _is_root_service(system: System, process: str) -> bool:
     """Return whether a process runs as root in a service of this machine, outside containers.
 
     A kubeconfig can name a program, which would run as root. So this checks what neither a container nor another user

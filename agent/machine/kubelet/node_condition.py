@@ -87,12 +87,12 @@ def run(system: System, now: float) -> None:
         if system.exists(HOST_STATUS):
             applied, outcome = _set(system, applied, now)
         else:
-            applied, outcome = _take_back(system, applied)
+            applied, outcome = _withdraw(system, applied)
     except (AgentError, OSError) as error:
         outcome = false(KIND, Reason.FAILED, str(error))
-    told = noted.get("told")
-    told = say_changes(told if isinstance(told, dict) else {}, (outcome,))
-    kept = {"applied": asdict(applied) if applied else None, "told": told, "at": now}
+    logged = noted.get("told")
+    logged = say_changes(logged if isinstance(logged, dict) else {}, (outcome,))
+    kept = {"applied": asdict(applied) if applied else None, "told": logged, "at": now}
     notes.save(NOTE, {**kept, "status": outcome.status, "reason": outcome.reason, "message": outcome.message})
 
 
@@ -131,16 +131,16 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
     """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable."""
     try:
-        verdict = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
+        host_status = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
     except (DocumentError, OSError) as error:
         unreadable = false(KIND, Reason.BAD_DOCUMENT, f"{HOST_STATUS}: {error}")
         return unknown(ConditionType.READY, Reason.BAD_DOCUMENT, str(error)), unreadable
     # abs(): if the clock was set back, the host status lies in the future.
-    if abs(now - verdict.evaluated) > SILENT_AFTER:
-        message = f"the host half has evaluated nothing since {rfc3339(verdict.evaluated)}: see "
+    if abs(now - host_status.evaluated) > SILENT_AFTER:
+        message = f"the host half has evaluated nothing since {rfc3339(host_status.evaluated)}: see "
         message += "`systemctl status unbounded-agent` on the host"
         return unknown(ConditionType.READY, Reason.AGENT_SILENT, message), None
-    return verdict.ready, None
+    return host_status.ready, None
 
 
 def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
@@ -170,7 +170,7 @@ def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condi
     return _change(system, identity, condition)
 
 
-def _take_back(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
+def _withdraw(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
     """Remove the agent's condition from the Node, if the Node is recorded as having it. Return the result."""
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     marked = _marked_node(system)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from agent.machine.cdi.spec import spec_changed
 from agent.machine.context import Context
-from agent.machine.kubelet.device_plugin import look
+from agent.machine.kubelet.device_plugin import read_plugin
 from agent.model.conditions import Condition
 from agent.model.errors import CommandError
 from agent.system.files import System
@@ -53,7 +53,9 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
         return f"it was restarted less than {DISTANCE:.0f} s ago, and can be again after that"
     # A socket with two names may belong to another plugin: processes that may write in the directory can link to it.
-    processes = {process for path, process in look(system, vendor).serving.items() if system.link_count(path) == 1}
+    processes = {
+        process for path, process in read_plugin(system, vendor).serving.items() if system.link_count(path) == 1
+    }
     containers = sorted({found for process in processes if (found := _container(system, process))})
     if not containers:
         return "it is not restarted, because it is not running in a pod's container"
@@ -61,15 +63,15 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     if program is None:
         return "it is not restarted: install crictl in the machine's image"
     what = f"container {', '.join(each[:SHOWN] for each in containers)} was stopped through the CRI to restart it"
-    told = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
+    sentence = f"{what}, restart {number} since the machine's boot: if this lasts, see `journalctl -u {UNIT}`"
     # Noted first: a restart that could not be noted would be repeated each minute.
-    notes.save(name, {"spec": spec, "at": now, "number": number, "told": told})
+    notes.save(name, {"spec": spec, "at": now, "number": number, "told": sentence})
     try:
         _stop(system, program, containers)
     except CommandError as error:
         notes.save(name, noted)
         return f"it cannot be restarted: {error}"
-    return told
+    return sentence
 
 
 def _stop(system: System, program: str, containers: Iterable[str]) -> None:

@@ -17,7 +17,7 @@ SHOWN = 3
 """Problems that a message names. After an upgrade of the driver, there is one for each of its files."""
 
 
-def beside_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
+def with_plugin_spec(system: System, vendor: MachineVendor, request: Request, advertised: Condition) -> Condition:
     """Return GPUsAdvertised; False instead of True if the plugin's specification is out of date. Raises OSError."""
     if advertised.status is not Status.TRUE or not vendor.plugin_spec or not request.gpus:
         return advertised

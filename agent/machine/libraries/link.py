@@ -30,7 +30,7 @@ LOADER_CACHE = "/etc/ld.so.cache"
 CONFIGURED = "/etc/ld.so.conf.d"
 ENTRY = re.compile(r"\t(?P<name>\S+) \((?P<abi>[^\s)]+?)(?:, [^)]*)?\) => (?P<path>.*)")
 """A line of `ldconfig -p` (print_entry in glibc's elf/cache.c). `hwcap:` and `OS ABI:` may follow the ABI."""
-LDCONFIG_OWED = f"{STATE}/ldconfig-owed"
+LDCONFIG_PENDING = f"{STATE}/ldconfig-owed"
 """This file exists from before a change of links until ldconfig has run. Like the links, it is on disk."""
 KIND = ConditionType.LIBRARIES_LINKED
 
@@ -59,11 +59,11 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
         )
     wanted = wanted_links(request, where)
     plan = plan_links(wanted, _listing(system, where))
-    owed = _change(system, plan)
-    _tell_repair(context.notes, request, wanted, plan)
-    if not request.driver_root and not owed:
+    ldconfig_pending = _change(system, plan)
+    _log_repair(context.notes, request, wanted, plan)
+    if not request.driver_root and not ldconfig_pending:
         return not_applicable(KIND, "no driver files are granted to this machine")
-    cached = _refresh_loader_cache(context, request, where, owed=owed, conflicts=plan.conflicts)
+    cached = _refresh_loader_cache(context, request, where, ldconfig_pending=ldconfig_pending, conflicts=plan.conflicts)
     if plan.conflicts:
         found = ", ".join(_describe(system, path) for path in plan.conflicts)
         return false(
@@ -91,7 +91,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
     return true(KIND, Reason.LINKED, f"{len(wanted)} links into {request.driver_root or 'no driver root'}")
 
 
-def _tell_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
+def _log_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
     """Log a repair if links are wrong that an earlier run had made completely, and that are still wanted."""
     name = f"links-{request.vendor}"
     links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
@@ -135,11 +135,11 @@ def _describe(system: System, path: str) -> str:
 
 def _change(system: System, plan: LinkPlan) -> bool:
     """Change the links. Return whether ldconfig must run, because of this or an earlier change."""
-    owed = system.exists(LDCONFIG_OWED)
+    ldconfig_pending = system.exists(LDCONFIG_PENDING)
     if not (plan.remove or plan.make):
-        return owed
-    if not owed:
-        system.write(LDCONFIG_OWED, b"")
+        return ldconfig_pending
+    if not ldconfig_pending:
+        system.write(LDCONFIG_PENDING, b"")
     for path in plan.remove:
         system.remove(path)
     for path, text in plan.make.items():
@@ -148,7 +148,7 @@ def _change(system: System, plan: LinkPlan) -> bool:
 
 
 def _refresh_loader_cache(
-    context: Context, request: Request, where: Places, *, owed: bool, conflicts: tuple[str, ...]
+    context: Context, request: Request, where: Places, *, ldconfig_pending: bool, conflicts: tuple[str, ...]
 ) -> Cached:
     """Run ldconfig if needed; return the remaining faults of the loader cache.
 
@@ -159,14 +159,14 @@ def _refresh_loader_cache(
     needed = needed_sonames(request, where) - frozenset(conflicts)
     name = f"loader-cache-{request.vendor}"
     noted = {"cache": _identity(system), "needed": sorted(needed)}
-    if not owed and noted["cache"] and notes.load(name) == noted:
+    if not ldconfig_pending and noted["cache"] and notes.load(name) == noted:
         return Cached()
-    cached = Cached(needed) if owed else _cached(system, needed)
-    if owed or cached.missing:
+    cached = Cached(needed) if ldconfig_pending else _cached(system, needed)
+    if ldconfig_pending or cached.missing:
         # Without -X, ldconfig would change conflicting links to lead to the newest library with that SONAME.
         system.run("ldconfig", *(["-X"] if conflicts else []), timeout=60)
         cached = _cached(system, needed)
-    system.remove(LDCONFIG_OWED)
+    system.remove(LDCONFIG_PENDING)
     if cached == Cached():
         notes.save(name, {"cache": _identity(system), "needed": sorted(needed)})
     return cached

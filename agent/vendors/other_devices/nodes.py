@@ -165,12 +165,12 @@ def missing_sentences(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
     """Return a sentence for each requested switch or path that has no node in `nodes` (kinds by path). Pure."""
-    said = []
+    sentences = []
     for name in wanted:
         found = switch(name)
         if found.kind not in nodes.values():
-            said.append(f'devices "{name}" ({found.advice})')
+            sentences.append(f'devices "{name}" ({found.advice})')
     for path in paths:
         if path not in nodes:
-            said.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))
-    return tuple(said)
+            sentences.append(next((problem for problem in problems if problem.startswith(f"{path}: ")), path))
+    return tuple(sentences)

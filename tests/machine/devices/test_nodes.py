@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agent.machine.context import Context
-from agent.machine.devices.left_open import FAILED_LOOKS, name_left_open
+from agent.machine.devices.left_open import FAILED_SEARCHES, name_left_open
 from agent.machine.devices.nodes import WITHDRAWN
 from agent.machine.notes import OWNED_COPY, Notes
 from agent.machine.run import run
@@ -308,7 +308,7 @@ def test_a_failed_inspection_costs_no_report(machine: Machine, error: Exception)
     run(machine)
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
     assert f"cannot tell which processes have withdrawn nodes open: {error}" in machine.message("DevicesAllowed")
-    assert len(listings(machine)) == FAILED_LOOKS - 1
+    assert len(listings(machine)) == FAILED_SEARCHES - 1
     assert "cannot tell" not in machine.message("DevicesAllowed")
 
 

@@ -168,8 +168,8 @@ def _hook_problems(where: str, hook: dict[str, Any], nodes: Collection[str], gro
         case ["create-symlinks", *flags] if known:
             wrong = [each for each in _pairs(flags) if each[0] != "--link" or not _link_allowed(each[1], nodes, ground)]
         case [str(name), *flags] if known and name in ground.hooks:
-            given = " ".join(map(str, flags))
-            wrong = [] if re.fullmatch(_arguments(name, ground), given) else [(given, "")]
+            joined = " ".join(map(str, flags))
+            wrong = [] if re.fullmatch(_arguments(name, ground), joined) else [(joined, "")]
         case _:
             yield f"{where}: unexpected hook {hook.get('hookName')} {hook.get('path')} {arguments[1:2]}"
             return

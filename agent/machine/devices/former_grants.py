@@ -13,7 +13,7 @@ from agent.model.paths import spec_file
 from agent.system.files import System
 
 
-def note_strays(context: Context) -> tuple[Condition, ...]:
+def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     """Add mounted nodes to the notes of granted nodes, so that they are withdrawn. Return a condition if that failed.
 
     Such nodes exist if the host withdraws a GPU after nspawn has bound its node, but before the first run noted it.
@@ -36,8 +36,8 @@ def note_strays(context: Context) -> tuple[Condition, ...]:
 def _note(context: Context, vendor: str, paths: set[str]) -> None:
     noted = context.notes.load(f"{GRANTED}{vendor}")
     numbers = {path: context.system.device(path) for path in sorted(paths - noted.keys())}
-    strays = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
-    context.notes.save(f"{GRANTED}{vendor}", {**strays, **noted})
+    unknown = {path: [each.major, each.minor] if each else None for path, each in numbers.items()}
+    context.notes.save(f"{GRANTED}{vendor}", {**unknown, **noted})
 
 
 def _bound_nodes(system: System, pattern: str) -> list[str]:
@@ -48,7 +48,7 @@ def _bound_nodes(system: System, pattern: str) -> list[str]:
     return [path for path in paths if system.is_mount(path) and not system.is_directory(path)]
 
 
-def given_up(context: Context) -> list[Request]:
+def withdrawn_requests(context: Context) -> list[Request]:
     """Return empty requests for vendors that the handoff no longer names, so that their devices are withdrawn."""
     named = {request.vendor for request in context.handoff.requests}
     return [
