@@ -83,9 +83,10 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     """
     for machine in facts.machines:
         held = machine.name in planned.held and machine.unit_state not in STOPPED
-        nothing = isinstance(machine.granted, Absent)
-        others = isinstance(machine.granted, Granted) and address not in machine.granted.gpus
-        if held and not nothing and not others:
+        unaffected = isinstance(machine.granted, Absent) or (
+            isinstance(machine.granted, Granted) and address not in machine.granted.gpus
+        )
+        if held and not unaffected:
             raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
     granted = {
         machine.name

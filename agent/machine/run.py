@@ -222,11 +222,11 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
         from agent.machine.cdi.modes import publish_modes
 
         modes_remark = publish_modes(context, vendor, request)
-    # After the specifications are published, so that no new pod gets a node that is withdrawn.
+    # After the specifications are published: new pods must not get a node that is withdrawn.
     removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
     if (removed or withdrawn) and described.status is not Status.TRUE:
-        # The generator lists every GPU that has a node, so it can omit a withdrawn one only now. Or only a note could
-        # not be written.
+        # The generator lists every GPU that has a node, so it can omit a withdrawn one only now. The first attempt may
+        # also have failed because a note could not be written.
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (described,) = with_remark((described,), described.type, modes_remark)
     on_node = _advertised(context, vendor, request, published)
@@ -260,7 +260,7 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # First, because the host binds nodes again that the condition reports as wrong.
+    # First, because the host binds nodes again once the condition reports them as wrong.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported only if there is a node.

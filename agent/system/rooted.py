@@ -125,7 +125,7 @@ class Rooted:
         return self._below_root(os.path.join(self._resolve(os.path.dirname(path)), os.path.basename(path)))
 
     def _resolve(self, path: str) -> str:
-        """Return the path with links resolved as by realpath(3), but below the root, also absolute ones."""
+        """Return the path with links resolved as by realpath(3), but absolute links lead to a path below the root."""
         done, remaining, links = "/", [part for part in path.split("/") if part], 0
         while remaining:
             part = remaining.pop(0)

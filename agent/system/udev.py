@@ -110,7 +110,8 @@ def udev_monitor() -> Monitor:
     monitor = pyudev.Monitor.from_netlink(pyudev.Context(), source="udev")
     for subsystem in SUBSYSTEMS:
         monitor.filter_by(subsystem)
-    # Without CAP_NET_ADMIN, EPERM above net.core.rmem_max. The buffer then overflows sooner; a pass lists all devices.
+    # Without CAP_NET_ADMIN, the kernel refuses more than net.core.rmem_max (EPERM). The buffer then overflows sooner,
+    # which does no harm: a pass lists all devices.
     with contextlib.suppress(OSError):
         monitor.set_receive_buffer_size(BUFFER)
     monitor.start()

@@ -51,7 +51,10 @@ class Candidate:
     text: bytes
     verdict: Verdict
     unpartitioned: tuple[str, ...] = ()
-    """Granted GPUs that no specification can have. The verdict does not count them as missing."""
+    """Granted GPUs that no specification can list, because they have no partition yet (see UNPARTITIONED_FOR).
+
+    The verdict does not count them as missing.
+    """
 
     @property
     def good(self) -> bool:
@@ -203,7 +206,7 @@ def _generate(
 
 
 def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return the published specification. GPUs that no specification can have do not count as missing for some time."""
+    """Return the published specification. For some time, GPUs that it cannot list are not counted as missing."""
     until, gpus = noted.get("until"), noted.get("unpartitioned")
     if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
         return current

@@ -52,7 +52,7 @@ def check_active(context: Context, configured: Condition) -> Condition:
     changed = notes.load(CHANGED)
     unit = show(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
-    # Both times are by CLOCK_MONOTONIC, which a machine shares with its host, and which nobody can set.
+    # Both times are by CLOCK_MONOTONIC, which a machine shares with its host, and which cannot be set.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")

@@ -1,6 +1,7 @@
 """Finds processes that still have a withdrawn node open: a descriptor stays usable without node and permission.
 
-The host half's service may not inspect processes, and after the loss of a GPU no command on the host does so either.
+The host half cannot do this: its service may not inspect processes, and after the loss of a GPU no administrator runs
+a command on the host.
 """
 
 from collections.abc import Mapping

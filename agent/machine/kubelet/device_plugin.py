@@ -1,8 +1,9 @@
 """Checks from the kubelet's files whether it advertises the granted GPUs, without requests to plugin or API server.
 
 The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends its list and
-when a pod gets devices. It does not when it starts, and only five minutes after a plugin has exited, whose devices
-become unhealthy at once. So the sockets are tried as well, and a checkpoint older than the sockets proves nothing.
+when a pod gets devices. It does not write it when it starts. After a plugin has exited, it does so only five minutes
+later, although the plugin's devices become unhealthy at once. So the sockets are tried as well, and a checkpoint older
+than the sockets proves nothing.
 """
 
 import fnmatch
@@ -202,7 +203,8 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # If the plugin knows a GPU and does not advertise it, it considers the GPU unhealthy. A restart would forget that.
+    # A plugin that knows a GPU and does not advertise it considers the GPU unhealthy. After a restart, it would forget
+    # that.
     if known is not None and (missing - known or stale):
         why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")

@@ -16,7 +16,7 @@ TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
-"""Subdirectories of the library directory that have links: in some, libraries load plugins of drivers by path."""
+"""Subdirectories of the library directory that get links too. From some, libraries load drivers' plugins by path."""
 
 FOREIGN = ""
 """Stands for an entry that is not a link, in place of a link's text."""

@@ -1,7 +1,7 @@
 """Generates CDI specifications in nvidia-ctk's other modes: of non-GPU devices, and of all GPUs for managing them.
 
-The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/options.go, management.go). The command
-has to be told each kind; its default is nvidia.com/gpu in all modes.
+The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/options.go, management.go). Each kind is
+passed to the command, whose default is nvidia.com/gpu in all modes.
 """
 
 import json
@@ -28,9 +28,9 @@ ALL = "all"
 
 NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
 """Libraries that nvidia-ctk must not load. It would ask them for the driver's version (New in pkg/nvcdi/lib.go), which
-no mode needs, and which initialises GPUs, or hangs with one. The search path names empty files of these names, which
-cannot be loaded; otherwise the machine's loader cache might supply the libraries (seen by LD_DEBUG=libs with nvidia-ctk
-1.18.0, 1.19.1 and 1.20.0)."""
+no mode needs. Reading it initialises the GPUs, and hangs if one of them does. The search path names empty files of
+these names, which cannot be loaded; otherwise the machine's loader cache might supply the libraries (seen by
+LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)

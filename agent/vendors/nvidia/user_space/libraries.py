@@ -45,7 +45,7 @@ class Found:
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
 
     def for_version(self, version: str) -> dict[str, str]:
-        """Map each name to its best real path: files of that version, and files numbered otherwise that go with it."""
+        """Map each name to its best real path: files of that version, and files of other numbers that belong to it."""
         versions: dict[str, set[str]] = {}
         for name, paths in self.files.items():
             for path in paths:
@@ -62,7 +62,10 @@ class Found:
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
         def distance(path: str) -> int:
-            """Rank directories with both main libraries first: CUDA's compatibility directory may have this version."""
+            """Return a path's rank, of which the lowest is the best.
+
+            Directories with both main libraries come first: CUDA's compatibility packages have only libcuda.
+            """
             directory = os.path.dirname(path)
             both = all(
                 f"{directory}/{stem}.so.{version}" in self.files.get(f"{stem}.so.{version}", ()) for stem in MAIN
@@ -185,7 +188,7 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
 
 
 def libraries(system: System, found: Found, version: str) -> list[Library]:
-    """Return the version's files for a driver root, files numbered otherwise that go with it, and links to both."""
+    """Return the version's files for a driver root, files of other numbers that belong to it, and links to both."""
     by_target: dict[str, Library] = {}
     chosen = found.for_version(version)
     for name, real in sorted(chosen.items()):
