@@ -250,7 +250,7 @@ def _reserved(host: Host) -> None:
 
 @pytest.mark.parametrize("take", [_vfio, _reserved])
 def test_a_gpu_with_another_driver_is_left_to_that_driver(host: Host, take: Callable[[Host], None]) -> None:
-    """Also a GPU that is only reserved for another driver, and has none at the moment."""
+    """This includes a GPU that is only reserved for another driver, and has none at the moment."""
     take(host)
     messages = load(host)
     assert f"GPU {GPU} is left to its driver vfio-pci" in messages

@@ -247,7 +247,7 @@ def test_sources_that_are_refused(source: str) -> None:
     ["/usr", "/usr/bin/nvidia-smi", "/usr/lib", "/opt", "/opt/unbounded-agent/bin", "/etc/ssh", "/etc/cron.d", "/boot"],
 )
 def test_sources_that_give_root_rights_are_never_mounted(source: str) -> None:
-    """Not even read-only: root in the machine can remount it."""
+    """A read-only mount is refused too: root in the machine can remount it."""
     with pytest.raises(ValidationError, match="contains files that control the host"):
         config(DATA | {"source": source})
 

@@ -71,7 +71,7 @@ def test_a_full_disk_does_not_prevent_a_start(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("full", [True, False])
 def test_an_older_configuration_never_restores_what_a_newer_one_removed(tmp_path: Path, full: bool) -> None:
-    """Even if the newer one could not be saved: then a machine starts without either."""
+    """If the newer one could not be saved, a machine starts without either."""
     load_or_last_good(host(tmp_path, RIGHT))
     narrower = RIGHT.replace(b'devices = ["kvm"]\n', b"")
     system = host(tmp_path, narrower)

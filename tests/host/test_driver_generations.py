@@ -181,7 +181,7 @@ def test_reinstalled_files_are_compared_once(tmp_path: Path, content: str) -> No
 
 
 def test_another_content_of_the_same_size_is_another_driver(host: Host) -> None:
-    """For example, a file was damaged, and its package installed again."""
+    """This happens when a file was damaged and its package is installed again."""
     start_machine(host)
     reinstall(host, 1_800_000_000)
     repair(host)

@@ -106,7 +106,7 @@ def test_an_error_in_the_steps_for_one_machine() -> None:
 
 
 def test_an_error_in_the_steps_still_forbids_what_was_withdrawn(gpu_host: Host) -> None:
-    """At once: the machine is not informed, and another machine may have the GPU now. It gets nothing more."""
+    """The machine is not informed, and another machine may have the GPU now. The first one gets nothing more."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     seen, wanted, _ = agent.preview()
@@ -192,7 +192,7 @@ def test_an_error_in_one_machines_report(gpu_host: Host) -> None:
 
 
 def test_no_report_prevents_the_withdrawal_of_a_permission(gpu_host: Host) -> None:
-    """Not even a report that causes an error: it counts as broken."""
+    """A report that causes an error counts as broken."""
     running(gpu_host)
     agent = reconciler(gpu_host, gpus=["0000:01:00.0"])
     seen, wanted, _ = agent.preview()

@@ -88,7 +88,7 @@ def test_libraries_removed_under_a_running_machine_are_reported_and_stay_in_its_
 
 
 def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: Host) -> None:
-    """For example, while its firmware restarts: nothing is withdrawn from the machine, and nobody has to act."""
+    """While its firmware restarts, nothing is withdrawn from the machine, and nobody has to act."""
     running(gpu_host)
     agent = reconciler(gpu_host)
     path = f"/proc/driver/nvidia/gpus/{SECOND}/information"

@@ -414,7 +414,7 @@ GIBIBYTE = 1 << 30
 def test_a_generator_that_succeeds_and_writes_nonsense_keeps_the_spec(
     machine: Machine, written: bytes, size: int
 ) -> None:
-    """Even a gibibyte, which is not read, and even if it reports success."""
+    """The specification stays even if the output is a gibibyte, which is not read."""
     started(machine)
     good = machine.read(SPEC)
 
@@ -456,7 +456,7 @@ def test_deep_nesting_does_not_crash(machine: Machine, depth: int) -> None:
 
 @pytest.mark.parametrize("error", [TypeError("unhashable type: 'list'"), ValueError("too many digits\n\0")])
 def test_a_defect_costs_only_its_step(machine: Machine, error: Exception) -> None:
-    """Also a defect in a step that runs in parallel: the report has the error's type."""
+    """This includes a step that runs in parallel: the report has the error's type."""
 
     def fail(_: object) -> Completed:
         raise error

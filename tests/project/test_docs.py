@@ -1,7 +1,10 @@
 """The documentation is complete: every reason, links that work, a short README."""
 
+import ast
+import io
 import re
 import subprocess
+import tokenize
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,8 @@ UNUSUAL = re.compile(
     r"mends?|nobody can|outrank(s|ing)?|plug-ins?|refused are|renew|so that no|spoiled|tells? how|told of|upon)\b"
 )
 """Words that readers stumbled over; there is a plainer one for each (again, no longer, missing, plugin ...)."""
+TOLD = re.compile(r"\b(looked at|take[ns]? back|told|upon|VM host|kernel's log)\b")
+"""Further such words in docstrings and comments: observed, withdrawn, reported, on, the host, the kernel log."""
 LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,3 +118,18 @@ def test_code_is_in_plain_words() -> None:
     plain = {path: re.sub(r"\s+(# )?|_", " ", text) for path, text in sources.items()}
     assert {str(path): found[0] for path, text in plain.items() if (found := UNUSUAL.search(text))} == {}
     assert len(sources) > 100
+
+
+def prose(source: str) -> str:
+    """Return the docstrings and comments of a module."""
+    nodes = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    docstrings = [str(node.value) for node in nodes if isinstance(node, ast.Constant)]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join([*docstrings, *(token.string for token in tokens if token.type == tokenize.COMMENT)])
+
+
+@pytest.mark.parametrize("directory", ["integration", "tests"])
+def test_docstrings_and_comments_have_no_unusual_words(directory: str) -> None:
+    texts = {path: prose(path.read_text()) for path in (REPOSITORY / directory).rglob("*.py")}
+    assert {path: found for path, text in texts.items() if (found := UNUSUAL.findall(text) + TOLD.findall(text))} == {}
+    assert sum(map(len, texts.values())) > 20_000, "nothing was read"

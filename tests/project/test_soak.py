@@ -10,7 +10,7 @@ def test_new_entries_are_named_and_removed_ones_are_not_growth() -> None:
 
 
 def test_the_same_name_twice_is_growth_too() -> None:
-    """For example, a mount is on top of another."""
+    """A mount on top of another has the same name."""
     assert growth({"mounts": ["/a"]}, {"mounts": ["/a", "/a", "/a"]}) == {"mounts": 2}
 
 

@@ -187,7 +187,7 @@ def test_mappings_of_any_length_are_read(host: Host, tree: Path) -> None:
 
 
 def test_another_threads_descriptors_and_memory_count(host: Host, tree: Path) -> None:
-    """After unshare(CLONE_FILES), and after the first thread has exited: then it has no descriptors and no memory."""
+    """A thread can unshare(CLONE_FILES), and an exited first thread has no descriptors and no memory."""
     process(tree, 10, opened=("/dev/nvidia1",))
     thread(tree, 10, 1010, opened=("/dev/nvidia0",))
     maps = process(tree, 11, mapped="/dev/nvidia0") / "task/11/maps"

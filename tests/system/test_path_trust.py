@@ -85,7 +85,7 @@ def test_links_in_the_path_are_followed(tree: Host) -> None:
 
 
 def test_a_sticky_directory_protects_roots_directories(tree: Host) -> None:
-    """For example, /nix/store, whose group is nixbld. What somebody puts there belongs to them."""
+    """An example is /nix/store, whose group is nixbld. What somebody puts there belongs to them."""
     tree.owners["/srv"] = (0o1775, 0)
     assert untrusted_component(tree, "/srv/driver/lib/libcuda.so") == ""
     tree.owners["/srv/driver"] = (0o755, USER)

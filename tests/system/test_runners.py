@@ -126,7 +126,7 @@ def test_a_program_has_no_terminal_of_ours(half: str) -> None:
 
 
 def test_no_thread_is_available_for_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For example, the unit's TasksMax= is reached: the host half's commands need threads after the program's start."""
+    """When TasksMax= is reached, the threads that the host half's commands need cannot start."""
     host_runner(("true",), 20)
     start = threading.Thread.start
 

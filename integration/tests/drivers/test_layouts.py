@@ -208,7 +208,7 @@ def test_two_drivers_side_by_side_in_debian(copy: Path) -> None:
 
 
 def test_two_drivers_in_the_loader_cache(copy: Path) -> None:
-    """As after the runfile: the loader prefers another version in /usr/local/lib, but the module decides."""
+    """After the runfile, the loader prefers another version in /usr/local/lib, but the module decides."""
     packages = crowded_root()
     current, older = current_version(packages), older_version(packages)
     tree = Tree(linked(packages, copy))

@@ -41,7 +41,7 @@ def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 120) -> None
 
 
 def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) -> None:
-    """In the service's sandbox, with Debian's kernel.dmesg_restrict."""
+    """The test runs in the service's sandbox, with Debian's kernel.dmesg_restrict."""
     assert ready.run("sysctl", "--values", "kernel.dmesg_restrict").stdout.strip() == "1"
     for prefix in ("", "<0>", "<3>"):
         spoofed = f"{prefix}NVRM: Xid (PCI:{FIRST.removesuffix('.0')}): {DOUBLE_BIT_ECC}, pid=1, name=x"

@@ -21,7 +21,7 @@ def doctor(bed: Bed) -> str:
 
 
 def test_a_host_without_gpus_is_skipped_and_reported(installed: Bed) -> None:
-    """Exit code 0, and no file is written."""
+    """The exit code is 0, and no file is written."""
     remove = 'for gpu in /sys/bus/pci/devices/*; do [ "$(cat $gpu/vendor)" = 0x10de ] && echo 1 > $gpu/remove; done'
     installed.run(
         "sh", "-c", f"modprobe -r nvidia_drm nvidia_modeset nvidia_uvm nvidia; rm -rf /dev/nvidia*; {remove}; true"

@@ -60,7 +60,7 @@ subprocess.run(["udevadm", "trigger", "--action=change", "--subsystem-match=tty"
 
 
 def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
-    """In the service's sandbox, with real udev, inotify and mounts. Only the source that changed causes a pass."""
+    """Only the source that changed causes a pass, in the service's sandbox with real udev, inotify and mounts."""
     ready.wait_served()
     for source, change in CHANGES:
         before = wakeups(ready)

@@ -78,7 +78,7 @@ def test_a_machine_with_the_hosts_network_sees_the_driver(ready: Bed) -> None:
 
 
 def test_a_machine_with_its_own_network_sees_the_driver(installed: Bed) -> None:
-    """With default settings too: systemd-nspawn then shows the machine a /sys with only a few directories."""
+    """With default settings, systemd-nspawn shows the machine a /sys with only a few directories."""
     installed.guest.write("/etc/unbounded-agent/config.toml", PRIVATE)
     installed.agent("apply")
     conditions = installed.conditions()

@@ -37,7 +37,7 @@ def wait_for_a_pass(bed: Bed, after: float, seconds: float = 120) -> None:
 
 
 def test_all_conditions_are_true(ready: Bed) -> None:
-    """Except those that need a kubelet or a persistence daemon, each with that reason."""
+    """Conditions that need a kubelet or a persistence daemon are not true, and give that as the reason."""
     conditions = ready.wait_ready()
     others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
     assert others == {"GPUsAdvertised": "NoKubelet", "PersistenceMode": "DaemonNotRunning"}

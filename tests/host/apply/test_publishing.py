@@ -80,7 +80,7 @@ def test_a_new_driver_root_is_mounted_before_it_is_handed_out(host: Host) -> Non
 
 
 def test_driver_roots_cannot_be_made_writable(host: Host) -> None:
-    """Without an upper layer, the kernel refuses to make it writable; also the parent, which has the mount points."""
+    """Without an upper layer, the kernel keeps the driver root and its parent, with the mount points, read-only."""
     reconciler(host).reconcile()
     text = {unit: host.read_text(f"{UNITS}/{unit}") for unit in (PARENT, ROOT)}
     assert f"Options=ro,nosuid,nodev,nofail,lowerdir={MOUNT_POINTS}:{NOTHING}\n" in text[PARENT]

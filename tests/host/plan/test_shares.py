@@ -202,7 +202,10 @@ def problems(settings: Config, seen: Facts) -> tuple[str, ...]:
     [([address(1), address(2), address(3)], [3]), ("all", [0, 3]), ("count=3", [0, 3])],
 )
 def test_nobody_gets_what_a_faulted_machine_has(wanted: str | list[str], given_then: list[int]) -> None:
-    """Not even a machine that is planned first: `z` was granted GPU 1, still has GPU 2, and was to have one more."""
+    """This holds even for a machine that is planned first.
+
+    `z` was granted GPU 1, still has GPU 2, and was to have one more.
+    """
     settings, seen = config(a=wanted, z="count=1"), faulted(1)
     assert plan(settings, seen).faults.keys() == {"z"}
     assert gpus_by_machine(settings, seen) == {"a": given_then}

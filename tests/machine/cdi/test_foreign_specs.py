@@ -60,7 +60,7 @@ def test_an_outranking_spec_whose_name_is_its_suffix(machine: Machine, name: str
 
 
 def test_an_outranking_spec_of_another_writer(machine: Machine) -> None:
-    """No advice about units that have nothing to do with it."""
+    """The message gives no advice about units that do not write that specification."""
     machine.put("/var/run/cdi/site.json", json.dumps(recorded_spec()))
     status, reason, message = condition(machine)
     assert (status, reason) == ("False", "Shadowed")
@@ -217,7 +217,7 @@ def test_a_failed_tool_runs_again(machine: Machine) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_enabled_refresh_units_are_named(machine: Machine, masked: bool) -> None:
-    """Before they write anything; the image masks them."""
+    """They are named before they write anything; the image masks them."""
     for unit in ("nvidia-cdi-refresh.path", "nvidia-cdi-refresh.service"):
         machine.link(f"/etc/systemd/system/multi-user.target.wants/{unit}", f"/etc/systemd/system/{unit}")
         if masked:

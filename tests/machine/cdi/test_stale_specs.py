@@ -31,7 +31,7 @@ def own(machine: Machine, path: str) -> None:
 
 @pytest.mark.parametrize("requests", [(), (EMPTY,), (Request("other", (), ()),)])
 def test_the_spec_of_a_vendor_without_a_grant(machine: Machine, requests: tuple[Request, ...]) -> None:
-    """Also if the handoff does not name the vendor, as an older host half's."""
+    """It is removed even if the handoff, like an older host half's, does not name the vendor."""
     machine.hand(*requests)
     run(machine)
     assert not machine.exists(SPEC)

@@ -133,7 +133,7 @@ def test_containerd_2_gets_only_our_settings(main: str, cri: str) -> None:
 @pytest.mark.parametrize("version", [V17, V21])
 @pytest.mark.parametrize("main", [NAMED, "version = 2\n" + OTHER_DEFAULT], ids=["of that name", "of the default"])
 def test_the_handler_keeps_settings(main: str, version: tuple[int, ...]) -> None:
-    """From the handler of that name or the default runtime: without these settings pods leave the kubelet's cgroups."""
+    """Without the settings of this handler or the default runtime, pods leave the kubelet's cgroups."""
     assert drop_in(main, version)["plugins"][CRI_2]["containerd"]["runtimes"]["nvidia"] == {
         "runtime_type": "io.containerd.runc.v2",
         "base_runtime_spec": "/etc/cri-base.json",
@@ -728,7 +728,7 @@ def test_a_missing_program_is_named(machine: Machine, missing: str) -> None:
 
 
 def test_the_runtime_config_keeps_the_packages_settings(machine: Machine) -> None:
-    """Only the settings that make `runtimeClassName: nvidia` use the published specification."""
+    """The agent writes only the settings that make `runtimeClassName: nvidia` use the published specification."""
     path = "/etc/nvidia-container-runtime/config.toml"
     machine.put(
         path,

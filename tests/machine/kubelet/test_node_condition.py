@@ -114,7 +114,7 @@ def test_a_document_of_unknown_format(node: Node, text: bytes) -> None:
 
 
 def test_the_condition_is_withdrawn_when_no_longer_configured(node: Node) -> None:
-    """Even after a boot of the machine, which clears the notes. Then nothing more is sent to the API server."""
+    """It is withdrawn even after a boot of the machine, which clears the notes. Then nothing more is sent."""
     run(node, NOW)
     node.drop(HOST_STATUS)
     node.drop("/run/unbounded-agent/state/node-condition.json")

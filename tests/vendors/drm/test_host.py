@@ -257,7 +257,7 @@ def test_a_gpu_without_a_driver_is_reported_with_advice(cards: Cards) -> None:
 
 
 def test_a_gpu_that_needs_no_driver_is_awaited_only_by_its_machine(cards: Cards) -> None:
-    """For example, a processor's GPU on a host without a module for it."""
+    """An example is a processor's GPU on a host without a module for it."""
     cards.card(IGPU, AMD, "")
     cards.card(FLEX, INTEL, "xe", number=0)
     vendors = cards.look()
@@ -319,7 +319,7 @@ def test_a_detached_gpu_is_granted_to_nobody(cards: Cards) -> None:
 
 
 def test_a_host_with_intel_alone_becomes_ready(cards: Cards) -> None:
-    """No driver root, no libraries, no other vendor's driver: nothing that is not needed is required."""
+    """The host needs no driver root, no libraries and no other vendor's driver."""
     cards.card(IGPU, INTEL, "i915", number=0)
     config = Config.model_validate({"machines": {"node": {"require_gpus": True}}})
     facts = facts_of(cards.look())

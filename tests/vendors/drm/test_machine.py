@@ -209,7 +209,7 @@ def test_a_running_containerd_whose_program_was_replaced_counts(machine: Machine
     ("before", "after"), [("v1.7.24", "v1.7.12"), ("v1.7.12", "v1.7.13"), ("v1.7.12", "devel"), ("v1.7.12", "v1.7.12")]
 )
 def test_both_the_running_containerd_and_its_successor_are_served(machine: Machine, before: str, after: str) -> None:
-    """Even if the new one accepts less, and even if that is somebody's own build."""
+    """The new one may accept less, and may be somebody's own build."""
     settled(machine)
     replace_containerd(machine, before, after)
     run(machine)
@@ -249,7 +249,7 @@ def test_containerds_version_is_read_once(machine: Machine) -> None:
 
 @pytest.mark.parametrize("what", ["own build", "none", "dangling link"])
 def test_a_containerd_of_unknown_version_counts_as_new(machine: Machine, what: str) -> None:
-    """Also if it is missing, as with another runtime."""
+    """A missing containerd counts too: the machine may have another runtime."""
     if what == "own build":
         machine.program("containerd", "containerd somewhere (devel)\n")
     else:

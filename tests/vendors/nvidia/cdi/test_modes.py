@@ -482,7 +482,7 @@ def test_time_is_left_to_report(machine: Machine, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_mode_is_made_again_only_for_its_own_inputs(machine: Machine) -> None:
-    """Not for each GPU that is added or removed: NVML may hang meanwhile."""
+    """A removed GPU causes only specifications that name GPUs to be made again: NVML may hang meanwhile."""
     run(machine)
     generations(machine)
     machine.hand(replace(WANTED, environment=(Variable("A", "B"),)), OTHERS)

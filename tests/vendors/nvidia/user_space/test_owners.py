@@ -193,7 +193,7 @@ def test_an_entry_of_a_driver_containers_loader_cache(host: Host) -> None:
 
 
 def test_only_files_that_everybody_may_read_are_copied(user_place: Host) -> None:
-    """Even if the administrator named the place, and so answers for its owners."""
+    """This holds even if the administrator named the place, and so answers for its owners."""
     user_place.file(f"{USERS}/share/glvnd/egl_vendor.d/10_nvidia.json", "{}")
     user_place.owners[f"{USERS}/lib64/libGLX_nvidia.so.{VERSION}"] = (0o600, 1000)
     settings = {"library_directories": [f"{USERS}/lib64"], "data_directories": [f"{USERS}/share"]}

@@ -250,7 +250,7 @@ def test_a_place_after_an_unseen_one_is_not_used_instead(host: Host) -> None:
 
 
 def test_a_place_that_hangs_does_not_delay_the_others(host: Host) -> None:
-    """For example, on a network file system: the place is unseen, and is not waited for again while it hangs."""
+    """The place, such as a network file system, is unseen, and is not waited for again while it hangs."""
     put(host, "/usr/lib/x86_64-linux-gnu")
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
     (place,) = (each for each in PLACES if each.name == "/opt/nvidia")
@@ -280,7 +280,7 @@ def test_no_driver_anywhere(host: Host) -> None:
 
 @pytest.mark.scenario("001")
 def test_configured_directories(host: Host) -> None:
-    """In their order, with programs and configuration next to them; the loader cache is not used."""
+    """They are used in their order, with programs and configuration next to them, and without the loader cache."""
     put(host, "/srv/driver/libs")
     put(host, "/usr/lib/x86_64-linux-gnu", OLDER)
     host.loader_cache(cache_of(*(f"/usr/lib/x86_64-linux-gnu/{name}.so.1" for name in MAIN)))
