@@ -93,7 +93,7 @@ def upgrade(host: Host, old: str = VERSION, new: str = NEWER) -> None:
                 path.rename(path.with_name(path.name.replace(old, new)))
     host.loader_cache((HOSTS / RECORDED / "ldconfig.txt").read_text().replace(VERSION, new))
     # A new inode, as after ldconfig.
-    host.write(CACHE, b"written anew")
+    host.write(CACHE, b"written again")
 
 
 def start_machine(host: Host) -> None:
@@ -126,7 +126,7 @@ def reinstall(host: Host, time: int) -> None:
                 path.write_bytes(content)
                 path.chmod(mode)
                 os.utime(path, (time, time))
-    host.write(CACHE, b"written anew")
+    host.write(CACHE, b"written again")
 
 
 def repair(host: Host) -> None:
