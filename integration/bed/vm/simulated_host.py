@@ -10,6 +10,7 @@ from integration.bed.cache import step
 from integration.bed.lifetime import Lifetime
 from integration.bed.process import run
 from integration.bed.run_directory import run_directory
+from integration.bed.vm.emulator import qemu_img
 from integration.bed.vm.guest import Guest, GuestError
 from integration.bed.vm.host_image import host_image
 from integration.bed.vm.kernel_modules import boot_files
@@ -106,7 +107,7 @@ class SimulatedHost(Lifetime):
         self.qemu.execute("stop")
 
     def restore(self, name: str) -> None:
-        """Return to a snapshot of this host. Starts a new QEMU if GPUs were plugged or unplugged since."""
+        """Return to a snapshot of this host, also to its time. Starts a new QEMU if the set of plugged GPUs differs."""
         ports = self._snapshots[name]
         self.guest.close()
         if ports == self.qemu.plugged:
@@ -117,7 +118,6 @@ class SimulatedHost(Lifetime):
             self.qemu = self._start(ports, snapshot=name)
             self.guest = Guest(self.qemu)
         self.guest.wait(60)
-        self.guest.set_clock()
 
     def _boot_id(self) -> bytes:
         return self.guest.read("/proc/sys/kernel/random/boot_id")
@@ -140,5 +140,5 @@ class SimulatedHost(Lifetime):
                 raise
         with image.open("rb") as file:
             kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
-        run(["qemu-img", "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
+        run([*qemu_img(), "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
         return overlay
