@@ -5,20 +5,23 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import pytest
 
+from agent.model.paths import CONDITIONS
 from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.cluster.cluster import Cluster
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import MACHINE, Node
+from integration.bed.measure import pages
 from integration.bed.measure.evidence import evidence
 from integration.bed.measure.restarts import restarted, starts
 from integration.bed.measure.tested_with import MEASURED
 from integration.bed.measure.versions import host_versions
-from integration.bed.vm.guest import Completed, Guest
+from integration.bed.vm.guest import Completed, Guest, GuestError
 from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import install
 from integration.bed.vm.simulated_host import SimulatedHost
@@ -66,13 +69,25 @@ class Bed:
         found = json.loads(self.agent("status", "--json").stdout)
         return {each["type"]: each for each in found[MACHINE]}
 
+    def last_conditions(self) -> dict[str, dict[str, Any]]:
+        """Return the conditions by type as the last pass kept them; without any, an unknown Ready.
+
+        Reading the file costs nothing. To run `status` again and again takes a processor from what is waited for.
+        """
+        try:
+            found = json.loads(self.guest.read(CONDITIONS)).get(MACHINE, [])
+        except GuestError:
+            found = []
+        return {each["type"]: each for each in found} or {"Ready": {"status": "Unknown"}}
+
     def wait_ready(self, seconds: float = 400) -> dict[str, dict[str, Any]]:
         """Wait until Ready is True, and return all conditions; fail with them otherwise."""
         deadline = time.monotonic() + seconds
         while True:
-            conditions = self.conditions()
-            if conditions["Ready"]["status"] == "True":
-                return conditions
+            if self.last_conditions()["Ready"]["status"] == "True":
+                conditions = self.conditions()
+                if conditions["Ready"]["status"] == "True":
+                    return conditions
             if time.monotonic() > deadline:
                 # Only our units: the guest agent logs each query of a command's status.
                 units = ("--unit=unbounded-agent*", "--unit=systemd-nspawn@*")
@@ -80,12 +95,16 @@ class Bed:
                 pytest.fail(f"not ready after {seconds} s: {self.agent('status').stdout}\n{journal}")
             time.sleep(1)
 
+    def page(self, path: str) -> str:
+        """Return a page of the service, whatever its status."""
+        answer = pages.get(self.guest, path)
+        assert answer.status, f"the service does not serve {path}"
+        return answer.body
+
     def wait_served(self, seconds: float = 150) -> None:
         """Wait until the service itself reports the machine ready; it makes passes at its own pace."""
-        page = f"http://127.0.0.1:9788/readyz/machines/{MACHINE}"
-        fetch = ("python3", "-c", "import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=10)", page)
         deadline = time.monotonic() + seconds
-        while self.run(*fetch, check=False).status != 0:
+        while pages.get(self.guest, f"/readyz/machines/{MACHINE}").status != HTTPStatus.OK:
             assert time.monotonic() < deadline, self.run("journalctl", "-u", "unbounded-agent", "-n", "40").stdout
             time.sleep(1)
 
@@ -176,10 +195,7 @@ def installed(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]
 def ready(simulated_host: SimulatedHost, record_host: None) -> Iterator[Bed]:
     """A host whose machine is ready and whose service runs."""
     simulated_host.restore(READY)
-    bed = Bed(simulated_host)
-    # The clock has jumped to the present, so the last report is outdated.
-    bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
-    yield bed
+    yield Bed(simulated_host)
     simulated_host.pause()
 
 
@@ -190,6 +206,8 @@ def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
     Its tests run without a restored snapshot in between: the API server outside the guest could not go back with it.
     """
     simulated_host.restore(READY)
+    # For the certificates. The last report is outdated then.
+    simulated_host.guest.set_clock()
     Bed(simulated_host).node.run("systemctl", "start", "unbounded-agent-gpu.service")
     with Cluster(simulated_host) as cluster:
         cluster.apply("runtime-class")

@@ -68,7 +68,7 @@ class Node:
 
     def spec(self) -> dict[str, Any]:
         """Return the published CDI specification."""
-        found: dict[str, Any] = json.loads(self.run("cat", "/etc/cdi/nvidia.yaml").stdout)
+        found: dict[str, Any] = json.loads(self._guest.read(f"/var/lib/machines/{self.machine}/etc/cdi/nvidia.yaml"))
         return found
 
 

@@ -113,7 +113,7 @@ class Guest:
         return content
 
     def set_clock(self) -> None:
-        """Set the guest's clock to this machine's time: after a restore it shows the time of the snapshot."""
+        """Set the guest's clock to this machine's time: a restored guest has the time of its snapshot."""
         self.run(["date", "--utc", "--set", f"@{time.time():.3f}"])
 
     def _synchronize(self, timeout: float) -> JSONSocket:

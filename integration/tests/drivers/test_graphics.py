@@ -70,7 +70,6 @@ def host(simulated_host: SimulatedHost, host_parts: dict[str, str]) -> Iterator[
     """A ready host whose node has the image. These tests run without a restored snapshot in between."""
     simulated_host.restore(READY)
     bed = Bed(simulated_host)
-    bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
     with step("import the graphics image"):
         send_files(bed.guest, {ARCHIVE: graphics_image()}, f"/var/lib/machines/{MACHINE}")
         bed.node.run("ctr", "--namespace", "k8s.io", "images", "import", f"/{ARCHIVE}", timeout=400)

@@ -59,7 +59,7 @@ def in_pods(spec: dict[str, Any]) -> set[str]:
 def wait_found(bed: Bed, place: str, seconds: float = 200) -> str:
     """Wait until the driver is found in that place, and return the condition's message."""
     deadline = time.monotonic() + seconds
-    while f"({place})" not in (message := bed.conditions()["LibrariesPresent"]["message"]):
+    while f"({place})" not in (message := bed.last_conditions()["LibrariesPresent"]["message"]):
         assert time.monotonic() < deadline, message
         time.sleep(1)
     return str(message)

@@ -13,7 +13,6 @@ from integration.bed.measure.restarts import CONTAINERD
 from integration.bed.measure.watching import uptime
 from integration.conftest import Bed
 from integration.tests.kubernetes.test_pods import expect_gpus, probe
-from integration.tests.node.test_live import FETCH
 
 pytestmark = pytest.mark.scenario("002")
 
@@ -47,8 +46,7 @@ Measured = Callable[[str, object], None]
 
 def repairs(bed: Bed) -> dict[str, int]:
     """Return the number of repairs by what was repaired, from the host's metrics."""
-    page = bed.run("python3", "-c", FETCH).stdout
-    return {what: int(float(count)) for what, count in COUNTED.findall(page)}
+    return {what: int(float(count)) for what, count in COUNTED.findall(bed.page("/metrics"))}
 
 
 def wait_for_repairs(bed: Bed, wanted: dict[str, int], seconds: float = 180) -> None:

@@ -77,7 +77,7 @@ def wait_named(bed: Bed, pod: str, seconds: float = 120) -> str:
     """Wait until the machine half names the pod as outdated; return the condition's message."""
     deadline = time.monotonic() + seconds
     while True:
-        message: str = bed.conditions()["CDISpecCurrent"]["message"]
+        message: str = bed.last_conditions()["CDISpecCurrent"]["message"]
         if pod in message.partition("PodsOutdated")[2]:
             return message
         assert time.monotonic() < deadline, message

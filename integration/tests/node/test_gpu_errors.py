@@ -11,19 +11,14 @@ from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
 
-FETCH = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=10).read().decode())"
 FIRST, SECOND, THIRD = "0000:01:00.0", "0000:02:00.0", "0000:03:00.0"
 OFF_THE_BUS, PAGE_FAULT, DOUBLE_BIT_ECC = 79, 31, 48
-
-
-def page(bed: Bed, path: str) -> str:
-    return bed.run("python3", "-c", FETCH, f"http://127.0.0.1:9788{path}").stdout
 
 
 def counted(bed: Bed) -> dict[tuple[str, int], float]:
     """Return the number of errors by PCI address and Xid."""
     series = r'^unbounded_agent_gpu_xid_errors_total\{gpu="([^"]+)",xid="(\d+)"\} (\S+)$'
-    found = re.findall(series, page(bed, "/metrics"), re.MULTILINE)
+    found = re.findall(series, bed.page("/metrics"), re.MULTILINE)
     return {(gpu, int(xid)): float(value) for gpu, xid, value in found}
 
 
@@ -36,7 +31,7 @@ def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 120) -> None
     bed.run("systemctl", "reload", "unbounded-agent.service")
     deadline = time.monotonic() + seconds
     while not done():
-        assert time.monotonic() < deadline, bed.agent("status").stdout + page(bed, "/readyz?verbose")
+        assert time.monotonic() < deadline, bed.agent("status").stdout + bed.page("/readyz?verbose")
         time.sleep(1)
 
 
@@ -50,21 +45,21 @@ def test_an_xid_of_the_driver_counts_and_one_of_user_space_does_not(ready: Bed) 
     raise_xid(ready, 0, PAGE_FAULT)
     pass_until(ready, lambda: bool(counted(ready)))
     assert counted(ready) == {(FIRST, PAGE_FAULT): 1}
-    assert f"[+]gpu {FIRST} Xid {PAGE_FAULT}: " in page(ready, "/readyz?verbose")
+    assert f"[+]gpu {FIRST} Xid {PAGE_FAULT}: " in ready.page("/readyz?verbose")
     assert ready.wait_ready()["DevicesPresent"]["reason"] == "Present", "an application's fault is not the GPU's"
     raise_xid(ready, 1, OFF_THE_BUS)
-    pass_until(ready, lambda: ready.conditions()["Ready"]["status"] == "False")
+    pass_until(ready, lambda: ready.last_conditions()["Ready"]["status"] == "False")
     lost = ready.conditions()["DevicesPresent"]
     assert lost["reason"] == "GPUFallenOffBus"
     assert SECOND in lost["message"]
     # As if a GPU had been repaired: the kernel binds its driver again.
     for step in ("unbind", "bind"):
         ready.run("sh", "-c", f"echo {SECOND} >/sys/bus/pci/drivers/nvidia/{step}")
-    pass_until(ready, lambda: ready.conditions()["DevicesPresent"]["status"] == "True")
+    pass_until(ready, lambda: ready.last_conditions()["DevicesPresent"]["status"] == "True")
     # Nothing listens while the service is down, so it reads earlier messages when it starts.
     ready.run("systemctl", "stop", AGENT)
     raise_xid(ready, 2, OFF_THE_BUS)
     ready.run("systemctl", "start", AGENT, timeout=240)
-    pass_until(ready, lambda: ready.conditions()["DevicesPresent"]["reason"] == "GPUFallenOffBus")
+    pass_until(ready, lambda: ready.last_conditions()["DevicesPresent"]["reason"] == "GPUFallenOffBus")
     assert counted(ready)[THIRD, OFF_THE_BUS] == 1
     assert THIRD in ready.conditions()["DevicesPresent"]["message"]

@@ -41,7 +41,7 @@ def wait_for_gpus(bed: Bed, count: int, seconds: float = 150) -> None:
     while True:
         listed = bed.node.run("nvidia-ctk", "cdi", "list", check=False).stdout
         uuids = {line.rpartition("=")[2] for line in listed.splitlines() if "=GPU-" in line}
-        if len(uuids) == count and bed.conditions()["Ready"]["status"] == "True":
+        if len(uuids) == count and bed.last_conditions()["Ready"]["status"] == "True":
             return
         assert time.monotonic() < deadline, f"{listed}\n{bed.agent('status').stdout}\n{journal(bed)}"
         time.sleep(1)

@@ -11,17 +11,12 @@ from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
 
-FETCH = """
-import urllib.request
-print(urllib.request.urlopen("http://127.0.0.1:9788/metrics", timeout=10).read().decode())
-"""
 COUNTED = re.compile(r'^unbounded_agent_wakeups_total\{source="(?P<source>[^"]+)"\} (?P<count>\S+)$', re.MULTILINE)
 
 
 def wakeups(bed: Bed) -> dict[str, int]:
     """Return the number of passes that events caused, by source."""
-    page = bed.run("python3", "-c", FETCH).stdout
-    return {each["source"]: int(float(each["count"])) for each in COUNTED.finditer(page)}
+    return {each["source"]: int(float(each["count"])) for each in COUNTED.finditer(bed.page("/metrics"))}
 
 
 def wait_for_wakeup(bed: Bed, source: str, after: int, seconds: float = 90) -> dict[str, int]:

@@ -50,7 +50,7 @@ def message(bed: Bed, kind: str) -> str:
 
 
 def is_ready(bed: Bed) -> bool:
-    return bool(bed.conditions()["Ready"]["status"] == "True")
+    return bool(bed.last_conditions()["Ready"]["status"] == "True")
 
 
 def opened(output: str) -> set[str]:

@@ -2,9 +2,11 @@
 
 import json
 import time
+from http import HTTPStatus
 
 import pytest
 
+from integration.bed.measure import pages
 from integration.conftest import Bed
 
 pytestmark = pytest.mark.scenario("002")
@@ -17,13 +19,9 @@ scrape_configs:
 """
 
 
-FETCH = "import urllib.request, sys; page = urllib.request.urlopen(sys.argv[1], timeout=10); "
-
-
 def passes(bed: Bed) -> float:
     """Return how many passes the service has made, whatever their result, from its metrics page."""
-    script = FETCH + "print(page.read().decode())"
-    text = bed.run("python3", "-c", script, "http://127.0.0.1:9788/metrics").stdout
+    text = bed.page("/metrics")
     counters = [line for line in text.splitlines() if line.startswith("unbounded_agent_reconcile_total{")]
     assert counters, text
     return sum(float(line.rsplit(" ", 1)[1]) for line in counters)
@@ -60,9 +58,8 @@ def test_prometheus_scrapes_it(ready: Bed) -> None:
 
 def test_health_pages(ready: Bed) -> None:
     ready.wait_served()
-    fetch = FETCH + "print(page.status)"
-    for page in ("livez", "readyz", "readyz/machines/gpu-node"):
-        assert ready.run("python3", "-c", fetch, f"http://127.0.0.1:9788/{page}").stdout.strip() == "200"
+    for path in ("/livez", "/readyz", "/readyz/machines/gpu-node"):
+        assert pages.get(ready.guest, path).status == HTTPStatus.OK
 
 
 def test_a_second_pass_writes_nothing_and_restarts_nothing(ready: Bed) -> None:

@@ -39,7 +39,7 @@ def wait_for_specs(bed: Bed, *vendors: str, seconds: float = 200) -> None:
     deadline, wanted = time.monotonic() + seconds, sorted(f"{vendor}.yaml" for vendor in vendors)
     while (
         bed.node.run("ls", "/etc/cdi", check=False).stdout.split() != wanted
-        or bed.conditions()["Ready"]["status"] != "True"
+        or bed.last_conditions()["Ready"]["status"] != "True"
     ):
         journal = bed.run("journalctl", "-u", "unbounded-agent", "--no-pager", "-n", "30").stdout
         assert time.monotonic() < deadline, f"{bed.agent('status').stdout}\n{journal}"
