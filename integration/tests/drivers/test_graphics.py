@@ -170,6 +170,7 @@ def configure(bed: Bed, setting: str) -> None:
         time.sleep(0.5)
 
 
+@pytest.mark.exhaustive
 def test_the_configuration_chooses_the_vendor(bed: Bed, host: SimulatedHost, shell: Shell) -> None:
     """New pods get the setting without any change to their manifests or any restart. It overrides what a pod says."""
     before = bed.starts()

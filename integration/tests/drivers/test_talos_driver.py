@@ -70,6 +70,7 @@ def staged(bed: Bed) -> set[str]:
     return {each["hostPath"].split("/")[3] for each in bed.node.spec()["containerEdits"]["mounts"]}
 
 
+@pytest.mark.exhaustive
 def test_a_pod_sees_its_gpu(ready: Bed) -> None:
     """The driver moves while a machine runs, which keeps its copy of that version until a setting names the place."""
     before, starts = ready.node.spec(), ready.starts()

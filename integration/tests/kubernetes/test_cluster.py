@@ -238,6 +238,7 @@ def test_a_node_kept_for_gpu_pods(cluster: Cluster) -> None:
 
 
 @pytest.mark.scenario("000")
+@pytest.mark.exhaustive
 def test_time_slicing_multiplies_what_is_offered(cluster: Cluster, bed: Bed) -> None:
     cluster.apply("time-slicing")
     cluster.deploy_plugin(4 * NUMBER, CONFIG_FILE="/config/time-slicing.yaml")
@@ -330,6 +331,7 @@ def intel(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], N
 
 
 @pytest.mark.scenario("004")
+@pytest.mark.exhaustive
 def test_intels_device_plugin(cluster: Cluster, bed: Bed, intel: str) -> None:
     """Next to NVIDIA's plugin, it offers Intel's GPU, and a pod gets only this GPU's nodes; then it is killed."""
     before = bed.conditions()["GPUsAdvertised"]

@@ -99,6 +99,7 @@ def test_the_timer_finds_what_somebody_changed(ready: Bed, measured: Measured) -
     expect_new_pods(ready)
 
 
+@pytest.mark.exhaustive
 def test_each_change_alone_is_repaired(ready: Bed, measured: Measured) -> None:
     before, counts = ready.starts(), dict(repairs(ready))
     for what, script in ONE_BY_ONE:
@@ -134,6 +135,7 @@ def test_containerd_restarted_with_a_rewritten_main_file(ready: Bed, measured: M
     expect_new_pods(ready)
 
 
+@pytest.mark.exhaustive
 def test_containerd_restarted_with_a_different_main_file(ready: Bed) -> None:
     """Another file is not ours to follow: it is named, and Ready is not True."""
     override = f"[Service]\nExecStart=\nExecStart=/usr/bin/containerd --config {OTHER}\n"

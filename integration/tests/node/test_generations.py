@@ -126,6 +126,7 @@ def test_the_next_driver_waits_and_is_switched_with_its_module(ready: Bed) -> No
     expect_driver(ready, new)
 
 
+@pytest.mark.exhaustive
 def test_other_majors_after_a_reload(ready: Bed) -> None:
     """nvidia-uvm's and nvidia-caps' numbers are dynamic: here another module takes the first one between two loads."""
     start_pod(ready, "before")

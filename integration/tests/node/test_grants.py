@@ -28,6 +28,7 @@ def test_a_machine_with_one_of_eight_gpus(installed: Bed) -> None:
     assert "Operation not permitted" in made.stderr
 
 
+@pytest.mark.exhaustive
 def test_an_unknown_gpu_is_named_and_holds_up_nothing(installed: Bed) -> None:
     """There is a condition instead of a guess, and the machine starts with the GPU that exists."""
     text = f'[machines.gpu-node]\ngpus = ["{SECOND}", "0000:7f:00.0"]\n'

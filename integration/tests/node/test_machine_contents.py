@@ -93,6 +93,7 @@ def test_cuda_stub_in_the_image(ready: Bed) -> None:
     assert settle(ready)["LibrariesLinked"]["reason"] == "Linked"
 
 
+@pytest.mark.exhaustive
 def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
     """Runtimes drop names that are in both files; other names still work."""
     theirs = f"{ROOT}/etc/cdi/site.json"

@@ -4,6 +4,8 @@ import json
 import time
 from collections.abc import Callable
 
+import pytest
+
 from integration.bed.machine.node import Pod
 from integration.bed.vm.kernel_modules import simulated_module
 from integration.conftest import Bed
@@ -87,6 +89,7 @@ def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None
     assert ready.restarted(before) == "nothing"
 
 
+@pytest.mark.exhaustive
 def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Callable[[str, object], None]) -> None:
     """Real drivers where the kernel has one that needs no hardware, otherwise stand-ins (simulations)."""
     bed, before = ready, ready.starts()

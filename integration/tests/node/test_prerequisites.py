@@ -77,6 +77,7 @@ def test_a_machine_with_the_hosts_network_sees_the_driver(ready: Bed) -> None:
     expect_driver_seen(ready)
 
 
+@pytest.mark.exhaustive
 def test_a_machine_with_its_own_network_sees_the_driver(installed: Bed) -> None:
     """With default settings, systemd-nspawn shows the machine a /sys with only a few directories."""
     installed.guest.write("/etc/unbounded-agent/config.toml", PRIVATE)

@@ -64,6 +64,7 @@ def test_root_in_a_machine_changes_nothing_that_others_see(ready: Bed) -> None:
     assert driver_root(ready) == "0"
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_starts_without_the_agent_mounts_driver_roots(ready: Bed) -> None:
     ready.run("machinectl", "enable", MACHINE)
     ready.run("rm", "-r", "/opt/unbounded-agent")
@@ -85,6 +86,7 @@ def test_missing_files_are_staged_again(ready: Bed) -> None:
     expect_gpus(look(ready.node, cdi=("1",)).probe, {1})
 
 
+@pytest.mark.exhaustive
 def test_a_kernel_without_overlay_file_systems(installed: Bed) -> None:
     """The machine boots with its GPUs from plain directories, replaced once overlays work and no machine runs."""
     installed.run("sh", "-ec", NO_OVERLAY)

@@ -118,6 +118,7 @@ def test_a_machine_that_reboots_by_itself(ready: Bed, measured: Measured) -> Non
     assert AGENT not in ready.restarted(before)
 
 
+@pytest.mark.exhaustive
 def test_a_host_that_reboots_with_its_driver_60_seconds_late(ready: Bed, measured: Measured) -> None:
     """The machine's start waits for the driver, and the machine boots with its GPUs."""
     ready.run("machinectl", "enable", "gpu-node")

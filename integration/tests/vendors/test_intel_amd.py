@@ -112,6 +112,7 @@ def expect_alone(bed: Bed, address: str) -> list[str]:
     return own
 
 
+@pytest.mark.exhaustive
 def test_intels_gpu_alone_and_renumbered_by_a_reboot(ready: Bed, measured: Callable[[str, object], None]) -> None:
     """A machine restricted to Intel's GPU loses NVIDIA's at once. After the reboot, Intel's driver loads first."""
     bed = ready
