@@ -1,13 +1,14 @@
-"""Lists what is wrong with host and machines, with symptoms and fixes. Pure except for `diagnose_host`."""
+"""Lists what is wrong with host and machines, with symptoms and fixes. Pure except for `diagnose_host` and `doctor`."""
 
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from agent.host.daemon.http.health import NO_MACHINES
+from agent.cli.printing import say
 from agent.host.observe.driver_roots import LINKED
 from agent.host.observe.units import observe_units
-from agent.host.outcome import MachineOutcome
+from agent.host.outcome import NO_MACHINES, MachineOutcome
+from agent.host.reconcile import Reconciler
 from agent.host.vendors import HOST_VENDORS, host_vendor
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.facts import Absent, Broken, Facts, Unseen
@@ -59,6 +60,15 @@ class HostDiagnosis:
     """The drivers that pods get. Users choose pods' images by their versions."""
     image: str = PLAIN_IMAGE
     """The image in containerfiles/ that machines of this host need."""
+
+
+def doctor(reconciler: Reconciler, *, for_programs: bool) -> int:
+    """Print the diagnoses in words, or as JSON for programs. Return 1 if there is a fault or a machine is not ready."""
+    facts, planned, difference = reconciler.preview()
+    diagnoses = [diagnose(machine) for machine in reconciler.evaluate(facts, planned, difference)]
+    host = diagnose_host(facts, reconciler.system)
+    say([as_json(diagnoses, host)] if for_programs else in_words(diagnoses, host))
+    return 0 if sound(diagnoses, host) else 1
 
 
 def diagnose(machine: MachineOutcome) -> Diagnosis:

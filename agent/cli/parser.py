@@ -1,33 +1,36 @@
 """The command line of `unbounded-agent`, and its help texts."""
 
 import argparse
-import platform
+import sys
 import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from agent import __version__
 from agent.model.paths import CONFIG_FILE
 
-VERSION = f"unbounded-agent {__version__} (Python {platform.python_version()})"
+VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
 ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
 """Columns. We wrap descriptions ourselves: argparse would also wrap the list of exit codes."""
 
 
-@dataclass(frozen=True, slots=True)
 class Command:
     """One command and its help."""
 
-    summary: str
-    """The line in the list of commands, which omits commands that only units run."""
-    text: str
-    example: str
-    codes: Mapping[int, str] = field(default_factory=dict)
-    """Exit codes; 2, for bad input, is the same for all."""
-    hidden: bool = False
+    # Not a data class: `dataclasses` takes as long to load as argparse, and help needs nothing else.
+    __slots__ = ("codes", "example", "hidden", "summary", "text")
+
+    def __init__(
+        self, summary: str, text: str, example: str, codes: Mapping[int, str], *, hidden: bool = False
+    ) -> None:
+        """Define the help.
+
+        `summary` is the line in the list of commands, which omits `hidden` commands: only units run these. `codes` are
+        the exit codes without 2, for bad input, which is the same for all.
+        """
+        self.summary, self.text, self.example, self.codes, self.hidden = summary, text, example, codes, hidden
 
 
 COMMANDS = {
@@ -152,10 +155,9 @@ def _add(
     added = {}
     for name, command in commands.items():
         # argparse lists only the commands that have `help`.
-        listed: dict[str, Any] = {} if command.hidden else {"help": command.summary}
-        added[name] = group.add_parser(
+        add = group.add_parser if command.hidden else partial(group.add_parser, help=command.summary)
+        added[name] = add(
             name,
-            **listed,
             description=textwrap.fill(command.text, WIDTH, break_on_hyphens=False),
             epilog=_epilog(command.example, command.codes),
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -11,6 +11,9 @@ from agent.model.handoff import Repair
 from agent.model.live import LiveSettings
 from agent.model.reasons import Reason
 
+NO_MACHINES = "no machine is configured"
+"""What commands and pages say in the place of outcomes."""
+
 
 @dataclass(frozen=True, slots=True)
 class MachineOutcome:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
-from agent.cli import main as cli
+from agent.cli.doctor import doctor
 from agent.cli.main import main
 from agent.cli.parser import COMMANDS, GPU_COMMANDS, make_parser
+from agent.cli.plan import plan
+from agent.cli.status import status
 from tests.cli.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -115,7 +117,7 @@ def bare_host(gpu_host: Host) -> Host:
 
 
 def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._doctor(reconciler(bare_host), False) == 1
+    assert doctor(reconciler(bare_host), for_programs=False) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", lines[1]]
     assert lines[1].startswith("  - no machine can start: systemd-nspawn@.service is in none of /etc/systemd/system")
@@ -126,7 +128,7 @@ def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys
 
 
 def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._doctor(reconciler(bare_host), True) == 1
+    assert doctor(reconciler(bare_host), for_programs=True) == 1
     document = json.loads(capsys.readouterr().out)
     assert INSTALL in document["host"][0]
     assert MACHINE in document["machines"]
@@ -135,14 +137,14 @@ def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]
 def test_status_reports_the_missing_template_and_prints_the_table(
     bare_host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli._status(reconciler(bare_host), False) == 0
+    assert status(reconciler(bare_host), for_programs=False) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
     assert "Ready  Unknown" in printed.out
 
 
 def test_plan_says_why_nothing_can_be_planned(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli._plan(reconciler(bare_host)) == 1
+    assert plan(reconciler(bare_host)) == 1
     printed = capsys.readouterr()
     assert printed.out.startswith(f"{MACHINE}: left unchanged: systemd-nspawn@.service is in none of")
     assert INSTALL in printed.err

@@ -6,7 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from agent.cli import main as cli
+from agent.cli.apply import apply
+from agent.cli.doctor import doctor
+from agent.cli.plan import plan
+from agent.cli.status import status
 from agent.config.settings import Config
 from agent.host.daemon.http.gauges import View
 from agent.host.daemon.http.health import status_line
@@ -56,11 +59,11 @@ def test_the_pages_have_only_the_host(empty: Reconciler) -> None:
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (cli._plan, 0),
-        (cli._apply, 0),
-        (lambda agent: cli._status(agent, False), 0),
+        (plan, 0),
+        (apply, 0),
+        (lambda agent: status(agent, for_programs=False), 0),
         # The simulated host lacks the kubelet's sysctls.
-        (lambda agent: cli._doctor(agent, False), 1),
+        (lambda agent: doctor(agent, for_programs=False), 1),
     ],
 )
 def test_each_command_says_that_no_machine_is_configured(
@@ -71,7 +74,7 @@ def test_each_command_says_that_no_machine_is_configured(
 
 
 def test_programs_get_an_empty_object(empty: Reconciler, capsys: pytest.CaptureFixture[str]) -> None:
-    cli._status(empty, True)
+    status(empty, for_programs=True)
     assert json.loads(capsys.readouterr().out) == {}
-    cli._doctor(empty, True)
+    doctor(empty, for_programs=True)
     assert json.loads(capsys.readouterr().out)["machines"] == {}

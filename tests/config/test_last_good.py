@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.main import _load as load
+from agent.cli.host import load
 from agent.config.last_good import Loaded, load_or_last_good
 from agent.config.settings import Config
 from agent.model.errors import ConfigError, NoMachinesError

@@ -6,11 +6,10 @@ from http import HTTPStatus
 from typing import TypeAlias
 
 from agent.host.daemon.http.server import VERBOSE, Page
-from agent.host.outcome import MachineOutcome
+from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.text import one_line
 
-NO_MACHINES = "no machine is configured"
 NOT_EVALUATED = "not evaluated"
 """Describes a machine before its first pass."""
 

@@ -1,0 +1,37 @@
+"""`unbounded-agent apply`: makes a pass by hand, starts stopped machines, and waits for their reports."""
+
+import time
+
+from agent.cli.output import print_machines, report_problems
+from agent.cli.printing import progress, report_failures
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import Status
+
+ANSWER_LIMIT = 180.0
+"""Seconds that `apply` waits for a machine to boot and report, in addition to its driver_wait."""
+PROGRESS_INTERVAL = 15.0
+"""Seconds between two progress messages."""
+
+
+def apply(reconciler: Reconciler) -> int:
+    """Make a pass, wait for the machines, and print their conditions. Return 1 if a step failed or one is not ready."""
+    outcome = reconciler.run_pass(by_hand=True)
+    failures = outcome.failures
+    limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)
+    started, next_report = time.monotonic(), 0.0
+    while waiting := [machine for machine in outcome.machines if machine.pending and not failures]:
+        waited = time.monotonic() - started
+        if waited > limit:
+            failures += tuple(f"machine {machine.name} did not report within {limit:.0f} s" for machine in waiting)
+            break
+        if waited >= next_report:
+            for machine in waiting:
+                progress(f"{machine.name}: waiting: {machine.ready.message}")
+            next_report = waited + PROGRESS_INTERVAL
+        time.sleep(1)
+        outcome = reconciler.reconcile()
+        failures += outcome.failures
+    print_machines(outcome.machines, reconciler)
+    report_problems(outcome.facts)
+    ready = all(machine.ready.status is Status.TRUE for machine in outcome.machines)
+    return report_failures(failures) or (0 if ready else 1)

@@ -1,0 +1,23 @@
+"""`unbounded-agent run`: the service on this host."""
+
+import argparse
+from collections.abc import Callable
+
+from agent.cli.host import load, this_host
+from agent.cli.wiring import make_reconciler
+from agent.config.last_good import Loaded
+from agent.host.daemon import loop
+from agent.host.reconcile import Reconciler
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the service until SIGTERM, and return the exit code."""
+    system = this_host()
+
+    def load_again() -> Loaded:
+        return load(options, system)
+
+    def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
+        return make_reconciler(loaded, system, progress)
+
+    return loop.run(load_again, make)

@@ -1,0 +1,22 @@
+"""Puts together the reconciler of a command."""
+
+import argparse
+from collections.abc import Callable
+
+from agent.cli.host import load, this_host
+from agent.cli.printing import progress
+from agent.config.last_good import Loaded
+from agent.host.reconcile import Reconciler
+from agent.system.files import System
+from agent.system.udev import Udev
+
+
+def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None] = progress) -> Reconciler:
+    """Return a reconciler of this host with this configuration."""
+    return Reconciler(loaded.config, system, Udev(), report, rejected=loaded.rejected)
+
+
+def reconciler_for(options: argparse.Namespace) -> Reconciler:
+    """Return the reconciler for a command. Raises as agent.cli.host.load does."""
+    system = this_host()
+    return make_reconciler(load(options, system), system)

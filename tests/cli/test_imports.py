@@ -1,0 +1,72 @@
+"""What each command loads: nobody waits for the service's libraries to read a help text."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LOADED = "loaded:"
+CHILD = f"""
+import sys
+sys.path.insert(0, sys.argv[1])
+from agent.cli.main import main
+try:
+    main(sys.argv[2:])
+except SystemExit:
+    pass
+print("{LOADED}", *sys.modules)
+"""
+SERVICE = {"agent.host.daemon", "prometheus_client", "http", "inotify_simple"}
+"""What only `run` needs."""
+COMMANDS = {
+    *(f"agent.cli.{name}" for name in ("plan", "status", "doctor", "apply", "prepare", "load_modules", "service")),
+    *(f"agent.cli.{name}" for name in ("gpus", "detach", "forget", "holders")),
+}
+
+
+def loaded(*arguments: str) -> set[str]:
+    """Return the names of the modules that a fresh interpreter has loaded after this command."""
+    argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), *arguments)
+    finished = subprocess.run(argv, capture_output=True, text=True, check=True)
+    *_, names = finished.stdout.rpartition(LOADED)
+    return set(names.split())
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("arguments", [["--version"], ["version"], ["--help"], ["status", "--help"], ["reset"], []])
+def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> None:
+    names = loaded(*arguments)
+    assert "agent.cli.parser" in names
+    libraries = {"pydantic", "pydantic_core", "jeepney", "sh", "asyncio", "logging", "dataclasses", "typing"}
+    assert names & (libraries | SERVICE | COMMANDS) == set()
+    assert {name for name in names if name.startswith(("agent.config", "agent.host", "agent.system"))} == set()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("arguments", "own"),
+    [
+        (["plan"], {"plan"}),
+        (["status"], {"status"}),
+        (["doctor"], {"doctor"}),
+        (["apply"], {"apply"}),
+        (["prepare", "a"], {"prepare"}),
+        (["gpus", "holders"], {"gpus", "detach", "holders", "forget"}),
+    ],
+)
+def test_each_command_loads_its_own_modules(tmp_path: Path, arguments: list[str], own: set[str]) -> None:
+    """The configuration is missing, so each command ends before it looks at this host."""
+    names = loaded("--config", str(tmp_path / "config.toml"), *arguments)
+    assert names & COMMANDS == {f"agent.cli.{name}" for name in own}
+    assert names >= {"agent.host.reconcile", "pydantic"}
+    assert names & SERVICE == set()
+
+
+@pytest.mark.processes
+def test_loading_kernel_modules_needs_no_pass(tmp_path: Path) -> None:
+    names = loaded("--config", str(tmp_path / "config.toml"), "load-modules")
+    assert names & COMMANDS == {"agent.cli.load_modules"}
+    assert "agent.host.reconcile" not in names
+    assert names & SERVICE == set()
