@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict
 
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot, VendorFacts
@@ -31,7 +31,7 @@ class _Times:
     mtimes: dict[str, int]
 
 
-_TIMES = Record(TypeAdapter(_Times))
+_TIMES = Record(_Times)
 
 
 def with_times(

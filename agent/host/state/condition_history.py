@@ -3,8 +3,6 @@
 import json
 from collections.abc import Mapping
 
-from pydantic import TypeAdapter
-
 from agent.host.state.record import Record
 from agent.model.conditions import Condition
 from agent.model.paths import CONDITIONS
@@ -12,7 +10,7 @@ from agent.system.files import System
 
 History = Mapping[str, tuple[Condition, ...]]
 """Conditions by machine."""
-_RECORD: Record[History] = Record(TypeAdapter(dict[str, tuple[Condition, ...]]))
+_RECORD: Record[History] = Record(dict[str, tuple[Condition, ...]])
 
 
 def read_history(system: System) -> History:

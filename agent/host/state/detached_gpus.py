@@ -7,7 +7,7 @@ GPU from machines permanently, use the configuration.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from agent.host.state.record import Record
 from agent.model.errors import ObservationError
@@ -25,7 +25,7 @@ class _Note(BaseModel):
 
 
 # The file is world-readable, because `plan` and `status` work as any user.
-_RECORD = Record(TypeAdapter(dict[str, _Note]))
+_RECORD = Record(dict[str, _Note])
 
 
 @dataclass(frozen=True, slots=True)

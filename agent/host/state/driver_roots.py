@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot
@@ -38,8 +38,8 @@ class _Handed(_Model):
     indices: list[Annotated[int, Field(ge=0)]]
 
 
-_MANIFEST = Record(TypeAdapter(_Manifest), 2, 1, advice="the driver root is ignored, and staged again")
-_HANDED = Record(TypeAdapter(_Handed), 1, advice="no driver root is removed until the machine's next start")
+_MANIFEST = Record(_Manifest, 2, 1, advice="the driver root is ignored, and staged again")
+_HANDED = Record(_Handed, 1, advice="no driver root is removed until the machine's next start")
 
 
 def render_manifest(root: StagedRoot) -> bytes:

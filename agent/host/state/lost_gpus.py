@@ -5,7 +5,7 @@ The log shows only the event, so the service would not know of the loss after a 
 
 from collections.abc import Iterable, Mapping
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import BaseModel
 
 from agent.host.state.record import Record
 from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
@@ -26,8 +26,8 @@ class LogRead(BaseModel):
     """Results of `binding` by PCI address, for GPUs that are bound to a driver."""
 
 
-_LOST = Record(TypeAdapter(dict[str, _Lost]))
-_LOG_READ = Record(TypeAdapter(LogRead))
+_LOST = Record(dict[str, _Lost])
+_LOG_READ = Record(LogRead)
 
 
 def observe_lost(system: System) -> Mapping[str, str]:

@@ -5,7 +5,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import AfterValidator, StringConstraints, TypeAdapter
+from pydantic import AfterValidator, StringConstraints
 
 from agent.host.state.record import Record
 
@@ -38,6 +38,4 @@ class Owned:
     """SHA-256 digests in hexadecimal, by path."""
 
 
-OWNED_FILES = Record(
-    TypeAdapter(Owned), 1, advice="discarding it; the agent adopts files with the content that it would write"
-)
+OWNED_FILES = Record(Owned, 1, advice="discarding it; the agent adopts files with the content that it would write")

@@ -1,6 +1,7 @@
 """Reads, validates and writes the JSON files in which the host half keeps its state."""
 
 import json
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,13 +19,18 @@ T = TypeVar("T")
 class Record(Generic[T]):
     """The format of such a file: an object of type T."""
 
-    def __init__(self, adapter: TypeAdapter[T], *versions: int, advice: str = "") -> None:
+    def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
         """Define the format.
 
-        `versions` are the versions that can be read, of which the first is written; without any, the file has none.
-        `advice` is added to messages about a damaged file.
+        `kind` is T. `versions` are the versions that can be read, of which the first is written; without any, the file
+        has none. `advice` is added to messages about a damaged file.
         """
-        self._adapter, self._versions, self._advice = adapter, versions, advice
+        self._kind, self._versions, self._advice = kind, versions, advice
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[T]:
+        # Made at first use: it takes about a millisecond, and no command needs all formats.
+        return TypeAdapter(self._kind)
 
     def render(self, value: T) -> bytes:
         """Return the content of the file for a value."""

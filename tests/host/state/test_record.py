@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import pytest
-from pydantic import TypeAdapter
+from pydantic.errors import PydanticSchemaGenerationError
 
 from agent.host.state.record import Record
 from agent.model.errors import DocumentError
@@ -20,8 +20,19 @@ class Numbers:
     name: str = ""
 
 
-VERSIONED = Record(TypeAdapter(Numbers), 2, 1, advice="count again")
-PLAIN = Record(TypeAdapter(dict[str, int]))
+VERSIONED = Record(Numbers, 2, 1, advice="count again")
+PLAIN = Record(dict[str, int])
+
+
+def test_pydantic_sees_a_format_at_its_first_use() -> None:
+    """Not at import: every command imports all formats, and needs few."""
+
+    class Unknown:
+        pass
+
+    record = Record(Unknown)
+    with pytest.raises(PydanticSchemaGenerationError):
+        record.render(Unknown())
 
 
 def test_a_record_is_read_back() -> None:
