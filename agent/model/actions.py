@@ -8,7 +8,7 @@ from agent.model.facts import StagedRoot
 from agent.model.live import LiveSettings
 
 ActionKind: TypeAlias = Literal["write", "remove", "stage", "mount", "reload", "change"]
-"""The label in metrics. It stays the same when the sentence of `describe()`, which is for people, is reworded."""
+"""The label of an action in metrics. It is never reworded, unlike the sentence of `describe()`, which is for people."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class RemoveDriverRoot:
     kind: ClassVar[ActionKind] = "remove"
     index: int
     what: str
-    """Vendor and version of the driver in it, for people; or that it is incomplete."""
+    """For people: the vendor and version of the driver in the root, or that the root is incomplete."""
 
     def describe(self) -> str:
         return f"remove driver root {self.index} ({self.what}), which nothing uses"
@@ -135,9 +135,9 @@ class ChangeDevices:
 
 
 Cleanup: TypeAlias = RemoveDriverRoot | RemoveStaleStaging
-"""Steps that remove driver roots. No machine waits for them."""
+"""Steps that remove driver roots or leftovers of them. No machine waits for these steps."""
 Publishing: TypeAlias = StageDriverRoot | PublishDriverRoot | ProtectDriverRoots
-"""Steps that have to be done before a handoff may name the driver root."""
+"""Steps that must be done before a handoff may name a driver root."""
 Action: TypeAlias = WriteFile | RemoveFile | Publishing | Cleanup | ReloadUnits | ChangeDevices
 
 

@@ -57,7 +57,7 @@ NOT_NEEDED_FOR_READY = frozenset(
 """Conditions that Ready ignores.
 
 The device plugin waits for Ready, so Ready must not wait for the GPUs that the plugin advertises. GPUsComplete is about
-GPUs that the machine no longer has; it can use the remaining ones.
+GPUs that the machine no longer has; the machine can use its other GPUs.
 """
 
 
@@ -68,15 +68,15 @@ class Condition:
     type: ConditionType
     status: Status
     reason: str
-    """A Reason. If the condition was read from a report or a file, it may be any CamelCase word."""
+    """A Reason; any word if the condition was read from a report or a file."""
     message: str
-    """A sentence with what to do next."""
+    """A sentence on what was found and, if needed, on what to do next."""
     last_transition: float = 0.0
     """Seconds since the epoch; 0 until `with_transitions` has set it."""
     losses: tuple[float, ...] = ()
-    """Only for Ready: recent times when it became False, seconds since the epoch (agent.host.verify.flapping)."""
+    """Only for Ready: recent times when Ready was lost, seconds since the epoch (agent.host.verify.flapping)."""
     good_since: float = 0.0
-    """Only for Ready: since when nothing has been False, seconds since the epoch; 0 while something is False."""
+    """Only for Ready: when all conditions were first met after the last loss, seconds since the epoch; 0 until then."""
 
     def to_kubernetes(self) -> dict[str, str | None]:
         """Return the condition as Kubernetes' API writes it (metav1.Condition). An unknown time is null."""
@@ -107,7 +107,10 @@ def not_applicable(kind: ConditionType, message: str) -> Condition:
 
 
 def summarize(conditions: Iterable[Condition]) -> Condition:
-    """Return Ready, which sums up the others. False takes precedence over Unknown; the first one gives the reason."""
+    """Return Ready, with status and reason of the first condition that is False, or else of the first that is Unknown.
+
+    Ready is True if there is neither. Conditions in NOT_NEEDED_FOR_READY do not count.
+    """
     relevant = sorted(
         (each for each in conditions if each.type not in NOT_NEEDED_FOR_READY),
         key=lambda each: list(ConditionType).index(each.type),
@@ -120,7 +123,7 @@ def summarize(conditions: Iterable[Condition]) -> Condition:
 
 
 def worst(conditions: Iterable[Condition]) -> Condition:
-    """Merge several vendors' conditions of one type: return the worst status, with the messages of all that have it.
+    """Merge several vendors' conditions of one type into one, with the worst status and all messages of that status.
 
     Conditions that do not apply are ignored. If none applies, the first one is returned.
     """
@@ -132,7 +135,7 @@ def worst(conditions: Iterable[Condition]) -> Condition:
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:
-    """Return `new` with transition times: the old ones where type and status are as in `old`, `now` elsewhere."""
+    """Return `new` with transition times: the time in `old` if the status there is the same, otherwise `now`."""
     before = {each.type: each for each in old}
     dated = []
     for each in new:

@@ -1,7 +1,7 @@
 """The identity of files and device nodes: the facts that the machine half needs too.
 
-They are not in agent.model.facts, because the machine half starts once a minute: it would define all data classes
-there, and defining one takes longer than reading a small file.
+The other facts are in agent.model.facts, which the machine half does not import: it starts once a minute, and defining
+one data class takes longer than reading a small file.
 """
 
 from dataclasses import dataclass

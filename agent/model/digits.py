@@ -6,5 +6,5 @@ DIGITS = 18
 
 
 def whole_number(text: str) -> int | None:
-    """Return the number, or None if the text is anything but ASCII digits. int() would accept other digits too."""
+    """Return the number; None unless the text is 1 to DIGITS ASCII digits. int() would accept other digits too."""
     return int(text) if len(text) <= DIGITS and text.isascii() and text.isdecimal() else None

@@ -2,9 +2,9 @@
 
 AgentError
 ├── ConfigError         the configuration, or an argument, is wrong (exit code 2)
-│   └── NoMachinesError there is no configuration file, or no table of machines in any
-├── UnsupportedError    this host cannot do it: no root rights, systemd too old
-├── ObservationError    something could not be observed; never means that it is absent
+│   └── NoMachinesError there is no configuration file, or none has a table of machines
+├── UnsupportedError    a requirement is not met: no root rights, systemd too old
+├── ObservationError    something could not be observed, so whether it exists is unknown
 ├── CommandError        a program failed, was not found, or ran out of time
 │   └── ExitCodeError   a program exited with an exit code that means failure
 ├── BusError            a service on the system bus could not be reached, or did not answer
@@ -31,7 +31,7 @@ class ConfigError(AgentError):
 
 
 class NoMachinesError(ConfigError):
-    """There is no configuration file, or no table of machines in any. Nothing else is wrong with the configuration."""
+    """There is no configuration file, or none has a table of machines. Nothing else is wrong with the configuration."""
 
 
 class UnsupportedError(AgentError):
@@ -43,7 +43,10 @@ class ObservationError(AgentError):
 
 
 class CommandError(AgentError):
-    """A program failed. The message has its arguments, how it ended, and the last part of its standard error."""
+    """A program failed, was not found, or ran out of time.
+
+    The message has the program's arguments, how the program ended, and the last part of its standard error.
+    """
 
     def __init__(self, argv: tuple[str, ...], ended: str, stderr: str = "", hint: str = "") -> None:
         tail = " ".join(stderr.split())[-1000:]

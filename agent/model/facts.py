@@ -1,4 +1,4 @@
-"""What one pass observed, as frozen data. Only Absent may ever remove something; Broken and Unseen never do."""
+"""What one pass observed, as frozen data. Only Absent may lead to a removal; Broken and Unseen never do."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ class Gpu:
     lost: str = ""
     """What the kernel log said when the GPU stopped answering; kept until its driver is bound again."""
     detached: bool = False
-    """An administrator detached it: no machine is granted it until it has been removed."""
+    """An administrator detached the GPU: no machine is granted it until it is attached or plugged in again."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -122,7 +122,7 @@ class Library:
     mtime_ns: int = 0
     executable: bool = False
     text: str = ""
-    """What the copy contains instead of the source's text, if that names paths that exist only on the host."""
+    """The text of the copy, if the source's text names paths that exist only on the host; otherwise empty."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -143,19 +143,19 @@ class UserSpace:
 
     version: Seen[str]
     files: Seen[tuple[Library, ...]]
-    """The user-space files for a driver root, of `version` only."""
+    """The user-space files of `version`, for a driver root."""
     problems: tuple[str, ...] = ()
     """Files and directories that were refused or are broken, one sentence each."""
     not_installed: tuple[str, ...] = ()
     """Optional parts of a driver that this host does not have, in words."""
     other_version: tuple[str, ...] = ()
-    """Paths of files left out because they are of another version."""
+    """Paths of files that are left out, because they belong to another version."""
     place: str = ""
     """Where the host keeps the files, in words."""
     place_name: str = ""
-    """A short name of that place. It stays the same when a new version is installed into another directory there."""
+    """A short name of `place`. An upgrade does not change the name, even if it installs into another directory."""
     refused_places: tuple[str, ...] = ()
-    """Names of places where directories were skipped and no driver was found in the others."""
+    """Names of places where some directories were skipped, and the others have no driver."""
     other_places: tuple[str, ...] = ()
     """Further drivers on this host that are not used, with their places, in words."""
     skipped_directories: tuple[str, ...] = ()
@@ -188,7 +188,7 @@ class VendorFacts:
     """Refused or broken nodes and entries, one sentence each."""
     incomplete: tuple[IncompletePartition, ...] = ()
     driver_expected: bool = True
-    """Whether GPUs without a driver are expected to get one: machines then wait for them, even if not named."""
+    """Whether GPUs without a driver are expected to get one. If not, only machines that name or had such a GPU wait."""
 
 
 UNSTAGED = -1
@@ -211,10 +211,11 @@ class StagedRoot:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """A file that the agent may own: its current content, and whether the ownership record names it."""
+    """A file that the agent may own: its current content, and whether it belongs to the agent."""
 
     content: Seen[bytes]
     owned: bool
+    """By the ownership record or, if the record cannot be read, by the file's first line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ class MountSource:
 
     path: str
     components: tuple[str, ...]
-    """Each directory and link that leads to it."""
+    """Each directory and link on the way to the source, and the source itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,11 +233,11 @@ class MachineFacts:
 
     name: str
     root: Seen[str]
-    """Path of its root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
+    """Path of the machine's root directory; Unseen for users without access to /var/lib/machines (mode 0700)."""
     unit_state: Seen[str]
     """ActiveState of `systemd-nspawn@NAME.service`."""
     has_run: bool = False
-    """The unit was active since the host booted, and is not now. If it is inactive, somebody stopped the machine."""
+    """The unit ran since the host booted, and is not active now. If `unit_state` is `inactive`, somebody stopped it."""
     unit_needs_reload: bool = False
     """NeedDaemonReload of that unit: its files changed since systemd read them."""
     device_allow: tuple[DeviceAllow, ...] = ()
@@ -245,13 +246,13 @@ class MachineFacts:
     granted_age: float = 0.0
     """Seconds since the grant was last published, changed or not."""
     live: LiveSettings | None = None
-    """The settings that the running machine has; None if unknown, for which `live_unseen` may have the reason."""
+    """The settings that the running machine has; None if they are unknown, and `live_unseen` may say why."""
     live_unseen: str = ""
     live_age: float = float("inf")
     started: tuple[bytes, bytes] | None = None
-    """The .nspawn file and drop-in at the machine's start; read only if `live` cannot be read."""
+    """The .nspawn file and drop-in at the machine's start; observed only if `live` is missing or lacks `fixed`."""
     handed_roots: Seen[tuple[int, ...]] = Absent("no record")
-    """Indices of the driver roots that handoffs before the current one named since the machine's start."""
+    """Indices of driver roots that handoffs have named since the machine's start, perhaps without the current one's."""
     report: Seen[bytes] = Absent("the machine has not reported")
     report_age: float = 0.0
 
@@ -272,9 +273,9 @@ class Facts:
     corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
-    """Indices of driver roots that are plain directories: root in one machine can change them for all."""
+    """Indices of driver roots that are plain directories, which the root user of one machine can change for all."""
     mounting_failed: bool = False
-    """Driver roots could not be mounted since the host booted."""
+    """The mount at HOST_NVIDIA, in which driver roots are mounted, has failed since the host booted."""
     stale_staging: tuple[str, ...] = ()
     """Directories that an interrupted staging or removal of a driver root left."""
     staged_unseen: str = ""
@@ -284,10 +285,10 @@ class Facts:
     staged_problems: tuple[str, ...] = ()
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
-    """PCI addresses of detached GPUs that processes may still open until the last of them has ended."""
+    """PCI addresses of detached GPUs that processes may still open, until the last such process has exited."""
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
-    """State of the agent that was discarded, and facts of the host that were not understood; a sentence each."""
+    """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""
     reload_pending: bool = False
     """The agent changed unit files, and systemd has not read them since."""
     files: dict[str, FileState] = field(default_factory=dict)

@@ -12,16 +12,16 @@ from agent.model.remembered import Remembered
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """PCI addresses that limit one machine's choice of GPUs. `current` is set for machines without `count=N` too."""
+    """What limits one machine's choice of GPUs, as PCI addresses."""
 
     taken: frozenset[str] = frozenset()
-    """GPUs of other machines."""
+    """GPUs that other machines have, or that settings name. Only `count=N` depends on them."""
     current: frozenset[str] = frozenset()
-    """GPUs that the machine has now. It keeps them as far as the number allows."""
+    """GPUs that the machine has now. With `count=N`, it keeps up to N of them."""
     draining: frozenset[str] = frozenset()
-    """Detached GPUs in `current`: no machine is granted them, but its processes may use them until they exit."""
+    """Detached GPUs in `current`: no machine is granted them, but processes may use them until they exit."""
     reserved: Mapping[str, str] = field(default_factory=dict)
-    """GPUs that stay reserved for a machine in which a fault occurred, with the reason, which follows "GPU X is "."""
+    """GPUs reserved for other machines with an internal error, each with a reason that completes "GPU X is ..."."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Grant:
     services: tuple[str, ...] = ()
     """Names of daemons whose sockets the machine may use, whether they run or not."""
     directories: tuple[ServiceDirectory, ...] = ()
-    """Directories of the daemons among `services` that run."""
+    """Socket directories of those daemons in `services` that are running."""
     cdi_modes: tuple[str, ...] = ()
     """Modes in which the vendor's generator makes further CDI specifications."""
     cdi_hooks: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class OwnedFile:
 
 @dataclass(frozen=True, slots=True)
 class MachineGoal:
-    """One machine's files on the host, and the handoff for its own half."""
+    """One machine's files on the host, and the handoff for its machine half."""
 
     name: str
     grants: tuple[Grant, ...]
@@ -93,7 +93,7 @@ class MachineGoal:
 
     @property
     def generation(self) -> str:
-        """Return the handoff's generation. Computing it again would take longer than the rest of the plan."""
+        """Return the recorded generation. Computing it from the handoff would take longer than the rest of the plan."""
         return self.granted.generation
 
 

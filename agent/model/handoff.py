@@ -2,8 +2,8 @@
 
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot; only for a host half that writes
-`restart_device_plugin` into the handoff, because older ones refuse a report with any other key).
+`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot). `repairs` is left out if the handoff
+lacks the key `restart_device_plugin`: a host half that does not write this key refuses reports with unknown keys.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from agent.model.text import MESSAGE_LIMIT, one_line, printable
 from agent.model.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HANDOFF, REPORT_VERSION
 
 SIZE_LIMIT = 1 << 20
-"""Bytes; both documents are far smaller."""
+"""Bytes of the largest handoff or report that is read. Real ones are far smaller."""
 
 SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks")
 """Keys that version 1 does not know."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
-"""Characters that a remark may take of a condition's message."""
+"""Characters of a condition's message that a remark may take up."""
 
 
 class Repair(StrEnum):
@@ -56,7 +56,7 @@ class GrantedDevice:
 
 @dataclass(frozen=True, slots=True, order=True)
 class GrantedFile:
-    """A file of the driver root: its path below that root, and the target if it is a link."""
+    """A file of the driver root. `target` is its path below that root, and `link` what it points to if it is a link."""
 
     target: str
     link: str = ""
@@ -101,13 +101,13 @@ class Handoff:
     default_runtime: bool = False
     """Whether the vendor's runtime handler is to be containerd's default."""
     restart_device_plugin: bool | None = False
-    """Whether the vendor's device plugin may be restarted. None: an older host half does not write this key."""
+    """Whether the vendor's device plugin may be restarted; None if an older host half left this key out."""
     containerd_drop_in: str = ""
-    """Path of the agent's part of containerd's configuration; empty for the usual one. Since version 2."""
+    """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
 
     @property
     def generation(self) -> str:
-        """Return a digest of the content: equal content is never a new generation."""
+        """Return a digest of the content except `restart_device_plugin`: equal content is never a new generation."""
         return _digest(_content(self))
 
 
@@ -137,7 +137,7 @@ def _content(handoff: Handoff) -> dict[str, Any]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    # A half that does not know this key computes its digest without it, and both digests must agree.
+    # An older half does not know this key, and so computes the digest without it. Both digests must agree.
     known = {key: value for key, value in content.items() if key != "restart_device_plugin"}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -189,8 +189,8 @@ def render_report(
 def with_remark(conditions: Iterable[Condition], kind: ConditionType, remark: str) -> tuple[Condition, ...]:
     """Append a remark to the message of the condition `kind`, and return all conditions.
 
-    No separator is added. A remark longer than REMARK_LIMIT is truncated; then the message is shortened to fit
-    MESSAGE_LIMIT.
+    No separator is added. A remark longer than REMARK_LIMIT is truncated; then the message before it is shortened, so
+    that both fit into MESSAGE_LIMIT.
     """
     text = printable(remark)
     if len(text) > REMARK_LIMIT:

@@ -1,7 +1,7 @@
 """The host status: a machine's Ready condition as the host half evaluated it, for the machine's Node object.
 
-It is a separate document, and not part of the handoff's generation, because it also changes when there is nothing to
-set up. If it exists, the machine half sets the Node condition.
+It is not part of the handoff, because Ready also changes when the machine half has nothing to set up, and must then not
+start a new generation. The machine half sets the Node condition if this document exists.
 """
 
 import json
@@ -16,9 +16,9 @@ from agent.model.text import one_line
 
 VERSION = 1
 SIZE_LIMIT = 1 << 16
-"""Bytes of the largest document. A message has at most agent.model.text.MESSAGE_LIMIT characters of 12 bytes."""
+"""Bytes of the largest document. A message has up to agent.model.text.MESSAGE_LIMIT characters of up to 12 bytes."""
 SILENT_AFTER = 300.0
-"""Seconds after which a host status is stale: by then the host half has missed several passes."""
+"""Seconds after which a host status is stale, because the host half has missed several passes by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class HostStatus:
     last_transition: float
     """When `status` last changed, in seconds since the epoch."""
     evaluated: float
-    """When the condition was evaluated, in seconds since the epoch; `judged` in the document."""
+    """When the condition was evaluated, in seconds since the epoch. The document's key is `judged`."""
 
     @property
     def ready(self) -> Condition:
@@ -68,7 +68,7 @@ def parse_host_status(data: bytes) -> HostStatus:
 
 
 def _time(where: str, document: dict[str, Any], key: str) -> float:
-    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can be made a date."""
+    """Return the time at `key`. Raises DocumentError unless it is a number of seconds that can become a date."""
     value = document.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 36:
         raise DocumentError(f"{where}: key {key} must be a time in seconds, not {str(value)[:40]!a}")

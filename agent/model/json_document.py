@@ -1,4 +1,4 @@
-"""Parses the JSON documents that the two halves exchange, with the standard library.
+"""Parses JSON documents with the standard library: those that the two halves exchange, and the host half's records.
 
 The input is not trusted: every function raises DocumentError, which names the document and the key.
 """
@@ -30,7 +30,7 @@ def as_object(where: str, value: object) -> dict[str, Any]:
 
 
 def accept_version(where: str, document: dict[str, Any], accepted: tuple[int, ...]) -> None:
-    """Raise DocumentError for a version that is not accepted: its keys may mean something else."""
+    """Raise DocumentError if the document's version is not in `accepted`: its keys may have other meanings."""
     version = get(where, document, "version", int)
     if version not in accepted:
         raise DocumentError(

@@ -1,7 +1,7 @@
 """The settings that a running machine has: those it started with, and later changes.
 
-The host half keeps this record in /run, and writes it again at each start of the machine. Without the record, it does
-not know what the machine has.
+The host half keeps this record in /run, and writes it again at each start of the machine. Without the record, the host
+half does not know what the machine has.
 """
 
 import json
@@ -18,23 +18,23 @@ READ_ONLY, READ_WRITE = "ro:", "rw:"
 
 @dataclass(frozen=True, slots=True)
 class LiveSettings:
-    """The settings that a machine should have, in a goal, or that it has, in facts."""
+    """In a goal, the settings that a machine should have; in facts, the settings that it has."""
 
     fixed: str
-    """Digest of the settings that only a restart of the machine can change; empty if they match no goal."""
+    """Digest of the settings that only a restart can change; empty if known only to differ from the goal's."""
     allow: tuple[DeviceAllow, ...]
     """The whole DeviceAllow= list of the machine's unit, in order."""
     nodes: Mapping[str, str]
-    """Bound nodes by path, each as `major:minor`; bound directories as READ_ONLY or READ_WRITE with the inode number.
-    A bound node is the same inode as on the host, so mode and owner need not be recorded."""
+    """Bound nodes by path, each as `major:minor`; and bound directories, each as READ_ONLY or READ_WRITE with the
+    inode number. A bound node is the same inode as on the host, so its mode and owner need not be recorded."""
     rebound: str = ""
     """The generation of the handoff for which all nodes were bound again, because the machine reported some missing."""
     unsure: bool = False
-    """The last change of `allow` may have failed, and must be repeated. `allow` has everything that may be in force."""
+    """The last change to `allow` may have failed and must be repeated. `allow` has every entry that may be in force."""
     owners: Mapping[str, str] = field(default_factory=dict)
     """The owner of each device in `allow` when it was permitted: a GPU's PCI address, or the path of a shared node."""
     mounts: tuple[str, ...] = ()
-    """Targets of the configured mounts that the machine has. Their sources existed when it started."""
+    """Targets of the configured mounts that the machine has: those whose sources existed when the machine started."""
 
 
 def render_live(live: LiveSettings) -> bytes:

@@ -12,11 +12,11 @@ See agent.host.apply.publishing.
 TREES = f"{STATE}/trees"
 """Has the files of each driver root in `<index>/`. Machines see them only through mounts in HOST_NVIDIA."""
 MOUNT_POINTS = f"{STATE}/mount-points"
-"""Has an empty directory `<index>` for each driver root; HOST_NVIDIA shows these directories."""
+"""Has an empty directory for each possible `<index>`. HOST_NVIDIA shows them, and driver roots are mounted on them."""
 NOTHING = f"{STATE}/nothing"
 """An empty directory."""
 STAGING = f"{STATE}/staging"
-"""Driver roots that are being copied. It is next to TREES, so that a rename moves a complete root there."""
+"""Driver roots that are being copied. A rename moves a complete root to TREES, which is on the same file system."""
 REMOVED = f"{STATE}/removed"
 """Driver roots that are being removed. They are moved here first, where nothing searches for driver roots."""
 MANIFESTS = f"{STATE}/driver-roots"
@@ -35,13 +35,13 @@ STATUSZ_SOCKET = "statusz.sock"
 PASS_LOCK = f"{RUNTIME}/pass.lock"
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 RELOAD_PENDING = f"{RUNTIME}/reload-owed"
-"""Exists while systemd has not read changed unit files. NeedDaemonReload does not show it after a set-property."""
+"""Exists while systemd has not read changed unit files. After a set-property, NeedDaemonReload does not show that."""
 CONDITIONS = f"{RUNTIME}/conditions.json"
 """The last evaluated conditions, world-readable: `status` reads the times of the last changes there."""
 LOST_GPUS = f"{RUNTIME}/lost-gpus.json"
 """GPUs that the kernel log reported lost, until their driver is bound again."""
 KERNEL_LOG_READ = f"{RUNTIME}/kernel-log.json"
-"""How far the kernel log was read, so that the service misses no messages that are logged while it is down."""
+"""How far the service has read the kernel log. After a restart it continues there, and so misses no messages."""
 DETACHED_GPUS = f"{RUNTIME}/detached-gpus.json"
 """Detached GPUs, until they have been removed from the PCI bus."""
 WAKE = f"{RUNTIME}/wake"
@@ -57,7 +57,7 @@ UNIT_SETTINGS = (f"{UNITS}/", f"{RUNTIME_PROPERTIES}/")
 DRIVER_ROOTS_TARGET = "unbounded-agent-driver-roots.target"
 """The unit that wants the mounts of all driver roots."""
 MACHINED_STATE = "/run/systemd/machines"
-"""A file for each running machine, by name (systemd's src/machine/machine.c)."""
+"""A directory with one file for each running machine, named after it (systemd's src/machine/machine.c)."""
 
 MACHINE_HOST_NVIDIA = "/run/host-nvidia"
 MACHINE_HANDOFF_DIRECTORY = "/run/unbounded-agent/handoff"
@@ -72,7 +72,7 @@ REPORT_NAME = "report.json"
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
-"""A file in the machine, on disk, with the name of the Node object that has the agent's condition."""
+"""A file in the machine, on disk. It contains the name of the Node object that has the agent's condition."""
 
 
 def driver_root(index: int) -> str:
@@ -86,7 +86,7 @@ def mount_unit(path: str) -> str:
 
 
 def times_file(index: int) -> str:
-    """Return the file next to the manifest that has newer times of host files whose content did not change."""
+    """Return the file, next to the manifest, with newer times of host files whose content did not change."""
     return f"{MANIFESTS}/{index}.times.json"
 
 
@@ -121,12 +121,12 @@ def machine_unit(machine: str) -> str:
 
 
 def unit_drop_in(machine: str) -> str:
-    """Return the agent's drop-in. It sorts after systemd's 50-DeviceAllow.conf (systemctl set-property) and so wins."""
+    """Return the agent's drop-in. It sorts after, and so overrides, 50-DeviceAllow.conf of `systemctl set-property`."""
     return f"{UNITS}/{machine_unit(machine)}.d/90-unbounded-agent.conf"
 
 
 def set_device_allow(machine: str) -> str:
-    """Return the drop-in of `systemctl set-property` for DeviceAllow=. It also applies to the machine's next start."""
+    """Return the drop-in that `systemctl set-property` writes for DeviceAllow=. It also applies to the next start."""
     return f"{RUNTIME_PROPERTIES}/{machine_unit(machine)}.d/50-DeviceAllow.conf"
 
 
@@ -141,7 +141,7 @@ def handoff_file(machine: str) -> str:
 
 
 def handed_roots_file(machine: str) -> str:
-    """Return the file that names the driver roots that the machine was handed since its start."""
+    """Return the record of the driver roots that the machine's handoffs have named since its start."""
     return f"{MACHINES_STATE}/{machine}/driver-roots.json"
 
 
@@ -151,12 +151,12 @@ def granted_file(machine: str) -> str:
 
 
 def conditions_file(machine: str) -> str:
-    """Return the host status for the machine's Node object. The file exists only if `node_condition` is set."""
+    """Return the file with the host status for the machine's Node object. It exists only if `node_condition` is set."""
     return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:
-    """Return the files of one machine that the agent writes and removes by its ownership record."""
+    """Return the files of one machine that the agent owns according to its ownership record."""
     return (nspawn_file(machine), unit_drop_in(machine), handoff_file(machine))
 
 
@@ -170,7 +170,7 @@ def machine_of(path: str) -> str | None:
 
 
 def report_directory(machine: str) -> str:
-    """Return the machine's own small tmpfs, which is bound into it at MACHINE_REPORT_DIRECTORY."""
+    """Return the small tmpfs for this machine, which is bound into the machine at MACHINE_REPORT_DIRECTORY."""
     return f"{MACHINES_RUNTIME}/{machine}/report"
 
 

@@ -1,7 +1,8 @@
 """The record of the GPUs that machines were last granted. Those that are no longer on the PCI bus are lost.
 
 The record must not be lost itself, so there are two synced copies of one document with its digest. A good copy replaces
-a damaged one. If both are damaged, a condition reports that until an administrator acknowledges it, as for a lost GPU.
+a damaged one. If both are damaged, a condition reports the damage until an administrator acknowledges it, as for a lost
+GPU.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ class RememberedGpu:
     vendor: str
     model: str = ""
     uuid: str = ""
-    """Empty if it was never known. The agent cannot recognise such a GPU in another slot."""
+    """Empty if the UUID was never known. The agent cannot recognise such a GPU in another slot."""
     machines: tuple[str, ...] = ()
     """Machines that have the GPU, or had it when it disappeared."""
     lost: float = 0.0
@@ -40,7 +41,7 @@ class Remembered:
 
     gpus: tuple[RememberedGpu, ...] = ()
     damage: str = ""
-    """Why an earlier record could not be read, so that earlier losses are unknown; otherwise empty."""
+    """Why an earlier record could not be read, in which case earlier losses are unknown; otherwise empty."""
 
 
 def render_remembered(remembered: Remembered) -> bytes:

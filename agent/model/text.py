@@ -14,8 +14,9 @@ BLANK = frozenset(
 def printable(text: str) -> str:
     """Return the text on one line, with invisible characters escaped.
 
-    Messages go to terminals, logs and JSON, and contain file names that users other than root chose, of any characters
-    and bytes. With invisible letters, or characters that change the writing direction, one name can look like another.
+    Messages go to terminals, logs and JSON, and contain file names that users other than root chose: names of any
+    characters and bytes. With invisible letters, or characters that change the writing direction, one name can look
+    like another.
     """
     return text if text.isascii() and text.isprintable() else "".join(map(_visible, text))
 
@@ -33,7 +34,7 @@ def one_line(text: str) -> str:
 
 def rfc3339(seconds: float) -> str:
     """Return a time as Kubernetes writes it: UTC, whole seconds."""
-    # Imported here, because the import takes a tenth of the machine half's start, which rarely formats a date.
+    # Imported here, because the import takes a tenth of the machine half's start, and most runs format no date.
     from datetime import UTC, datetime
 
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

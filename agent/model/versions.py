@@ -1,4 +1,4 @@
-"""Versions of the handoff's and the report's format. Pure and without imports: read before anything heavier."""
+"""Versions of the handoff's and the report's format. Pure and without imports: loaded before anything heavier."""
 
 OLDEST_HANDOFF = 1
 HANDOFF_VERSION = 2

@@ -13,31 +13,31 @@ CHUNK = 1 << 20
 """Bytes that are read and written at a time if the kernel cannot copy."""
 KERNEL_CANNOT_COPY = frozenset({errno.EXDEV, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM})
 """Errors of copy_file_range(2) if the files are on two file systems (since Linux 5.19) or the file system cannot copy.
-EPERM comes from a filter of system calls."""
+EPERM comes from a system-call filter."""
 
 
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:
-    """Reflink the content if the file system can; otherwise copy it, and call `progress` whenever a part is on disk.
+    """Reflink the content if the file system can; otherwise copy it in parts, and call `progress` between them.
 
     A file that grows meanwhile is copied up to the size that it had at the start; the caller compares the sizes.
     """
     try:
         fcntl.ioctl(writing, FICLONE, reading)
     except OSError:
-        # EOPNOTSUPP, EXDEV, EINVAL: the file system has no reflinks.
-        left = os.fstat(reading).st_size
-        while left > 0 and (copied := _copy_step(reading, writing, min(left, STEP))):
-            left -= copied
-            if left:
-                # Otherwise the page cache would take all data, and a disk that hangs would go unnoticed.
+        # EOPNOTSUPP, EXDEV, EINVAL: no reflink is possible between these files.
+        remaining = os.fstat(reading).st_size
+        while remaining > 0 and (copied := _copy_step(reading, writing, min(remaining, STEP))):
+            remaining -= copied
+            if remaining:
+                # Without this, the page cache would take all data, and a disk that hangs would go unnoticed.
                 os.fdatasync(writing)
                 progress()
 
 
 def _copy_step(reading: int, writing: int, size: int) -> int:
-    """Return how many bytes were copied; 0 at the end of the file."""
+    """Copy up to `size` bytes, and return how many were copied: 0 only at the end of the file."""
     try:
-        # Some file systems copy nothing and report success (copy_file_range(2), BUGS): 0 is not the end of the file.
+        # Some file systems copy nothing and report success (copy_file_range(2), BUGS): 0 does not mean the end.
         if copied := os.copy_file_range(reading, writing, size):
             return copied
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Discards files of the agent's own state that cannot be used. They are logged and counted; the pass continues."""
+"""Logs and counts files of the agent's own state that are discarded, because they cannot be used."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ def count(path: str) -> None:
 
 
 def discard(path: str, why: str) -> None:
-    """Count and log a discarded file. The same pass writes it again."""
+    """Count and log a discarded file. The pass continues without its content."""
     count(path)
     log.warning("discarding %s: %s", path, why)
 
@@ -29,7 +29,7 @@ def discarded() -> Mapping[str, int]:
 
 
 def write_record(system: System, path: str, content: bytes) -> None:
-    """Write a file as `System.write` does, in a directory of the agent. A directory in its place is moved aside."""
+    """Write a file of the agent as `System.write` does. If a directory is in the file's place, move it aside."""
     try:
         system.write(path, content)
     except IsADirectoryError:

@@ -14,7 +14,7 @@ from jeepney.io.blocking import prep_socket
 from agent.model.errors import BusAnswerError, BusError
 
 SOCKET = "/run/dbus/system_bus_socket"
-"""The socket of the D-Bus specification, "System message bus" (with /var/run). The environment must not change it."""
+"""The D-Bus specification's path ("System message bus", with /var/run). The environment must not change the path."""
 REPLY_LIMIT = 1 << 20
 """Bytes of the largest message that is accepted. The bus's own limit is 128 MiB."""
 CHUNK = 1 << 16
@@ -68,7 +68,7 @@ class SystemBus:
         try:
             return connection.exchange(call, deadline)
         except BaseException:
-            # The next call must not receive a late reply, or the rest of one.
+            # The next call must not receive this call's late reply, or the rest of it.
             self.close()
             raise
 
@@ -82,7 +82,7 @@ class _Connection:
 
     def __init__(self, path: str, deadline: float) -> None:
         try:
-            self._socket: socket.socket = prep_socket(path, timeout=_left(deadline))
+            self._socket: socket.socket = prep_socket(path, timeout=_seconds_until(deadline))
         except OSError:
             raise
         except Exception as error:
@@ -100,16 +100,16 @@ class _Connection:
         self._socket.close()
 
     def exchange(self, call: Message, deadline: float) -> Message:
-        """Return the reply from the owner of the called name, or the bus's error if it has no owner.
+        """Return the reply from the owner of the called name, or the bus's error if the name has no owner.
 
-        Calls go to the owner's unique name, which no other connection ever gets, and only this sender's reply is
-        accepted: with dbus-broker, any user of the host may send replies, and signals that look like one.
+        With dbus-broker, any user of the host may send replies, and signals that look like replies. So the call goes to
+        the owner's unique name, which no other connection ever gets, and only a reply from that name is accepted.
         """
         service = str(call.header.fields[HeaderFields.destination])
         known = service in self._owners
         reply = self._call_owner(service, call, deadline)
         if known and _unreachable(reply):
-            # The owner has left the bus, so the call was not received by a new owner of the name.
+            # The recorded owner has left the bus, so nothing received the call. The name may have a new owner.
             del self._owners[service]
             reply = self._call_owner(service, call, deadline)
         return reply
@@ -136,13 +136,14 @@ class _Connection:
         return None
 
     def _send(self, call: Message, sender: str, deadline: float) -> Message:
+        """Send the call, and return the reply from `sender` or the bus's error. Other messages are dropped."""
         serial, received = next(self._serials), 0
-        self._socket.settimeout(_left(deadline))
+        self._socket.settimeout(_seconds_until(deadline))
         self._socket.sendall(call.serialise(serial=serial))
         while True:
             message = self._next()
             if message is None:
-                self._socket.settimeout(_left(deadline))
+                self._socket.settimeout(_seconds_until(deadline))
                 data = self._socket.recv(CHUNK)
                 received += len(data)
                 if not data:
@@ -183,8 +184,8 @@ def _answers(message: Message, serial: int, sender: str) -> bool:
     return bool(from_bus or fields.get(HeaderFields.sender) == sender)
 
 
-def _left(deadline: float) -> float:
-    """Return the remaining seconds. Raises TimeoutError if none are left: to a socket, 0 means "do not block"."""
+def _seconds_until(deadline: float) -> float:
+    """Return the remaining seconds. Raises TimeoutError if none remain, because to a socket 0 means "do not block"."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
         raise TimeoutError(errno.ETIMEDOUT, "no answer in time")

@@ -15,9 +15,9 @@ T = TypeVar("T")
 DEVICE_CALL = 5.0
 """Seconds for a driver's answer. NVIDIA's driver holds a lock for some seconds when a GPU is first used."""
 SOURCE_READ = 2.0
-"""Seconds for the source of a mount, which may be on a remote server."""
+"""Seconds to observe the source of a mount, which may be on a remote server."""
 LEAST = 0.02
-"""Seconds that every call gets. A healthy driver answers in a thousandth of that."""
+"""Seconds that a call gets at least, however many others hang. A healthy driver answers in a thousandth of that."""
 
 
 class _Call(Generic[T]):
@@ -67,7 +67,7 @@ class _Worker:
         while True:
             call = self._calls.get()
             call.run()
-            # Before `end` lets the caller continue: its next call may then use this worker.
+            # Before `call.end()`, which lets the caller continue: the caller's next call can then use this worker.
             _idle.append(self)
             call.end()
 
@@ -83,8 +83,8 @@ def _worker() -> _Worker:
         return _Worker()
 
 
-_left: dict[str, _Call[Any]] = {}
-"""Calls that missed their deadline, by name. It is global, because a hanging thread outlives its caller."""
+_overdue: dict[str, _Call[Any]] = {}
+"""Calls that missed their deadline, by name. Global, because a thread that hangs outlives its caller."""
 
 
 class Reader(Protocol):
@@ -96,26 +96,26 @@ class Reader(Protocol):
 
 
 def bounded(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> T:
-    """Return what `call` returns. Raises TimeoutError if it takes longer, or an earlier call of that name hangs."""
+    """Return what `call` returns. Raises TimeoutError after `seconds`, or if an earlier call named `what` hangs."""
     return _begin(what, call, seconds, is_source=is_source)()
 
 
 def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool = False) -> Callable[[], T]:
-    """Start the call in a worker. The returned function waits for it as `bounded` does."""
+    """Start the call in a worker, and return a function that waits for the call as `bounded` does."""
     if what in stuck():
         raise TimeoutError(errno.ETIMEDOUT, "an earlier attempt still hangs, and is not repeated until it ends", what)
     running = _Call(call, is_source=is_source)
     try:
         worker = _worker()
     except RuntimeError as error:
-        # The limit of TasksMax= in the unit, or the host's, is reached.
+        # The unit's limit of tasks (TasksMax=), or the host's, is reached.
         raise OSError(errno.EAGAIN, str(error), what) from error
     worker.begin(running)
     deadline = time.monotonic() + seconds
 
     def end() -> T:
         if not running.wait(max(0.0, deadline - time.monotonic())):
-            _left[what] = running
+            _overdue[what] = running
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {seconds:.0f} s", what)
         return running.result()
 
@@ -124,15 +124,15 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool 
 
 def stuck() -> tuple[str, ...]:
     """Return the names of calls that missed their deadline and still hang."""
-    for what in [what for what, each in _left.items() if each.wait(0)]:
-        del _left[what]
-    return tuple(_left)
+    for what in [what for what, each in _overdue.items() if each.wait(0)]:
+        del _overdue[what]
+    return tuple(_overdue)
 
 
 def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> T:
-    """Return what `call` returns, as `bounded` does; each call that already hangs halves the time for the next.
+    """Return what `call` returns, as `bounded` does. Each call that already hangs halves the time.
 
-    A broken driver may hang at each of a hundred files: so all of them together take at most twice `seconds`.
+    A broken driver may hang at each of a hundred files. With halving, they all take little more than twice `seconds`.
     """
     return begin_device_call(what, call, seconds)()
 
@@ -140,7 +140,7 @@ def call_device(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) 
 def begin_device_call(what: str, call: Callable[[], T], seconds: float = DEVICE_CALL) -> Callable[[], T]:
     """Start the call, and return a function that waits for it as `call_device` does.
 
-    The caller can do other things meanwhile, but must call the function: that is where a call that hangs is recorded.
+    The caller can do other things meanwhile, but must call the function, because that records a call that hangs.
     """
     return _begin(what, call, _shortened(seconds, is_source=False))
 
@@ -148,13 +148,14 @@ def begin_device_call(what: str, call: Callable[[], T], seconds: float = DEVICE_
 def call_source(what: str, call: Callable[[], T], seconds: float = SOURCE_READ) -> T:
     """Return what `call` returns, as `call_device` does, for the source of a mount.
 
-    Sources and devices are counted separately: a dead server must not shorten the time for a GPU.
+    Hanging calls to sources and to devices are counted separately: a dead server must not shorten the time for a GPU.
     """
     return bounded(what, call, _shortened(seconds, is_source=True), is_source=True)
 
 
 def _shortened(seconds: float, *, is_source: bool) -> float:
-    hanging = sum(_left[what].is_source == is_source for what in stuck())
+    """Return the time for the next call of this kind: `seconds`, halved for each one that hangs, but at least LEAST."""
+    hanging = sum(_overdue[what].is_source == is_source for what in stuck())
     return max(seconds / float(2**hanging), LEAST)
 
 

@@ -17,7 +17,7 @@ from agent.system.process import ENVIRONMENT, Bus, Runner, run_checked
 from agent.system.rooted import Rooted
 
 READ_LIMIT = 1 << 20
-"""Bytes of the largest file that is read. In /proc/sys the kernel refuses reads of 4 MiB (KMALLOC_MAX_SIZE)."""
+"""Bytes of the largest file that is read. Not 4 MiB: in /proc/sys, the kernel refuses such reads (KMALLOC_MAX_SIZE)."""
 NEW = ".unbounded-agent-new"
 """Suffix of the temporary file that replaces a file when it is complete."""
 BUS_LIMIT = 10.0
@@ -49,7 +49,7 @@ class System(Rooted):
     # ---- reading
 
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
-        """Return the content of a regular file, as those of /proc and /sys are. Never opens a FIFO or device."""
+        """Return the content of a regular file, also in /proc or /sys. Never opens a FIFO or device."""
         return opening.content(opening.open_probe(self._at(path)), path, limit)[0]
 
     def head(self, path: str, size: int) -> bytes:
@@ -65,7 +65,7 @@ class System(Rooted):
         return self.read(path).decode(errors="surrogateescape")
 
     def lines(self, path: str) -> Iterator[bytes]:
-        """Yield the lines of a file in /proc of any size, without the newline. No other character ends a line."""
+        """Yield the lines of a file in /proc, of any size, without the newline. Only a newline ends a line."""
         with opening.plain(self._at(path)) as file:
             for line in file:
                 yield line.removesuffix(b"\n")
@@ -91,10 +91,10 @@ class System(Rooted):
         return stat.S_IMODE(os.stat(self._at(path)).st_mode)
 
     def device(self, path: str) -> DeviceNumber | None:
-        """Return a character device's numbers; None for any other file or a removed one. Links are not followed."""
+        """Return a character device's numbers; None for any other file or an unlinked node. Follows no links."""
         status = os.lstat(self._at(path, follow=False))
-        # A node without a name was bound into a machine and then removed on the host: a reload of nvidia-drm creates
-        # new DRI nodes. It still opens, but the kernel refuses to bind it into a container (ENOENT).
+        # A node with no name left was bound into a machine and then removed on the host, as when a reload of nvidia-drm
+        # creates new DRI nodes. The old node still opens, but the kernel refuses to bind it into a container (ENOENT).
         if not stat.S_ISCHR(status.st_mode) or not status.st_nlink:
             return None
         return DeviceNumber(
@@ -116,7 +116,7 @@ class System(Rooted):
         return character_device(self._at(link))
 
     def listening_process(self, path: str) -> int | None:
-        """Return the id of the process that listens on a Unix socket; None if none does (agent.system.sockets)."""
+        """Return the id of the process that listens on a Unix socket; None if none answers (agent.system.sockets)."""
         # Imported here: few runs need it, and it takes a twentieth of the machine half's start.
         from agent.system.sockets import listening_process
 
@@ -127,18 +127,18 @@ class System(Rooted):
         return os.uname().machine
 
     def free_bytes(self, path: str) -> int:
-        """Return the bytes that root may still use on the file system of a directory."""
+        """Return the free bytes of the file system of a directory, without those that are reserved for root."""
         found = os.statvfs(self._at(path))
         return found.f_bavail * found.f_frsize
 
     def place(self, path: str) -> str:
-        """Return the real path below the root, for system calls that take paths (inotify_add_watch(2))."""
+        """Return the path with the root prefix, for system calls that take paths (inotify_add_watch(2))."""
         return self._at(path)
 
     # ---- writing
 
     def make_directory(self, path: str) -> None:
-        """Make a directory and its parents durably, each with mode 0755 whatever the umask."""
+        """Make a directory and its missing parents durably, each with mode 0755 whatever the umask."""
         place = self._at(path)
         missing = []
         while not os.path.isdir(place):
@@ -162,7 +162,7 @@ class System(Rooted):
         self.sync_directory(os.path.dirname(path))
 
     def link(self, path: str, target: str) -> None:
-        """Make a symbolic link atomically. It replaces anything but a directory."""
+        """Make a symbolic link atomically. The link replaces anything but a directory."""
         self.make_directory(os.path.dirname(path))
         with self._replacing(path) as temporary:
             os.symlink(target, temporary)
@@ -175,7 +175,7 @@ class System(Rooted):
             opening.sync_directory(os.path.dirname(place))
 
     def remove_tree(self, path: str) -> None:
-        """Remove a directory of the agent with its content. Links in it are not followed."""
+        """Remove a directory of the agent with its content, or a file or link in its place. Follows no links."""
         place = self._at(path, follow=False)
         if os.path.isdir(place) and not os.path.islink(place):
             # Imported here: the machine half never needs it, and the import takes as long as reading twenty files.
@@ -218,8 +218,8 @@ class System(Rooted):
     def _replacing(self, path: str) -> Iterator[str]:
         """Yield the path of a temporary file, which replaces the file at the end, and is removed after an error.
 
-        The name is always the same, so that leftovers of killed writers do not pile up; they are removed first. It is
-        hidden from programs that read whole directories.
+        The temporary file always has the same name, so that leftovers of killed writers do not pile up: each is removed
+        by the next writer. The name begins with a dot, so that programs that read whole directories skip the file.
         """
         self.remove_remains(path)
         place = self._at(path, follow=False)
@@ -239,6 +239,6 @@ class System(Rooted):
 
 
 def remains(path: str) -> str:
-    """Return the path of the temporary file that `write` and `link` use. It remains if they are killed."""
+    """Return the path of the temporary file that `write` and `link` use. The file remains if they are killed."""
     directory, name = os.path.split(path)
     return f"{directory}/.{name}{NEW}"

@@ -9,7 +9,7 @@ from agent.system import opening
 
 PATH = "/dev/kmsg"
 RECORD_LIMIT = 8192
-"""Bytes to read at a time: a shorter read than the record fails (EINVAL). The kernel's PRINTKRB_RECORD_MAX is 1024."""
+"""Bytes to read at a time: a read fails if the record is longer (EINVAL). The kernel's PRINTKRB_RECORD_MAX is 1024."""
 BURST = 5000
 """Records that one `read` returns at most, so that it ends even if the kernel writes without end."""
 KERNEL = 0
@@ -53,22 +53,23 @@ class KernelLog:
                 if error.errno != errno.EPIPE:
                     raise
                 # Records were overwritten; the next read returns the oldest remaining one.
-                self.overruns += not self._passes_over
+                self.overruns += not self._skips
                 continue
             if not record:
                 self.behind = False
                 return tuple(texts), False
             number, text = parse_record(record)
-            # Only while behind: if `after` is wrongly too high, it must not silence the log forever.
+            # Only while behind: without this limit, an `after` that is wrongly too high would silence the log forever.
             if number is None or (self.behind and self.sequence is not None and number <= self.sequence):
                 continue
             self.sequence = number
-            if text is not None and not self._passes_over:
+            if text is not None and not self._skips:
                 texts.append(text)
         return tuple(texts), True
 
     @property
-    def _passes_over(self) -> bool:
+    def _skips(self) -> bool:
+        """Whether to skip records: those that the log already had, if `after` is None."""
         return self.behind and self._after is None
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
 
 
 def parse_record(record: bytes) -> tuple[int | None, str | None]:
-    """Return the number and the first line of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`.
+    """Return sequence number and first line of a record `PRIORITY,SEQUENCE,MICROSECONDS,FLAGS[,...];TEXT`.
 
     The line is None for a record of user space; both are None for malformed data. The line cannot contain a line break:
     the kernel writes control characters as \\xNN.

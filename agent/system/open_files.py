@@ -21,9 +21,9 @@ Number = tuple[int, int]
 PROCESS_LIMIT = 2.0
 """Seconds to search one process. If it hangs in a driver's page fault, the kernel cannot list its mappings."""
 LEAST = 0.05
-"""Seconds to search one process when others hang. Most take a thousandth of that."""
+"""Seconds that one process gets at least, however many others hang. Most need a thousandth of that."""
 SEARCH_LIMIT = 20.0
-"""Seconds to search the descriptors of all processes, and again to search their mappings."""
+"""Seconds for each of the three steps over all processes: their descriptors, their mappings, their names."""
 
 MAPPING = re.compile(
     rb"(?P<first>[0-9a-f]+)-(?P<last>[0-9a-f]+) \S{4} [0-9a-f]+ (?P<device>[0-9a-f]+:[0-9a-f]+) (?P<inode>[0-9]+)"
@@ -86,12 +86,12 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The result of a search. It is true if a process has one of the devices open."""
+    """The result of a search. As a bool, it is True if a process has one of the devices open."""
 
     holders: tuple[Holder, ...] = ()
     unseen: tuple[str, ...] = ()
-    """Processes that could not be searched completely, one sentence each. They are shown, because they may have the
-    device open too, but block nothing: any pod can have a process that can never be searched."""
+    """Other processes that could not be searched completely, one sentence each. They are shown, because they may have a
+    device open too, but they block nothing: any pod can have a process that can never be searched."""
 
     def __bool__(self) -> bool:
         return bool(self.holders)
@@ -107,7 +107,7 @@ def find_holders(system: System, wanted: Mapping[Number, str]) -> Held:
 
 
 class _Search:
-    """One search of all processes. Mappings come last, because reading them may block; descriptors never block."""
+    """One search of all processes. Mappings are read after all descriptors, because only reading mappings may block."""
 
     def __init__(self, system: System, wanted: Mapping[Number, str], pids: list[int]) -> None:
         self._system, self._wanted, self._pids = system, wanted, pids
@@ -118,12 +118,16 @@ class _Search:
         self._each("descriptors", self._opened, self._pids)
         self._each("mappings", self._mapped, self._pids)
         holders: dict[int, Holder] = {}
-        self._each("names", lambda pid, _: self._name(pid, holders), [pid for pid in self._pids if self._found[pid]])
+        holding = [pid for pid in self._pids if self._found[pid]]
+        self._each("names", lambda pid, _: self._add_holder(pid, holders), holding)
         unseen = {pid: why for pid, why in sorted(self._unseen.items()) if pid not in holders}
         return Held(tuple(holders.values()), tuple(f"cannot inspect PID {pid}: {unseen[pid]}" for pid in unseen))
 
     def _each(self, what: str, search: Callable[[int, float], None], pids: list[int]) -> None:
-        """Call `search` for each process. Each one that hangs halves the time for the next; SEARCH_LIMIT bounds all."""
+        """Call `search` for each process, with a deadline. Each one that hangs halves the time for the next.
+
+        SEARCH_LIMIT bounds the time for all processes. A process whose search fails is recorded as unseen.
+        """
         end, limit = time.monotonic() + SEARCH_LIMIT, PROCESS_LIMIT
         for pid in pids:
             deadline = min(time.monotonic() + limit, end)
@@ -133,7 +137,7 @@ class _Search:
                     raise TimeoutError(errno.ETIMEDOUT, f"other processes used up the {SEARCH_LIMIT:.0f} s")
                 bounded(f"/proc/{pid}: {what}", partial(search, pid, deadline), seconds)
             except (FileNotFoundError, ProcessLookupError):
-                # The process has exited meanwhile.
+                # The process has exited in the meantime.
                 continue
             except TimeoutError as error:
                 limit = max(limit / 2, LEAST)
@@ -142,10 +146,10 @@ class _Search:
                 self._unseen.setdefault(pid, error.strerror or str(error))
 
     def _opened(self, pid: int, deadline: float) -> None:
-        """Search the descriptors of a process, first those of its main thread, which most threads share.
+        """Search the descriptors of a process: first those of its main thread, which most threads share.
 
-        Threads may have their own descriptors (CLONE_FILES of clone(2) and unshare(2)); a main thread that has exited
-        has none.
+        Other threads may have descriptors of their own (CLONE_FILES of clone(2) and unshare(2)), and a main thread that
+        has exited has none.
         """
         for thread in self._threads(pid):
             directory = f"/proc/{pid}/task/{thread}/fd"
@@ -160,13 +164,13 @@ class _Search:
                 return
 
     def _mapped(self, pid: int, deadline: float) -> None:
-        """Search the mappings of a process, which outlive descriptors. The first thread with memory has all of them."""
+        """Search the mappings of a process, which all its threads with memory share. Mappings outlive descriptors."""
         for thread in self._threads(pid):
             try:
                 if self._mapped_by(pid, thread, deadline):
                     return
             except (FileNotFoundError, ProcessLookupError):
-                # ESRCH: it has no memory, because it has exited or is the kernel's own.
+                # ESRCH: the thread has no memory, because it has exited or is the kernel's own.
                 continue
 
     def _mapped_by(self, pid: int, thread: int, deadline: float) -> bool:
@@ -177,7 +181,7 @@ class _Search:
             has_memory, mapping = True, MAPPING.match(line)
             if not mapping:
                 raise OSError(errno.EBADMSG, f"a line of its mappings has an unknown format: {line[:80]!a}")
-            # CUDA programs have tens of thousands of mappings of the same few files.
+            # Each file is inspected once: CUDA programs have tens of thousands of mappings of the same few files.
             file = (mapping["device"], mapping["inode"], line[mapping.end() :])
             if mapping["inode"] == b"0" or file in known:
                 continue
@@ -201,15 +205,16 @@ class _Search:
             self._found[pid].add(number)
         return True
 
-    def _name(self, pid: int, holders: dict[int, Holder]) -> None:
+    def _add_holder(self, pid: int, holders: dict[int, Holder]) -> None:
+        """Describe a process that has a device open, and add it to `holders`."""
         paths = tuple(sorted(self._wanted[number] for number in set(self._found[pid])))
-        # The process chooses some of these values. The kernel escapes newlines in them, so each line is a whole field.
+        # The process chooses some of these fields, but the kernel escapes newlines, so each line is one whole field.
         status = dict(line.split(":", 1) for line in self._lines(pid, "status") if ":" in line)
         # The process chooses its name, which may be any 15 bytes.
         command = one_line(_text(self._system, f"/proc/{pid}/comm"))
         # cgroup v2 has one line, `0::PATH` (cgroups(7)).
         groups = [line[3:] for line in self._lines(pid, "cgroup") if line.startswith("0::")]
-        # The first id is that in this namespace; kernels without PID namespaces omit the line.
+        # The first id is the one in this PID namespace. Kernels without PID namespaces omit the line.
         inner = tuple(int(each) for each in status.get("NSpid", "").split()[1:])
         holders[pid] = Holder(pid, inner, command, one_line("".join(groups)), paths)
 

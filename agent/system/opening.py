@@ -27,14 +27,14 @@ def sync_directory(place: str) -> None:
 
 
 def regular(probe: int, path: str) -> io.BufferedReader:
-    """Open the file that `open_probe` found for reading. Raises OSError unless it is regular, as in /proc and /sys."""
+    """Open, for reading, the file behind a descriptor of `open_probe`. Raises OSError unless the file is regular."""
     mode = os.fstat(probe).st_mode
     if stat.S_ISLNK(mode):
         raise OSError(errno.ELOOP, "a symbolic link", path)
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", path)
     try:
-        # This opens the file that `open_probe` found, even if its name belongs to another one now.
+        # This opens the file that `open_probe` found, even if its name belongs to another file now.
         return open(stream(f"/proc/self/fd/{probe}"), "rb")
     except BlockingIOError as error:
         raise BlockingIOError(error.errno, LEASED, path) from None
@@ -52,8 +52,8 @@ def plain(place: str) -> io.BufferedReader:
 def content(probe: int, path: str, limit: int, *, whole: bool = True) -> tuple[bytes, float]:
     """Return the content and the change time (seconds since the epoch) of the file that `open_probe` found.
 
-    A file of more than `limit` bytes raises OSError (EFBIG), or is cut if not `whole`. The modification time would not
-    do: the file's writer can set it. Closes `probe`.
+    If the file has more than `limit` bytes, raises OSError (EFBIG) or, if not `whole`, returns the first ones. The
+    modification time would not do, because the file's writer can set it. Closes `probe`.
     """
     try:
         with regular(probe, path) as file:

@@ -16,11 +16,11 @@ ROOT = 0
 def untrusted_component(
     system: System, path: str, *, any_last_owner: bool = False, trusted: Collection[int] = (ROOT,)
 ) -> str:
-    """Return a sentence on the first component of a path that users other than root control; empty if there is none.
+    """Return a sentence on the first component of a path that root does not control alone; empty if there is none.
 
     Links are followed. With `any_last_owner`, the last component may have any owner if only root can replace it.
-    `trusted` has the ids of users who count as root. The search ends at a missing component, and before a file (see
-    `file_fault`). Raises OSError if a component could not be observed.
+    `trusted` has the ids of users who count as root. The search ends at a missing component, and at a file, which is
+    not checked here (see `file_fault`). Raises OSError if a component could not be observed.
     """
     shared = ""
     try:
@@ -48,7 +48,7 @@ def untrusted_component(
 
 
 def path_components(system: System, path: str) -> tuple[str, ...]:
-    """Return each directory and link on a path, and the file or directory that it leads to. Raises OSError."""
+    """Return each directory and link on a path, and the file or directory that the path leads to. Raises OSError."""
     return tuple(here for here, *_ in _walk(system, path))
 
 
@@ -81,7 +81,7 @@ def _parts(path: str) -> list[str]:
 
 
 class PathTrust:
-    """Finds out which directories of one system only root controls, and records the others."""
+    """Checks which directories below one root prefix only root controls, and records the others."""
 
     def __init__(self, system: System, *, checked: bool = True) -> None:
         """If not `checked`, permit every directory."""
@@ -90,7 +90,7 @@ class PathTrust:
         """The directories that were refused, by reason."""
 
     def permits(self, directory: str, link: str = "") -> bool:
-        """Return whether only root controls a directory, or the target of `link` in it. Raises OSError."""
+        """Return whether only root controls a directory or, if given, the path `link` in it. Raises OSError."""
         why = untrusted_component(self._system, link or directory) if self._checked else ""
         if why:
             whole = not link or untrusted_component(self._system, directory)
@@ -122,7 +122,7 @@ def settings_fault(system: System, path: str) -> str:
 def file_fault(system: System, real_path: str, *, root_owned: bool) -> str:
     """Return why a file must not be copied; empty if it may be.
 
-    It must be public, and with `root_owned` only root may be able to change it. Raises OSError.
+    The file must be readable by all users and, with `root_owned`, writable only by root. Raises OSError.
     """
     mode, uid, gid = system.owner(real_path)
     if not real_path.isprintable():

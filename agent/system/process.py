@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from agent.model.errors import CommandError, ExitCodeError
 
 OUTPUT_LIMIT = 16 << 20
-"""Bytes that a program may print. One more is read, to detect that there were more."""
+"""Bytes that a program may print. One more byte is read, to detect that there were more."""
 FILE_LIMIT = 4 * OUTPUT_LIMIT
-"""Bytes of the largest file that a program of the host half may write; its output goes to a file in memory. The machine
-half's unit sets the same limit (LimitFSIZE=)."""
+"""Bytes of the largest file that a program of the host half may write, including the file in memory for its output. The
+machine half's unit sets the same limit (LimitFSIZE=)."""
 
 ENVIRONMENT: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
@@ -22,7 +22,7 @@ not translated."""
 class Completed:
     """The result of a program that was not stopped at its time limit."""
 
-    # Not a data class or named tuple: these take long to define, and this is loaded before the generator can start.
+    # Not a data class or named tuple: these take long to define, and this module delays the start of the generator.
     __slots__ = ("status", "stderr", "stdout")
 
     def __init__(self, status: int, stdout: bytes, stderr: bytes) -> None:

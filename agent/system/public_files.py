@@ -16,7 +16,7 @@ def open_public(place: str) -> BinaryIO:
     probe = opening.open_probe(place, follow=False)
     try:
         mode = os.fstat(probe).st_mode
-        # proc(5): the link has the path of the open file without links; it differs if the file was renamed or removed.
+        # proc(5): the link has the file's real path. It differs if `place` has links, or the file was moved or removed.
         if stat.S_ISLNK(mode) or os.readlink(f"/proc/self/fd/{probe}") != place:
             raise OSError(errno.ELOOP, "it is a link, or was moved", place)
         if stat.S_ISREG(mode) and not mode & stat.S_IROTH:

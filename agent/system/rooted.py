@@ -22,7 +22,7 @@ class Rooted:
         self.root = root.rstrip("/") or "/"
 
     def below(self, directory: str) -> Self:
-        """Return a copy of this object with `directory` as its root, which no link in it leaves. Raises OSError."""
+        """Return a copy of this object with `directory` as its root. No link leads out of that root. Raises OSError."""
         # Imported here: the machine half never needs it.
         import copy
 
@@ -33,7 +33,7 @@ class Rooted:
         return inner
 
     def exists(self, path: str) -> bool:
-        """Return whether the path exists; a dangling link does."""
+        """Return whether the path exists. A dangling link exists."""
         return self._status(path, follow=False) is not None
 
     def is_directory(self, path: str) -> bool:
@@ -117,7 +117,10 @@ class Rooted:
         return path if self.root == "/" else self.root + path
 
     def _at(self, path: str, *, follow: bool = True) -> str:
-        """Return the path with the root and with links resolved below it; the last component's only with `follow`."""
+        """Return the path with the root prefix, and with links resolved below the root.
+
+        Without `follow`, a link in the last component stays. If the root is /, the path is returned unchanged.
+        """
         if self.root == "/":
             return path
         if follow:

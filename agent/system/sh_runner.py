@@ -18,7 +18,7 @@ KILL_MARGIN = 3.0
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program, as a Runner does. If SIGKILL does not end it, it is abandoned, and not started again meanwhile."""
+    """Run a program, as a Runner does. One that SIGKILL does not end is abandoned, and not repeated until it ends."""
     # All threads involved are daemon threads, so none of them keeps this process from exiting.
     return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
 
@@ -26,9 +26,9 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 def _run(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program in a new session, without our terminal. At the time limit, kill it with all that it started."""
     with ExitStack() as files:
-        # Output goes to memory: pipes would need threads, and processes that a program leaves keep them open.
-        stdout, stderr, number = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "number"))
-        running = _start(argv, files.enter_context(open(os.devnull, "rb")), stdout, stderr, number)
+        # Output goes to memory: pipes would need threads, and stay open while a program's children run.
+        stdout, stderr, pid_file = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "pid"))
+        running = _start(argv, files.enter_context(open(os.devnull, "rb")), stdout, stderr, pid_file)
         in_time = False
         try:
             in_time = _ends_within(running.process.pid, timeout)
@@ -42,16 +42,16 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _start(
-    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, number: BinaryIO
+    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, pid_file: BinaryIO
 ) -> sh.RunningCommand:
-    """Start the program. Raises OSError if that fails."""
+    """Start the program, which first writes its process id to `pid_file`. Raises OSError if that fails."""
 
     def begin() -> None:
-        # The output counts towards this unit's memory: without a limit, the kernel might kill the service.
+        # The output counts towards this unit's memory. Without a limit, the kernel might kill the service.
         resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
-        # Python ignores this signal for itself.
+        # Python ignores this signal, and programs would inherit that.
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        os.write(number.fileno(), b"%d" % os.getpid())
+        os.write(pid_file.fileno(), b"%d" % os.getpid())
 
     try:
         return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
@@ -75,8 +75,8 @@ def _start(
     except sh.ForkException as error:
         raise OSError(errno.ENOEXEC, "not a program that this host can run", argv[0]) from error
     except RuntimeError as error:
-        # No thread is left (the unit's TasksMax=, or the host's limit), but the program already runs.
-        pid = int(_content(number))
+        # sh could start no thread (the unit's TasksMax=, or the host's limit), but the program already runs.
+        pid = int(_content(pid_file))
         _kill(pid)
         os.waitpid(pid, 0)
         raise OSError(errno.EAGAIN, str(error), argv[0]) from error
@@ -91,7 +91,7 @@ def _content(file: BinaryIO) -> bytes:
 
 
 def _ends_within(pid: int, timeout: float) -> bool:
-    """Return whether the process exits within that time. sh's own wait polls, which takes a tenth of a second."""
+    """Return whether the process exits within `timeout` seconds. sh's own wait polls, and takes a tenth of a second."""
     try:
         ended = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -9,7 +9,7 @@ import sys
 from agent.system import opening
 
 NOT_LISTENING = (errno.ECONNREFUSED, errno.EAGAIN, errno.EPROTOTYPE, errno.ELOOP)
-"""Errors of connect(2) if nobody listens on the socket, its queue is full, its type differs, or it is not a socket."""
+"""Errors of connect(2) if no process listens, the queue is full, the type differs, or the file is not a socket."""
 TCP_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 LISTEN = "0A"
 """TCP_LISTEN (include/net/tcp_states.h), as column `st` of these tables shows it (proc(5))."""
@@ -18,7 +18,7 @@ UCRED_SIZE = 12
 
 
 def listening_process(place: str) -> int | None:
-    """Return the id of the process that called listen(2); None if no process listens.
+    """Return the id of the process that called listen(2); None if no process listens and accepts connections.
 
     The id is 0 for a process outside this PID namespace. This connects and disconnects at once, sends nothing, and
     follows no link. Raises OSError.
@@ -45,9 +45,9 @@ def listening_process(place: str) -> int | None:
 
 
 def listening_user(port: int) -> int | None:
-    """Return the user id of the process that listens on a TCP port of any local address; None if none does.
+    """Return the user id of the process that listens on a TCP port of any local address; None if none is found.
 
-    Only processes in this network namespace are found. Finding their ids would need CAP_SYS_PTRACE.
+    Only processes in this network namespace are found. Finding a process's id would need CAP_SYS_PTRACE.
     """
     for table in TCP_TABLES:
         with contextlib.suppress(OSError), opening.plain(table) as lines:

@@ -34,7 +34,7 @@ class MachineRunner:
         return completed
 
     def close(self) -> None:
-        """Kill the programs that were started and whose results were not needed."""
+        """Kill the programs that `start` started and whose results were not needed."""
         while self._early:
             self._early.popitem()[1].close()
 
@@ -52,14 +52,14 @@ class _Process:
         except OSError:
             self._close_descriptors()
             raise
-        # One can wait for a pidfd (Linux 5.3) with a time limit.
-        self._ended = os.pidfd_open(self._pid)
-        self._descriptors.append(self._ended)
+        # A pidfd (Linux 5.3) can be waited for with a time limit.
+        self._pidfd = os.pidfd_open(self._pid)
+        self._descriptors.append(self._pidfd)
 
     def wait(self, timeout: float) -> Completed | None:
         """Return the result, or None if the program did not exit within `timeout` seconds."""
         poll = select.poll()
-        poll.register(self._ended, select.POLLIN)
+        poll.register(self._pidfd, select.POLLIN)
         if not poll.poll(timeout * 1000):
             return None
         status = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
@@ -93,7 +93,7 @@ def _spawn(argv: tuple[str, ...], stdout: int, stderr: int) -> int:
             (os.POSIX_SPAWN_DUP2, stderr, 2),
         ],
         setsid=True,
-        # Python ignores these two for itself.
+        # Python ignores these two signals, and the program would inherit that.
         setsigdef=(signal.SIGPIPE, signal.SIGXFSZ),
     )
 

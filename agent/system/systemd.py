@@ -1,6 +1,6 @@
 """Calls to PID 1 on the system bus, org.freedesktop.systemd1(5).
 
-Each function raises BusError, also if a value does not have the documented type, because systemd's interface is stable.
+Each function raises BusError, also for a value of another type than documented: systemd's interface is stable.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,7 +30,7 @@ class ListedUnit(NamedTuple):
 
 
 def list_units(names: Sequence[str], system: System) -> list[ListedUnit | Unseen]:
-    """Return the units in the order of `names`. A unit whose entry cannot be understood is Unseen."""
+    """Return the state of each unit, in the order of `names`; Unseen if the entry of a unit cannot be understood."""
     method = f"{SYSTEMD_MANAGER}.ListUnitsByNames"
     match system.call(SYSTEMD, SYSTEMD_OBJECT, method, list(names), signature="as"):
         case ([*entries],) if len(entries) == len(names):
@@ -85,9 +85,9 @@ def device_allow(path: str, system: System) -> tuple[DeviceAllow, ...]:
 def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) -> None:
     """Replace the unit's whole DeviceAllow= list.
 
-    Assigning a list only adds entries, so an empty one is assigned first. systemd applies both assignments of a
-    SetUnitProperties call at once: permissions are never missing in between. A drop-in with a daemon-reload changes
-    nothing for a running unit (systemd 257).
+    Assigning a list only adds its entries; assigning an empty list removes all entries, so that comes first. systemd
+    applies both assignments of one SetUnitProperties call at once: no permission is missing in between. A drop-in and a
+    daemon-reload would change nothing for a running unit (systemd 257).
     """
     entries = [(entry.node, entry.permissions or "rwm") for entry in allow]
     properties = [("DeviceAllow", ("a(ss)", [])), ("DeviceAllow", ("a(ss)", entries))]
@@ -97,7 +97,7 @@ def set_device_allow(unit: str, allow: Iterable[DeviceAllow], system: System) ->
 
 def queue_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
     """Start or stop a unit without waiting. Return the path of the job's object, for `is_queued`."""
-    # With "fail", the job does not replace those of a host that shuts down.
+    # With "fail", the job does not replace the jobs of the host's shutdown.
     (job,) = system.call(SYSTEMD, SYSTEMD_OBJECT, f"{SYSTEMD_MANAGER}.{verb}", unit, "fail")
     return str(job)
 

@@ -80,7 +80,7 @@ def _drm_device(device: _Device) -> DrmDevice | None:
         return None
     pci = device.find_parent("pci")
     parent = device.parent
-    # Not by truth value: a device is a mapping, so pyudev would read every property.
+    # `is not None`, because a device is a mapping: for its truth value, pyudev would read every property.
     driver = parent.driver if parent is not None else None
     return DrmDevice(device.device_node, pci.sys_name if pci is not None else "", driver or "")
 
