@@ -12,7 +12,7 @@ from agent.model.live import LiveSettings
 from agent.model.reasons import Reason
 
 NO_MACHINES = "no machine is configured"
-"""What commands and pages say in the place of outcomes."""
+"""What commands and pages show instead of outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,8 @@ class MachineOutcome:
     gpus: tuple[str, ...] = ()
     """PCI addresses of the granted GPUs."""
     pending: bool = False
-    """Another pass is needed soon: no report answers the latest handoff yet, or Ready has to settle."""
+    """Another pass is needed soon: the machine was just started, its report does not answer the latest handoff yet or
+    has an Unknown condition that Ready needs, or Ready has to settle."""
     stopped: bool = False
     """The machine exists and the agent may write its settings, but it is not running."""
     startable: bool = False

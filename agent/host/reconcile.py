@@ -1,4 +1,4 @@
-"""Makes a pass: observe facts, plan the goal, apply the difference, verify it, report it."""
+"""Makes a pass: observes facts, plans the goal, applies the difference, verifies and reports the result."""
 
 import logging
 import time
@@ -41,7 +41,7 @@ LOCK_WAIT = 10.0
 CLEANUP_INTERVAL = 600.0
 """Seconds until the removal of a driver root is tried again after a failure. One attempt may take a minute."""
 STAGING_CLEANUP_INTERVAL = 60.0
-"""Seconds until the removal of other leftovers is tried again. Each attempt removes some of them within a second."""
+"""Seconds until the removal of other leftovers is tried again. One attempt takes at most a second."""
 BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
@@ -102,19 +102,20 @@ class Reconciler:
                 missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
-                # Treat the report as broken: a report must not keep a permission alive.
+                # Treat the report as broken: a report that cannot be read must not keep a permission in force.
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
         return Acknowledged(released, missing_nodes, faults)
 
     def run_pass(self, *, by_hand: bool = False) -> Outcome:
         """Make one pass, then start machines that are not running. Raises AgentError if no pass is possible.
 
-        A machine that ran since the host booted was stopped by a user: it is started only with `by_hand`.
+        A machine that has run since the host booted is started only with `by_hand`, because a user may have stopped it.
         """
         outcome = self.reconcile()
         failures = outcome.failures
         machines = []
-        # After `reconcile` has released the pass lock: a start runs prepare@, which makes a pass itself.
+        # Machines start only after `reconcile` has released the pass lock, because a start runs prepare@, which makes a
+        # pass itself.
         for machine in outcome.machines:
             if machine.stopped and machine.startable and (by_hand or not machine.has_run):
                 failures += self._start(machine.name)
@@ -219,7 +220,7 @@ class Reconciler:
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         if planned.goal.machines:
-            # If the source of a Bind= is missing, the machine does not start.
+            # Machines bind this directory: they do not start if it is missing.
             self.system.make_directory(HOST_NVIDIA)
         failures = []
         for machine in planned.goal.machines:

@@ -18,7 +18,8 @@ Loader = Callable[[System, Callable[[], Seen[tuple[PciDevice, ...]]], Set[str], 
 and a function that reports progress. Raises AgentError."""
 
 LOADERS: tuple[Loader, ...] = (load,)
-"""Loaders of kernel modules, used with driver.load_modules. The kernel loads its own modules by itself."""
+"""Loaders of kernel modules, used if `driver.load_modules` is set. Only NVIDIA's modules need one: AMD's and Intel's
+belong to the kernel, which loads them by itself."""
 
 
 def rank(name: str) -> int:

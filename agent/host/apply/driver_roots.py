@@ -28,7 +28,7 @@ MARGIN = 64 << 20
 """Bytes that must stay free on the file system after staging, for the agent's state."""
 
 REMOVAL_LIMIT = 10.0
-"""Seconds for one removal, which later passes continue. Root in a machine may have added any number of files."""
+"""Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
 REMAINS_LIMIT = 1.0
 """Seconds for a removal of leftovers, for which no step waits."""
 
@@ -41,7 +41,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
-    _clear(system)
+    _clear_staging(system)
     needed = sum(file.size for file in root.files) + MARGIN
     free = system.free_bytes(STAGING)
     if free < needed:
@@ -65,7 +65,7 @@ def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambd
 
 
 def _copy(file: Library, path: str, system: System, progress: Callable[[], None]) -> None:
-    """Copy a file from the descriptor that was checked: its path may lead to a different file at any moment."""
+    """Copy a file from the descriptor that was checked, because the path may lead to a different file at any moment."""
     try:
         reading = system.open_public(file.source)
     except OSError as error:
@@ -92,7 +92,7 @@ def _changed(file: Library, why: str = "") -> ApplyError:
     return ApplyError(f"{file.source}: changed while it was staged{why}", "the next pass tries again")
 
 
-def _clear(system: System) -> None:
+def _clear_staging(system: System) -> None:
     """Remove what an interrupted staging left."""
     for name in system.entries(STAGING):
         system.remove_tree(f"{STAGING}/{name}")
@@ -112,10 +112,10 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # The second file is from an earlier release, which recorded there where the files came from.
+    # The second file was written by an earlier release: it says where the files came from.
     for note in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
         system.remove(note)
-    # The manifest is removed last: without it, a root could be found only by guessing its index.
+    # The manifest is removed after the move to REMOVED: without it, a plain directory would never be found again.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 
@@ -123,8 +123,8 @@ def remove_root(index: int, system: System) -> None:
 def protect(indices: tuple[int, ...], system: System) -> None:
     """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
 
-    Their content is not used again: root in a machine may have changed it, or still have a file open. If this is
-    killed, or PID 1 does not answer, the next pass stages the roots again.
+    Their content is not used again: root in a machine may have changed it, or still have a file open. If the agent is
+    killed meanwhile, or PID 1 does not answer, the next pass stages the roots again.
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
@@ -149,9 +149,9 @@ def _move(path: str, to: str, system: System) -> None:
 def make_way(path: str, system: System) -> None:
     """Move away a directory that is in the place of one of the agent's files. Raises OSError.
 
-    Root in a machine can put such a directory into its handoff directory, and make its removal slow. So the next pass
-    removes it (`RemoveStaleStaging`). Until an earlier one has been removed, the move fails, and only that machine
-    suffers.
+    Root in a machine can put such a directory into the handoff directory, and fill it so that its removal takes long.
+    So it is only moved, and the next pass removes it (`RemoveStaleStaging`). Until it is removed, no other directory
+    can be moved away from the same path; only that machine suffers.
     """
     for each in (path, remains(path)):
         if system.is_directory(each) and system.read_link(each) is None:
@@ -161,5 +161,5 @@ def make_way(path: str, system: System) -> None:
 
 def clear(paths: tuple[str, ...], system: System, limit: float = REMOVAL_LIMIT) -> None:
     """Remove trees that a machine may have filled. Raises AgentError, also if `limit` seconds are not enough."""
-    # rm(1) instead of shutil: it handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
+    # Not shutil, because rm(1) handles any depth (before 3.13, Python's recursion ends at 1000), and can be killed.
     system.run("rm", "--recursive", "--force", "--one-file-system", "--", *paths, timeout=limit)

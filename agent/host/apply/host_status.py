@@ -16,7 +16,7 @@ FRESH = 45.0
 
 
 def publish_host_status(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
-    """Write the status of each machine in `ready`, and remove all others. Return failures, one sentence each."""
+    """Write the host status for each machine in `ready`, and remove all others. Return failures, one sentence each."""
     failures = []
     try:
         known = system.entries(MACHINES_STATE)
@@ -50,7 +50,7 @@ def _write(system: System, path: str, status: HostStatus) -> None:
     except (OSError, DocumentError):
         before = None
     same = before is not None and replace(before, evaluated=status.evaluated) == status
-    # It is also written if the clock was set back.
+    # The status is also written if the clock was set back.
     if before is None or not same or not 0 <= status.evaluated - before.evaluated < FRESH:
         make_way(path, system)
         system.write(path, render_host_status(status))

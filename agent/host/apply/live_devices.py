@@ -17,27 +17,27 @@ from agent.system.files import System
 
 
 def change_devices(action: ChangeDevices, system: System, report_progress: Callable[[], None] = lambda: None) -> None:
-    """Permit devices, then bind their nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
+    """Change permissions, bind nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
 
-    The intended permissions are recorded first: if the agent is killed meanwhile, no permission may be in force without
-    a record. If the record cannot be written, devices are still forbidden, but nothing is permitted or bound: each pass
-    would do so again.
+    The intended permissions are recorded first, so that the record has every permission in force even if the agent is
+    killed meanwhile. If the record cannot be written, devices that are no longer granted are still forbidden. But
+    nothing is permitted or bound, because each later pass would do so again.
     """
     before, after = action.before, action.after
-    # Without nodes that are no longer granted: the machine half removes them itself.
+    # Nodes that are no longer granted are left out: the machine half removes them itself.
     kept = {path: number for path, number in before.nodes.items() if after.nodes.get(path) == number}
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
-    permits = before.unsure or set(before.allow) != set(after.allow)
-    more = tuple(entry for entry in after.allow if entry not in before.allow)
-    unsure = replace(live, allow=(*before.allow, *more), unsure=True) if permits else live
+    change_permissions = before.unsure or set(before.allow) != set(after.allow)
+    added = tuple(entry for entry in after.allow if entry not in before.allow)
+    unsure = replace(live, allow=(*before.allow, *added), unsure=True) if change_permissions else live
     try:
         _note(action.machine, unsure, system)
     except OSError:
         if set(before.allow) - set(after.allow):
-            less = (entry for entry in after.allow if entry in before.allow)
-            _permit(action.machine, (*less, *action.others), system)
+            still_allowed = (entry for entry in after.allow if entry in before.allow)
+            _permit(action.machine, (*still_allowed, *action.others), system)
         raise
-    if permits:
+    if change_permissions:
         try:
             _permit(action.machine, (*after.allow, *action.others), system)
             live = replace(live, allow=after.allow, unsure=False)

@@ -5,7 +5,8 @@ writable, but not an overlay that has no layer to write to (ovl_reconfigure in f
 mount points, is such an overlay too. Otherwise root in a machine could remove a mount point, which unmounts it in all
 machines (detach_mounts in fs/namei.c), and put something else in its place.
 
-PID 1 mounts the roots, because the service's sandbox may not, and because it also does so at boot without the service.
+PID 1 mounts the roots, because processes in the service's sandbox may not, and because PID 1 also mounts them at boot,
+without the service.
 The mounts propagate into running machines.
 """
 
@@ -54,7 +55,10 @@ TimeoutSec=15
 
 
 def publish(index: int, system: System) -> None:
-    """Mount driver root `index`; if the kernel cannot, publish it as a plain directory. Raises AgentError, OSError."""
+    """Mount driver root `index`. Raises AgentError, OSError.
+
+    If the kernel cannot mount the root, or other roots are plain directories already, publish it as a plain directory.
+    """
     staged = observe_staged(system)
     if staged.mounted or not staged.plain:
         failure = _mount(index, system)
@@ -63,9 +67,9 @@ def publish(index: int, system: System) -> None:
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
             raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
-        _withdraw(driver_root(index), system)
-        _withdraw(HOST_NVIDIA, system)
-    # Also if other roots are plain directories: a mount would hide those from the machines that use them.
+        _remove_unit(driver_root(index), system)
+        _remove_unit(HOST_NVIDIA, system)
+    # If other roots are plain directories, a mount would hide those from the machines that use them.
     system.make_directory(HOST_NVIDIA)
     system.rename(f"{TREES}/{index}", driver_root(index))
 
@@ -76,7 +80,7 @@ def mount_parent(system: System) -> bool:
     _run_job("StartUnit", mount_unit(HOST_NVIDIA), system)
     if HOST_NVIDIA in mounted(system, OVERLAY):
         return True
-    _withdraw(HOST_NVIDIA, system)
+    _remove_unit(HOST_NVIDIA, system)
     return False
 
 
@@ -87,7 +91,7 @@ def unpublish(index: int, system: System) -> None:
         failure = _run_job("StopUnit", mount_unit(path), system)
         if path in mounted(system, OVERLAY):
             raise ApplyError(f"{path} cannot be unmounted{failure}", f"see what uses it: `fuser -vm {path}`")
-    _withdraw(path, system)
+    _remove_unit(path, system)
 
 
 def _mount(index: int, system: System) -> str:
@@ -111,7 +115,7 @@ def _write_parent(system: System) -> None:
 
 
 def _write_unit(path: str, description: str, lower: str, needs: str, system: System) -> None:
-    """Write and enable a mount unit. Its path determines its content, so systemd need not read it again."""
+    """Write and enable a mount unit. `path` determines its content, so systemd need not read a known unit again."""
     name = mount_unit(path)
     unit = UNIT.format(
         description=description, target=DRIVER_ROOTS_TARGET, needs=needs, path=path, lower=lower, nothing=NOTHING
@@ -119,25 +123,25 @@ def _write_unit(path: str, description: str, lower: str, needs: str, system: Sys
     file = f"{UNITS}/{name}"
     if read_seen(lambda path: system.read_untrusted(path)[0], file) != unit.encode():
         write_record(system, file, unit.encode())
-    if system.read_link(_wanted(name)) != f"../{name}":
-        system.link(_wanted(name), f"../{name}")
-        system.sync_directory(posixpath.dirname(_wanted(name)))
+    if system.read_link(_wants_link(name)) != f"../{name}":
+        system.link(_wants_link(name), f"../{name}")
+        system.sync_directory(posixpath.dirname(_wants_link(name)))
 
 
-def _withdraw(path: str, system: System) -> None:
+def _remove_unit(path: str, system: System) -> None:
     name = mount_unit(path)
-    system.remove(_wanted(name))
+    system.remove(_wants_link(name))
     system.remove(f"{UNITS}/{name}")
 
 
-def _wanted(name: str) -> str:
+def _wants_link(name: str) -> str:
     return f"{UNITS}/{DRIVER_ROOTS_TARGET}.wants/{name}"
 
 
 def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
-    """Start or stop a unit, and wait for that. Return why PID 1 refuses; empty if it does not.
+    """Start or stop a unit, and wait until PID 1 has tried. Return why PID 1 refuses to try; empty if it does not.
 
-    Raises AgentError if PID 1 does not answer.
+    Raises AgentError if PID 1 does not answer or finish in time.
     """
     deadline = time.monotonic() + JOB_LIMIT
     try:

@@ -76,10 +76,10 @@ def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bo
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
             return any(isinstance(each, Publishing) for each in failed)
         case StageDriverRoot():
-            # The driver roots that this one would replace stay in use.
+            # The plain directories, which the new driver root would replace, stay in use.
             return any(isinstance(each, ProtectDriverRoots) for each in failed)
         case WriteFile():
-            return not recorded and _is_recorded(action)
+            return not recorded and _needs_record(action)
         case RemoveFile():
             # Without the settings, later passes would not find the permissions that could not be removed.
             return any(
@@ -124,13 +124,13 @@ def _write(action: WriteFile, system: System) -> None:
     system.write(action.path, action.content, action.mode)
 
 
-def _is_recorded(write: WriteFile) -> bool:
-    """Return whether the ownership record must name the file. In the agent's own directory, all files are its own."""
+def _needs_record(write: WriteFile) -> bool:
+    """Return whether the ownership record must name the file. All files in STATE are the agent's without a record."""
     return not write.path.startswith(f"{STATE}/")
 
 
 def _note_pending_reload(path: str, system: System) -> None:
-    """Record that systemd must read its units again, before a file changes: a crash must not hide the change."""
+    """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change."""
     if path.startswith(UNIT_SETTINGS):
         system.write(RELOAD_PENDING, b"")
 
@@ -146,7 +146,7 @@ def _failed(action: Action, error: Exception) -> AgentError:
 
 
 def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
-    """Update the ownership record, and return failures. A file is recorded before it is written, until it is removed.
+    """Update the ownership record, and return failures. It names a file from before its writing to its removal.
 
     If the current record cannot be read, that is a failure too: the files in it must not be forgotten.
     """
@@ -154,7 +154,7 @@ def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tup
         before = _read_record(system)
         owned = dict(before)
         for action in actions:
-            if isinstance(action, WriteFile) and _is_recorded(action):
+            if isinstance(action, WriteFile) and _needs_record(action):
                 owned[action.path] = hashlib.sha256(action.content).hexdigest()
             elif isinstance(action, RemoveFile) and finished:
                 owned.pop(action.path, None)

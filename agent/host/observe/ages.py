@@ -18,13 +18,13 @@ class _Seen:
 class Ages:
     """Remembers the change times that this process saw, so that only the first age of a file depends on the wall clock.
 
-    A file whose change time is not that of the last observation has changed since then.
+    If the change time of a file differs from the one observed last, the file changed after that observation.
     """
 
     _seen: dict[str, _Seen] = field(default_factory=dict)
 
     def of(self, path: str, changed: float) -> float:
-        """Return the seconds since `changed`, the file's ctime. A time in the future counts as old.
+        """Return the seconds since `changed`, the file's ctime. A time in the future counts as one equally long ago.
 
         Unlike the mtime, the ctime cannot be chosen by whoever writes the file.
         """

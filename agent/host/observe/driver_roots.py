@@ -32,7 +32,7 @@ class Staged:
     next_index: int
     problems: tuple[str, ...] = ()
     mounted: bool = False
-    """HOST_NVIDIA is mounted, so that published driver roots are mounts in it."""
+    """HOST_NVIDIA is mounted, so published driver roots are mounts inside it."""
     plain: tuple[int, ...] = ()
     """Indices of driver roots that are published as plain directories, not as mounts."""
     corrupt: tuple[int, ...] = ()
@@ -68,7 +68,7 @@ def observe_staged(system: System) -> Staged:
             problems.append(str(error))
         except OSError as error:
             found = classify_error(path, error)
-            # If there is anything but a file, such as a directory, the manifest is damaged.
+            # Anything but Unseen means a damaged manifest: for example, a directory is in its place.
             (unseen if isinstance(found, Unseen) else problems).append(found.why)
     whole = {root.index for root in roots}
     return Staged(
@@ -84,7 +84,7 @@ def observe_staged(system: System) -> Staged:
 
 
 def _remains(system: System) -> tuple[str, ...]:
-    """Return the paths in STAGING and REMOVED; none for callers of `plan` who may not read these directories."""
+    """Return the paths in STAGING and REMOVED. A directory that a caller of `plan` may not read counts as empty."""
     found: list[str] = []
     for place in (STAGING, REMOVED):
         with contextlib.suppress(PermissionError):
@@ -107,7 +107,7 @@ def _indices(system: System, directory: str, ending: str) -> set[int]:
 def _is_plain(index: int, system: System) -> bool:
     """Return whether the driver root is a plain directory. Raises OSError.
 
-    Links are not followed: the machine's root user may have made one.
+    Links are not followed, because root in a machine may have made one.
     """
     try:
         return stat.S_ISDIR(system.owner(driver_root(index))[0])
@@ -118,9 +118,10 @@ def _is_plain(index: int, system: System) -> bool:
 
 
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
-    """Return an index above all taken ones; when these are used up, the lowest free one.
+    """Return the index above all taken ones; if there are no mount points left above, the lowest free index.
 
-    If HOST_NVIDIA is not protected, a machine may have blocked an index by creating its directory. It is skipped.
+    The next SPARE - 1 indices are free too. If HOST_NVIDIA is not protected, indices whose directory exists are
+    skipped, because a machine may have created it.
     """
     above = max(taken, default=-1) + 1
     free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]

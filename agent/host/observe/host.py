@@ -108,8 +108,8 @@ def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
 def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
     """Begin to list devices, and return a function that waits for the list, in bounded time.
 
-    libudev reads `uevent` files. On kernels of 2024 with "driver core: Fix uevent_show() vs driver detach race", since
-    reverted, this blocks until the driver releases its device.
+    libudev reads `uevent` files. On kernels of 2024 that have "driver core: Fix uevent_show() vs driver detach race",
+    which was reverted later, such a read blocks until the driver releases its device.
     """
     try:
         wait = begin_device_call(what, listing)

@@ -48,7 +48,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
         live=None if isinstance(live, Unseen) else live,
         live_unseen=live.why if isinstance(live, Unseen) else "",
         live_age=live_age,
-        started=_started(name, system) if unit.state == "active" and _unknown(live) else None,
+        started=_started(name, system) if unit.state == "active" and _start_unknown(live) else None,
         handed_roots=_handed_roots(name, system),
         report=content,
         report_age=age,
@@ -56,7 +56,7 @@ def observe_machine(name: str, unit: Unit, system: System, ages: Ages) -> Machin
 
 
 def unseen_machine(name: str, unit: Unit, unseen: Unseen) -> MachineFacts:
-    """Return the facts of a machine of which only the unit is known."""
+    """Return the facts of a machine if only its unit could be observed."""
     return MachineFacts(
         name=name,
         root=unseen,
@@ -117,8 +117,8 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
         return None, math.inf
 
 
-def _unknown(live: LiveSettings | Unseen | None) -> bool:
-    """Return whether the record does not say which settings the machine was started with."""
+def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
+    """Return whether no record says which settings the machine was started with. An Unseen record may say it."""
     return live is None or (isinstance(live, LiveSettings) and not live.fixed)
 
 

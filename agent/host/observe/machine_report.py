@@ -26,11 +26,11 @@ class Report:
     """At most one condition of each type."""
     cdi_devices: tuple[str, ...]
     repairs: Mapping[Repair, int] = field(default_factory=dict)
-    """Numbers of repairs since the machine's boot; empty if the machine half does not count them."""
+    """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
 
 
 def _printable(text: str) -> str:
-    # This refuses Unicode's format characters too, with which one text can look like another.
+    # `isprintable` refuses Unicode's format characters too, which can make one text look like another.
     if not text.isprintable():
         raise ValueError(f"control characters are not allowed: {text[:80]!a}")
     return printable(text)
@@ -60,7 +60,7 @@ class _Condition(_Model):
 
 
 class _Document(_Model):
-    # Further keys of a newer machine half are ignored. The size of the whole report is bounded.
+    # Unknown keys, which a newer machine half may write, are ignored. Only the size of the whole report limits them.
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     version: Annotated[int, Field(strict=True, ge=1, le=1)]

@@ -41,7 +41,7 @@ def _source(system: System, path: str, secret: Collection[str], *, read_only: bo
         return Broken(str(error))
     if any(is_below(step, secret) for step in source.components):
         return Broken("the path to it leads through a place that controls the host or other machines")
-    # A user who can replace the source by a link chooses which part of the host root in the machine sees.
+    # A user who can replace the source by a link could show root in the machine any part of the host.
     if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
         return Broken(f"{why}: the path could be redirected")
     return source

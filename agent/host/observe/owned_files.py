@@ -18,7 +18,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
     if isinstance(found, Unseen):
         return found, found.why
     if isinstance(found, Broken):
-        # It is logged as well: this pass replaces the file, so its final facts no longer show the damage.
+        # The damage is also logged: this pass replaces the file, so the facts at the end of the pass do not show it.
         discard(OWNED, found.why)
         return {}, found.why
     return found.files, ""
@@ -43,6 +43,6 @@ def _state(path: str, digest: str | None, system: System) -> FileState:
 
 
 def _content(path: str, system: System) -> Seen[bytes]:
-    # The directory is not trusted: root in a machine can remount its handoff directory writable.
+    # Directories are not trusted: root in a machine can remount the machine's handoff directory writable.
     found = read_seen(system.read_untrusted, path)
     return found[0] if isinstance(found, tuple) else found

@@ -1,6 +1,6 @@
-"""Finds driver roots whose files differ from the host's only in their times, as after a reinstallation of a package.
+"""Finds driver roots whose files differ from the host's only in their times, as after a package was reinstalled.
 
-The agent compares the content once. If it is the same, the agent records the new times.
+The agent compares the content once. If the content is the same, the agent records the new times.
 """
 
 import hashlib
@@ -17,10 +17,10 @@ from agent.system.deadlines import call_device
 from agent.system.files import System
 
 LIMIT = 30.0
-"""Seconds to compare one driver, a GB from a slow disk. If that takes longer, it counts as a different driver."""
+"""Seconds to compare one driver, which may be a GB on a slow disk. A driver that takes longer counts as different."""
 CHUNK = 1 << 20
 _different: set[int] = set()
-"""Hashes of comparisons that found a difference. While staging keeps failing, passes need not compare again."""
+"""Hashes of comparisons that found a difference: passes need not repeat them while staging keeps failing."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ _TIMES = Record(_Times)
 def with_times(
     roots: Iterable[StagedRoot], vendors: Iterable[VendorFacts], system: System
 ) -> tuple[tuple[StagedRoot, ...], dict[str, bytes]]:
-    """Return the roots with the current times of the host's files, and the records of new times to write, by path."""
+    """Return the roots, with the host's times if they have the host's content, and the records to write, by path."""
     noted = {root: _noted(root, system) for root in roots}
     notes: dict[str, bytes] = {}
     for vendor in vendors:
@@ -58,7 +58,7 @@ def with_times(
 
 
 def _digest(root: StagedRoot) -> str:
-    """Return a digest that identifies the manifest: a later root may get the same index."""
+    """Return a digest that identifies the manifest, because a later root may get the same index."""
     return hashlib.sha256(repr((root.version, root.files)).encode()).hexdigest()
 
 
@@ -81,25 +81,25 @@ def _same(root: StagedRoot, files: tuple[Library, ...], system: System) -> bool:
     before = {file.target: file.mtime_ns for file in root.files}
     # Files with a rewritten text need no further comparison: their text was compared above.
     renewed = [file for file in files if file.mtime_ns != before[file.target] and not file.text]
-    question = hash((system.root, root, files))
-    if question in _different:
+    comparison = hash((system.root, root, files))
+    if comparison in _different:
         return False
     what = f"the content of driver root {root.index}"
     try:
         same = call_device(what, lambda: all(_same_file(root.index, file, system) for file in renewed), LIMIT)
     except OSError:
-        # If the file was replaced or removed meanwhile, the next pass sees that.
+        # The comparison took too long, or a file was replaced or removed meanwhile, which the next pass observes.
         same = False
     if not same:
-        _different.add(question)
+        _different.add(comparison)
     return same
 
 
 def _same_file(index: int, file: Library, system: System) -> bool:
     with (
         system.open_public(file.source) as source,
-        # Not the published copy, which machines can change if it is a plain directory. Such a root has no files in
-        # TREES, and counts as different.
+        # The published copy is not used, because machines can change it if it is a plain directory. A root that was
+        # published as a plain directory has no files in TREES, and counts as different.
         system.open_public(f"{TREES}/{index}/{file.target}") as copy,
     ):
         now = os.fstat(source.fileno())

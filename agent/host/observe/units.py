@@ -20,8 +20,8 @@ UNIT_DIRECTORIES = (
     "/usr/lib/systemd/system",
     "/lib/systemd/system",
 )
-"""Directories of units, in the order of precedence of systemd.unit(5). Those of transient and generated units are left
-out: they never have templates."""
+"""Directories of units, in the order of precedence of systemd.unit(5). Directories of transient and generated units are
+left out, because they never contain templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Unit:
     needs_reload: bool = False
     """The unit's NeedDaemonReload."""
     has_run: bool = False
-    """The unit was active since the host booted, and is not now (InactiveEnterTimestampMonotonic)."""
+    """The unit has been active since the host booted, and is not active now (InactiveEnterTimestampMonotonic)."""
     device_allow: tuple[DeviceAllow, ...] = ()
     """The DeviceAllow= list in force, from all files and set-property."""
 
@@ -52,13 +52,13 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def with_properties(unit: Unit, system: System) -> Unit:
-    """Return the unit with the properties that matter for a machine's unit; its state is Unseen if one is unknown."""
+    """Return a machine's unit with the properties that matter; its state is Unseen if a property cannot be read."""
     if not isinstance(unit.state, str):
         return unit
     try:
         return replace(
             unit,
-            # Read after ActiveState: a machine that has just stopped has its timestamp by then.
+            # The timestamp is read after ActiveState, so a machine that has just stopped already has it.
             has_run=unit.state != "active" and systemd.inactive_enter(unit.path, system) != 0,
             needs_reload=systemd.needs_reload(unit.path, system),
             device_allow=systemd.device_allow(unit.path, system),
@@ -72,7 +72,7 @@ def _unit(name: str, listed: systemd.ListedUnit | Unseen) -> Unit:
 
 
 def _state(name: str, listed: systemd.ListedUnit) -> Seen[str]:
-    # A unit whose file was removed or masked may still run, so ActiveState comes first.
+    # A unit whose file was removed or masked may still run, so ActiveState is checked first.
     if listed.active_state != "inactive" or listed.load_state == "loaded":
         return listed.active_state
     if listed.load_state == "not-found":
@@ -105,7 +105,7 @@ def observe_template(system: System) -> Seen[tuple[DeviceAllow, ...]]:
 
 
 def parse_device_allow(text: str) -> tuple[DeviceAllow, ...]:
-    """Return the DeviceAllow= list in a unit file. An empty assignment discards those before it (systemd.syntax(7))."""
+    """Return the DeviceAllow= list in a unit file. An empty assignment discards earlier entries (systemd.syntax(7))."""
     entries: list[DeviceAllow] = []
     section = ""
     for line in _logical_lines(text):

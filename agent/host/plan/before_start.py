@@ -17,11 +17,11 @@ from agent.model.paths import (
 )
 
 CONFIGURED = "# As configured (nspawn.extra):"
-"""A comment before the lines of .nspawn that are never commented out: if a source is missing, nspawn does not start."""
+"""The comment before the lines from nspawn.extra. They stay even if their source is missing: nspawn then fails."""
 MISSING = "\\#missing:"
-"""Comments out a line whose source is missing. Quoted for the shell."""
+"""The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20
-"""Seconds to wait for a running pass. A pass that takes longer stages a driver; the start goes on without the lock."""
+"""Seconds to wait for a running pass. Only staging a driver takes longer; the start then goes on without the lock."""
 REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
 """Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
 
@@ -29,7 +29,7 @@ REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec u
 def before_start(machine: str) -> list[str]:
     """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
 
-    Each one may fail ("-") and runs outside the unit's sandbox ("+"), in which a mount would not reach nspawn.
+    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): mounts in the sandbox would not reach nspawn.
     """
     return [
         "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",
@@ -57,9 +57,9 @@ def _comment_out_binds(machine: str) -> tuple[str, ...]:
     """Return the script that comments out binds whose source is missing, and restores those whose source is back."""
     file, new = nspawn_file(machine), rewritten_nspawn(machine)
     return (
-        # A pass of the agent writes the same file. Without `command`, a shell that cannot open the lock exits: `exec`
-        # is a special built-in utility (POSIX). With umask 077 only root can open the lock, so no other user can hold
-        # it.
+        # The lock is needed because a pass of the agent writes the same file. Without `command`, the shell would exit
+        # if it cannot open the lock, because `exec` is a special built-in utility (POSIX). With umask 077 only root can
+        # open the lock, so no other user can hold it.
         f"umask 077; command exec 9>>{PASS_LOCK} && flock -w {LOCK_WAIT} 9",
         "umask 022",
         f"test -s {file} || exit 0",
@@ -82,5 +82,5 @@ def _copy_settings(machine: str) -> tuple[str, ...]:
 def _shell(script: tuple[str, ...]) -> str:
     """Return an ExecStartPre= line with the script as one quoted word, escaped for systemd (systemd.service(5))."""
     escaped = [line.replace("\\", "\\\\").replace("%", "%%").replace("$", "$$") for line in script]
-    # systemd joins the lines with blanks. A line that begins with # or ; is a comment, even within quotes.
+    # systemd joins the lines with blanks. No line may begin with # or ;, because it would be a comment even in quotes.
     return "ExecStartPre=-+/bin/sh -c '" + "; \\\n    ".join(escaped) + "'"

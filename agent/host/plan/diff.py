@@ -36,8 +36,9 @@ class Difference:
     refused: dict[str, str | Unseen]
     """Why a machine's files must not be written, by machine; Unseen if they could not be read."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
-    """Unexpected errors by machine, including the plan's. Such a machine gets nothing new and only loses withdrawn
-    devices, unless reading its report was all that failed."""
+    """Unexpected errors by machine. A machine that could not be planned stays as it is. A machine that could not be
+    compared with its goal gets nothing new, and only loses withdrawn devices. A machine whose report could not be read
+    gets all its steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +48,16 @@ class _Steps:
     running: list[ChangeDevices]
     """Changes to the running machine."""
     settings: list[WriteFile]
-    """Settings for its next start."""
+    """Settings for the machine's next start."""
     handoff: list[Action]
     """The handoff, and records of it."""
 
 
 def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) -> Difference:
-    """Return the steps: first changes of running machines, then settings, driver roots, and handoffs that name them.
+    """Return the steps: removals, changes to running machines, settings, driver roots, handoffs that name the roots.
 
-    Steps that no machine waits for come last. Only unused driver roots are removed earlier if a new one is staged,
-    which may need their space.
+    Steps that no machine waits for come last. But if a new driver root is staged, unused ones are removed before that,
+    because the new one may need their space.
     """
     refused: dict[str, str | Unseen] = {}
     faults, machines = {**plan.faults, **acknowledged.faults}, []
@@ -71,7 +72,7 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
             faults[machine.name] = fault("compare its settings with the goal", error)
             machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
     settings = [write for machine in machines for write in machine.settings]
-    removals = [*_permissions(plan, facts), *_removals(plan, facts)]
+    removals = [*_permission_removals(plan, facts), *_removals(plan, facts)]
     changed = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (
         facts.reload_pending
@@ -91,9 +92,9 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     shown = [*protect(facts), *needed]
     at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
     if handoffs and not removals:
-        # Running machines do not need the reload, which blocks PID 1 for longer than everything else takes: leave it to
-        # the pass after their reports. A machine that is about to start does need it. It is needed too after a removal
-        # of a drop-in, because later passes may not observe that unit.
+        # The reload blocks PID 1 for longer than all other steps take, and running machines do not need it: leave it to
+        # the pass after their reports. If a machine is not running, `at_start` has the reload. After removals it must
+        # not wait, because later passes may not observe a unit whose drop-in was removed.
         at_end = []
     noted = record_remembered(plan.goal.remembered, facts)
     changes = (*removals, *running, *settings, *at_start, *first, *shown, *stage, *handoffs, *at_end, *noted)
@@ -134,9 +135,9 @@ def startable(goal: MachineGoal, facts: Facts) -> bool:
 def _publish(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
     """Return the steps that publish the handoff, with the agent's records of it.
 
-    The record of the grant comes first: after a crash between the two, the next pass sees that the handoff is the old
-    one. `republish` publishes an unchanged handoff, so that the machine half checks its nodes. The record is rewritten
-    too, because its time shows when the handoff was last published.
+    The record of the grant is written before the handoff: after a crash between the two writes, the next pass sees that
+    the handoff is outdated. With `republish`, an unchanged handoff is published again, so that the machine half checks
+    its nodes. The record of the grant is then rewritten too: its time shows when the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     note = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
@@ -146,14 +147,14 @@ def _publish(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action
 
 
 def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether missing nodes were bound since the handoff was last published, so that it must be repeated.
+    """Return whether missing nodes were bound since the last publication of the handoff, which must then be repeated.
 
-    This happens if a pass failed or was killed before it published the handoff, or after a pass that could not bind
-    some nodes.
+    This happens if a pass ended after it bound the nodes and before it published the handoff, or if a later pass bound
+    nodes that the earlier one could not bind.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
-    whole = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
-    return bool(whole) and machine.live_age < machine.granted_age
+    all_bound = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
+    return bool(all_bound) and machine.live_age < machine.granted_age
 
 
 def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
@@ -197,11 +198,11 @@ def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     ]
 
 
-def _permissions(plan: Plan, facts: Facts) -> list[RemoveFile]:
+def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     """Return removals of the permissions that machines got while they ran, for machines that are no longer configured.
 
-    Our drop-in, which takes precedence over these permissions, is removed as well. They must be removed before the
-    settings: without its settings, later passes do not know of such a machine.
+    Our drop-in takes precedence over these permissions, but it is removed as well. The permissions must be removed
+    first, because later passes know of such a machine only by its settings.
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):

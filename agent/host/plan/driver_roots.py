@@ -18,7 +18,7 @@ from agent.model.goal import Goal, MachineGoal
 from agent.model.paths import handed_roots_file
 
 ENDED = ("inactive", "failed")
-"""ActiveState of the unit of a machine in which no process is running."""
+"""Values of ActiveState. If a machine's unit has one of them, no process runs in the machine."""
 
 
 def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
@@ -30,14 +30,14 @@ def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
 
 
 def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
-    """Return the step that records the roots of the current and the new handoff, if the record lacks any.
+    """Return the step that records the roots of the current and the new handoff, if the record lacks one.
 
-    It comes before the new handoff: running containers still use the roots that the current one names.
+    The step comes before the new handoff. Running containers still use the roots that the current handoff names.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     recorded = machine.handed_roots
     if not isinstance(recorded, tuple):
-        # Only the machine's start creates the record. Later it is unknown which roots running containers use.
+        # Only the machine's start creates the record: a record made later would lack roots that running containers use.
         return []
     new = {root.index for grant in goal.grants if (root := grant.driver_root)}
     handed = {*recorded, *(named_roots(facts, goal.name) or {}).values(), *new}
@@ -67,14 +67,15 @@ def without_plain(facts: Facts) -> Facts:
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories by mounts. After a failure, it is not repeated in this boot."""
+    """Return the step that replaces plain directories by mounts. A failed step is not tried again in this boot."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
 def _replaceable(facts: Facts) -> bool:
-    """Return whether mounts can replace the plain directories now.
+    """Return whether there are plain directories that mounts can replace now.
 
-    No machine runs, every machine's settings can be planned, and the host has all drivers that are needed.
+    This needs that no mount has failed since the host booted, no machine runs (but one may be starting), everything
+    relevant was observed, and the host has the drivers to stage again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
@@ -96,10 +97,11 @@ def _on_host(root: StagedRoot, facts: Facts) -> bool:
 
 
 def collect(goal: Goal, facts: Facts) -> list[Action]:
-    """Return removals of roots that no machine uses, and that are not those of the host's module or files.
+    """Return removals of leftovers, and of roots that neither a machine nor the host's module or files use.
 
-    A container that restarts in place needs the paths with which it was created, so a root stays while a machine runs
-    of which any handoff named it. No root is removed if something relevant could not be observed (fail static).
+    A container that restarts in place needs the paths with which it was created. So a root that any handoff of a
+    running machine named stays until that machine stops. No root is removed if something relevant could not be observed
+    (fail static).
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
     # Staging removes these leftovers itself.
@@ -146,9 +148,9 @@ def _used_by(machine: MachineFacts, facts: Facts) -> set[int] | None:
 
 
 def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> set[int] | None:
-    """Return the newest root of the module's version and of the files' version, which stay even without machines.
+    """Return the indices of the newest root of the module's version, and of the newest root of the files' version.
 
-    Returns None if one of the versions is unknown.
+    These roots stay even if no machine uses them. Returns None if a version or the files are unknown.
     """
     versions = (driver.module_version, driver.user_space.version)
     unclear = any(isinstance(version, Unseen | Broken) for version in versions)

@@ -31,7 +31,8 @@ class Plan:
 
     goal: Goal
     held: dict[str, str]
-    """Machines that must not change: they are missing, in use, or could not be observed (fail static)."""
+    """Machines that must not change: they are missing, have an error, could not be observed (fail static), or still run
+    although they are no longer configured."""
     skipped: dict[str, str]
     """Machines that get no GPU, and have no files of the agent to withdraw."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
@@ -74,7 +75,7 @@ def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault])
             try:
                 machine = _machine(name, config, facts, template, roots, shares.share(name))
             except Exception as error:
-                # The machine keeps its GPUs. Plan all machines again, so that those planned before it get none of them.
+                # The machine keeps its GPUs. Plan all again, so that machines planned before it get none of them.
                 return _plan(config, facts, now, {**faults, name: fault("plan its settings", error)})
             shares.record_grants(name, settings, machine.grants)
             machines.append(machine)
@@ -92,7 +93,7 @@ def _faults(facts: Facts) -> dict[str, Fault]:
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     """Return running machines that are no longer configured, with the reason why they keep their settings.
 
-    Without our settings, the template's -U would apply at the next start, and change the owners of all files.
+    Without our settings, the template's -U would apply at the next start, and change the owners of the machine's files.
     """
     return {
         machine.name: "it is no longer in the configuration; its settings stay while it runs"
@@ -183,7 +184,7 @@ def _machine(
 def _grants(
     name: str, settings: MachineSettings, facts: Facts, roots: _Roots, selection: Selection
 ) -> tuple[Grant, ...]:
-    """Return the grants of the vendors in the machine's handoff. One of them reports missing GPUs of the settings."""
+    """Return a grant for each vendor in the machine's handoff. Only one grant has the problems of the selection."""
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
     present = named_roots(facts, name) or {}
     reporting = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
@@ -203,19 +204,20 @@ def _grants(
 
 
 def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor. Without a GPU on the host, they omit vendors that older images lack.
+    """Return whether handoffs name the vendor. If the host has no GPU, they omit vendors that older images lack.
 
-    A machine half that knows such a vendor then withdraws by itself what the machine had of it.
+    A machine half that knows an omitted vendor withdraws by itself what the machine had of that vendor.
     """
     return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
 
 
 def _fixed(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
     """Return a digest of the settings that only a restart can change: all but the devices."""
-    # All configured mounts are included: a source that is missing now does not change the settings.
+    # All configured mounts are included, because a source that is missing now does not change the settings.
     nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
-    # These lines are not worth a restart: DevicesAllowed would report a machine that runs without them as outdated.
+    # These lines are left out: a machine that runs without them needs no restart.
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
+    # The comments in the drop-in count: rewording one would make every running machine need a restart.
     drop_in = render_drop_in(name, settings, from_template(template), whole=False)
     return hashlib.sha256(nspawn + drop_in).hexdigest()
 
@@ -247,6 +249,7 @@ def _request(grant: Grant) -> Request:
 
 def _device(node: DeviceNode) -> GrantedDevice:
     number = node.number
-    # The key is set only for MIG instances, whose nodes belong to a GPU: other capabilities do not need version 2.
+    # Only the nodes of MIG instances, which belong to a GPU, need the capability. A handoff with a capability needs
+    # version 2, which older machine halves cannot read.
     capability = node.capability if node.pci_address else ""
     return GrantedDevice(node.path, node.kind, number.major, number.minor, node.pci_address, capability)

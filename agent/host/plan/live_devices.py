@@ -12,10 +12,11 @@ from agent.model.live import LiveSettings
 
 
 def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool) -> list[ChangeDevices]:
-    """Return the change of a running machine; none if nothing differs, or if its live settings are unknown.
+    """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
-    `released` is whether it no longer uses withdrawn devices, `missing_nodes` whether it reports nodes of its current
-    handoff as missing. All nodes are then bound again, but only once for each handoff.
+    `released` means that the machine no longer uses withdrawn devices. `missing_nodes` means that it reports nodes of
+    its current handoff as missing: all nodes are then bound again, but only once for this handoff, until
+    the machine has had all of them.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
@@ -25,7 +26,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
     allow = (*goal.live.allow, *leftover)
     noted = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in leftover}}
     rebind = missing_nodes and before.rebound != goal.generation
-    # Clear `rebound` once the machine has all nodes: later they may be missing again, as after a reload of a module.
+    # Clear `rebound` once the machine has all nodes: they may be missing again later, as after a reload of a module.
     rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
     if same and noted == before.owners and not before.unsure:
@@ -36,7 +37,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
 
 
 def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
-    """Return the change for a machine with a fault: only forbid, at once, devices that another machine may get."""
+    """Return the change for a machine with a fault: it only forbids, at once, devices that are no longer granted."""
     wanted = {entry.node for entry in goal.live.allow}
     changes = []
     for machine in facts.machines:
@@ -51,8 +52,9 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
     """Return the permissions to keep for withdrawn devices, which the CDI specification may still give to pods.
 
-    A permission is not kept if the device no longer exists, because another one may get its number. Nor is it if a
-    different device has the number already, as when a driver finds GPUs in another order, or if its owner is unknown.
+    A permission is kept only if a device with its number exists, and still has the owner that was recorded when it was
+    permitted. Otherwise a different device may have the number, now or later, as when a driver finds GPUs in another
+    order.
     """
     present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
     known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]
@@ -68,16 +70,17 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
 def permissions_in_use(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
-    These are permissions for GPUs that are being drained. If an older release wrote the settings with which the machine
-    started, they are also for devices that the template allows, but that machines no longer get. They become part of
-    the machine's settings: otherwise any daemon-reload would withdraw them.
+    Most are for GPUs that are being drained. A machine that was started by an older release may also have permissions
+    for devices that systemd's template allows, but the agent no longer grants. Both kinds are kept in the machine's
+    settings: otherwise any daemon-reload would withdraw them.
     """
     live = next((each.live for each in facts.machines if each.name == name), None)
     if live is None:
         return ()
     draining = {node_by_number(node.number): _owner(node) for node in _draining(facts)}
     may_need = draining.keys() - {entry.node for entry in allow}
-    # Keep permissions whose number still belongs to the same GPU, or has no recorded owner (older releases).
+    # Keep a permission if its device number has the same owner as when it was permitted, or no recorded owner (older
+    # releases).
     same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
     template = facts.template_device_allow
     withheld = set(template).difference(allow) if isinstance(template, tuple) else set()

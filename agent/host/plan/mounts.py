@@ -10,7 +10,7 @@ from agent.model.facts import Absent, Broken, Facts, MountSource, Unseen
 
 BINDS = ("Bind", "BindReadOnly")
 BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
-"""The source in such a line: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
+"""The source in such a key's value: up to a colon, except `\\:` (systemd.nspawn(5), --bind= of systemd-nspawn(1))."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Mounts:
     """The mounts of one machine from its next start on."""
 
     found: tuple[ExtraMount, ...] = ()
-    """The possible mounts, with the real paths of their sources: nspawn would follow links, which may change."""
+    """The possible mounts, with the real paths of their sources: nspawn would follow links, and links may change."""
     missing: tuple[str, ...] = ()
-    """Sources that are missing, which would keep the machine from starting, or must not be mounted; in words."""
+    """Sources that are missing or must not be mounted, in words. A missing source would prevent the machine's start."""
 
 
 def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
@@ -30,7 +30,7 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
     for mount in mounts:
         match facts.mount_sources.get(mount.source):
             case MountSource() as source if around := _outer_path(source, mounted_by):
-                # A read-only mount is refused too: root in a machine can remount it writable.
+                # It does not help if the other machine mounts that path read-only: root in it can remount it writable.
                 why = f"the path to it leads through {around}, where machine {mounted_by[around]} could put a link"
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
@@ -43,7 +43,7 @@ def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[s
 
 
 def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
-    """Return the machines by the host paths that they mount, or will mount: there they can put links to anywhere."""
+    """Return the host paths that machines mount or will mount, each with the machine, which can put any link there."""
     mounted_by = {path: name for name, settings in machines.items() for path in _named(settings)}
     seen = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
             if path in mounted_by and isinstance(source, MountSource)

@@ -16,7 +16,7 @@ from agent.model.paths import (
 )
 
 SYS_MODULE = "BindReadOnly=/sys/module"
-"""Binds the whole directory: that of a module is missing until it is loaded, and a missing source stops the start."""
+"""Binds the whole directory: a module's own is missing until the module is loaded, which would prevent the start."""
 TRUE = ("yes", "y", "true", "t", "on", "1")
 """Values that systemd's parse_boolean accepts as true."""
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
@@ -84,7 +84,7 @@ def render_nspawn(
 def _reduced_sys(settings: NspawnSettings) -> bool:
     """Return whether nspawn gives the machine a /sys with only some directories (mount_sysfs in nspawn-mount.c).
 
-    It does so for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if
+    nspawn does so for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if
     SYSTEMD_NSPAWN_API_VFS_WRITABLE is `network`.
     """
     network = settings.extra.get("Network", {})

@@ -13,10 +13,10 @@ from agent.model.remembered import Remembered, RememberedGpu, render_remembered
 def remember(
     config: Config, facts: Facts, goals: Iterable[MachineGoal], held: Container[str], now: float
 ) -> Seen[Remembered]:
-    """Return the record as it should be. `held` has the machines that keep whatever they have.
+    """Return the record as it should be. `held` contains the machines that keep what they have.
 
-    A missing GPU is lost, unless it was withdrawn from all machines before, the machines' settings no longer name it,
-    or it is in another slot now.
+    A GPU in the record that is missing now is lost, unless it is in another slot, or the settings of its machines no
+    longer request it. A GPU that was withdrawn from all machines is not in the record.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):
@@ -53,7 +53,7 @@ def remember(
 
 
 def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
-    """Return the steps that write outdated copies of the record; none while there is nothing to remember."""
+    """Return the steps that rewrite missing or outdated copies of the record. A first, empty record is not written."""
     files = remembered_files(remembered)
     found = {file.path: facts.files[file.path].content for file in files}
     if remembered == Remembered() and all(isinstance(each, Absent) for each in found.values()):

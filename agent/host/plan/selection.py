@@ -50,7 +50,8 @@ def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Sha
 def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
     """Return whether `all` and `count=N` include the GPU.
 
-    A GPU without a driver is excluded if none is expected: an integrated GPU, for example, may lack it on purpose.
+    A GPU without a driver is excluded, unless the machine already has the GPU or a driver is expected: an integrated
+    GPU, for example, may have no driver on purpose.
     """
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current
@@ -58,8 +59,8 @@ def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
 
 def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
     free = [gpu for gpu in _free(usable, share) if gpu.pci_address not in share.taken]
-    # A new GPU with a lower address must not replace one that pods use. Nor is a draining GPU replaced while it has
-    # users: it may be attached again.
+    # Detached GPUs come last, except draining ones, which may be attached again while they have users. Of the others,
+    # the machine's current GPUs come first: a new GPU with a lower address must not replace one that pods use.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
 
     def order(gpu: Gpu) -> tuple[bool, bool, int, bool, str]:

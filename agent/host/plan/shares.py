@@ -36,7 +36,7 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Needed even if settings name GPUs: a UUID is unknown until the driver has initialised the GPU.
+        # Machines whose settings name GPUs are included: a UUID is unknown until the driver has initialised the GPU.
         self._still_reserved = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }
@@ -76,9 +76,10 @@ def _may_open(machine: MachineFacts) -> set[str]:
 
 
 def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
-    """Return the GPUs that a machine with a fault may have, and that its settings do not share, each with the reason.
+    """Return the GPUs that a machine with a fault may have but its settings do not name, each with the reason.
 
-    If its grant is unknown, these are all GPUs.
+    If the machine's grant is unknown, it may have all GPUs. If its settings say `all`, none is returned, because it
+    shares its GPUs.
     """
     if wanted == "all":
         return {}
@@ -93,9 +94,9 @@ def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Fac
 def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) -> dict[str, list[str]]:
     """Return the machines whose share cannot be determined, each with the reasons.
 
-    A machine with `count=N` could get another one's GPU, so it needs the grants of all machines, except those with
-    `all`. Other machines need only their own grant, and only if their share depends on it, for example while another
-    machine has a fault.
+    A machine with `count=N` could get another machine's GPU, so its share depends on the grants of all machines, except
+    those with `all`. The share of any other machine depends only on its own grant, and only while some machine has a
+    fault, or a GPU has no driver and is not expected to get one.
     """
     # A GPU whose driver is not expected is selected only for machines that have it already.
     without_driver = any(

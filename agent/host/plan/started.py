@@ -1,6 +1,7 @@
 """Derives a running machine's live settings from copies of the files that it started with. Pure.
 
-This is done if the record of the live settings is missing: prepare@ did not write it, or it was damaged since.
+This is done if the record of the live settings is missing (prepare@ did not write it, or it was damaged since), or does
+not say which settings the machine started with.
 """
 
 import re
@@ -16,10 +17,11 @@ from agent.model.goal import MachineGoal
 from agent.model.live import READ_ONLY, LiveSettings
 
 NOT_COMPARED = re.compile(rb"^(?:#.*|DeviceAllow=.*|ExecStartPre=(?:.*\\\n)*.*)\n?", re.MULTILINE)
-"""Lines of a drop-in that are not compared: devices, which can change in a running machine, commands before the start,
-and comments. They differ between releases. A backslash at the end continues a line (systemd.syntax(7))."""
+"""Lines of a drop-in that are not compared: devices, because they can change while a machine runs, and comments and
+commands before the start, because they differ between releases. A backslash at the end continues a line
+(systemd.syntax(7))."""
 NODE = re.compile(rb"Bind=/dev/(?!kmsg$)")
-"""A line of a .nspawn file that binds a device."""
+"""A line of a .nspawn file that binds a device other than /dev/kmsg."""
 
 
 def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
@@ -45,7 +47,7 @@ def _known(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
 
 
 def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
-    """Return the live settings that follow from the files of the start; None if these are unknown.
+    """Return the live settings that follow from the files of the start; None if these files are unknown.
 
     `fixed` is empty if the files differ from the goal in settings that only a restart can change.
     """
@@ -58,14 +60,14 @@ def _derived(goal: MachineGoal, machine: MachineFacts) -> LiveSettings | None:
     allowing = (line for line in drop_in.splitlines() if line.startswith("DeviceAllow=/dev/char/"))
     allowed = [DeviceAllow.parse(line.partition("=")[2]) for line in allowing]
     numbers = {entry.node for entry in allowed}
-    # Without the directories of daemons, which are bound again: it is unknown which existed at the start.
+    # Directories of daemons are left out, so they are bound again: it is unknown which of them existed at the start.
     nodes = {
         path: number
         for path, number in goal.live.nodes.items()
         if lines[path] in nspawn and f"/dev/char/{number}" in numbers
     }
-    # The agent added all permissions by number. Their owners are not recorded, so those not granted are withdrawn at
-    # once.
+    # All permissions by number are the agent's. Their owners are not recorded, so permissions that are not granted are
+    # withdrawn at once.
     permitted = (*machine.device_allow, *allowed)
     ours = [entry for entry in permitted if entry.node.startswith("/dev/char/") or entry in goal.live.allow]
     allow = tuple(dict.fromkeys(ours))

@@ -10,8 +10,9 @@ from agent.model.facts import DeviceNode
 NOT_FOR_MACHINES = ("block-", "/dev/loop-control", "/dev/mapper/control")
 """Prefixes of the template's entries that no machine gets: they would give root in a machine the host's disks.
 
-The template has them for `systemd-nspawn --image=`. A devtmpfs in a machine has a node for each disk of the host. Root
-can also replace the file behind a loop device that is mounted read-only (LOOP_CHANGE_FD, drivers/block/loop.c).
+The template has them for `systemd-nspawn --image=`. Root in a machine can mount a devtmpfs, which has a node for each
+disk of the host. With a loop device that is mounted read-only, root can also replace the file behind the device
+(LOOP_CHANGE_FD, drivers/block/loop.c).
 """
 
 
@@ -39,7 +40,7 @@ def node_by_number(number: DeviceNumber) -> str:
 def render_drop_in(
     machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
 ) -> bytes:
-    """Return the drop-in with the list from `device_allow`; without the commands before the start if not `whole`."""
+    """Return the drop-in with the list from `device_allow`; if not `whole`, without the commands before the start."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",

@@ -1,7 +1,8 @@
-"""Keeps the record of detached GPUs. A GPU stays in it until it is removed from the PCI bus, or attached again.
+"""Keeps the record of detached GPUs.
 
-The record is in /run, because it would not apply to the devices that are plugged in after a boot of the host. To keep a
-GPU from machines permanently, use the configuration.
+A GPU stays in the record until the GPU is removed from the PCI bus, or attached again. The record is in /run, so it is
+lost when the host boots: other devices may be plugged in by then. To keep a GPU from machines permanently, use the
+configuration.
 """
 
 from collections.abc import Mapping
@@ -34,13 +35,13 @@ class Detached:
 
     gpus: frozenset[str] = frozenset()
     draining: frozenset[str] = frozenset()
-    """Detached GPUs that processes may still use until the last process has exited."""
+    """Detached GPUs that processes may still use until the last of these processes has exited."""
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
 
 def observe_detached(system: System) -> Detached:
-    """Return the detached GPUs. Raises ObservationError if they are unknown: none of them may be granted."""
+    """Return the detached GPUs. Raises ObservationError if they are unknown, because none of them may be granted."""
     try:
         notes = _noted(system)
     except OSError as error:
@@ -53,7 +54,7 @@ def observe_detached(system: System) -> Detached:
 
 
 def note_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
+    """Record the GPU as detached; False if it does not exist. Raises OSError. The caller must hold the pass lock."""
     device = _device(system, address)
     if device is not None:
         note = _Note(device=device, draining=draining)
@@ -84,7 +85,7 @@ def _noted(system: System) -> Mapping[str, _Note] | Broken:
 
 
 def _device(system: System, address: str) -> int | None:
-    """Return the inode number of the device's sysfs link, which a new device at the address changes; None without one.
+    """Return the inode number of the device's sysfs link; None without a device. Each new device gets another number.
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """

@@ -1,4 +1,4 @@
-"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of handed driver roots. Pure."""
+"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of roots in handoffs. Pure."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -65,5 +65,5 @@ def render_handed(indices: Iterable[int]) -> bytes:
 
 
 def parse_handed(path: str, data: bytes) -> tuple[int, ...]:
-    """Return the indices of the driver roots in such a record. Raises DocumentError, which names the key."""
+    """Return the indices in a record that `render_handed` made. Raises DocumentError, which names the key."""
     return tuple(_HANDED.parse(path, data).indices)

@@ -1,6 +1,6 @@
 """Keeps in /run which GPUs the kernel log reported lost, and how far the log was read.
 
-The log shows only the event, so the service would not know of the loss after a restart.
+The log shows only the event, so without the record the service would not know of the loss after a restart.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,12 +31,12 @@ _LOG_READ = Record(LogRead)
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
-    """Return what the log said about lost GPUs, by PCI address. GPUs that were bound to a driver since are left out."""
+    """Return what the log said about lost GPUs, by PCI address. GPUs that were bound to a driver later are left out."""
     return {address: lost.why for address, lost in _recorded(system).items()}
 
 
 def record_lost(system: System, address: str, why: str) -> bool:
-    """Record a lost GPU. Return False if it has no driver, which another condition reports. Raises OSError."""
+    """Record a lost GPU. Return False if the GPU has no driver: another condition reports that. Raises OSError."""
     bound = binding(system, address)
     if bound is None:
         return False
@@ -61,13 +61,13 @@ def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:
 
 
 def _recorded(system: System) -> dict[str, _Lost]:
-    # The record is not essential: nodes, driver and pods have conditions too.
+    # A damaged record counts as empty: the conditions of nodes, driver and pods may still show the loss.
     found = _LOST.read(LOST_GPUS, system) or {}
     return {address: lost for address, lost in found.items() if binding(system, address) == lost.binding}
 
 
 def binding(system: System, address: str) -> int | None:
-    """Return the inode number of a device's sysfs link `driver`, which each binding changes; None without a driver.
+    """Return the inode number of a device's sysfs link `driver`; None without a driver. Each binding changes it.
 
     kernfs assigns inode numbers in a cycle (fs/kernfs/dir.c, idr_alloc_cyclic), so a number is not used again soon.
     """

@@ -16,8 +16,9 @@ MARK = b"# Written by unbounded-agent"
 def is_ours(content: bytes, digest: str) -> bool:
     """Return whether a recorded file is still the agent's.
 
-    It is if it is unchanged, or edited below our first line, which warns that edits are overwritten. An empty or zeroed
-    file is too: some file systems leave one after a loss of power. Anything else replaced the agent's file.
+    A file is the agent's if it is unchanged, or still begins with our first line, which warns that edits are
+    overwritten. So is an empty or zeroed file, which some file systems leave after a loss of power. A file with any
+    other content has replaced the agent's.
     """
     lost = not content.strip(b"\0")
     return lost or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)

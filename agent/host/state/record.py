@@ -17,13 +17,13 @@ T = TypeVar("T")
 
 
 class Record(Generic[T]):
-    """The format of such a file: an object of type T."""
+    """The format of a JSON file that keeps an object of type T."""
 
     def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
         """Define the format.
 
-        `kind` is T. `versions` are the versions that can be read, of which the first is written; without any, the file
-        has none. `advice` is added to messages about a damaged file.
+        `kind` is T. `versions` are the versions that can be read; the first of them is written. If there are none, the
+        file has no key `version`. `advice` is added to messages about a damaged file.
         """
         self._kind, self._versions, self._advice = kind, versions, advice
 
@@ -61,7 +61,7 @@ class Record(Generic[T]):
             return Broken(str(error))
 
     def read(self, path: str, system: System) -> T | None:
-        """Return the value in a file; None if it is missing or unusable. A damaged file is discarded."""
+        """Return the value in a file; None if the file is missing or unusable. A damaged file is discarded."""
         found = self.read_seen(path, system)
         if isinstance(found, Broken):
             discard(path, found.why)

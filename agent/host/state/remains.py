@@ -27,12 +27,12 @@ HOST_FILES = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELO
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:
-    """Remove temporary files next to files that not every pass writes. Failures are ignored: leftovers do no harm."""
-    # By name, because the agent lists no directory in which a machine can write.
+    """Remove temporary files next to files that not every pass writes. Ignores failures: leftovers do no harm."""
+    # The files are removed by name, because the agent never lists a directory in which a machine can write.
     for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
             system.remove_remains(path)
-    # The unit's shell holds the pass lock while it writes this file, so if the file exists now, it is a leftover.
+    # The unit's shell writes this file while it holds the pass lock. This pass has it now, so the file is a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))
@@ -43,7 +43,7 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 
 def clear_report(system: System, machine: str) -> None:
-    """Remove an old report before the machine starts: of its last run, or of an earlier machine of this name."""
+    """Remove an old report before the machine starts: the last run, or an earlier machine of this name, left it."""
     with suppress(OSError):
         system.remove(f"{report_directory(machine)}/{REPORT_NAME}")
 

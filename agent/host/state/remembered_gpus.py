@@ -10,13 +10,16 @@ from agent.system.seen import read_seen
 
 
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
-    """Return the record, and a problem or an empty text. Without copies, it is empty; without usable ones, Broken."""
+    """Return the record, and a problem or an empty text.
+
+    Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and else empty.
+    """
     copies = [_copy(path, system) for path in REMEMBERED_GPUS]
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))
-    # The first copy is written first, so it is the newer one after a crash in between.
+    # The first copy is written first, so it is the newer one after a crash between the two writes.
     whole = next((each for each in copies if isinstance(each, Remembered)), None)
     if whole:
-        return whole, f"{problems}; the other copy of this record replaces it" if problems else ""
+        return whole, f"{problems}; the other copy of this record is used" if problems else ""
     if any(isinstance(each, Unseen) for each in copies):
         return Unseen(problems), problems
     if problems:

@@ -10,11 +10,11 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds after which a report is stale: three further ones are missing, with a margin for a slow run."""
+"""Seconds after which a report is stale: by then, three later reports are missing. Includes time for a slow run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether the machine has not answered this handoff yet, or still reports something as Unknown."""
+    """Return whether the machine has not answered this handoff yet, or a condition that Ready needs is Unknown."""
     if not isinstance(report, Report) or not answers(report, machine, goal):
         return True
     return any(each.status is Status.UNKNOWN and each.type not in NOT_NEEDED_FOR_READY for each in report.conditions)
@@ -23,24 +23,25 @@ def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | 
 def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
-    A report of missing nodes must also be newer than the last binding of nodes and the handoff's publication after
-    that. Only the files' times show this, because the handoff's generation stays the same.
+    A report of missing nodes must also be newer than the last binding of nodes and the last publication of the handoff.
+    Only the files' times show this, because a handoff that is published again has the same generation.
     """
     older = machine.report_age > min(machine.granted_age, machine.live_age)
     return report.generation == goal.generation and not (older and reports_missing_nodes(goal, report))
 
 
 def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
-    """Return whether withdrawn devices may be forbidden now.
+    """Return whether permissions for devices that are no longer granted can be removed now.
 
-    They may be once the machine half has taken them out of use, or has had enough time to do so.
+    They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
+    no report, or it is malformed, they can be removed at once.
     """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True
-    # Other reports do not extend that time: another machine may have the withdrawn devices by now.
-    unanswered = isinstance(machine.granted, Granted) and machine.granted == goal.granted
+    # Reports on an earlier handoff do not extend that time: another machine may already have these devices.
+    published = isinstance(machine.granted, Granted) and machine.granted == goal.granted
     silent = not isinstance(report, Report | Unseen) or machine.report_age > STALE_AFTER
-    return silent or (unanswered and machine.granted_age > STALE_AFTER)
+    return silent or (published and machine.granted_age > STALE_AFTER)
 
 
 def reports_missing_nodes(goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:

@@ -30,9 +30,9 @@ def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) ->
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
     """Return Ready as it is to be shown: False at once, but True only after a delay if Ready was lost too often.
 
-    Only False counts as a loss: while a machine answers a new handoff, Ready is Unknown without a fault.
+    Only False counts as a loss. Unknown is no fault: Ready is Unknown until a machine has answered a new handoff.
     """
-    # Times in the future are dropped: the clock was set back, and they would not expire.
+    # Times in the future, from before the clock was set back, are dropped: they would not expire.
     losses = tuple(at for at in (before.losses if before else ()) if now - WINDOW <= at <= now)
     good_since = before.good_since if before and before.good_since <= now else 0.0
     if ready.status is Status.FALSE:
@@ -50,10 +50,11 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
 
 
 def _overdue(condition: Condition, before: Condition | None, now: float) -> Condition:
-    """Return the condition; False instead of Unknown if a start has been in progress for too long."""
+    """Return the condition; False instead of Unknown if Fabric Manager has been starting for too long."""
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
-    # The transition is the status's: from the second pass on, time as Unknown for another reason counts as well.
+    # `last_transition` is the time when the status changed, not the reason. So from the second pass with this reason
+    # on, time in which the condition was Unknown for another reason counts as well.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition

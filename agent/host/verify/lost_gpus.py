@@ -24,8 +24,8 @@ def with_lost_gpus(
     GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
     """
     complete = _complete(machine, remembered)
-    left = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
-    all_lost = complete.status is Status.FALSE and not left
+    remaining = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
+    all_lost = complete.status is Status.FALSE and not remaining
 
     found = {each.type: each for each in conditions} | {KIND: complete}
     if all_lost and found[ConditionType.READY].status is not Status.FALSE:

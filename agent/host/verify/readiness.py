@@ -59,7 +59,7 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that is left as it is: it is missing, or the host could not be observed."""
+    """Return the conditions of a machine that is left as it is: it is missing, or something could not be observed."""
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
@@ -90,7 +90,7 @@ def evaluate(
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     if not any(grant.gpus or grant.problems for grant in goal.grants):
-        return _with_missing_extras(_without_gpus(settings, machine, goal, facts, report, refused), machine, goal)
+        return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
     if not settings.node_condition:
@@ -107,7 +107,7 @@ def evaluate(
     return _with_missing_extras((*conditions, summarize(conditions)), machine, goal)
 
 
-def _without_gpus(
+def _extras_only(
     settings: MachineSettings,
     machine: MachineFacts,
     goal: MachineGoal,
@@ -129,19 +129,22 @@ def _without_gpus(
 def _with_missing_extras(
     conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
 ) -> tuple[Condition, ...]:
-    """Add missing non-GPU devices and mounts to DevicesPresent's message. The status stays: GPUs do not need them."""
+    """Add to DevicesPresent's message missing non-GPU devices and mounts, and mounts that the next start adds.
+
+    The status stays, because GPUs do not need them.
+    """
     missing = [*(each for grant in goal.grants for each in grant.missing), *goal.missing]
     remark = f"; requested but missing: {', '.join(missing)}" if missing else ""
     if machine.unit_state == "active" and machine.live and machine.live.fixed == goal.live.fixed:
-        late = [path for path in goal.live.mounts if path not in machine.live.mounts]
-        remark += f"; mounted at the machine's next start: {', '.join(late)}" if late else ""
+        at_next_start = [path for path in goal.live.mounts if path not in machine.live.mounts]
+        remark += f"; mounted at the machine's next start: {', '.join(at_next_start)}" if at_next_start else ""
     return with_remark(conditions, ConditionType.DEVICES_PRESENT, remark) if remark else conditions
 
 
 def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Condition, ...]:
-    """Add a rejected configuration to MachineRunning's message, if the last good one is in force instead.
+    """Add to MachineRunning that the configuration was rejected, and that the last good one is in force.
 
-    The status stays: pods do not suffer from it.
+    MachineRunning stays True, because pods do not suffer from that. If it is not True, it is not changed.
     """
     if not rejected:
         return conditions
@@ -157,7 +160,7 @@ def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Con
 
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
-    """Return the worst of the vendors' conditions. Vendors without a GPU or a problem in this machine do not count."""
+    """Return the worst of the vendors' conditions. Only vendors with a GPU or a problem in this machine count."""
     found = []
     for grant in grants:
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
