@@ -8,13 +8,16 @@ from agent.host.reconcile import Reconciler
 from agent.model.conditions import Status
 
 ANSWER_LIMIT = 180.0
-"""Seconds that `apply` waits for a machine to boot and report, in addition to its driver_wait."""
+"""Seconds that `apply` waits for machines to boot and report, in addition to their longest driver_wait."""
 PROGRESS_INTERVAL = 15.0
 """Seconds between two progress messages."""
 
 
 def apply(reconciler: Reconciler) -> int:
-    """Make a pass, wait for the machines, and print their conditions. Return 1 if a step failed or one is not ready."""
+    """Make a pass, wait until every machine has reported, and print the conditions.
+
+    A failed step ends the wait. Return 1 if a step failed or a machine is not ready.
+    """
     outcome = reconciler.run_pass(by_hand=True)
     failures = outcome.failures
     limit = ANSWER_LIMIT + max((each.driver_wait for each in reconciler.config.machines.values()), default=0)

@@ -25,7 +25,7 @@ from agent.model.paths import PASS_LOCK
 from agent.system.open_files import Held
 
 LOCK_WAIT = 60.0
-"""Seconds to wait for another pass: the service may be staging a driver root."""
+"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 STOPPED = ("inactive", "failed")
 POLICIES = ("refuse", "drain-wait", "force")
 """Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
@@ -37,7 +37,7 @@ class Timing:
 
     poll: float = 1.0
     answer: float = STALE_AFTER + 60.0
-    """Limit for answers of machines. The host withdraws permissions earlier, even if a machine does not answer."""
+    """Limit for the machines' answers. The host withdraws a permission sooner, even if the machine does not answer."""
     report_interval: float = 15.0
     """Interval between two progress messages."""
 
@@ -53,7 +53,7 @@ class Ending:
 def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> Ending:
     """Take the GPU out of use. Raises ConfigError for an unknown address.
 
-    It is done if no machine may open the GPU, and no process that can be inspected has it open.
+    The result is `done` if no machine may open the GPU, and no process that can be inspected has it open.
     """
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
@@ -79,7 +79,7 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
 def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
     """Return the machines that have the GPU, or would have it if it were not detached.
 
-    Raises ObservationError if passes cannot change the settings of one of them now.
+    Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
     """
     for machine in facts.machines:
         held = machine.name in planned.held and machine.unit_state not in STOPPED
@@ -93,7 +93,7 @@ def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
         for machine in planned.goal.machines
         if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
     }
-    # While a GPU is drained, a machine may have another one in its place already.
+    # A machine that may still open the GPU counts too, even if another GPU has been granted in its place.
     devices = _devices(gpu_nodes(facts, address))
     goals = {machine.name for machine in planned.goal.machines}
     permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, devices)}
@@ -122,7 +122,10 @@ class _Removal:
     """What went wrong, one sentence each."""
 
     def run(self) -> Ending:
-        """Keep the GPU from new pods, wait for the processes that use it, then withdraw the machines' permission."""
+        """Keep the GPU from new pods, wait for its users to exit, then withdraw the machines' permission.
+
+        on_detach decides whether to wait: `refuse` gives up if the GPU is in use, `force` only withdraws permission.
+        """
         policy, seconds = self._policy()
         if policy == "refuse" and (held := self._users()):
             return self._in_use("is in use; nothing was changed (on_detach is refuse)", held)
@@ -136,7 +139,7 @@ class _Removal:
         address = self.gpu.pci_address
         if policy != "force":
             self._note(draining=True)
-            self._passes("remove it from its CDI specification", self._unanswered)
+            self._passes(f"remove {address} from its CDI specification", self._unanswered)
             held = self._drain(seconds if policy == "drain-wait" else 0)
             if held and policy == "refuse":
                 self.attach_again()
@@ -145,8 +148,8 @@ class _Removal:
                 what = f"is withheld from new pods, but is still in use after {seconds} s"
                 return self._in_use(f"{what}; repeat this command to keep waiting, or `gpus attach {address}`", held)
         self._note(draining=False)
-        outcome = self._passes("release it", self._permitted)
-        permitted = (*self._permitted(outcome), *self._unknown(outcome))
+        outcome = self._passes(f"release {address}", self._permitted)
+        permitted = (*self._permitted(outcome), *self._without_record(outcome))
         if held := self._users():
             return self._in_use("is no longer granted to any machine, but is still in use: do not remove it yet", held)
         if permitted:
@@ -160,14 +163,14 @@ class _Removal:
     def attach_again(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
         self._forget()
-        return self._passes("get it back", self._unanswered)
+        return self._passes(f"get {self.gpu.pci_address} back", self._unanswered)
 
     def _forget(self) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             forget_detached(self.reconciler.system, self.gpu.pci_address)
 
     def _clean_up(self, policy: str) -> None:
-        """Clean up after an error: undo the detachment with `refuse`; otherwise report that the GPU stays detached."""
+        """After an error, undo a new detachment with policy `refuse`; otherwise report that the GPU stays detached."""
         address = self.gpu.pci_address
         if address not in observe_detached(self.reconciler.system).gpus:
             return
@@ -182,24 +185,24 @@ class _Removal:
         self.reconciler.progress(f"{address} is still detached; `unbounded-agent gpus attach {address}` gives it back")
 
     def _policy(self) -> tuple[str, int]:
-        """Return the most careful policy of the GPU's machines, and the seconds to wait for processes that use it."""
+        """Return the most careful policy of the GPU's machines, and their longest drain_wait."""
         configured = self.reconciler.config.machines
         settings = [configured[name] for name in self.machines] or [MachineSettings()]
         policy = min((each.on_detach for each in settings), key=POLICIES.index)
         return policy, max(each.drain_wait for each in settings)
 
     def _users(self) -> Held:
-        self.reconciler.progress("checking which processes have it open")
+        self.reconciler.progress(f"checking which processes have {self.gpu.pci_address} open")
         return users(self.reconciler.system, self.nodes)
 
     def _drain(self, seconds: int) -> Held:
-        """Wait until no process has the GPU open. Return those that still have it open after this time."""
+        """Wait until no process has the GPU open, or time is up. Return the processes that still have it open."""
         deadline, next_report = time.monotonic() + seconds, 0.0
         while (held := users(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
             if time.monotonic() >= next_report:
-                left = deadline - time.monotonic()
+                remaining = deadline - time.monotonic()
                 for line in describe(held, self.gpu):
-                    self.reconciler.progress(f"waiting up to {left:.0f} s for {line}")
+                    self.reconciler.progress(f"waiting up to {remaining:.0f} s for {line}")
                 next_report = time.monotonic() + self.timing.report_interval
             time.sleep(self.timing.poll)
         return held
@@ -210,9 +213,9 @@ class _Removal:
                 raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
-        """Make passes until `waiting` returns no machine, and return the last outcome.
+        """Make passes until `waiting` returns no machine, or time is up. Return the last outcome.
 
-        Adds the last pass's failures, and the machines that are late, to the remarks.
+        Adds to the remarks: the last pass's failures, the machines that are late, and those without a record.
         """
         started, next_report = time.monotonic(), 0.0
         while True:
@@ -227,8 +230,9 @@ class _Removal:
         self.remarks += outcome.failures
         self.remarks += [f"machine {name} did not {what}: see `unbounded-agent status`" for name in names]
         self.remarks += [
-            f"machine {name} was started without this agent's settings: only `machinectl reboot {name}` withdraws it"
-            for name in self._unknown(outcome)
+            f"machine {name} was started without this agent's settings: "
+            f"only `machinectl reboot {name}` withdraws the GPU"
+            for name in self._without_record(outcome)
         ]
         return outcome
 
@@ -244,8 +248,8 @@ class _Removal:
         devices = _devices(self.nodes)
         return [machine.name for machine in self._running(outcome) if _may_open(machine, devices)]
 
-    def _unknown(self, outcome: Outcome) -> list[str]:
-        """Return the machines whose devices cannot be withdrawn while they run, because no record lists these."""
+    def _without_record(self, outcome: Outcome) -> list[str]:
+        """Return the running machines whose devices cannot be withdrawn, because no record lists their devices."""
         return [machine.name for machine in self._running(outcome) if machine.live is None]
 
     def _in_use(self, what: str, held: Held) -> Ending:

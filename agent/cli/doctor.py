@@ -31,7 +31,7 @@ class Finding:
     status: Status
     reason: str
     message: str
-    """A sentence with the command that fixes the fault."""
+    """The conditions' message: what is wrong, and usually how to fix it."""
     symptoms: str
     """The symptoms that users see; empty if unknown."""
 
@@ -52,12 +52,12 @@ class Diagnosis:
 
 @dataclass(frozen=True, slots=True)
 class HostDiagnosis:
-    """The findings that no condition shows."""
+    """What `doctor` says about the host itself."""
 
     findings: tuple[str, ...] = ()
-    """What keeps machines, kubelets or the service from running, one sentence each."""
+    """Faults that no condition shows, one sentence each: what keeps machines, kubelets or the service from running."""
     drivers: tuple[DriverForPods, ...] = ()
-    """The drivers that pods get. Users choose pods' images by their versions."""
+    """The drivers that pods get. Users choose pods' images by the drivers' versions."""
     image: str = PLAIN_IMAGE
     """The image in containerfiles/ that machines of this host need."""
 
@@ -72,7 +72,7 @@ def doctor(reconciler: Reconciler, *, for_programs: bool) -> int:
 
 
 def diagnose(machine: MachineOutcome) -> Diagnosis:
-    """Return the findings in the machine's conditions. Conditions with the same reason and message are one finding."""
+    """Return the findings in the machine's conditions. Those that share status, reason and message are one finding."""
     found: dict[tuple[Status, str, str], list[ConditionType]] = {}
     for each in machine.conditions:
         if each.status is not Status.TRUE and each.type is not ConditionType.READY:

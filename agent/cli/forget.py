@@ -13,16 +13,16 @@ from agent.model.remembered import Remembered
 from agent.system.damage import write_record
 
 LOCK_WAIT = 60.0
-"""Seconds to wait for another pass: the service may be staging a driver root."""
+"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 
 
 def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
     """Forget the lost GPU at this address. Without an address, forget all lost GPUs, and that the record was damaged.
 
-    Returns one line for each. Raises ConfigError for a GPU that is not lost.
+    Returns lines that say what was forgotten. Raises ConfigError for a GPU that is not lost.
     """
     with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
-        # Work out what the next pass would record, since the service may not run.
+        # Compute what the next pass would record: if the service is not running, the record may be out of date.
         remembered = reconciler.preview()[1].goal.remembered
         if isinstance(remembered, Absent | Broken | Unseen):
             raise ObservationError(remembered.why, "repair the record of granted GPUs first")
@@ -38,7 +38,7 @@ def forget(address: str, reconciler: Reconciler) -> tuple[str, ...]:
         for file in remembered_files(Remembered(gpus, damage)):
             write_record(reconciler.system, file.path, file.content)
     if gpus != remembered.gpus or damage != remembered.damage:
-        # Wake the service: its metrics and the machines' nodes show the loss until its next pass.
+        # Wake the service: until its next pass, its metrics and the machines' Node objects show the loss.
         with suppress(OSError):
             reconciler.system.write(WAKE, b"")
     lines = [f"{gpu.describe()} is forgotten: {', '.join(gpu.machines)} does without it" for gpu in lost.values()]

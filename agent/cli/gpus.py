@@ -7,13 +7,13 @@ from agent.cli.printing import say
 from agent.host.reconcile import Reconciler
 
 LISTING = {"forget": forget, "holders": holders}
-"""Subcommands of `gpus` that only print lines; without an address they concern all GPUs."""
+"""Subcommands of `gpus` that return lines to print. Without an address they apply to all GPUs."""
 
 
 def gpus(command: str, address: str, reconciler: Reconciler) -> int:
-    """Run a subcommand and print its sentences. Return 1 if a detachment, or its undoing, is not complete."""
+    """Run a subcommand and print its sentences. Return 1 if `detach` or `attach` did not complete."""
     if command in LISTING:
-        # A host without GPUs has no holders: the empty line is the whole answer.
+        # On a host without GPUs, `holders` returns no lines: print an empty one as the answer.
         say(LISTING[command](address, reconciler) or [""])
         return 0
     ending = (detach if command == "detach" else attach)(address, reconciler)

@@ -31,7 +31,7 @@ def holders(address: str, reconciler: Reconciler) -> tuple[str, ...]:
 def find_gpu(address: str, facts: Facts) -> Gpu:
     """Return the GPU at this address.
 
-    Raises ConfigError if the address is not a GPU's, ObservationError if the devices cannot be listed.
+    Raises ConfigError if no GPU has the address, and ObservationError if a vendor's devices cannot be listed.
     """
     for vendor in facts.vendors:
         if not isinstance(vendor.devices, tuple):
@@ -46,7 +46,7 @@ def find_gpu(address: str, facts: Facts) -> Gpu:
 
 
 def gpu_nodes(facts: Facts, address: str) -> tuple[DeviceNode, ...]:
-    """Return the GPU's own nodes. Processes that use its MIG instances have these open too."""
+    """Return the GPU's own nodes. Processes that use the GPU's MIG instances have these nodes open too."""
     return tuple(_nodes(facts, address))
 
 
@@ -57,13 +57,13 @@ def _nodes(facts: Facts, address: str) -> Iterator[DeviceNode]:
 
 
 def why_unknown(gpu: Gpu, nodes: Iterable[DeviceNode]) -> str:
-    """Return why the GPU's users cannot be found; empty if they can. They are found by its nodes' device numbers."""
+    """Return why the processes that use the GPU cannot be found by its nodes' device numbers; empty if they can be."""
     if not gpu.driver or any(node.kind in host_vendor(gpu.vendor).own_nodes for node in nodes):
         return ""
     return (
         f"cannot determine who uses it: it is bound to kernel driver {gpu.driver} and has no usable device node. "
-        "If a virtual machine has it, shut that down and unbind the GPU from its driver. If its node was removed or "
-        "has another device's number (`unbounded-agent plan` says so), create the node again"
+        "If a virtual machine has it, shut down the virtual machine and unbind the GPU from its driver. If its node "
+        "was removed or has another device's number (`unbounded-agent plan` says so), create the node again"
     )
 
 
@@ -78,7 +78,7 @@ def no_holder(held: Held) -> str:
 
 
 def describe(held: Held, gpu: Gpu) -> tuple[str, ...]:
-    """Return one line per process. Of those that cannot be inspected only some: any user may start many."""
+    """Return one line per process. Only some of those that cannot be inspected are listed: any user may start many."""
     more = len(held.unseen) - UNSEEN_SHOWN
     counted = (f"and {more} more processes cannot be inspected",) if more > 0 else ()
     return (*(_with_advice(holder, gpu) for holder in held.holders), *held.unseen[:UNSEEN_SHOWN], *counted)

@@ -14,8 +14,8 @@ from agent.system.sh_runner import host_runner
 
 READ_ONLY_COMMANDS = ("plan", "status", "doctor")
 AT_START = ("run", "prepare", "load-modules")
-"""Commands that units run. They use the last good configuration if the current one is wrong: otherwise a machine would
-stay down or get no GPUs."""
+"""Commands that units run. They use the last good configuration if the current one is invalid: otherwise a machine
+would stay down or get no GPUs."""
 
 
 def this_host() -> System:
@@ -24,7 +24,7 @@ def this_host() -> System:
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:
-    """Return the configuration for a command. Raises ConfigError, or UnsupportedError without the rights it needs."""
+    """Return the configuration for a command. Raises ConfigError; UnsupportedError if root rights are missing."""
     if options.command not in READ_ONLY_COMMANDS and os.geteuid() != 0:
         raise UnsupportedError(
             "this command needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"

@@ -36,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a command that needs the host. Each imports its own modules, and nothing above imports more than argparse."""
-    # To load all of them, with pydantic, prometheus_client and asyncio, takes thirty times as long as Python's own
-    # start. Help, scripts that poll `status`, and every start of a machine would wait for that.
+    """Run a command that needs the host. Each command imports its own modules; the imports above are small ones."""
+    # Loading the modules of all commands, with pydantic, prometheus_client and asyncio, takes thirty times as long as
+    # Python's own start. Help, scripts that poll `status`, and every start of a machine would wait for that.
     match options.command:
         case "plan":
             from agent.cli.plan import plan

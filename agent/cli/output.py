@@ -33,7 +33,7 @@ def _row(condition: Condition) -> tuple[str, str, str, str, str]:
 
 
 def print_no_machines(reconciler: Reconciler) -> None:
-    """Print a line if the configuration has no machine: otherwise nothing would explain an empty result."""
+    """Print a line if the configuration has no machine, because nothing else would explain an empty result."""
     if not reconciler.config.machines:
         say([NO_MACHINES])
 

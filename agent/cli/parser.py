@@ -13,7 +13,7 @@ VERSION = f"unbounded-agent {__version__} (Python {sys.version.split()[0]})"
 BAD_INPUT = "the configuration or an argument is wrong"
 ADDRESS = "PCI-ADDRESS"
 WIDTH = 78
-"""Columns. We wrap descriptions ourselves: argparse would also wrap the list of exit codes."""
+"""Columns of descriptions. We wrap them ourselves, because argparse would wrap the list of exit codes as well."""
 
 
 class Command:
@@ -27,8 +27,8 @@ class Command:
     ) -> None:
         """Define the help.
 
-        `summary` is the line in the list of commands, which omits `hidden` commands: only units run these. `codes` are
-        the exit codes without 2, for bad input, which is the same for all.
+        `summary` is the command's line in the list of commands. `hidden` commands are not listed: only units run them.
+        `codes` are the exit codes except 2 (bad input), which is the same for all commands.
         """
         self.summary, self.text, self.example, self.codes, self.hidden = summary, text, example, codes, hidden
 
@@ -95,8 +95,8 @@ COMMANDS = {
 GPU_COMMANDS = {
     "detach": Command(
         "take a GPU from its machines; exit code 0 when you may remove it",
-        "Takes a GPU from the machines that have it. machines.NAME.on_detach decides whether it waits for processes "
-        "that use the GPU.",
+        "Takes a GPU from the machines that have it. machines.NAME.on_detach decides whether the command waits for "
+        "processes that use the GPU.",
         "sudo unbounded-agent gpus detach 0000:01:00.0",
         {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
     ),
@@ -108,8 +108,8 @@ GPU_COMMANDS = {
     ),
     "forget": Command(
         "acknowledge that a lost GPU is gone for good",
-        "Acknowledges that a GPU which left without `gpus detach` is gone for good, so that GPUsComplete no longer "
-        "reports it. Without an address: all lost GPUs.",
+        "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
+        "longer reports it. Without an address: all lost GPUs.",
         "sudo unbounded-agent gpus forget 0000:01:00.0",
         {0: "the GPU is forgotten, or none is lost", 1: "the record of granted GPUs cannot be read or written"},
     ),
@@ -125,7 +125,7 @@ ADDRESS_OPTIONAL = ("forget", "holders")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser. It sets `config`, `command`, and the arguments of each command by their names."""
+    """Return the parser. Its result has `config`, `command`, and the command's own arguments, by name."""
     parser = argparse.ArgumentParser(
         prog="unbounded-agent",
         description=textwrap.fill(

@@ -11,7 +11,7 @@ from agent.model.facts import Unseen
 
 
 def plan(reconciler: Reconciler) -> int:
-    """Print the steps and what keeps machines from getting theirs. Return 1 if a machine cannot get its settings."""
+    """Print the steps, and why some machines get none. Return 1 if a machine cannot get its settings."""
     facts, planned, difference = reconciler.preview()
     say(_exceptions(planned, difference))
     steps = [action.describe() for action in difference.actions]
@@ -27,7 +27,7 @@ def plan(reconciler: Reconciler) -> int:
 
 
 def _exceptions(planned: Plan, difference: Difference) -> Iterator[str]:
-    """Yield a line for each machine whose settings are not written."""
+    """Yield a line for each machine whose settings are not written, with the reason."""
     for name, why in planned.skipped.items():
         yield f"{name}: {why}: nothing is set up"
     for name, why in planned.held.items():

@@ -17,34 +17,39 @@ from agent.system.damage import write_record
 from agent.system.files import System
 
 POLL = 1.0
-"""Seconds between two checks for a late driver."""
+"""Seconds between two checks for a late driver, or for the unit's state."""
 LOCK_WAIT = 60.0
-"""Seconds to wait for another pass: the service may be staging a driver root."""
+"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 RETRY_LIMIT = 20.0
 """Seconds to retry when the unit's state cannot be observed."""
 PASSES = 3
-"""How many passes may be needed until a machine's files match the goal."""
+"""How many passes are made at most until a machine's files match the goal."""
 STOPPED = ("inactive", "failed", "activating")
 """The values that ActiveState of the machine's unit can have before the machine runs."""
 
 
 def prepare(name: str, reconciler: Reconciler) -> Outcome:
-    """Wait for the driver, then make passes until the machine's settings are written. Return the last outcome."""
+    """Wait for the driver, then make passes until the machine's settings are written. Return the last outcome.
+
+    If the machine is already running, only make one pass. Raises ConfigError for a machine that is not configured.
+    """
     settings = reconciler.config.machines.get(name)
     if settings is None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
     if _runs(name, reconciler):
-        # `systemctl start` of a running machine runs this command too: keep the record of what it was started with.
+        # `systemctl start` of a running machine runs this command too: keep the record of the machine's live settings.
         return reconciler.reconcile(LOCK_WAIT)
     system = reconciler.system
-    # Before the lock: if another pass holds it too long, the machine starts anyway, and must not have the old record.
+    # Before taking the lock: if another pass holds the lock too long, this command fails, the machine starts anyway,
+    # and the old record would be wrong.
     _forget_live(name, system)
-    # If it can, the unit also mounts an empty directory over the report.
+    # The unit also tries to mount an empty directory over the report.
     clear_report(system, name)
     with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
-        # Once more: the pass that held the lock may have found the machine running, and recorded a change of devices.
+        # Once more: the pass that held the lock may have found the machine running, and recorded its settings again.
         _forget_live(name, system)
-        # Containers of the machine's previous run have ended, so their driver roots may go. On a full disk they stay.
+        # The containers of the machine's previous run have ended, so the driver roots that they used may be removed.
+        # If the disk is full, the roots are kept.
         with suppress(OSError):
             system.write(handed_roots_file(name), render_handed(()))
     _wait_for_driver(name, settings.driver_wait, reconciler)
@@ -52,15 +57,16 @@ def prepare(name: str, reconciler: Reconciler) -> Outcome:
 
 
 def _forget_live(name: str, system: System) -> None:
-    """Remove the record of the machine's live settings. A directory in its place is left until a record is written."""
+    """Remove the record of the machine's live settings. A directory in its place stays until the next record."""
     with suppress(IsADirectoryError):
         system.remove(live_file(name))
 
 
 def _settle(name: str, reconciler: Reconciler) -> Outcome:
-    """Make passes until the machine's files match the goal, then record that it starts with them.
+    """Make passes until the machine's files match the goal, then record the settings that the machine starts with.
 
-    Nodes may appear during a pass: the machine would never get one that is in the record but not in the files.
+    One pass may not be enough, because nodes may appear during a pass. A node that is in the record, but not in the
+    files, would never reach the machine, so if the files never match, nothing is recorded.
     """
     outcome = reconciler.reconcile(LOCK_WAIT)
     for _ in range(PASSES - 1):

@@ -16,13 +16,13 @@ def report(sentence: str) -> None:
 
 
 def progress(sentence: str) -> None:
-    """Report that a step begins. An empty text means that a part of a step is done, which is not worth a line."""
+    """Report that a step begins. An empty text means that a part of a step is done: nothing is printed then."""
     if sentence:
         report(sentence)
 
 
 def report_failures(failures: Sequence[str]) -> int:
-    """Report what failed, and return the exit code for that."""
+    """Report what failed. Return the exit code: 1 if anything failed, otherwise 0."""
     for failure in failures:
         report(failure)
     return 1 if failures else 0

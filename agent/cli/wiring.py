@@ -17,6 +17,6 @@ def make_reconciler(loaded: Loaded, system: System, report: Callable[[str], None
 
 
 def reconciler_for(options: argparse.Namespace) -> Reconciler:
-    """Return the reconciler for a command. Raises as agent.cli.host.load does."""
+    """Return the reconciler for a command. Raises the same errors as agent.cli.host.load."""
     system = this_host()
     return make_reconciler(load(options, system), system)

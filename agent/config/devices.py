@@ -1,4 +1,4 @@
-"""Settings for devices other than GPUs, and for the CDI specs of GPUs. Pure."""
+"""Settings for devices other than GPUs, and for more CDI specifications and hooks. Pure."""
 
 from operator import attrgetter
 from typing import Annotated, Literal
@@ -56,8 +56,8 @@ CDI_MODES = {
     "nvswitch": ("", ""),
     "management": ("", ""),
 }
-"""For each mode: the key of the settings that grants its device nodes, and the value that must be in that list. A mode
-without a key needs no setting."""
+"""For each mode: the key that grants its device nodes, and, if the key has a list, the value that must be in the list.
+A mode with an empty key needs no setting."""
 
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]

@@ -1,6 +1,6 @@
-"""The last valid configuration, for a service or a machine that starts while the current one is wrong.
+"""The last valid configuration, for a service or a machine that starts while the current one is invalid.
 
-A machine must start after a reboot of the host, and keep its GPUs, even if a configuration file was broken since.
+A machine must start after a reboot of the host, and keep its GPUs, even if a configuration file has become invalid.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ class Loaded:
 
     config: Config
     rejected: str = ""
-    """What is wrong with the files, if the last valid configuration is in force instead of them; otherwise empty."""
+    """What is wrong with the files, if the last valid configuration is used in their place; otherwise empty."""
 
 
 def load_or_last_good(system: System) -> Loaded:
-    """Return the configuration, or the last valid one. Raises ConfigError if there is neither.
+    """Return the configuration and save it as the last good one; if it is invalid, return the last good one.
 
-    The last valid one does not replace a missing file or one without machines: neither is a mistake in a file, and
-    removed machines must not come back.
+    Raises ConfigError if there is no usable last good one either. Raises NoMachinesError if there is no file, or no
+    table of machines in any: the last good one is not used then, because removed machines must not come back.
     """
     try:
         config = load_config(system)
@@ -45,13 +45,14 @@ def load_or_last_good(system: System) -> Loaded:
 
 def keep(config: Config, system: System) -> None:
     """Save this configuration as the last good one. Ignores errors such as a full disk: only later starts need it."""
-    # Only explicit settings: the release that reads the file has its own defaults.
+    # Save only explicit settings, because a later release may read the file and have other defaults.
     content = config.model_dump_json(exclude_unset=True, indent=1).encode() + b"\n"
     try:
         if not system.exists(LAST_GOOD_CONFIG) or system.read(LAST_GOOD_CONFIG) != content:
             # The configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
-        # No copy is better than an older one, which may grant what this one withdrew. Removal works on a full disk too.
+        # No copy is better than an older one, which may grant what this configuration no longer grants. Removing the
+        # file works on a full disk too.
         with contextlib.suppress(OSError):
             system.remove(LAST_GOOD_CONFIG)

@@ -24,7 +24,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
             names = system.entries(CONFIG_DIRECTORY)
             files += [f"{CONFIG_DIRECTORY}/{name}" for name in names if name.endswith(".toml")]
     except OSError as error:
-        # A file that cannot be read is not absent: that would remove its machines from the configuration.
+        # A file that cannot be read must not count as absent: its machines would be removed from the configuration.
         raise ConfigError(f"cannot read {path} or {CONFIG_DIRECTORY}: {error.strerror}") from error
     if not files:
         raise NoMachinesError(
@@ -35,7 +35,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
     origins: dict[tuple[str, ...], str] = {}
     for file in files:
         try:
-            # The user who passes --config is responsible for that file.
+            # Only the standard files must belong to root: a user who passes --config is responsible for that file.
             _merge(merged, _parse(system, file, root_owned=path == CONFIG_FILE), file, origins, ())
         except RecursionError as error:
             raise ConfigError(
@@ -44,7 +44,7 @@ def load_config(system: System, path: str = CONFIG_FILE) -> Config:
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        # If the files have another mistake too, it may be the reason why no machine is named.
+        # Only if this is the only mistake: another one may be the reason why no machine is named.
         no_machines = [(each["type"], each["loc"]) for each in error.errors()] == [("missing", MACHINES)]
         raise (NoMachinesError if no_machines else ConfigError)(_sentences(error, origins, files[-1])) from error
 
@@ -63,7 +63,7 @@ def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
 def _merge(
     into: dict[str, Any], new: Mapping[str, Any], file: str, origins: dict[tuple[str, ...], str], at: tuple[str, ...]
 ) -> None:
-    """Merge `new` into `into`: tables are merged, other values replaced. Record in `origins` each key's file."""
+    """Merge `new` into `into`: merge tables, replace other values. Record each key's file in `origins`."""
     for key, value in new.items():
         origins[(*at, key)] = file
         if isinstance(value, dict) and isinstance(into.get(key), dict):
@@ -79,20 +79,20 @@ def _sentences(error: ValidationError, origins: dict[tuple[str, ...], str], defa
     """Return pydantic's errors as `FILE: KEY: what is wrong`, one line per key."""
     sentences: dict[tuple[str, ...], str] = {}
     for each in error.errors():
-        # pydantic adds the names of union members and "[key]" to the location; these are not keys of the file.
+        # pydantic adds the names of union members and "[key]" to the location; these are not keys in the file.
         keys = tuple(str(part) for part in each["loc"])
         known = next((keys[:length] for length in range(len(keys), 0, -1) if keys[:length] in origins), ())
         file = origins.get(known, default)
         if each["type"] == "missing" or (each["type"] == "extra_forbidden" and known != keys):
-            # A key of a table in a list: `origins` has only keys of other tables.
+            # Name the whole location: neither a missing key nor a key of a table in a list is in `origins`.
             known = keys
-        sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what(each)}")
+        sentences.setdefault(known, f"{file}: {'.'.join(known or keys)}: {_what_is_wrong(each)}")
     return "\n".join(sentences.values())
 
 
-def _what(error: ErrorDetails) -> str:
+def _what_is_wrong(error: ErrorDetails) -> str:
     if error["type"] == "string_pattern_mismatch":
-        # pydantic's message would quote the input.
+        # pydantic's message would show only the regular expression.
         pattern = error["ctx"]["pattern"]
         quoted = "it" if pattern in MAYBE_SECRET else repr(error["input"])
         return f"{quoted} is not {FORMS[pattern]}"
@@ -128,5 +128,5 @@ FORMS = {
     _pattern(VariableValue): "one line of text",
 }
 MAYBE_SECRET = {_pattern(OneLine), _pattern(VariableValue)}
-"""Patterns of values never quoted in errors: conditions and pages, which everyone can read, repeat the errors."""
+"""Patterns of values that errors never quote, because everyone can read the conditions and pages that repeat errors."""
 MACHINES = ("machines",)

@@ -23,10 +23,11 @@ NO_SOURCE = {
 }  # fmt: skip
 SECRET = (
     *(STATE, RUNTIME, posixpath.dirname(CONFIG_FILE), MACHINE_ROOTS),
-    # systemd's settings of all machines, and two sockets that serve any root user, also one in a machine: systemd's
-    # private socket and udevd's control socket.
+    # systemd's settings of all machines, and two sockets that serve any root user, even root in a machine:
+    # systemd's private socket and udevd's control socket.
     *("/etc/systemd", "/run/systemd", "/run/udev/control"),
-    # The agent itself, and files that decide who becomes root. Root in the machine can remount a bind writable.
+    # The agent itself, and files that decide who becomes root. Mounting them read-only does not protect them:
+    # root in the machine can remount them writable.
     *("/opt/unbounded-agent", "/bin", "/sbin", "/usr/bin", "/usr/sbin", "/usr/lib/systemd", "/lib/systemd", "/boot"),
     *(f"/etc/{name}" for name in ("passwd", "shadow", "group", "gshadow", "sudoers", "sudoers.d", "pam.d", "ssh")),
     *(f"/etc/{name}" for name in ("crontab", "cron.d", "cron.hourly", "cron.daily", "cron.weekly", "cron.monthly")),
@@ -34,7 +35,7 @@ SECRET = (
 )
 """Paths that control the host and all machines. No source may be one of them, lie below one, or contain one."""
 TRUSTED = ("/usr", "/etc", "/lib", "/lib32", "/lib64", "/libx32")
-"""Directories whose files root executes or reads. Machines may mount these files, but not writable."""
+"""Directories whose files root executes or reads. Machines may mount these files, but only read-only."""
 NO_TARGET = {
     "each machine has its own": ("/proc", "/sys", "/dev"),
     "the machine's systemd-tmpfiles removes old files there": ("/tmp", "/var/tmp"),
@@ -47,11 +48,12 @@ NO_TARGET = {
     "it is a link in the machine": ("/var/run", "/bin", "/sbin", "/lib", "/lib64"),
 }  # fmt: skip
 LINKED = ("/usr/bin", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/i386-linux-gnu")
-"""Directories in which the machine half makes links: files may be mounted in them, but nothing over them."""
+"""Directories in which the machine half makes links: files may be mounted in these directories, but
+nothing over a whole directory."""
 
 
 def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) -> str:
-    """Return the source of a mount. Raises ValueError for a path that no machine may have."""
+    """Return the path, if it may be the source of a mount. Raises ValueError if it may not."""
     for why, places in NO_SOURCE.items():
         if is_below(value, places):
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
@@ -89,7 +91,7 @@ class ExtraMount(BaseModel):
     target: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_target)]
     """Absolute path in the machine."""
     read_only: bool = True
-    """Guards against mistakes only: root in the machine can remount it writable."""
+    """Mount it read-only. This guards only against mistakes: root in the machine can remount it writable."""
 
     @model_validator(mode="after")
     def _mountable(self) -> Self:

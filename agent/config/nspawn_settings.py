@@ -20,7 +20,8 @@ NO_USER_NAMESPACE = (
 
 
 class NspawnSettings(BaseModel):
-    """Settings of systemd-nspawn, systemd.nspawn(5). Each default that relaxes something says why."""
+    """Settings of systemd-nspawn, systemd.nspawn(5). Where a default weakens the machine's isolation, its description
+    says why."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -28,29 +29,30 @@ class NspawnSettings(BaseModel):
     """Capabilities in addition to systemd-nspawn's own set (`--capability=` in systemd-nspawn(1)), which contains
     CAP_SYS_ADMIN and CAP_MKNOD. `"all"` gives every capability.
 
-    CNI and kube-proxy set up the network, the kubelet reads `/dev/kmsg`, pods pin memory and may ask for the rest. Not
-    in the default: CAP_SYS_MODULE, CAP_SYS_RAWIO and CAP_SYS_TIME, which change the host's kernel, ports and clock
-    (docs/security.md).
+    CAP_NET_ADMIN is for CNI and kube-proxy, CAP_SYSLOG for the kubelet, which reads `/dev/kmsg`, and CAP_IPC_LOCK for
+    pods that pin memory; pods may ask for the others. The default does not contain CAP_SYS_MODULE, CAP_SYS_RAWIO and
+    CAP_SYS_TIME, which change the host's kernel, I/O ports and clock (docs/security.md).
     """
     private_users: bool = False
     """Always `false`: a machine cannot have a user namespace (docs/security.md)."""
     system_call_filter: OneLine = "@keyring bpf"
-    """System calls to allow. runc joins a session keyring and loads BPF device programs, which nspawn forbids."""
+    """System calls to allow in addition to nspawn's own. runc joins a session keyring and loads BPF device programs;
+    nspawn's own filter forbids both."""
     virtual_ethernet: bool = False
-    """Give the machine a network of its own. By default it uses the host's."""
+    """Give the machine a network of its own. By default the machine uses the host's network."""
     kmsg: bool = True
     """Bind `/dev/kmsg`. The kubelet watches it for out-of-memory kills and does not start without it."""
     modules: bool = True
-    """Bind `/lib/modules` read-only. kube-proxy and CNI plugins look into it."""
+    """Bind `/lib/modules` read-only. kube-proxy and CNI plugins read it."""
     environment: dict[VariableName, OneLine] = {
         "SYSTEMD_NSPAWN_UNIFIED_HIERARCHY": "1",
         "SYSTEMD_NSPAWN_API_VFS_WRITABLE": "network",
     }
-    """Environment of systemd-nspawn itself. The defaults give the machine cgroup v2, and make `/proc/sys/net` writable
-    for CNI."""
+    """Environment variables of systemd-nspawn itself. The defaults give the machine cgroup v2, and make `/proc/sys/net`
+    writable for CNI."""
     extra: dict[SectionName, dict[KeyName, OneLine | list[OneLine]]] = {}
-    """Any other setting of systemd.nspawn(5) by section, such as `extra.Files.Bind = ["/srv/data"]`. Appended as
-    it is."""
+    """Any other settings of systemd.nspawn(5), by section, such as `extra.Files.Bind = ["/srv/data"]`. They are
+    appended unchanged."""
 
     @model_validator(mode="after")
     def _host_users(self) -> Self:

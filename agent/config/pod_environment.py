@@ -1,6 +1,6 @@
 """Environment variables that the configuration gives to pods. Pure.
 
-They go into the CDI specification, whose variables replace those that a pod's manifest and its image set (CDI's
+They go into the CDI specification, whose variables replace those that a pod's manifest and image set (CDI's
 container-edits.go adds them to the finished process). Variables that other programs depend on are therefore refused.
 """
 
@@ -11,9 +11,9 @@ from pydantic import AfterValidator, StringConstraints
 
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", max_length=128)]
 VariableValue = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x1f\x7f]*$", max_length=1024)]
-"""Text of one line. No driver's variable needs a line break; one in the configuration is a mistake in the TOML."""
+"""Text of one line. No driver's variable needs a line break: a line break in the configuration is a mistake."""
 NUMBER_LIMIT = 32
-"""Variables that may be set: far more than the drivers know, and few enough not to slow the start of containers."""
+"""How many variables may be set: far more than the drivers know, and few enough not to slow the start of containers."""
 
 REFUSED: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile("(NVIDIA|NVCT)_.*"), "the container runtime takes it for a request for devices, or sets it itself"),
@@ -36,4 +36,4 @@ def _acceptable(variables: dict[str, str]) -> dict[str, str]:
 
 Variables = Annotated[dict[VariableName, VariableValue], AfterValidator(_acceptable)]
 PodEnvironment = dict[Literal["nvidia"], Variables]
-"""Variables by vendor: a pod gets those of the vendor whose device it has. Another vendor's driver may misread them."""
+"""Variables by vendor. A pod gets only those of its device's vendor: another vendor's driver may misread them."""

@@ -44,8 +44,8 @@ class MachineSettings(Model):
     """Which GPUs the machine gets: `"all"`, `"count=N"`, or a list of PCI addresses and UUIDs.
 
     `"all"` means all GPUs of all vendors. `"count=2"` means two GPUs that no other machine has: NVIDIA's first, then
-    AMD's, then Intel's; of each vendor those with a driver first, then by PCI address. A machine keeps the GPUs that it
-    has. Write a PCI address as `0000:01:00.0`, or as `nvidia-smi` prints it.
+    AMD's, then Intel's; within each vendor, GPUs with a driver come first, and then the order is by PCI address. A
+    machine keeps the GPUs that it has. Write a PCI address as `0000:01:00.0`, or as `nvidia-smi` prints it.
 
     NVSwitch and NVLink nodes reach all GPUs of a host. Only a machine that has all of them, detached ones included,
     gets these nodes.
@@ -53,47 +53,49 @@ class MachineSettings(Model):
     require_gpus: bool = False
     """Whether the machine counts as not ready on a host without GPUs."""
     driver_wait: Annotated[int, Field(ge=0, le=240)] = 120
-    """Seconds that a start of the machine waits for a driver that loads late when the host boots.
+    """How many seconds the machine's start waits for a driver that loads late when the host boots.
 
-    If `gpus` does not name a GPU of Intel or AMD, a start waits for its driver only if the kernel module is loaded or
-    the machine had this GPU before (docs/hardware/intel-amd.md#without-a-driver).
+    A start waits for the driver of an Intel or AMD GPU only if `gpus` names that GPU, one of its vendor's kernel
+    modules is loaded, or the machine already had the GPU (docs/hardware/intel-amd.md#without-a-driver).
     """
     on_detach: Literal["refuse", "drain-wait", "force"] = "refuse"
     """What `gpus detach` does with a GPU that processes have open (docs/gpu-hotplug.md)."""
     drain_wait: Annotated[int, Field(ge=0, le=86400)] = 600
-    """Seconds that `on_detach = "drain-wait"` waits for these processes to end."""
+    """How many seconds `on_detach = "drain-wait"` waits at most until no process has the GPU open."""
     device_mode: Literal["rw", "rwm"] = "rw"
-    """What the machine's cgroup permits on GPU nodes. `"rwm"` adds mknod, which crun needs. runc does not need it: it
-    binds the node instead."""
+    """What the machine's cgroup permits on GPU nodes. `"rwm"` adds mknod, which crun needs. runc does not need
+    mknod, because it binds the nodes instead."""
     mig_config: bool = False
     """Grant the privilege to change the MIG layout of all GPUs of the host.
 
-    MIG (Multi-Instance GPU) splits one GPU into several instances. Instances of granted GPUs need no privilege
-    (docs/hardware/mig.md).
+    MIG (Multi-Instance GPU) splits one GPU into several instances. A machine needs no privilege to use the
+    instances of its own GPUs (docs/hardware/mig.md).
     """
     mig_monitor: bool = False
     """Grant the privilege to monitor all MIG instances of all GPUs of the host."""
     imex_channels: bool = False
-    """Grant the IMEX channels: GPU memory shared between the hosts of one NVLink domain
+    """Grant the IMEX channels, through which GPUs of several hosts in one NVLink domain share memory
     (docs/hardware/mig.md#imex-channels)."""
     sockets: list[Literal["persistenced", "fabricmanager", "mps"]] = []
-    """Host daemons of the driver whose sockets the machine and all its pods with GPUs get. Each daemon serves the whole
-    host (docs/drivers/files.md#sockets-of-daemons)."""
+    """Driver daemons on the host. The machine, and all its pods with GPUs, get their sockets. Each daemon serves the
+    whole host (docs/drivers/files.md#sockets-of-daemons)."""
     pod_environment: PodEnvironment = {}
-    """Environment variables for every container that gets a GPU of the vendor from the agent's CDI specification, such
-    as `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }` (docs/drivers/graphics.md). They replace
-    variables of the same name in the pod's manifest. They are not secret: every user of the host can read them."""
+    """Environment variables, by vendor: every container that gets one of that vendor's GPUs through the agent's CDI
+    specification gets them. For example: `pod_environment.nvidia = { __GLX_VENDOR_LIBRARY_NAME = "nvidia" }`
+    (docs/drivers/graphics.md). The variables replace those of the same name in the pod's manifest. They are not
+    secret: every user of the host can read them."""
     default_runtime: bool = False
     """Make `nvidia` containerd's default runtime. Pods then need no RuntimeClass."""
     containerd_drop_in: str = ""
     """Where the agent's part of containerd's configuration is in the machine: an absolute path that ends in `.toml` or
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     restart_device_plugin: bool = False
-    """Restart the container of NVIDIA's or AMD's device plugin when a GPU appeared or disappeared without its notice,
-    or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine (docs/kubernetes.md)."""
+    """Restart the container of NVIDIA's or AMD's device plugin when a GPU has appeared or disappeared without the
+    plugin noticing, or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine
+    (docs/kubernetes.md)."""
     node_condition: bool = False
-    """Set the condition `GPUReady` on the machine's Node object, with its kubelet's identity. Needs `kubectl` in the
-    machine (docs/conditions.md#nodeconditionset)."""
+    """Set the condition `GPUReady` on the machine's Node object, with the identity of the machine's kubelet. Needs
+    `kubectl` in the machine (docs/conditions.md#nodeconditionset)."""
     devices: Switches = []
     """Devices of the host other than GPUs. Each name stands for a set of device nodes
     (docs/hardware/other-devices.md)."""
@@ -134,7 +136,7 @@ class MachineSettings(Model):
     @field_validator("containerd_drop_in")
     @classmethod
     def _drop_in(cls, value: str) -> str:
-        # config.toml is the main file, of containerd and of the runtime handler's program: not a drop-in.
+        # config.toml is the main file of containerd or of nvidia-container-runtime, so it cannot be a drop-in.
         if value and (not DROP_IN.fullmatch(value) or value.endswith("/config.toml")):
             raise ValueError(
                 f"{value!r} is not an absolute path in the machine that ends in .toml or .part, such as "
@@ -161,17 +163,17 @@ class DriverSettings(Model):
     """Load the driver's kernel modules and make its device nodes, if the host has not done so by itself
     (docs/drivers/prerequisites.md)."""
     root: AbsolutePath = "/"
-    """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means the host's
-    own loader cache and no other place, which is not the same as leaving the key out
+    """A directory that holds a whole system with the driver, such as a driver container's root. `"/"` means only the
+    host's own loader cache; without this key, the agent searches other places too
     (docs/drivers/roots.md#how-to-name-it)."""
     library_directories: list[AbsolutePath] = []
-    """Directories with the driver's libraries, if no loader cache lists them; below `root` if that is set."""
+    """Directories with the driver's libraries, if no loader cache lists them; below `root`, if `root` is set."""
     binary_directories: list[AbsolutePath] = []
-    """Directories with the driver's programs, searched before the usual ones; below `root` if that is set. Needs `root`
-    or `library_directories`."""
+    """Directories with the driver's programs, searched before the usual ones; below `root`, if `root` is set.
+    Needs `root` or `library_directories`."""
     data_directories: list[AbsolutePath] = []
-    """Directories that contain `vulkan`, `glvnd`, `egl`, `OpenCL` and `nvidia`, searched before the usual ones; below
-    `root` if that is set. Needs `root` or `library_directories`."""
+    """Directories that contain `vulkan`, `glvnd`, `egl`, `OpenCL` and `nvidia`, searched before the usual ones;
+    below `root`, if `root` is set. Needs `root` or `library_directories`."""
 
     @property
     def configured(self) -> str:
@@ -205,6 +207,6 @@ class Config(Model):
     """Everything that can be configured."""
 
     machines: dict[MachineName, MachineSettings]
-    """Required, so that a missing file does not mean "no machines": for that, write an empty table."""
+    """Required, so that a missing file does not mean "no machines". A host without machines needs an empty table."""
     metrics: MetricsSettings = MetricsSettings()
     driver: DriverSettings = DriverSettings()

@@ -10,13 +10,13 @@ from pydantic import AfterValidator
 T = TypeVar("T")
 
 PLAIN = re.compile(r"(?! )[^\\\x00-\x1f\x7f]*(?<! )")
-"""Paths that a Bind= line takes literally. It strips blanks at both ends, and reads a backslash as an escape."""
+"""Paths that a Bind= line takes literally. systemd strips blanks at both ends, and reads a backslash as an escape."""
 PATH_LIMIT, NAME_LIMIT = 4095, 255
-"""Bytes (PATH_MAX and NAME_MAX of limits.h): system calls fail for anything longer."""
+"""Limits in bytes for a path, and for each name in it (PATH_MAX, NAME_MAX of limits.h): system calls enforce them."""
 
 
 def absolute(value: str) -> str:
-    """Return the path without doubled or trailing slashes. Raises ValueError."""
+    """Return the path without doubled or trailing slashes. Raises ValueError if it is not absolute or contains `..`."""
     if not value.startswith("/") or not value.isprintable() or {".", ".."} & set(value.split("/")):
         raise ValueError(f"{value!r} is not an absolute path without `..`, such as /opt/driver/lib")
     return "/" + "/".join(part for part in value.split("/") if part)
@@ -27,7 +27,7 @@ AbsolutePath = Annotated[str, AfterValidator(absolute)]
 
 
 def plain(value: str) -> str:
-    """Return the path. Raises ValueError if it cannot be written into a line of a settings file."""
+    """Return the path. Raises ValueError if it is too long or cannot be written into a settings file."""
     if not PLAIN.fullmatch(value) or not value.isprintable():
         raise ValueError(f"{value!r} has a backslash, a control character, or a blank at its start or end")
     if len(value.encode()) > PATH_LIMIT or any(len(part.encode()) > NAME_LIMIT for part in value.split("/")):

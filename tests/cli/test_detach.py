@@ -327,7 +327,7 @@ def test_a_machine_that_never_answers_loses_the_permission(site: Site) -> None:
     site.host.remove_file(f"{report_directory(MACHINE)}/report.json")
     ending = detach(SECOND, site.agent, Timing(poll=0, answer=0, report_interval=0))
     assert ending.done, text(ending)
-    assert f"machine {MACHINE} did not remove it from its CDI specification" in text(ending)
+    assert f"machine {MACHINE} did not remove {SECOND} from its CDI specification" in text(ending)
     assert not site.permitted()
 
 

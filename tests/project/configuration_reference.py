@@ -32,7 +32,7 @@ TABLES: Mapping[str, type[BaseModel]] = {
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
 UNSET = ("driver.root",)
-"""Keys whose absence means something else than their default."""
+"""Keys whose absence means something other than their default."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
 
 Schema = Mapping[str, Any]
@@ -110,13 +110,13 @@ def _values(schema: Schema, root: Schema) -> str:
     match schema["type"]:
         case "array":
             items = schema["items"]
-            return f"list of {'tables' if '$ref' in items else _values(items, root).replace('text', 'texts')}"
+            return f"list of {'tables' if '$ref' in items else _values(items, root).replace('string', 'strings')}"
         case "object":
             return "table"
         case "integer":
             return f"whole number from {schema['minimum']} to {schema['maximum']}"
         case kind:
-            return {"boolean": "`true` or `false`", "string": "text"}[kind]
+            return {"boolean": "`true` or `false`", "string": "string"}[kind]
 
 
 def _toml(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Logs each failure, problem and condition change once, until it clears."""
+"""Logs each failure, problem and condition change once, and again only if it comes back."""
 
 import logging
 
@@ -22,7 +22,7 @@ class EventLog:
         self._conditions: dict[str, dict[ConditionType, Condition]] = {}
 
     def rejected(self, why: str) -> None:
-        """Log why the configuration is wrong. An empty text means that it is not."""
+        """Log why the configuration is invalid. Log nothing if the text is empty: the configuration is valid then."""
         for line in why.splitlines():
             log.error("configuration rejected, using the last good one: %s", one_line(line))
 
@@ -49,7 +49,7 @@ class EventLog:
         return why
 
     def failures(self, failures: tuple[str, ...], cause: Exception | None = None) -> None:
-        """Log the failures of a pass that are new, or that earlier failures are over."""
+        """Log the failures that the previous pass did not have. If it had some and this one has none, log that."""
         for sentence in failures:
             if sentence not in self.failed:
                 log.error("%s", one_line(sentence), exc_info=cause)

@@ -33,10 +33,10 @@ class GpuErrors:
         counted: Counted = lambda address, number, times: None,
         open_log: Callable[[str, int | None], KernelLog] = open_kernel_log,
     ) -> None:
-        """Begin to follow the log. `open_log` gets its path and the number of the last record that was read.
+        """Begin to follow the log. `open_log` gets the log's path and the number of the last record that was read.
 
-        At the first start after a boot, no record was read. Existing records are then skipped: it is unknown to which
-        drivers the GPUs were bound at that time.
+        At the first start after a boot of the host, no record has been read yet. Existing records are then skipped,
+        because it is unknown to which drivers the GPUs were bound when these records were written.
         """
         self.counted = counted
         self.error = ""
@@ -85,7 +85,7 @@ class GpuErrors:
             self._lose(f"{PATH}: {error.strerror}")
             return False
         if self._sequence is not None or not self._log.behind:
-            # Not while old records are being skipped: the next start would report the rest of them as new.
+            # Keep no position while skipping old records: after a restart, the rest of them would count as new.
             self._sequence = self._log.sequence
         if self._log.overruns > before:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
@@ -99,7 +99,7 @@ class GpuErrors:
         if self._sequence is None:
             return
         if self._log is None or self._log.behind:
-            # Unread records may be older than the current driver bindings.
+            # Keep the saved bindings, because unread records may be older than the current bindings.
             bound = self._last_saved.bindings if self._last_saved else {}
         else:
             bound = bindings(self._system, addresses)
@@ -113,9 +113,10 @@ class GpuErrors:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> bool:
-        """Count and log an error, and return whether its GPU is lost.
+        """Count and log an error, and return whether its GPU was recorded as lost.
 
-        `behind` means that the record is old, so that the GPU may have been bound to its driver again since.
+        `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
+        driver again since, so it counts as lost only if its binding is still the one that was saved.
         """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
@@ -134,7 +135,7 @@ class GpuErrors:
     def _is_present(self, address: str) -> bool:
         """Return whether the GPU is on the PCI bus, or was when it had an earlier error.
 
-        This bounds the series of the metric, because a host has a limited number of slots.
+        Errors of other addresses are ignored. This bounds the metric's series, because a host has few slots.
         """
         return address in self.last or read_seen(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
 

@@ -40,9 +40,10 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 PROGRESS_INTERVAL = 1.0
-"""Least seconds between two signs of life within a step. A driver, for example, has a hundred files."""
+"""Least seconds between two signs of life within a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, as a share of the watchdog's time. The process may be stopped for a minute."""
+"""The longest delay between passes, as a share of the watchdog's time. It allows the process to be stopped
+for a minute without being killed."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's time is the same."""
 
@@ -51,7 +52,7 @@ class Passes(Protocol):
     """The part of agent.host.reconcile.Reconciler that the loop needs."""
 
     rejected: str
-    """What is wrong with the configuration, while an earlier one is in force; otherwise empty."""
+    """What is wrong with the configuration, while an earlier one is used in its place; otherwise empty."""
 
     def run_pass(self) -> Outcome: ...
 
@@ -64,7 +65,7 @@ class Timing:
     pending: float = 5.0
     """Delay between passes while a machine has not answered its handoff, if reports are not watched."""
     pending_watched: float = 15.0
-    """The same delay if reports are watched. Not everything that an answer waits for causes an event."""
+    """The same delay if reports are watched. Passes are still needed, because some changes cause no event."""
     pending_limit: float = 120.0
     """After this time without an answer, `interval` applies: an image without our machine half never answers."""
     back_off: float = 5.0
@@ -139,7 +140,10 @@ class Daemon:
                     self._metrics.convergence.begin(source, self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. If it is wrong, or its address cannot be bound, keep the current one."""
+        """Read the configuration again.
+
+        If it is invalid, or its metrics address cannot be bound, keep the current one.
+        """
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
@@ -166,7 +170,7 @@ class Daemon:
             with signals.in_pass():
                 outcome = self._reconciler.run_pass()
         except Exception as error:
-            # The loop continues after any error: a restarted service would meet the same error.
+            # The loop continues after any error, because a restarted service would meet the same error.
             self._metrics.failed(trigger, time.monotonic() - started)
             self._why_stale = self._event_log.unfinished(error)
             actions: tuple[str, ...] = ()
@@ -212,7 +216,7 @@ class Daemon:
         return any(machine.pending for machine in self._machines())
 
     def _progress(self, sentence: str) -> None:
-        """Report that a step begins, or continues if the text is empty. This is the only sign of life during a pass."""
+        """Report that a step begins, or, with an empty text, that it continues. A pass gives no other sign of life."""
         if sentence:
             log.info("%s", one_line(sentence))
             self._notifier.status(sentence)
@@ -278,7 +282,7 @@ def run(
 ) -> int:
     """Run the service until SIGTERM, and return the exit code. `make` gets a function that reports progress.
 
-    Raises AgentError if the service cannot start, because another one runs or the configuration is wrong.
+    Raises AgentError if the service cannot start, because another one runs or the configuration is invalid.
     """
     # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     faulthandler.enable()

@@ -1,4 +1,4 @@
-"""Handles SIGHUP, SIGTERM and SIGINT for the loop. They end a wait at once, and a pass only after a grace period."""
+"""Handles SIGHUP, SIGTERM and SIGINT. All end the loop's wait; the last two also end a pass, after a grace period."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from agent.host.daemon.sd_notify import Notifier
 
 
 class PassInterruptedError(BaseException):
-    """The grace period after SIGTERM expired during a pass. It is a BaseException: no handler may swallow it."""
+    """The grace period after SIGTERM expired during a pass. `except Exception` does not catch it."""
 
 
 class Signals:
@@ -24,7 +24,7 @@ class Signals:
         self._reading, self._writing = socket.socketpair()
         for end in (self._reading, self._writing):
             end.setblocking(False)
-        # The interpreter's C handler writes to this socket: no signal is lost between checking a flag and waiting.
+        # The interpreter's C handler writes to this socket, so no signal is lost between checking a flag and waiting.
         signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGHUP, self._on_reload)
         signal.signal(signal.SIGTERM, self._on_stop)

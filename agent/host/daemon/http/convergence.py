@@ -9,7 +9,7 @@ BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class Convergence:
-    """Measures one convergence at a time, from the first event. Events that come meanwhile are part of it."""
+    """Measures one convergence at a time, from the first event. Events that come before it ends are part of it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
@@ -27,7 +27,7 @@ class Convergence:
             self._seconds.labels(name)
 
     def begin(self, source: str, since: float) -> None:
-        """Record that an event of this source was noticed at `since` (time.monotonic())."""
+        """Begin a measurement at `since` (time.monotonic()), when the event was noticed, unless one is running."""
         if not self._source:
             self._source, self._since = source, since
 

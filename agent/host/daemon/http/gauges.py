@@ -23,7 +23,7 @@ class View:
     version: str
     machines: tuple[MachineOutcome, ...]
     outcome: Outcome | None = None
-    """The last outcome; None if it is not fresh. Gauges of the host are then omitted."""
+    """The last outcome; None if it is not fresh. The metrics that are computed from it are then omitted."""
     observed: float = 0.0
     """When the host was last observed, in seconds since the epoch; 0 if it has not been observed yet."""
     config_good: bool = True
@@ -37,7 +37,7 @@ class View:
 
 
 def families(view: View) -> Iterator[Metric]:
-    """Yield the gauges of one view."""
+    """Yield the metrics of one view."""
     build = _gauge(
         "build_info", "Constant 1, with the versions of the agent and of Python.", "version", "python_version"
     )
@@ -53,7 +53,7 @@ def families(view: View) -> Iterator[Metric]:
         )
     yield _value(
         "stuck_operations",
-        "Reads of drivers' files and commands that missed their deadline and still hang.",
+        "Reads of drivers' files, and commands, that missed their deadline and still hang.",
         view.stuck,
     )
     discarded = CounterMetricFamily(
@@ -103,7 +103,7 @@ def _counts(outcome: Outcome) -> Iterator[Metric]:
     )
     text = "Changes in the machine that the machine half undid since the machine's boot."
     repairs = CounterMetricFamily(f"{PREFIX}_machine_repairs", text, labels=["machine", "what"])
-    # Machines whose units failed are left out: they were not stopped by a user.
+    # A machine whose unit failed does not count as stopped: no user stopped it.
     ended = {each.name for each in outcome.facts.machines if each.has_run and each.unit_state == "inactive"}
     for machine in outcome.machines:
         gpus.add_metric([machine.name], len(machine.gpus))
@@ -144,16 +144,16 @@ def _host_families(facts: Facts, machines: Iterable[MachineOutcome]) -> Iterator
 
 
 def _versions(driver: Driver) -> tuple[str, str]:
-    """Return the versions of the module and the libraries; empty if missing or not observed."""
+    """Return the versions of the module and the libraries. A version that is missing or was not observed is empty."""
     seen = (driver.module_version, driver.user_space.version)
     module, library = (version if isinstance(version, str) else "" for version in seen)
     return module, library
 
 
 def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOutcome]) -> dict[tuple[str, str], int]:
-    """Return the number of devices by kind and status. The numbers of GPUs add up to host_pci_gpus.
+    """Return the number of devices by kind and status. The counts of GPUs add up to host_pci_gpus.
 
-    Only usable nodes of the other kinds are known.
+    Of other kinds, usable nodes are counted as `ok`; nothing else is known about them.
     """
     gpu_statuses = ("ok", "missing", "unbound", "lost", "detached", "unused", "unknown")
     granted = {address for machine in machines for address in machine.gpus}
@@ -163,7 +163,7 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
             status = _gpu_status(gpu, nodes)
-            # GPUs with vfio-pci for virtual machines, or integrated ones without a driver, are no faults.
+            # It is no fault if a GPU that no machine has is bound to vfio-pci, or is integrated and has no driver.
             unused = status not in ("ok", "detached") and gpu.pci_address not in granted
             counts[DeviceKind.GPU, "unused" if unused else status] += 1
         for node in nodes or ():
@@ -173,10 +173,10 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
 
 
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
-    """Return a GPU's status.
+    """Return a GPU's status: the first of these that applies.
 
-    It is `detached` whatever else is true, `unbound` without a kernel driver, `lost` if the kernel log says that it no
-    longer answers, `unknown` if nodes cannot be listed, `missing` without a usable node, and otherwise `ok`.
+    `detached`, `unbound` (no kernel driver), `lost` (the kernel log says that the GPU no longer answers), `unknown`
+    (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).
     """
     if gpu.detached:
         return "detached"
@@ -186,7 +186,7 @@ def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
         return "lost"
     if nodes is None:
         return "unknown"
-    # Only drivers that make their own GPU nodes have minors. GPUs of other drivers have DRM's render nodes.
+    # A GPU has a minor number only if its driver makes GPU nodes of its own. Other GPUs have DRM's render nodes.
     wanted = DeviceKind.DRI_RENDER if gpu.minor is None else DeviceKind.GPU
     return "ok" if any(node.kind is wanted and node.pci_address == gpu.pci_address for node in nodes) else "missing"
 

@@ -34,7 +34,7 @@ def _in_words(machine: MachineOutcome) -> str:
 def changes(machine: MachineOutcome, logged: Mapping[ConditionType, Condition]) -> Iterator[tuple[int, str]]:
     """Yield the log level and a sentence for each condition that changed since it was logged.
 
-    Conditions that were never logged count as changed if they are not True; Ready always does.
+    A condition that was never logged counts as changed if it is not True. Ready counts even if it is True.
     """
     for each in machine.conditions:
         before = logged.get(each.type)
@@ -53,9 +53,9 @@ Check: TypeAlias = tuple[bool, str, str]
 def pages(
     machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
 ) -> dict[str, Page]:
-    """Return the health pages by path. `not_seen` says what was not freshly observed and why; empty if everything was.
+    """Return the health pages by path. `not_seen` says what was not freshly observed and why, or is empty.
 
-    `notes` appear on the verbose page of /readyz and do not affect its status.
+    `notes` are further checks on the verbose page of /readyz. They do not affect its status.
     """
     loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
     observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
@@ -66,7 +66,7 @@ def pages(
 
 
 def _checks(machine: MachineOutcome) -> Iterator[Check]:
-    """Yield the checks of a machine. Only the first one, Ready, decides about the status; the others explain it."""
+    """Yield the checks of a machine. Only the first one, Ready, decides the page's status; the others explain it."""
     if not machine.conditions:
         yield False, ConditionType.READY, NOT_EVALUATED
         return
@@ -81,9 +81,9 @@ def _explain(condition: Condition) -> str:
 
 
 def _both(path: str, checks: list[Check]) -> dict[str, Page]:
-    """Return the short and the verbose page of a path. The first check decides about the status.
+    """Return the short and the verbose page of a path. The first check decides their status.
 
-    Both pages explain a failure, as in Kubernetes.
+    If it fails, the short page is the verbose one, which explains the failure, as in Kubernetes.
     """
     good = checks[0][0]
     lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]

@@ -19,8 +19,8 @@ from agent.model.reasons import Reason
 
 BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 RESULTS = ("converged", "changed", "partial", "failed")
-"""Results of a pass: there was nothing to do, something was done, some steps or observations failed, and no pass was
-possible."""
+"""Results of a pass, in this order: there was nothing to do, something was done, some steps or observations failed, the
+pass did not finish."""
 ACTIONS = (*get_args(ActionKind), "other")
 """Values of the label of actions_total. No action is of kind `other` any longer, but dashboards may use its series."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"
@@ -57,13 +57,13 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._passes = self._counter("reconcile_total", "Passes by their result.", "result", RESULTS)
+        self._passes = self._counter("reconcile_total", "Reconcile passes, by result.", "result", RESULTS)
         self._actions = self._counter("actions_total", "Changes made to the host, by kind.", "kind", ACTIONS)
-        self._failures = self._counter("failures_total", "Steps of passes that failed.", "", ())
+        self._failures = self._counter("failures_total", "Failed steps, over all passes.", "", ())
         self._reloads = self._counter(
             "config_reloads_total", "Attempts to reload the configuration.", "result", ("ok", "failed")
         )
-        # Its series are created when errors occur: one for each GPU and possible number would be thousands.
+        # Its series are created as errors occur: creating one for every GPU and Xid in advance would make thousands.
         self._gpu_errors = Counter(
             f"{PREFIX}_gpu_xid_errors_total",
             "GPU errors in the kernel log.",
@@ -72,7 +72,7 @@ class Metrics:
         )
         self._duration = Histogram(
             f"{PREFIX}_reconcile_duration_seconds",
-            "How long passes took, by what started them.",
+            "How long reconcile passes took, by what started them.",
             ["trigger"],
             registry=self._registry,
             buckets=BUCKETS,
@@ -95,12 +95,12 @@ class Metrics:
             self._actions.labels(action.kind).inc()
 
     def failed(self, trigger: str, duration: float) -> None:
-        """Count a pass that was not possible."""
+        """Count a pass that did not finish."""
         self._passes.labels("failed").inc()
         self._duration.labels(trigger).observe(duration)
 
     def gpu_error(self, address: str, number: int, times: int) -> None:
-        """Count errors of a GPU. Addresses are those of the host's PCI devices; numbers are below 1000."""
+        """Count a GPU's errors. The host's PCI devices limit the number of addresses; error numbers are below 1000."""
         self._gpu_errors.labels(address, str(number)).inc(times)
 
     def reloaded(self, good: bool) -> None:

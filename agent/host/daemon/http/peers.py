@@ -9,21 +9,22 @@ import time
 class Peers:
     """The connections that have a slot. They need a limit: any process of the host can open as many as it likes."""
 
-    def __init__(self, places: int) -> None:
-        self._places, self._lock = places, threading.Lock()
+    def __init__(self, slots: int) -> None:
+        self._slots, self._lock = slots, threading.Lock()
         self._completed: dict[socket.socket, float] = {}
-        """When each connection's request was complete, by time.monotonic(); 0 until then. The oldest one is first."""
+        """When each connection's request was complete, by time.monotonic(); 0 until then. Oldest connection first."""
 
     def admit(self, connection: socket.socket, patience: float) -> bool:
         """Give the connection a slot, and return whether there was one. If necessary, close the oldest idle connection.
 
-        A connection is idle if it has sent no request, or has not read its answer within `patience` seconds.
+        A connection is idle as long as it has sent no complete request, and again if it has not read its answer
+        `patience` seconds after one.
         """
         with self._lock:
-            if len(self._completed) >= self._places:
-                late = time.monotonic() - patience
-                # A connection without a request has the time 0, and so is idle.
-                oldest = next((each for each, at in self._completed.items() if not at or at < late), None)
+            if len(self._completed) >= self._slots:
+                cutoff = time.monotonic() - patience
+                # A connection without a complete request has the time 0, and so is idle.
+                oldest = next((each for each, at in self._completed.items() if not at or at < cutoff), None)
                 if oldest is None:
                     return False
                 del self._completed[oldest]

@@ -23,9 +23,9 @@ from agent.system.sockets import listening_user
 log = logging.getLogger(__name__)
 
 CONNECTIONS = 8
-"""Connections that are served at a time. A further one replaces an idle one, or is closed: it must not wait."""
+"""Connections that are served at a time. A further one takes the slot of an idle one, or is closed: none may wait."""
 POLL = 3600.0
-"""Seconds between the checks of serve_forever whether to stop. `stop` wakes it, so the interval can be long."""
+"""Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
@@ -185,7 +185,7 @@ class Server(ThreadingMixIn, TCPServer):
         try:
             super().process_request(request, client_address)
         except RuntimeError:
-            # No thread could be started (TasksMax=), which would free the slot.
+            # No thread could be started (TasksMax=). A thread would have freed the slot at its end.
             self.peers.leave(_stream(request))
             raise
 
@@ -220,7 +220,7 @@ class LocalServer(Server):
         try:
             descriptor = opening.open_probe(directory)
             try:
-                # By the directory's descriptor, because the path may be longer than the 107 bytes of sun_path.
+                # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
                 place = f"/proc/self/fd/{descriptor}/{name}"
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(place)
@@ -230,17 +230,17 @@ class LocalServer(Server):
         except OSError as error:
             raise AgentError(
                 f"{directory}/{name}: cannot listen: {error.strerror}",
-                f"check that {directory} is a directory that the agent can write",
+                f"check that {directory} is a directory that the agent can write to",
             ) from error
 
     def server_bind(self) -> None:
-        """Bind the socket so that other users can never connect: its file gets the socket's mode (unix_bind)."""
+        """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""
         os.fchmod(self.socket.fileno(), 0o600)
         super().server_bind()
 
 
 class Endpoint:
-    """A server on the configured address. It retries until it can bind it: a pod on the host's network may use it."""
+    """A server on the configured address. If another process uses the address, `listen` can be called again later."""
 
     def __init__(self, address: str) -> None:
         self.error = ""
@@ -267,7 +267,7 @@ class Endpoint:
             self.error = error.message
 
     def move(self, address: str) -> None:
-        """Serve on another address. If it cannot be bound, raise AgentError and keep the old address."""
+        """Serve on another address. If the new address cannot be bound, raise AgentError and keep the old one."""
         if address == self._address:
             return
         server = Server(address)

@@ -16,7 +16,7 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen,
 from agent.model.text import rfc3339
 
 PASSES = 20
-"""Passes that are remembered: those of an event and the machine's answer to it, and some earlier ones."""
+"""How many passes are remembered: enough for those after one event, and some earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +42,11 @@ class Knowledge:
     passes: Sequence[Pass]
     wakeups: Sequence[Tally]
     stuck: Sequence[str]
-    """Reads and commands that missed their deadline and still hang."""
+    """The reads and commands that missed their deadline and still hang."""
 
 
 def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts | None) -> Page:
-    """Return the page. `facts` are the last ones, even if old; None before the first observation."""
+    """Return the page. `facts` are from the last observation, even an old one; None before the first observation."""
     document = {
         "version": knowledge.version,
         "written": rfc3339(knowledge.now),

@@ -1,6 +1,6 @@
 """Watches directories for names that appear, disappear or change, with inotify(7).
 
-inotify_simple only wraps the system calls. pyroute2's Inotify has no non-blocking read, takes a failed
+inotify_simple only wraps the system calls. pyroute2's Inotify is not used: it has no non-blocking read, takes a failed
 inotify_add_watch(2) for a watch, and exits at an overflow.
 """
 
@@ -92,7 +92,7 @@ class Directories:
         wanted, changed = tuple(self._where()), []
         for path in wanted:
             try:
-                # If the inode is watched already, the kernel returns its watch.
+                # If the inode is watched already, the kernel returns the watch that exists.
                 watch = inotify.add_watch(self._system.place(path), self._events | flags.ONLYDIR)
             except (FileNotFoundError, NotADirectoryError):
                 if self._forget(inotify, path):

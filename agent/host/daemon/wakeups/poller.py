@@ -16,13 +16,13 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 BACK_OFF = 60.0
-"""The longest time in seconds between two attempts to open a lost source. A source that works for longer is healthy."""
+"""Most seconds between two attempts to open a lost source. A source that has worked for longer counts as healthy."""
 GONE = select.POLLHUP | select.POLLNVAL
 """Events of a dead descriptor. POLLERR is not one of them: it may also mean an overflow."""
 
 
 class Source(Protocol):
-    """Reports changes of one kind on the host. Any exception, such as one from a library, means that it is lost."""
+    """Reports changes of one kind on the host. Any exception, also from a library, means that the source is lost."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Source(Protocol):
         ...
 
     def needs_pass(self) -> bool:
-        """Consume pending events without blocking. Return whether a pass is needed. Raises OSError if it is lost."""
+        """Consume pending events without blocking, and return whether a pass is needed. Raises OSError."""
         ...
 
 
@@ -94,7 +94,7 @@ class _Tracked:
 
 @dataclass(slots=True)
 class Wakeups:
-    """All sources. A lost one is opened again, which causes a pass, because it may have missed events."""
+    """All sources. A lost one is opened again; that causes a pass, because the source may have missed events."""
 
     sources: Collection[Source] = ()
     settling: Settling = field(default_factory=Settling)
@@ -102,7 +102,8 @@ class Wakeups:
     _last: float = field(init=False, default=-math.inf)
     """When an event last caused a pass, by time.monotonic()."""
     first: float = field(init=False, default=-math.inf)
-    """When the first event of the last wait was noticed, by time.monotonic(); events during a pass at its end."""
+    """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
+    end of the pass."""
 
     def __post_init__(self) -> None:
         self._tracked = [_Tracked(source, Tally(source.name)) for source in self.sources]
@@ -122,9 +123,9 @@ class Wakeups:
             self._open(tracked)
 
     def wait(self, seconds: float, interrupt: Interrupt) -> str:
-        """Wait for events. Return the name of the source that needs a pass; empty if time is up or a signal came."""
+        """Wait for events. Return the name of the first source that needs a pass; empty on timeout or a signal."""
         deadline = time.monotonic() + seconds
-        # This includes events that came during the pass. A dict keeps their order.
+        # This includes events that came during the last pass. A dict keeps the order of the sources.
         events = dict.fromkeys(self._due(self._tracked))
         self.first = last = time.monotonic()
         while not interrupt.pending:
@@ -150,7 +151,7 @@ class Wakeups:
         return max(min(last + settling.quiet, first + settling.longest), self._last + settling.spacing)
 
     def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
-        """Wait for events. Return the sources that have some, or that may have to be opened again."""
+        """Wait for events. Return the sources that have events, and those that may have to be opened again."""
         owners: dict[int, _Tracked] = {}
         poll = select.poll()
         poll.register(interrupt.fileno(), select.POLLIN)

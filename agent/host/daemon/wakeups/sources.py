@@ -18,9 +18,9 @@ from agent.vendors.host_vendor import HostVendor
 DEV = "/dev"
 REPORTS = "reports"
 HEARTBEAT = 90.0
-"""Seconds of silence after which a report needs a pass, even if its content did not change. One comes every 60 s."""
+"""Seconds of silence after which a report needs a pass even if its content is unchanged. A report is due every 60 s."""
 MANY, PERIOD = 10, 60.0
-"""How many passes the reports of one machine may cause within how many seconds. Later reports wait for the timer."""
+"""One machine's reports may cause at most MANY passes in PERIOD seconds. Further reports wait for the timer's pass."""
 
 NONE = b""
 """Stands for the digest of a missing report."""
@@ -43,14 +43,15 @@ def host_sources(
 
 
 def device_nodes(system: System, vendors: tuple[HostVendor, ...]) -> Directories:
-    """Return a source that watches vendors' device nodes: udev has no events for nodes without a sysfs device."""
+    """Return a source that watches vendors' device nodes. udev has no events for nodes without a sysfs device."""
     patterns = tuple(pattern for vendor in vendors for pattern in vendor.node_names)
     directories = tuple(dict.fromkeys(each for vendor in vendors for each in vendor.node_directories))
 
     def matters(directory: str, name: str) -> bool:
         if directory == DEV:
             return name == ANY or any(fnmatchcase(name, pattern) for pattern in patterns)
-        # Clients may write in the directories of daemons' sockets, of which only the existence matters.
+        # Other directories hold daemons' sockets. Clients may write there, so only the existence of these directories
+        # matters.
         return name == ANY or directory.startswith(f"{DEV}/")
 
     return Directories("device-nodes", system, lambda: (DEV, *directories), matters)
@@ -75,7 +76,7 @@ def machined(system: System) -> Directories:
     """Return a source that watches systemd-machined's record of machines, which shows when a machine stops."""
 
     def matters(_: str, name: str) -> bool:
-        # Each machine has a link `unit:...` too, and temporary files begin with a dot.
+        # Ignore the link `unit:...` that each machine has too, and temporary files, which begin with a dot.
         return name == ANY or not name.startswith(("unit:", "."))
 
     return Directories("machined", system, lambda: (MACHINED_STATE,), matters)
@@ -108,11 +109,14 @@ class NewReports:
         self._passes: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MANY))
 
     def matters(self, directory: str, name: str) -> bool:
-        """Return whether the report in this directory has changed, or is the first one after a long silence."""
+        """Return whether the report in this directory has changed, or is the first one after a long silence.
+
+        Return False even then, if the machine's reports have caused too many passes lately.
+        """
         if name not in (REPORT_NAME, ANY):
             return False
         now, digest = self._clock(), self._digest(directory)
-        # A machine that starts for the first time has no report. This needs no pass: prepare@ makes one.
+        # A new machine has no report yet. That is no change, and needs no pass: prepare@ makes one.
         known, since = self._known.get(directory, (NONE, now))
         self._known[directory] = digest, now
         if digest == known and now - since < HEARTBEAT:
@@ -129,6 +133,6 @@ class NewReports:
         except FileNotFoundError:
             return NONE
         except OSError as error:
-            # It cannot be read as a report, so a pass has to report that.
+            # The error stands for the content: a report that cannot be read needs a pass, which says so.
             return str(error.errno).encode()
         return hashlib.sha256(content).digest()

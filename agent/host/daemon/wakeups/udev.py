@@ -1,4 +1,4 @@
-"""Watches devices and drivers. udevd sends an event once it has made or removed their nodes."""
+"""Watches devices and drivers. udevd sends an event once it has made or removed the device's nodes."""
 
 import contextlib
 import errno
@@ -31,7 +31,7 @@ class Udev:
 
     def open(self) -> None:
         if not self._system.exists(CONTROL):
-            raise FileNotFoundError(errno.ENOENT, "udevd is not running: no", CONTROL)
+            raise FileNotFoundError(errno.ENOENT, "udevd is not running: its socket is missing", CONTROL)
         monitor = self._make()
         self._monitor, self._socket = monitor, socket.socket(fileno=os.dup(monitor.fileno()))
 
@@ -79,7 +79,7 @@ class Udev:
 def matters(event: Event, modules: tuple[str, ...]) -> bool:
     """Return whether the event can change what a pass observes."""
     if event.subsystem == "drm" and event.action == "change":
-        # A display was plugged in (drivers/gpu/drm/drm_sysfs.c), which does not affect the nodes.
+        # HOTPLUG=1: a display was plugged in or out (drivers/gpu/drm/drm_sysfs.c), which does not affect the nodes.
         return event.properties.get("HOTPLUG") != "1"
     if event.subsystem == "drivers":
         # libudev uses this subsystem for the drivers of all buses.
