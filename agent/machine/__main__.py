@@ -9,15 +9,15 @@ from agent.system.spawn_runner import MachineRunner
 
 
 def main() -> int:
-    """Run the machine half. Return exit code 0 if a report was written or there is no handoff, otherwise 1."""
-    # Collecting garbage takes a twentieth of the time of this program, which exits in a second or two.
+    """Run the machine half, and return its exit code (see agent.machine.run)."""
+    # Garbage collection would take a twentieth of this program's time, and the program exits in a second or two.
     gc.disable()
     # Programs that are started here must not depend on the current directory.
     os.chdir("/")
     runner = MachineRunner()
     try:
         start_generators(runner)
-        # Imported after the start of the generators, to run in parallel: it takes half as long as a generator.
+        # Imported only now, so that the generators already run: the import takes half as long as a generator.
         from agent.machine import run
 
         return run.main(runner)

@@ -1,7 +1,7 @@
 """Keeps the machine half's records between its runs.
 
-Notes are in MACHINE_STATE, on the machine's /run. Each boot of the machine clears them; they only save work. The
-ownership record is on disk, because the files that the agent writes into /etc outlive a boot.
+Notes only save work. They are in MACHINE_STATE, below /run, which each boot of the machine clears. The ownership record
+is on disk, because the files that the agent writes into /etc outlive a boot.
 """
 
 import contextlib
@@ -22,9 +22,10 @@ OWNED_COPY = f"{OWNED}.copy"
 
 
 class Notes:
-    """Reads and writes notes: JSON objects by name. A missing note is empty; one that cannot be read raises OSError.
+    """Reads and writes notes: JSON objects by name. A missing note is empty. Raises OSError if a note cannot be read.
 
-    Each note has a digest of its content. A note with a wrong digest is removed, so that readers can trust its types.
+    Each note has a digest of its content. A note without the right digest is removed and counts as missing, so that
+    readers can trust the types in a note.
     """
 
     def __init__(self, system: System) -> None:
@@ -59,16 +60,16 @@ class Notes:
 def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
-        # Without those of the other service, which may be writing them now.
+        # Not those of the other service, which may be writing them now.
         if name.endswith(NEW) and not name.startswith(f".{NODE_CONDITION}."):
             system.remove(f"{MACHINE_STATE}/{name}")
 
 
 class Owned:
-    """The record of the files outside /run that the agent wrote. Other files are never changed.
+    """The record of the agent's own files outside /run. In other files, the agent changes only its own keys.
 
-    The record has two copies: without it, the agent would never change its own files again. While neither copy can be
-    read, the methods raise ApplyError.
+    There are two copies, because without the record, the agent would never change its own files again. If both are
+    missing, the record is empty. Otherwise, while neither copy can be read, the methods raise ApplyError.
     """
 
     def __init__(self, system: System) -> None:
@@ -78,7 +79,7 @@ class Owned:
         self._unknown = "" if known or copies == [None, None] else "; ".join(str(each) for each in copies if each)
         self._paths = set(known[0] if known else ())
         if known and copies != [known[0]] * 2:
-            # If the disk is full or read-only, the good copy can still be read.
+            # Errors, such as of a full or read-only disk, do not matter: the good copy can still be read.
             with contextlib.suppress(OSError):
                 for path, copy in zip((OWNED, OWNED_COPY), copies, strict=True):
                     if isinstance(copy, str):
@@ -92,10 +93,10 @@ class Owned:
         return tuple(sorted(self._known()))
 
     def make_way(self, path: str) -> bool:
-        """Return whether the agent may write this file: it does not exist, or it is the agent's.
+        """Return whether the agent may write this file: whether it is recorded as the agent's, or does not exist.
 
-        If there is something else in place of one of the agent's files, it is moved away or removed. A directory is
-        kept under another name, because its content may matter.
+        Anything but a file in the place of one of the agent's files is removed. Only a directory is kept, under another
+        name, because its content may matter.
         """
         if path not in self._known():
             return not self._system.exists(path)
@@ -116,13 +117,13 @@ class Owned:
         return tuple(path for path in self.paths if path.endswith(suffixes))
 
     def claim(self, path: str) -> None:
-        """Record a path. Call this before the first write: a crash in between must not leave an unrecorded file."""
+        """Record a path. Call this before the first write, so that a crash never leaves an unrecorded file."""
         if path not in self._known():
             self._paths.add(path)
             self._save()
 
     def remove(self, path: str) -> bool:
-        """Remove one of the agent's files. Return False if it is not the agent's, or does not exist."""
+        """Remove a file, and its record, if it is the agent's. Return False if it is not, or did not exist."""
         if path not in self._known():
             return False
         removed = self._system.exists(path)

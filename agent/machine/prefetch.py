@@ -1,7 +1,7 @@
 """Starts the generators of CDI specifications before the rest of the machine half is loaded.
 
-A generator takes longer than everything else, and depends only on the driver root. The run uses the result if it needs
-exactly this command; otherwise it starts its own.
+A generator takes longer than everything else, and depends only on the driver root. The rest of the machine half uses
+the result if it needs exactly this command; otherwise it starts a generator itself.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ from agent.system.spawn_runner import MachineRunner
 from agent.vendors.nvidia.cdi.command import generate_command
 
 GENERATORS: Mapping[str, Callable[[str, str, Iterable[str]], tuple[str, ...]]] = {"nvidia": generate_command}
-"""Functions by vendor that return the command of the generator, for driver root, output directory and hooks."""
+"""By vendor, a function that returns the generator's command for a driver root, an output directory and hooks."""
 
 MARK = f"{MACHINE_STATE}/early"
 """A file with the last generation of the handoff for which generators were started. Each generation gets only one early
 start, because later runs may not need the result."""
 
 LIMIT = 1 << 20
-"""Bytes of the largest handoff, as in agent.model.handoff, which would take too long to import."""
+"""Bytes of the largest handoff: SIZE_LIMIT of agent.model.handoff, a module that would take too long to import."""
 
 
 def start_generators(runner: MachineRunner, root: str = "") -> None:
-    """Start the generators for a new generation of the handoff. Raises nothing: the run reports what is wrong."""
+    """Start the generators for a new generation of the handoff. Raises nothing: agent.machine.run reports errors."""
     # KeyError means that the handoff has no requests.
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
         handoff = json.loads(_content(f"{root}{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"))
@@ -47,7 +47,7 @@ def start_generators(runner: MachineRunner, root: str = "") -> None:
 
 
 def _claim(generation: str, root: str) -> bool:
-    """Return whether no generator has been started for this generation yet; if so, record it. Raises OSError."""
+    """Record that generators are started for this generation. Return False if they were before. Raises OSError."""
     mark = f"{root}{MARK}"
     with contextlib.suppress(FileNotFoundError):
         if _content(mark) == generation.encode():

@@ -19,7 +19,7 @@ def repaired(notes: Notes, what: Repair, sentence: str) -> None:
 
 
 def repairs(notes: Notes) -> dict[str, int]:
-    """Return the counts since the machine's boot; 0 if they cannot be read, because the report must be written."""
+    """Return the counts since the machine's boot; all 0 if they cannot be read, because the report must be written."""
     try:
         return _counts(notes)
     except OSError:

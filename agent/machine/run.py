@@ -51,15 +51,16 @@ from agent.vendors.machine_vendor import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
 REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
-# It identifies the machine's boot, not the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
+# The id of the machine's boot, not of the host's: nspawn mounts a new one at each start (setup_boot_id in nspawn.c).
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ROUNDS = 5
-"""How often a run may settle a changed handoff: systemd's path units miss changes while the service runs."""
+"""How many handoffs one run may settle. A run itself looks for a changed handoff, because systemd's path unit misses
+changes while the service runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one request, or of all."""
+    """The result of settling one request, or all requests."""
 
     conditions: tuple[Condition, ...]
     devices: tuple[str, ...] = ()
@@ -71,7 +72,8 @@ class Outcome:
 def main(runner: Runner) -> int:
     """Run the machine half, log errors, and return the exit code.
 
-    The code is 0 if a report was written or there is no handoff, and 1 otherwise, or if containerd cannot be restarted.
+    The code is 1 if an error kept a report from being written, or containerd from being restarted; otherwise 0. A
+    missing handoff is not an error.
     """
     try:
         return run(System(runner))
@@ -83,10 +85,10 @@ def main(runner: Runner) -> int:
 def run(system: System) -> int:
     """Settle the machine until the report answers the last published handoff, and return exit code 0.
 
-    Raises AgentError or OSError if no report can be written, or containerd cannot be restarted.
+    Raises AgentError or OSError if the handoff is unusable, no report can be written, or containerd cannot restart.
     """
     reported, outcome = None, None
-    for left in reversed(range(ROUNDS)):
+    for rounds_left in reversed(range(ROUNDS)):
         try:
             # The file's identity is compared, not its content: after binding missing nodes, the host publishes an
             # unchanged handoff again.
@@ -100,13 +102,13 @@ def run(system: System) -> int:
         context = Context.of(system, handoff)
         outcome = settle(context)
         _log(context, outcome)
-        if left and _is_older(published, system):
-            # The host must not take this report, from before it bound missing nodes, for the answer.
+        if rounds_left and _is_outdated(published, system):
+            # Not reported: the host may have bound missing nodes since, and would take this report for the answer.
             continue
         report(context, outcome)
         reported = published
     if outcome and any(each.reason == Reason.RESTART_PENDING for each in outcome.conditions):
-        # After all rounds, because each round after the restart would prolong the time without a CRI.
+        # After all rounds, because containerd starts again only when this run ends: until then there is no CRI.
         restart(system)
     return 0
 
@@ -121,8 +123,8 @@ def _log(context: Context, outcome: Outcome) -> None:
         notes.save("logged", now)
 
 
-def _is_older(published: FileIdentity, system: System) -> bool:
-    """Return whether the host has published the handoff again since."""
+def _is_outdated(published: FileIdentity, system: System) -> bool:
+    """Return whether the host has published the handoff again since the file had this identity."""
     try:
         return system.identity(HANDOFF) != published
     except FileNotFoundError:
@@ -132,10 +134,10 @@ def _is_older(published: FileIdentity, system: System) -> bool:
 def settle(context: Context) -> Outcome:
     """Settle all requests, and merge their conditions: the worst one of each type is reported."""
     remove_stale_specs(context)
-    unsure = note_unknown_nodes(context)
+    noting_failed = note_unknown_nodes(context)
     outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *withdrawn_requests(context))]
-    on_node = _node_condition(context)
-    conditions = _merged((*unsure, *(condition for outcome in outcomes for condition in outcome.conditions)))
+    node_condition = _node_condition(context)
+    conditions = _merged((*noting_failed, *(condition for outcome in outcomes for condition in outcome.conditions)))
     if any(request.gpus for request in context.handoff.requests):
         conditions = with_remark_from(
             conditions,
@@ -151,7 +153,7 @@ def settle(context: Context) -> Outcome:
             lambda: _name_left_open(context, conditions),
         )
     return Outcome(
-        (*conditions, *((on_node,) if on_node else ())),
+        (*conditions, *((node_condition,) if node_condition else ())),
         tuple(device for outcome in outcomes for device in outcome.devices),
         counts_repairs=context.handoff.restart_device_plugin is not None,
     )
@@ -163,7 +165,7 @@ def _node_condition(context: Context) -> Condition | None:
             return None
     except OSError as error:
         return false(ConditionType.NODE_CONDITION_SET, Reason.FAILED, str(error))
-    # Imported only if it is configured: it takes a tenth of a run that changes nothing.
+    # Imported only if the condition is configured: the import takes a tenth of a run that changes nothing.
     from agent.machine.kubelet.node_condition import reported
 
     return reported(context.system, context.notes, time.time())
@@ -184,7 +186,7 @@ def report(context: Context, outcome: Outcome) -> None:
             f"{MACHINE_REPORT_DIRECTORY} is missing, so nothing can be reported",
             "the host binds it: run `unbounded-agent apply` there, then restart the machine",
         )
-    # With a small limit, because the kernel refuses to read KMALLOC_MAX_SIZE bytes and more from /proc/sys (ENOMEM).
+    # The limit is small, because the kernel refuses reads of KMALLOC_MAX_SIZE bytes or more in /proc/sys (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     counts = repairs(context.notes) if outcome.counts_repairs else None
     document = render_report(context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
@@ -193,7 +195,7 @@ def report(context: Context, outcome: Outcome) -> None:
 
 def _settle_request(context: Context, request: Request) -> Outcome:
     if request.vendor == OTHER_DEVICES:
-        # Imported here: few machines are granted any.
+        # Imported here: few machines are granted other devices.
         from agent.machine.devices.other_devices import settle_others
 
         return Outcome(settle_others(context, request, _newest(context.system)))
@@ -222,15 +224,15 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
         from agent.machine.cdi.modes import publish_modes
 
         modes_remark = publish_modes(context, vendor, request)
-    # After the specifications are published: new pods must not get a node that is withdrawn.
+    # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
     removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
     if (removed or withdrawn) and described.status is not Status.TRUE:
-        # The generator lists every GPU that has a node, so it can omit a withdrawn one only now. The first attempt may
-        # also have failed because a note could not be written.
+        # Tried again: the generator lists every GPU that has a node, so only now does it omit a withdrawn GPU. The
+        # first attempt may also have failed because a note could not be written.
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (described,) = with_remark((described,), described.type, modes_remark)
-    on_node = _advertised(context, vendor, request, published)
-    conditions = (linked, configured, active.condition(), devices.condition(), described, on_node)
+    advertised = _advertised(context, vendor, request, published)
+    conditions = (linked, configured, active.condition(), devices.condition(), described, advertised)
     names = published.devices
     if len(context.handoff.requests) > 1:
         # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
@@ -243,7 +245,7 @@ def _advertised(context: Context, vendor: MachineVendor, request: Request, publi
     found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
     if not context.handoff.restart_device_plugin or found.reason not in FIXED_BY_RESTART:
         return found
-    # Imported only if it is configured and needed.
+    # Imported only if a restart is configured and needed.
     from agent.machine.kubelet.plugin_restart import restart_plugin
 
     return attempt(kind, lambda: restart_plugin(context, vendor, found))
@@ -251,7 +253,7 @@ def _advertised(context: Context, vendor: MachineVendor, request: Request, publi
 
 def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     if not vendor.driver_files:
-        # Imported here: few machines need it. Links into a driver root, if any, belong to another vendor.
+        # Imported here: few machines need it. Links into a driver root, if any, stay: they are another vendor's.
         from agent.machine.devices.dri_links import link_dri_nodes
 
         link_dri_nodes(context, request)
@@ -260,7 +262,7 @@ def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condit
 
 
 def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # First, because the host binds nodes again once the condition reports them as wrong.
+    # Unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
     unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
     if request.devices or context.notes.load(f"char-links-{vendor.name}"):
         # Imported only if there is a node.
@@ -272,7 +274,7 @@ def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condi
 
 
 def _newest(system: System) -> Handoff | None:
-    """Return the current handoff, which may be newer than the one that this run settles; None if it is unreadable."""
+    """Return the current handoff, which may be newer than the one that this run settles; None if it cannot be read."""
     try:
         return parse_handoff(system.read(HANDOFF, SIZE_LIMIT))
     except (AgentError, OSError):
@@ -280,7 +282,7 @@ def _newest(system: System) -> Handoff | None:
 
 
 def _merged(conditions: Iterable[Condition]) -> tuple[Condition, ...]:
-    """Return one condition of each type. For DevicesAllowed, WrongNode wins: it makes the host bind nodes again."""
+    """Return the worst condition of each type, with reason WrongNode if one has it: then the host binds nodes again."""
     by_type: dict[ConditionType, list[Condition]] = {}
     for each in conditions:
         by_type.setdefault(each.type, []).append(each)

@@ -26,7 +26,7 @@ def attempt(kind: ConditionType, step: Callable[[], Condition]) -> Condition:
 
 
 class InBackground:
-    """A step that runs in a thread, in parallel to others. Steps do little more than wait for programs."""
+    """A step that runs in a thread, in parallel with others. That suffices: steps mostly wait for programs."""
 
     def __init__(self, kind: ConditionType, step: Callable[[], Condition]) -> None:
         self._condition = unknown(kind, Reason.NOT_TRIED, "")
@@ -37,7 +37,7 @@ class InBackground:
         self._condition = attempt(kind, step)
 
     def condition(self) -> Condition:
-        """Return the condition once the step is done."""
+        """Wait until the step is done, and return its condition."""
         self._thread.join()
         return self._condition
 
@@ -45,10 +45,10 @@ class InBackground:
 def with_remark_from(
     conditions: tuple[Condition, ...], kind: ConditionType, what: str, step: Callable[[], tuple[Condition, ...]]
 ) -> tuple[Condition, ...]:
-    """Run a step that adds a remark to conditions, and return its result.
+    """Run a step that adds a remark to conditions, and return them. `what` says what the step finds out.
 
-    An exception becomes a remark on `kind`: pods and processes can write anything into their files, and the report must
-    be written.
+    An exception becomes a remark on the condition `kind`, because the report must be written, whatever pods and
+    processes have in their files.
     """
     try:
         return step()

@@ -1,6 +1,7 @@
 """Lists the vendors that the machine half supports. New vendors are added only here.
 
-A vendor is imported only if a machine needs it, because loading code is most of a run that changes nothing.
+A vendor is imported only if a machine needs it, because a run that changes nothing spends most of its time on
+loading code.
 """
 
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ GPU_NODES: Mapping[str, tuple[str, ...]] = {
     "amd": ("kfd", "dri/*"),
     "intel": ("dri/*",),
 }
-"""Patterns (fnmatch) by vendor of nodes below /dev that a machine gets only by a grant, and never by a setting."""
+"""By vendor, patterns (fnmatch) of nodes below /dev. A machine gets such nodes only by a grant, never by a setting."""
 
 
 def machine_vendor(name: str) -> MachineVendor | None:

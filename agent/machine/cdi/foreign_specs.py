@@ -1,8 +1,8 @@
 """Finds CDI specifications in the machine that the agent did not write, and their effect on the agent's devices.
 
-The rules are those of Cache.refresh (pkg/cdi/cache.go of the Container Device Interface). A directory takes precedence
-over those before it; a name in two files of one directory is unusable; an invalid file is skipped. Files that are not
-regular are read too (scanSpecDirs), which for a FIFO means waiting for a writer.
+The rules are those of Cache.refresh (pkg/cdi/cache.go of the Container Device Interface). A later directory takes
+precedence over earlier ones; a name in two files of one directory is unusable; an invalid file is skipped. Files that
+are not regular are read too (scanSpecDirs), which for a FIFO means waiting for a writer.
 """
 
 import errno
@@ -59,7 +59,7 @@ class ForeignSpec:
 
 @dataclass(frozen=True, slots=True)
 class Foreign:
-    """The other specifications next to one of the agent's, with the names of devices that they have too."""
+    """Specifications of other programs that have devices of the same kind as one of the agent's specifications."""
 
     same_directory: Mapping[str, str]
     """Paths by device name, in the directory of the agent's specification."""
@@ -68,7 +68,7 @@ class Foreign:
     remarks: tuple[str, ...] = ()
     """Remarks on files that do not affect the agent's devices."""
     blocking: tuple[str, ...] = ()
-    """Problems of files that keep runtimes from reading any specification."""
+    """Problems with files that keep runtimes from reading any specification."""
 
     def names(self) -> frozenset[str]:
         """Return the names of devices that pods do not get from the agent's specification."""
@@ -76,7 +76,7 @@ class Foreign:
 
 
 def find_foreign(context: Context, vendor: MachineVendor) -> Foreign:
-    """Return the files next to the vendor's specification, with remarks; see `others`."""
+    """Return other files with devices of the vendor's kind, and remarks on invalid files and units that write them."""
     specs = others(context, vendor)
     broken = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.fault and not spec.blocking)
     blocking = tuple(f"{spec.path} {spec.fault}" for spec in specs if spec.blocking)
@@ -117,7 +117,8 @@ def others(context: Context, vendor: MachineVendor) -> tuple[ForeignSpec, ...]:
 def refusal(system: System, own: OwnSpec, devices: Iterable[str], foreign: Foreign) -> Condition | None:
     """Return the condition if a specification with these devices must not be published; None if it may be.
 
-    It must not be if another file in the directory has one of the names, which would become unusable in both files.
+    If another file in the directory has one of the names, that name would become unusable in both files. So the agent's
+    file must not be published then, but may be replaced if it exists already.
     """
     shared = [each for name in devices if (each := f"{own.spec_kind}={name}") in foreign.same_directory]
     if not shared or system.exists(own.spec_path):
@@ -175,7 +176,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
     if isinstance(noted, dict) and noted.get("digest") == digest and isinstance(noted.get("devices"), list):
         listed = [str(each) for each in noted["devices"]]
     else:
-        # The file is alone in a directory, so that the listed devices are its own.
+        # The file is copied into a directory of its own, so that the listed devices are only those of this file.
         directory = f"{MACHINE_STATE}/cdi-foreign"
         # As in Go's filepath.Ext, a name can consist only of a suffix.
         suffix = next(each for each in SUFFIXES if path.endswith(each))
@@ -194,7 +195,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
 def _content(system: System, path: str) -> bytes:
     """Return the file's content. A link is followed only to a world-readable file. Raises OSError.
 
-    A pod that may write in the directory can link to a secret, which a tool's error message would quote in our report.
+    A pod that may write in the directory could link to a secret, which a tool's error would quote in our report.
     """
     if system.read_link(path) is None:
         return system.read(path)
@@ -232,8 +233,8 @@ def _writer_remark(system: System, vendor: MachineVendor) -> tuple[str, ...]:
 def _advice(vendor: OwnSpec) -> str:
     if not vendor.rival_units:
         return f"remove {vendor.rival_spec}, and no longer run what wrote it"
-    # 1.20.1 starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they are masked. The packages of 1.19
-    # have them in /etc/systemd/system, where units cannot be masked; disabling them is enough.
+    # Version 1.20.1 of the toolkit starts even disabled units, by a udev rule with SYSTEMD_WANTS, so they are masked.
+    # Version 1.19 has them in /etc/systemd/system, where units cannot be masked; disabling them is enough.
     units = " ".join(vendor.rival_units)
     return f"`systemctl disable --now {units}; systemctl mask {units}`, then remove {vendor.rival_spec}"
 

@@ -1,6 +1,6 @@
 """Publishes the CDI specifications that a vendor's generator makes in further modes, each in its own file.
 
-They are treated like the specification of GPUs: generated in another directory, verified, published by a rename, and
+These specifications are treated like that of GPUs: generated in another directory, verified, published by a rename, and
 generated again when an input changes.
 """
 
@@ -29,15 +29,16 @@ from agent.vendors.machine_vendor import CdiModes, MachineVendor
 MODE_LIMIT = 8.0
 """Seconds to generate the specification of one mode. No mode starts anything slow."""
 LIMIT = 10.0
-"""Seconds to generate all of them. Even if a run also generates that of GPUs twice, this stays far below
-TimeoutStartSec= of unbounded-agent-gpu.service, after which no node would be withdrawn and nothing reported."""
+"""Seconds to generate the specifications of all modes. Even if a run also generates that of GPUs twice, it stays far
+below TimeoutStartSec= of unbounded-agent-gpu.service. A run that is killed at that limit withdraws and reports nothing.
+"""
 SHORTEST = 1.0
 """Seconds that must be left to start the generator."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mode:
-    """One mode's specification, with its inputs and its place. An OwnSpec."""
+    """One mode's specification, with its inputs and its place. It implements OwnSpec."""
 
     name: str
     vendor: CdiModes
@@ -68,7 +69,8 @@ def publish_modes(context: Context, vendor: MachineVendor, request: Request) -> 
                 f"{name}: the image's agent does not support this mode; bring the image to the host's release"
             )
             with contextlib.suppress(OSError):
-                # A newer agent wrote this file: this release does not know which of its devices are still granted.
+                # A newer agent wrote this file. It is removed, because this release cannot tell which of its devices
+                # are still granted.
                 owned.remove(path)
             continue
         mode = _Mode(name, modes, modes.basis(name, request, granted), path, kind)
@@ -108,7 +110,10 @@ class _Publisher:
         Raises AgentError or OSError; the caller must then call `keep`.
         """
         if not self._owned.make_way(mode.spec_path):
-            raise AgentError(f"another program wrote {mode.spec_path}; it stays", "move it away if nothing needs it")
+            raise AgentError(
+                f"{mode.spec_path} exists and was not written by the agent, so it was left unchanged",
+                "move it away if nothing needs it",
+            )
         if self._others is None:
             self._others = foreign_specs.others(self._context, self._vendor)
         foreign = foreign_specs.same_kind(self._others, mode)
@@ -121,9 +126,9 @@ class _Publisher:
         return condition.message
 
     def keep(self, mode: _Mode) -> str:
-        """Remove withdrawn nodes from a published specification that cannot be generated again.
+        """Remove withdrawn nodes from a published specification that cannot be generated again, or remove the file.
 
-        Returns the end of a message about it. Raises nothing.
+        Returns the end of a message about that; empty if the file is up to date or missing. Raises nothing.
         """
         try:
             if not self._owned.has(mode.spec_path) or not self._system.exists(mode.spec_path) or self._current(mode):
@@ -131,13 +136,13 @@ class _Publisher:
             if self._narrow(mode):
                 return "; the published one is out of date"
             self._owned.remove(mode.spec_path)
-            return f"; removed {mode.spec_path}, as none of its devices is granted any longer"
+            return f"; removed {mode.spec_path}, which has no granted device left or cannot be edited"
         # Any exception, as in publish_modes. The first failure is reported anyway.
         except Exception as error:
             return f"; the published one is out of date, and stays: {one_line(str(error))[:ERROR_SHOWN]}"
 
     def _narrow(self, mode: _Mode) -> bool:
-        """Remove nodes that are no longer granted from the published specification. Return whether it can stay."""
+        """Remove nodes that are no longer granted from the published file. Return whether the file can stay."""
         from agent.vendors.cdi.normalise import settled
 
         try:
@@ -153,13 +158,13 @@ class _Publisher:
     def _current(self, mode: _Mode) -> dict[str, Any]:
         """Return the note about the published specification; empty if the specification or an input has changed."""
         noted = self._notes.load(mode.note)
-        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs(self._context, mode):
+        if not self._system.exists(mode.spec_path) or noted.get("inputs") != _inputs_digest(self._context, mode):
             return {}
         return noted if noted.get("digest") == _digest(self._system.read(mode.spec_path)) else {}
 
     def _publish(self, mode: _Mode, foreign: Foreign) -> dict[str, Any]:
         """Generate and publish the specification, and return the note about it. Raises AgentError or OSError."""
-        noted, inputs = self._notes.load(mode.note), _inputs(self._context, mode)
+        noted, inputs = self._notes.load(mode.note), _inputs_digest(self._context, mode)
         if noted.get("inputs") == inputs:
             self._refuse(mode, noted["devices"], foreign)
         limit = min(MODE_LIMIT, self._deadline - time.monotonic())
@@ -214,7 +219,7 @@ def _host_paths(spec: object) -> set[str]:
     return set[str]().union(*map(_host_paths, spec)) if isinstance(spec, list) else set()
 
 
-def _inputs(context: Context, mode: _Mode) -> str:
+def _inputs_digest(context: Context, mode: _Mode) -> str:
     """Return a digest of everything that the specification depends on."""
     system = context.system
     tools = {path: astuple(system.identity(path)) for path in mode.vendor.tools if system.is_file(path)}

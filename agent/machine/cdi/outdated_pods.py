@@ -92,9 +92,9 @@ def _containers(context: Context) -> dict[str, dict[str, Any]]:
 
 
 def _container(system: System, name: str) -> dict[str, Any] | None:
-    """Return a container's pod, driver roots and device numbers; None if it cannot be read, such as during its removal.
+    """Return a container's pod, driver roots and device numbers; None if they cannot be read, as during its removal.
 
-    The result is empty for a container without any of these.
+    The result is empty for a container without driver roots and devices.
     """
     try:
         specification = json.loads(system.read(f"{BUNDLES}/{name}/config.json"))

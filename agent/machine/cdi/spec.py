@@ -32,8 +32,8 @@ from agent.vendors.machine_vendor import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT
 UNPARTITIONED_FOR = 600.0
-"""Seconds for which a GPU that has no partition, and is usable only by partitions, does not count as missing. This has
-to end, because no event shows that the GPU has become usable as a whole."""
+"""Seconds for which a GPU does not count as missing if it is usable only by partitions and has none. The time is
+limited, because no event shows that the GPU has become usable as a whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Candidate:
 
 
 def publish_spec(context: Context, vendor: MachineVendor, request: Request) -> Published:
-    """Bring the published specification up to date. No program is started unless an input has changed."""
+    """Bring the published specification up to date. Programs are started only if an input or a file has changed."""
     if not request.gpus:
         removed = context.owned.remove(vendor.spec_path)
         if removed:
@@ -88,7 +88,7 @@ def remove_stale_specs(context: Context) -> None:
     try:
         for path in owned.paths:
             if posixpath.dirname(path) in CDI_DIRECTORIES and path not in wanted and owned.remove(path):
-                say(INFO, f"removed {path}: this release writes no such specification")
+                say(INFO, f"removed {path}: it has the name of an earlier release, or its mode is no longer requested")
         for path in wanted:
             system.remove_remains(path)
         remove_remains(system)
@@ -115,7 +115,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         return _kept(
             current, Reason.NO_DRIVER_ROOT, "GPUs are granted, but no driver files: see DriverRootStaged on the host"
         )
-    inputs = _inputs(context, vendor, request, live)
+    inputs = _inputs_digest(context, vendor, request, live)
     noted = notes.load(f"spec-{vendor.name}")
     current = _as_noted(current, noted, inputs)
     if current and current.good and (noted.get("inputs"), noted.get("digest")) == (inputs, _digest(current.text)):
@@ -128,7 +128,7 @@ def _publish(context: Context, vendor: MachineVendor, request: Request, foreign:
         new, remarks = _generate(context, vendor, request, live)
     except (AgentError, OSError) as error:
         return _kept(current, Reason.GENERATION_FAILED, f"{error}; see also DevicesAllowed and LibrariesLinked")
-    if new.verdict.problems or (current and not _better(new.verdict, current.verdict)):
+    if new.verdict.problems or (current and not _may_replace(new.verdict, current.verdict)):
         faults = new.verdict.problems or (f"{', '.join(sorted(new.verdict.missing))} is not in it",)
         why = "; ".join((*faults, *remarks))
         return _kept(
@@ -170,7 +170,7 @@ def _condition(vendor: MachineVendor, verdict: Verdict, remarks: tuple[str, ...]
 
 
 def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
-    """Return the result if no new specification could be published: the old one, if any, stays (fail static)."""
+    """Return the result when no new specification could be published. The old one, if any, stays (fail static)."""
     if current is None:
         return Published(false(KIND, reason, f"{message}. No CDI specification has been published yet"))
     if current.verdict.problems:
@@ -179,8 +179,11 @@ def _kept(current: Candidate | None, reason: Reason, message: str) -> Published:
     return Published(false(KIND, reason, f"{message}. The last good one stays in use"), current.verdict.devices)
 
 
-def _better(new: Verdict, current: Verdict) -> bool:
-    """Return whether the new specification has every granted GPU and partition that the current one has."""
+def _may_replace(new: Verdict, current: Verdict) -> bool:
+    """Return whether the new specification has every granted GPU and partition that the current one has.
+
+    Return True also if the current one has problems.
+    """
     return bool(current.problems) or new.missing <= current.missing
 
 
@@ -199,14 +202,14 @@ def _generate(
         system.remove(f"{directory}/{name}")
     spec, left_out = adapt_to_containerd(context, settled(generated.spec))
     remarks = (*generated.remarks, *left_out)
-    # Published is what was verified, not the original text, which another parser may read differently. JSON is YAML.
+    # The verified data is published, not the original text, which another parser may read differently. JSON is YAML.
     clean = json.dumps(spec, indent=1, sort_keys=True).encode() + b"\n"
     verdict = _verdict(system, vendor, spec, request, live)
     return _without_unpartitioned(Candidate(clean, verdict), generated.unpartitioned), remarks
 
 
 def _as_noted(current: Candidate | None, noted: Mapping[str, Any], inputs: str) -> Candidate | None:
-    """Return the published specification. For some time, GPUs that it cannot list are not counted as missing."""
+    """Return `current`, in which noted GPUs without partitions do not count as missing until the noted time."""
     until, gpus = noted.get("until"), noted.get("unpartitioned")
     if current is None or noted.get("inputs") != inputs or not isinstance(gpus, list):
         return current
@@ -244,14 +247,14 @@ def _verdict(
     return vendor.verify(spec, request, live, present)
 
 
-def _inputs(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
-    """Return a digest of everything that the specification depends on. It is noted until the machine's next boot."""
-    system, programs = context.system, (*vendor.tools, *vendor.inputs)
-    tools = {path: astuple(system.identity(path)) for path in programs if path and system.is_file(path)}
+def _inputs_digest(context: Context, vendor: MachineVendor, request: Request, live: dict[str, DeviceNumber]) -> str:
+    """Return a digest of everything that the specification depends on. It is kept until the machine's next boot."""
+    system, paths = context.system, (*vendor.tools, *vendor.inputs)
+    identities = {path: astuple(system.identity(path)) for path in paths if path and system.is_file(path)}
     numbers = {path: asdict(number) for path, number in live.items()}
     present = [path for path in vendor.optional_paths(request) if system.exists(path)]
     # containerd's version decides what the specification may contain.
-    depends = [context.generation, tools, numbers, present, containerd_state(context)]
+    depends = [context.generation, identities, numbers, present, containerd_state(context)]
     return _digest(json.dumps(depends, sort_keys=True).encode())
 
 
@@ -264,4 +267,5 @@ def _maker(vendor: MachineVendor) -> str:
 
 
 def _foreign(path: str) -> Condition:
-    return false(KIND, Reason.FOREIGN_FILE, f"another program wrote {path}; it stays: move it away if nothing needs it")
+    what = f"{path} exists and was not written by the agent, so it was left unchanged"
+    return false(KIND, Reason.FOREIGN_FILE, f"{what}: move it away if nothing needs it")

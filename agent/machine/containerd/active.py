@@ -15,20 +15,20 @@ from agent.system.files import System
 ACTIVE = ConditionType.RUNTIME_ACTIVE
 UNIT = "containerd.service"
 CHANGED = "containerd-changed"
-"""Name of the note that has the time of the last change of containerd's configuration, and a digest of the result."""
+"""Name of the note about our last change to containerd's configuration: its time, and a digest of the result."""
 LOADED = "containerd-loaded"
-"""Name of the note about the last containerd that was proven to run with its configuration: start time and digest."""
+"""Name of the note about the last containerd process proven to run with its configuration: start time and digest."""
 REPLACED = "containerd-replaced"
-"""Name of the note about a running containerd whose program was replaced by one that accepts other CDI
-specifications: its link in /proc, and the identity of the program to which that leads."""
+"""Name of the note about a running containerd whose program file was replaced by one that accepts other CDI
+specifications: the path of the running program in /proc, and that program's identity."""
 CONFIG_ARGUMENT = re.compile(r" (?:--config|-c)[ =](/[^ ]*)")
 """Matches containerd's global option that names its main configuration file."""
 
 
 def note_change(notes: Notes, effective: str = "") -> None:
-    """Note that containerd's configuration has changed, with a digest of the result once that is known.
+    """Note that containerd's configuration has changed. `effective` is a digest of the result; empty if unknown.
 
-    Only a containerd that starts later, or that runs with the same effective configuration, is up to date.
+    From then on, only a containerd that starts later, or that already runs with the same result, is up to date.
     """
     notes.save(CHANGED, {"microseconds": time.monotonic_ns() // 1000, "effective": effective})
 
@@ -40,7 +40,7 @@ def unfinished(notes: Notes) -> bool:
 
 
 def check_active(context: Context, configured: Condition) -> Condition:
-    """Return RuntimeActive: whether containerd runs with our last change of its configuration.
+    """Return RuntimeActive: whether containerd runs with our last change to its configuration.
 
     If the reason is RestartPending, the caller must call `restart`. `configured` is RuntimeConfigured.
     """
@@ -52,11 +52,12 @@ def check_active(context: Context, configured: Condition) -> Condition:
     changed = notes.load(CHANGED)
     unit = show(context.system, "LoadState,ActiveState,SubState,ExecMainStartTimestampMonotonic,ExecStart")
     state = unit.get("ActiveState", "unknown")
-    # Both times are by CLOCK_MONOTONIC, which a machine shares with its host, and which cannot be set.
+    # This time and the noted one are of CLOCK_MONOTONIC, which a machine shares with its host, and which cannot be set.
     started = whole_number(unit.get("ExecMainStartTimestampMonotonic", "")) or 0
     if unit.get("LoadState") == "not-found":
         return false(ACTIVE, Reason.NO_CONTAINERD, f"{UNIT} does not exist: install containerd in the image")
-    # Our drop-in for containerd.service starts this service by ExecStartPost=, after containerd has sent READY=1.
+    # In start-post, containerd has already sent READY=1: our drop-in for its unit starts this service by
+    # ExecStartPost=.
     running = state == "active" or unit.get("SubState") == "start-post"
     other = config_argument(unit.get("ExecStart", ""))
     if running and other not in ("", MAIN):
@@ -66,7 +67,8 @@ def check_active(context: Context, configured: Condition) -> Condition:
             f"{UNIT} starts containerd with {other} instead of {MAIN}: remove that argument from ExecStart=",
         )
     loaded = {"started": started, "effective": changed.get("effective", "")}
-    # The second alternative is a process that did not read its files while they were changed and repaired.
+    # The second alternative: containerd started before the change, but runs with the same result, because the change
+    # restored a file that somebody had changed.
     if running and (
         started >= changed.get("microseconds", 0) or (loaded["effective"] and notes.load(LOADED) == loaded)
     ):
@@ -104,7 +106,7 @@ def containerd_state(context: Context) -> list[object]:
 
 
 def program_identity(system: System, path: str) -> list[object] | None:
-    """Return a program's identity in the form of notes; None if the program does not exist."""
+    """Return a program's identity as a list, as notes have it; None if the program cannot be inspected."""
     try:
         return list(astuple(system.identity(path)))
     except OSError:
@@ -113,7 +115,7 @@ def program_identity(system: System, path: str) -> list[object] | None:
 
 
 def restart(system: System) -> None:
-    """Restart containerd. Nothing may follow in a run. Raises CommandError."""
-    # --no-block, because containerd's start waits for the end of this run, which is ordered before it. Its stop does
-    # not wait (job_compare in systemd's job.c), so there is no CRI from now on.
+    """Restart containerd. This must be the last step of a run. Raises CommandError."""
+    # --no-block, because containerd is ordered after this service, so its start waits for the end of this run. Its stop
+    # does not wait (job_compare in systemd's job.c), so there is no CRI from now on.
     system.run("systemctl", "--no-block", "try-restart", UNIT, timeout=20)

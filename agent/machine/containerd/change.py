@@ -44,8 +44,8 @@ def write_and_read_back(
 ) -> str:
     """Write the files that differ. Return what is wrong with the result; empty if it is right.
 
-    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit. In both
-    cases the files are restored.
+    Raises AgentError or OSError if the result is unknown, for example because of a full disk or a time limit. If the
+    result is wrong or unknown, the files are restored.
     """
     notes, drop_in = context.notes, places.drop_in
     written = {path: text for path, text in ((drop_in, wanted.drop_in), (MAIN, wanted.main)) if text is not None}
@@ -59,7 +59,7 @@ def write_and_read_back(
             note_change(notes)
         files.put(context.system, changes)
         with_ours = files.effective(context.system, MAIN, wanted.version)
-        # Without the list of files, which containerd 1.7 prints in a different order each time (a map in Go).
+        # The digest omits the list of imports, which containerd 1.7 prints in a random order (a map in Go).
         effective = digest(json.dumps(with_ours | {"imports": []}, sort_keys=True, default=str).encode())
         default = context.handoff.default_runtime
         found = tables.problems(wanted.baseline, with_ours, wanted.document, vendor.handler, default=default)
@@ -75,10 +75,10 @@ def write_and_read_back(
         _restore(context, changes, before, noted)
         return f"the drop-in has no effect: {faults}" + (f"; restored {', '.join(changes)}" if changes else "")
     if changes:
-        # Noted again: a containerd that has started since may have read the first file without the second.
+        # Noted again: a containerd that started during the change may have read one new file without the other.
         note_change(notes, effective)
     elif unfinished(notes):
-        # A containerd that already runs with the same configuration needs no restart.
+        # The killed run's time stays, and the digest is added: a containerd that has this result needs no restart.
         notes.save(CHANGED, {**noted, "effective": effective})
     for path in places.former:
         context.owned.remove(path)

@@ -23,13 +23,13 @@ from agent.vendors.machine_vendor import MachineVendor, RuntimeHandler
 
 CONFIGURED = ConditionType.RUNTIME_CONFIGURED
 BASELINE = f"{MACHINE_STATE}/containerd-baseline.toml"
-ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need no more")
+ENABLED = true(CONFIGURED, Reason.READ_BACK, "`containerd config dump` shows CDI enabled; these GPUs need nothing else")
 
 
 def configure_runtime(context: Context, vendor: MachineVendor, request: Request) -> Condition:
     """Configure containerd for a request, and return RuntimeConfigured."""
     if not request.gpus:
-        # The configuration stays: removing it would restart containerd twice if the GPUs come back.
+        # The configuration stays: containerd would restart when it is removed, and again when GPUs come back.
         return not_applicable(CONFIGURED, "no GPU is granted to this machine")
     others = (machine_vendor(each.vendor) for each in context.handoff.requests if each.gpus)
     if vendor.handler is None and any(each and each.handler for each in others):
@@ -48,7 +48,11 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     if handler and not system.exists(handler.binary):
         return false(CONFIGURED, Reason.NO_HANDLER, f"{handler.binary} is not installed: install it in the image")
     if not context.owned.make_way(drop_in):
-        return false(CONFIGURED, Reason.FOREIGN_FILE, f"another program wrote {drop_in}; it stays: move it away")
+        return false(
+            CONFIGURED,
+            Reason.FOREIGN_FILE,
+            f"{drop_in} exists and was not written by the agent, so it was left unchanged: move it away",
+        )
     if handler:
         _edit_runtime_config(context, vendor)
     noted = notes.load(name)
@@ -66,18 +70,18 @@ def configure_vendor(context: Context, vendor: MachineVendor) -> Condition:
     before = {path: files.read_optional(system, path) for path in (MAIN, drop_in, *places.former)}
     wanted = _wanted(context, version, vendor, places, before)
     faults = write_and_read_back(context, vendor, places, wanted, before)
-    left = digest(files.read_optional(system, drop_in))
+    drop_in_digest = digest(files.read_optional(system, drop_in))
     if not faults and (found := _changed_by_others(noted, digest(before[drop_in]), wanted, drop_in)):
         repaired(notes, Repair.CONTAINERD, found)
     state = _state(context, program, vendor, drop_in)
-    notes.save(name, {"state": state, "problem": faults, "drop_in": left, "path": drop_in})
+    notes.save(name, {"state": state, "problem": faults, "drop_in": drop_in_digest, "path": drop_in})
     return _configured(faults, drop_in)
 
 
 def _places(context: Context, vendor: MachineVendor) -> Places:
-    """Return the paths of the drop-in, and of old ones to remove.
+    """Return the path of the drop-in, and the paths of old drop-ins to remove.
 
-    If only CDI is needed, vendors' drop-ins are not removed, because that would restart containerd.
+    If only CDI is needed, vendors' drop-ins stay, because removing them would restart containerd.
     """
     drop_in = context.handoff.containerd_drop_in or tables.drop_in_path(vendor.handler)
     kept = {drop_in} if vendor.handler else {drop_in, *_vendor_drop_ins()}
@@ -90,7 +94,7 @@ def _vendor_drop_ins() -> list[str]:
 
 
 def _names_a_runtime(system: System, drop_in: str) -> bool:
-    """Return whether the drop-in is for a vendor's runtime. A configured path does not show that."""
+    """Return whether the drop-in is for a vendor's runtime, by its content: a configured path does not show that."""
     content = files.read_optional(system, drop_in) or b""
     return any(handler.binary.encode() in content for handler in _handlers())
 
@@ -101,10 +105,10 @@ def _handlers() -> list[RuntimeHandler]:
 
 
 def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
-    """Return whether CDI is enabled without our drop-in for CDI alone.
+    """Return whether CDI is enabled by other files than our drop-in for CDI alone.
 
-    A drop-in for a vendor's runtime also enables CDI. It stays when that vendor's last GPU is withdrawn, and is loaded
-    after the drop-in for CDI, which it would replace in containerd 1.x.
+    One of the other files may be our drop-in for a vendor's runtime, which stays when that vendor's last GPU is
+    withdrawn. It is loaded after the drop-in for CDI, and would replace that drop-in's table in containerd 1.x.
     """
     system = context.system
     for_vendor = any(context.owned.has(path) for path in _vendor_drop_ins()) or _names_a_runtime(system, drop_in)
@@ -123,7 +127,8 @@ def _enabled_by_others(context: Context, drop_in: str, program: str) -> bool:
 def _configured(problem: str, drop_in: str) -> Condition:
     if problem:
         return false(CONFIGURED, Reason.READ_BACK_FAILED, problem)
-    return true(CONFIGURED, Reason.READ_BACK, f"`containerd config dump` shows what {drop_in} sets, and lost nothing")
+    message = f"`containerd config dump` shows what {drop_in} sets, and no other setting is lost"
+    return true(CONFIGURED, Reason.READ_BACK, message)
 
 
 def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, drop_in: str) -> str:
@@ -136,9 +141,9 @@ def _changed_by_others(noted: Mapping[str, Any], found: str, wanted: Wanted, dro
 
 
 def _edit_runtime_config(context: Context, vendor: MachineVendor) -> None:
-    """Set our keys in the configuration of the handler's program, which reads it at each container's start.
+    """Set our keys in the configuration file of the handler's program, which reads it whenever a container starts.
 
-    The rest stays, because the file belongs to the program's package.
+    Other keys stay, because the file belongs to the program's package.
     """
     system, notes = context.system, context.notes
     name = f"runtime-{vendor.name}"
@@ -163,7 +168,7 @@ def _wanted(
     text = before[MAIN] or b""
     main = files.parse(MAIN, text)
     if not main:
-        # There is no file, or it has only comments, which stay.
+        # The main file is missing, or has only comments, which stay.
         text = files.render_toml({"version": tables.new_version(version)}) + text
     if not any(tables.covers(pattern, drop_in) for pattern in tables.imports(MAIN, main)):
         text = files.with_import(text, tables.import_pattern(drop_in))
@@ -190,14 +195,14 @@ def _wanted(
 
 
 def _baseline(system: System, main: Table, imported: Iterable[str], version: tuple[int, ...]) -> Table:
-    """Return containerd's effective configuration of the same files without our drop-in. Raises DocumentError."""
+    """Return containerd's effective configuration for the main file and these imports alone. Raises DocumentError."""
     system.write(BASELINE, files.render_toml(main | {"imports": list(imported)}), 0o600)
     try:
         return files.effective(system, BASELINE, version)
     except ExitCodeError as error:
         raise DocumentError(
             f"containerd refuses {MAIN} and its imports, even without our drop-in ({BASELINE}): {error}",
-            "repair it: containerd cannot start with it either",
+            "repair these files: containerd cannot start with them either",
         ) from error
 
 

@@ -17,15 +17,15 @@ TOKENS = re.compile(
     r"|(?P<line>^[ \t]*\[)|(?P<open>[\[{])|(?P<close>[\]}])",
     re.DOTALL | re.MULTILINE,
 )
-"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A long string may end in two more quotation marks."""
-HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
+"""Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A long string may end in up to five quotation marks."""
+HEADER = "# Written by unbounded-agent whenever a file that is loaded before this one changes; edits are overwritten.\n"
 
 
 def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
     """Return the files that containerd imports, in the order of loading. Raises DocumentError.
 
     The order is breadth first, and each file is loaded once (LoadConfig in containerd's cmd/containerd/server/config).
-    If an import covers our drop-in, it is included as an empty table.
+    If an import covers our drop-in, the drop-in is included, as an empty table.
     """
     loaded: dict[str, Table] = {}
     pending = list(imports(MAIN, main))
@@ -65,8 +65,8 @@ def effective(system: System, main: str, version: tuple[int, ...]) -> Table:
 
     Raises CommandError, DocumentError.
     """
-    # Before 2.0.6, `dump` prints defaults instead of the tables of a version 2 file. `migrate` does what the daemon
-    # does (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
+    # From 2.0.0 to 2.0.5, `dump` prints defaults instead of the tables of a version 2 file. `migrate` prints what the
+    # daemon uses (cmd/containerd/command/config.go; New in cmd/containerd/server/server.go).
     verb = "migrate" if (2, 0, 0) <= version < DUMP_MIGRATES else "dump"
     text = system.run("containerd", "--config", main, "config", verb)
     return parse(main, text.encode(errors="surrogateescape"))
@@ -108,9 +108,9 @@ def with_import(text: bytes, pattern: str) -> bytes:
     """Return the main file's text with one more import. Comments and layout stay. Raises DocumentError."""
     document = parse(MAIN, text)
     if "imports" not in document:
-        # At the start, because at the end it would become a key of the last table.
+        # Added at the start, because at the end `imports` would become a key of the last table.
         return f'imports = ["{pattern}"]\n'.encode() + text
-    # Called only for the error that it may raise.
+    # Called only for the error that it raises if `imports` is not a list.
     imports(MAIN, document)
     document["imports"] = [*document["imports"], pattern]
     try:
@@ -127,9 +127,9 @@ def with_import(text: bytes, pattern: str) -> bytes:
 def _with_listed(text: str, pattern: str) -> str:
     import tomlkit
 
-    # Top-level keys come before the first table. tomlkit must not parse the rest: it fails at orders of tables that
-    # containerd accepts.
-    head = _without_tables(text)
+    # Top-level keys come before the first table. tomlkit must not parse the rest: it rejects some orders of
+    # tables that containerd accepts.
+    head = _before_tables(text)
     if len(head) > EDIT_LIMIT:
         raise DocumentError(f"{len(head)} characters precede its first table, but the agent edits at most {EDIT_LIMIT}")
     listing = tomlkit.parse(head)
@@ -138,11 +138,11 @@ def _with_listed(text: str, pattern: str) -> str:
     return tomlkit.dumps(listing) + text.removeprefix(head)
 
 
-def _without_tables(text: str) -> str:
+def _before_tables(text: str) -> str:
     """Return the text before the header of the first table.
 
-    A header is a line that begins with a bracket, outside lists and strings. The text must be TOML, so that every
-    string and list ends. It is searched only once, whatever it contains.
+    A header is a line that begins with a bracket, outside lists and strings. The text must be valid TOML, in which
+    every string and list ends. The search takes linear time, whatever the text contains.
     """
     depth = 0
     for token in TOKENS.finditer(text):
@@ -168,5 +168,5 @@ def put(system: System, files: Mapping[str, bytes | None]) -> None:
 
 
 def write(system: System, path: str, content: bytes) -> None:
-    """Write a file, and keep its mode. Only root may read a new file: it may have passwords of registries."""
+    """Write a file, and keep its mode. Only root may read a new file: registries' passwords may be in it."""
     system.write(path, content, system.mode(path) if system.exists(path) else 0o600)

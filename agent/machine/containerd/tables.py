@@ -21,7 +21,7 @@ Table = dict[str, Any]
 MAIN = "/etc/containerd/config.toml"
 CONF_D = "/etc/containerd/conf.d"
 IMPORT = f"{CONF_D}/*.toml"
-"""The import that containerd 2.2's default configuration has. A pattern may match nothing, but a file must exist."""
+"""The import in containerd 2.2's default configuration. Unlike a plain path, a pattern may match no file."""
 SUFFIXES = (".toml", ".part")
 """Suffixes that our drop-in may have. Talos merges files whose names end in `.part`."""
 
@@ -47,10 +47,10 @@ class Configuration:
     """The path of our drop-in."""
 
     def version(self, containerd: tuple[int, ...]) -> int:
-        """Return the version of the files, which decides the names of the tables.
+        """Return the version of the files' format, which decides the names of the tables.
 
-        It is the main file's, or 1 if that has none. If the main file has neither a version nor tables of plugins, it
-        is that of the imported files.
+        It is the main file's version, or 1 if the main file has tables of plugins but no version. If the main file has
+        neither, it is the highest version of the imported files or, if they have none, that of a new file.
         """
         if "version" in self.main or "plugins" in self.main:
             value = self.main.get("version", 1)
@@ -62,13 +62,13 @@ class Configuration:
 def drop_in_path(handler: RuntimeHandler | None) -> str:
     """Return the usual path of the drop-in for a handler, or for CDI alone.
 
-    99 sorts last, because containerd loads drop-ins in alphabetical order.
+    Its name begins with 99, so that it is loaded last: containerd loads drop-ins in alphabetical order.
     """
     return f"{CONF_D}/99-{handler.name if handler else 'cdi'}.toml"
 
 
 def import_pattern(drop_in: str) -> str:
-    """Return the pattern that the main file must import. Outside CONF_D, it matches only our drop-in."""
+    """Return the pattern that the main file must import. Outside CONF_D, it is made from the drop-in's path."""
     stem, suffix = posixpath.splitext(drop_in)
     return IMPORT if covers(IMPORT, drop_in) else f"{stem}*{suffix}"
 
@@ -93,7 +93,7 @@ def cri_table(version: int) -> str:
 
 
 def imports(path: str, document: Table) -> tuple[str, ...]:
-    """Return the absolute patterns of a file's imports. Relative ones in the file start at its directory.
+    """Return a file's imports as absolute patterns; in the file, they may be relative to its directory.
 
     Raises DocumentError.
     """
@@ -146,7 +146,7 @@ def render(
     effective = _effective(configuration, cri_table(version), replaces=replaces)
     table = copy.deepcopy(effective) if replaces else {}
     if replaces:
-        # A table with any runtime also replaces the default runtimes.
+        # A table that names any runtime would also replace the default runtimes, so these are copied.
         for name, runtime in _at(cri_of(configuration.dump), "containerd", "runtimes").items():
             table.setdefault("containerd", {}).setdefault("runtimes", {}).setdefault(name, copy.deepcopy(runtime))
         effective = copy.deepcopy(table)
@@ -158,21 +158,21 @@ def render(
 def problems(
     before: Table, after: Table, drop_in: Table, handler: RuntimeHandler | None, *, default: bool
 ) -> Iterator[str]:
-    """Yield what is wrong with the output of `containerd config dump`: without the drop-in (`before`) and with it."""
-    left = dict(_leaves(after.get("plugins", {})))
+    """Yield what is wrong in containerd's dump with the drop-in (`after`), compared with that without it (`before`)."""
+    settings = dict(_leaves(after.get("plugins", {})))
     for path, value in _leaves(before.get("plugins", {})):
         if _is_ours(path, handler):
             continue
-        if path not in left:
+        if path not in settings:
             yield f"setting {'.'.join(path)} is lost"
-        elif left[path] != value:
+        elif settings[path] != value:
             # Without the values: they may be passwords of registries, and this message is shown on the Node.
             yield f"setting {'.'.join(path)} is changed"
     if handler:
         runtime = _at(cri_of(after), "containerd", "runtimes", handler.name)
         if _at(runtime, "options").get("BinaryName") != handler.binary:
             yield f"runtime {handler.name} does not run {handler.binary}"
-        # Compared with the basis in containerd's output: neither has keys that containerd does not know.
+        # Compared with the basis in `before`, not with the drop-in, which may have keys that containerd does not know.
         taken, known = dict(_leaves(runtime)), dict(_leaves(_basis(cri_of(before), handler)))
         for path, _ in _leaves(_at(cri_of(drop_in), "containerd", "runtimes", handler.name)):
             if path in known and not _is_ours((handler.name, *path), handler) and taken.get(path) != known[path]:
@@ -204,7 +204,7 @@ def cdi_problems(dump: Table) -> Iterator[str]:
 def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Table:
     """Return the CRI table that results from all files.
 
-    The files' tables are merged or, with `replaces`, the last file that has the table replaces all others.
+    With `replaces`, this is the table of the last file that has one; otherwise the files' tables are merged.
     """
     documents = (configuration.main, *configuration.imported.values())
     tables = [_at(each, "plugins", cri) for each in documents]
@@ -218,7 +218,7 @@ def _effective(configuration: Configuration, cri: str, *, replaces: bool) -> Tab
 
 def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHandler | None, *, default: bool) -> None:
     if version < 3 or effective.get("enable_cdi") is False:
-        # It is the default since containerd 2.0, and deprecated since 2.2.
+        # `enable_cdi` is true by default since containerd 2.0, and deprecated since 2.2.
         table["enable_cdi"] = True
     listed = [str(each) for each in effective.get("cdi_spec_dirs", [])]
     table["cdi_spec_dirs"] = [*listed, *(each for each in CDI_DIRECTORIES if each not in listed)]
@@ -234,9 +234,9 @@ def _add_ours(table: Table, effective: Table, version: int, handler: RuntimeHand
 
 
 def _basis(effective: Table, handler: RuntimeHandler) -> Table:
-    """Return the runtime whose settings the handler takes over: the one of its name, the default one, or runc.
+    """Return the runtime from which the handler gets its settings: the one with its name, else the default, else runc.
 
-    A default runtime of a different shim, such as Kata's, is not used: it has options that this shim does not know.
+    A default runtime with another shim, such as Kata's, is not used: it has options that our shim does not know.
     """
     containerd = _at(effective, "containerd")
     runtimes, default = _at(containerd, "runtimes"), containerd.get("default_runtime_name")

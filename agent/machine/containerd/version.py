@@ -10,12 +10,12 @@ from agent.model.errors import DocumentError
 
 NOTE = "containerd-version"
 GROUPS_SINCE = (1, 7, 16)
-"""The first version with the Container Device Interface's library 0.7. Older ones ignore a whole specification if it
-has additionalGids, which the format has since version 0.7.0."""
+"""The first containerd with version 0.7 of the Container Device Interface's library. Older ones ignore a whole
+specification if it has the key additionalGids, which version 0.7.0 of the format added."""
 
 
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
-    """Return containerd's version. Runs each program file once per boot.
+    """Return containerd's version. Each program file is run only once per boot of the machine.
 
     Raises CommandError, DocumentError or OSError.
     """
@@ -37,7 +37,7 @@ def known_version(context: Context, program: str) -> tuple[int, ...]:
 
 
 def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[str, ...]]:
-    """Return a settled CDI specification in a form that this machine's containerd accepts, and a remark if it changed.
+    """Return a CDI specification in a form that this machine's containerd accepts, and a remark if it was changed.
 
     Raises CommandError or OSError.
     """
@@ -54,9 +54,9 @@ def adapt_to_containerd(context: Context, spec: object) -> tuple[object, tuple[s
 
 
 def _version_without_groups(context: Context) -> str:
-    """Return the version of a containerd that does not support additionalGids; empty if all do.
+    """Return the version of a containerd here that does not support additionalGids; empty if there is none.
 
-    A specification must suit both the program on disk and a containerd that is still running after it was replaced.
+    A specification must suit both the program on disk and a containerd that still runs a program that was replaced.
     """
     program = context.system.find_program("containerd")
     if program is None or not context.system.is_file(program):
@@ -72,9 +72,9 @@ def _version_without_groups(context: Context) -> str:
 
 
 def _running_without_groups(context: Context, program: str) -> str:
-    """Return the version of a running containerd whose program was replaced, and that does not support additionalGids.
+    """Return the running containerd's version if its program was replaced and does not support additionalGids.
 
-    Returns an empty text for any other. The process is noted, because the result changes when it exits.
+    Otherwise return an empty string. Such a process is noted, because the result changes when the process exits.
     """
     system = context.system
     process = show(system, "MainPID").get("MainPID", "0")
@@ -84,7 +84,7 @@ def _running_without_groups(context: Context, program: str) -> str:
     if identity is None or identity == program_identity(system, program):
         return ""
     if not posixpath.basename(system.read_link(running) or "").startswith("containerd"):
-        # It may be a shell that waits for containerd, for example, which must not be run.
+        # The process may be, for example, a shell that waits for containerd: do not run its program.
         return ""
     try:
         version = parse_version(system.run(running, "--version", timeout=10))

@@ -1,4 +1,4 @@
-"""Makes the links to granted nodes by number, /dev/char/MAJOR:MINOR.
+"""Makes links to the granted nodes, named by the nodes' numbers: /dev/char/MAJOR:MINOR.
 
 On a host, udev makes these links. In a machine no udevd runs, and nspawn makes only the links to its own nodes. Older
 runc, and systemd in containers' scopes, use the links to find a device's path. `nvidia-ctk system
@@ -30,7 +30,7 @@ def link_nodes(context: Context, request: Request) -> None:
             if wanted.get(path) != text and system.read_link(path) == text:
                 system.remove(path)
         ours = {path: text for path, text in wanted.items() if made.get(path) == text or not system.exists(path)}
-        # Noted before they are made, so that a killed run leaves no link that nobody removes.
+        # The links are noted before they are made, so that a killed run leaves no link that nobody removes.
         notes.save(name, ours)
         for path, text in ours.items():
             if not system.exists(path):

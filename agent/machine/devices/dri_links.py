@@ -22,7 +22,7 @@ def link_dri_nodes(context: Context, request: Request) -> None:
     made = notes.load(name)
     # A correct link that the agent did not make is udev's, for example if the whole of /dev/dri is bound.
     ours = {link: text for link, text in wanted.items() if made.get(link) == text or system.read_link(link) != text}
-    # Noted before they are made, so that a killed run leaves no link that nobody removes.
+    # The links are noted before they are made, so that a killed run leaves no link that nobody removes.
     notes.save(name, {**made, **ours})
     for link in made.keys() - wanted:
         if system.read_link(link) == made[link]:

@@ -14,9 +14,10 @@ from agent.system.files import System
 
 
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
-    """Add mounted nodes to the notes of granted nodes, so that they are withdrawn. Return a condition if that failed.
+    """Add mounted nodes that the handoff does not name to the notes of granted nodes, so that they are withdrawn.
 
-    Such nodes exist if the host withdraws a GPU after nspawn has bound its node, but before the first run noted it.
+    There are such nodes if the host withdrew a GPU after nspawn had bound its nodes, but before the first run could
+    note them. Returns a condition if nodes cannot be found or noted.
     """
     requests = context.handoff.requests
     known = {device.path for request in requests for device in request.devices}

@@ -1,7 +1,7 @@
 """Finds processes that still have a withdrawn node open: a descriptor stays usable without node and permission.
 
-The host half cannot do this: its service may not inspect processes, and after the loss of a GPU no administrator runs
-a command on the host.
+The host half cannot do this: its service may not inspect processes. An administrator's command on the host could, but
+nobody runs one when a GPU is lost.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ SEARCH_LIMIT = 10.0
 SEARCHES = "left-open"
 """Name of the note that has the number of failed searches in a row."""
 FAILED_SEARCHES = 5
-"""Failed searches in a row after which no more are made: each delays the report of a run, and one runs every minute."""
+"""Failed searches in a row after which no more are made: each delays a run's report, and a run is made every minute."""
 
 
 def name_left_open(
@@ -29,22 +29,22 @@ def name_left_open(
 ) -> tuple[Condition, ...]:
     """Return the conditions with the processes added to DevicesAllowed's message, and forget nodes that are not open.
 
-    Raises any error of the search, TimeoutError after `limit` seconds. After FAILED_SEARCHES errors in a row, no
-    search is made.
+    Raises any error of the search, and TimeoutError after `limit` seconds. After FAILED_SEARCHES errors in a row, no
+    search is made, and all nodes are forgotten.
     """
     notes = context.notes
     noted = notes.load(WITHDRAWN)
     by_now = {(device.major, device.minor) for request in context.handoff.requests for device in request.devices}
-    # A number that was granted again may belong to another GPU, which processes may have open.
+    # A number that is granted again may now belong to another GPU, which processes are allowed to have open.
     wanted = {number: path for number, path in _by_number(noted).items() if number not in by_now}
     failed = notes.load(SEARCHES).get("failed")
     failed = failed if isinstance(failed, int) else 0
-    # Counted before the search, during which this run may be killed.
+    # Counted as failed before the search, because this run may be killed during the search.
     notes.save(SEARCHES, {"failed": failed + 1})
     search = bool(wanted) and failed < FAILED_SEARCHES
     held = bounded("/proc", partial(find_holders, context.system, wanted), limit) if search else Held()
     open_paths = {path for holder in held.holders for path in holder.paths}
-    # Processes that cannot be inspected are no reason to search forever: this may never change.
+    # Nodes are forgotten even if some processes cannot be inspected, because that may never change.
     notes.save(WITHDRAWN, {path: number for path, number in noted.items() if path in open_paths})
     notes.save(SEARCHES, {"failed": 0})
     return with_remark(conditions, ConditionType.DEVICES_ALLOWED, _remark(held, notes.load("containers")))

@@ -19,7 +19,7 @@ OPEN_LIMIT = 30
 """Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU."""
 
 STACKED = 16
-"""Mounts that are removed at one node. systemd before 255 stacks a new mount on the old one at each bind."""
+"""How many mounts are removed at one node at most. systemd before 255 stacks each new mount on the old one."""
 
 GRANTED = "granted-"
 """Prefix of the names of notes, one per vendor, that have the machine's nodes: numbers by path."""
@@ -61,7 +61,7 @@ def live_numbers(system: System, devices: tuple[GrantedDevice, ...]) -> dict[str
 
 
 def check_devices(context: Context, request: Request) -> Condition:
-    """Return DevicesAllowed. Nodes are opened once since boot, and again after a change of numbers or of the grant."""
+    """Return DevicesAllowed. A node is opened only if no earlier result for it still holds (see `_still_valid`)."""
     if not request.devices:
         return not_applicable(ConditionType.DEVICES_ALLOWED, "no device is granted to this machine")
     system, notes = context.system, context.notes
@@ -82,8 +82,8 @@ def check_devices(context: Context, request: Request) -> Condition:
 def with_hidden_driver(system: System, condition: Condition, paths: Collection[str]) -> Condition:
     """Return DevicesAllowed with reason DriverHidden if nodes open, but some of `paths` are missing in this machine.
 
-    The kernel has these paths while the driver is loaded; if all are missing, it was unloaded meanwhile. The status
-    stays True: the CDI specification, which NVML generates, proves whether NVML needs them.
+    The kernel has these paths while the driver is loaded; if all are missing, the driver was unloaded meanwhile. The
+    status stays True: whether NVML needs the paths is proven by the CDI specification, which is generated with NVML.
     """
     hidden = [path for path in paths if not system.exists(path)]
     if condition.reason != Reason.OPENED or len(hidden) in (0, len(paths)):
@@ -102,8 +102,8 @@ def withdraw_nodes(
     """Remove nodes that are no longer granted. Return the removed paths, and a condition if that failed.
 
     The host cannot remove nodes: machinectl(1) can bind into a machine, but not unbind. `newest` is the current
-    handoff. It may be newer than the request's, and the host may have bound its nodes already. If it is None because
-    it is unreadable, nothing is removed.
+    handoff, which may be newer than this run's. Its nodes are kept, because the host may have bound them already. If
+    `newest` is None, because the handoff cannot be read, nothing is removed.
     """
     try:
         return _withdraw_nodes(context, request, newest)
@@ -119,7 +119,7 @@ def not_withdrawn(why: str) -> Condition:
 def _withdraw_nodes(
     context: Context, request: Request, newest: Handoff | None
 ) -> tuple[tuple[str, ...], Condition | None]:
-    """Withdraw nodes and note that. Raises OSError if it cannot be noted."""
+    """Withdraw nodes, and note which. Raises OSError if they cannot be noted."""
     notes, name = context.notes, f"{GRANTED}{request.vendor}"
     noted = notes.load(name)
     by_now = newest.requests if newest else ()
@@ -139,7 +139,8 @@ def _withdraw_nodes(
             granted[path] = number
             failures.append(str(error))
     removed = tuple(path for path in stale if path not in granted)
-    # Noted first: if this run is killed, the next one withdraws again, and no node that may be open is forgotten.
+    # This note comes first: if this run is killed in between, the next one withdraws the nodes again, and no node that
+    # may be open is forgotten.
     notes.save(WITHDRAWN, {**notes.load(WITHDRAWN), **{path: stale[path] for path in removed}})
     notes.save(name, granted)
     if not failures:
@@ -150,7 +151,7 @@ def _withdraw_nodes(
 def unmount_removed(system: System, paths: Iterable[str]) -> None:
     """Unmount nodes whose source was removed on the host, so that the host can bind new ones.
 
-    systemd before 255 mounts on top of the old mount, which the kernel refuses if the mount's source was removed
+    systemd before 255 mounts on top of the old mount, but the kernel refuses that if the old mount's source was removed
     (ENOENT, cant_mount() in fs/namespace.c). The host cannot unmount anything in a machine.
     """
     for path in paths:
@@ -200,8 +201,8 @@ def wrong_numbers(
 def _still_valid(noted: dict[str, Any], live: Mapping[str, DeviceNumber], generation: str) -> dict[str, int]:
     """Return the noted results that still hold.
 
-    These are the results of nodes that opened with their current numbers, and failures since the last change of the
-    grant.
+    A success holds until the node's numbers change. An error in NOT_AGAIN holds until the numbers or the handoff
+    change. Other errors never hold.
     """
     nodes = noted.get("nodes")
     if not isinstance(nodes, dict):
@@ -220,7 +221,7 @@ def _open(system: System, paths: tuple[str, ...]) -> dict[str, int]:
     """Open the nodes. Return the error numbers by path; 0 means that the node opens."""
     program = agent.machine.devices.open_nodes.__file__
     output = system.run(
-        # With -I -S, Python loads only the standard library, which halves its start.
+        # With -I -S, Python loads only the standard library, which halves the time that it takes to start.
         sys.executable, "-I", "-S", program, str(OPEN_LIMIT), *paths, timeout=OPEN_LIMIT + 10,
     )  # fmt: skip
     codes = {path: int(code) for code, _, path in (line.partition(" ") for line in output.splitlines())}

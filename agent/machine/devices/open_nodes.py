@@ -18,7 +18,7 @@ PAUSE = 0.002
 
 
 def main(arguments: list[str]) -> None:
-    """Fork a child that opens each node in a thread, print its results, and abandon it."""
+    """Fork a child that opens each node in a thread, print the results, and kill the child without waiting for it."""
     deadline, paths = time.monotonic() + float(arguments[0]), arguments[1:]
     reader, writer = os.pipe()
     child = os.fork()
@@ -28,7 +28,7 @@ def main(arguments: list[str]) -> None:
     codes = _gather(reader, len(paths), deadline)
     for index, path in enumerate(paths):
         sys.stdout.write(f"{codes.get(index, errno.ETIMEDOUT)} {path}\n")
-    # The child may be impossible to kill: leave it to init instead of waiting.
+    # The child may be impossible to kill: it is left to init.
     sys.stdout.flush()
     os.kill(child, signal.SIGKILL)
     os._exit(0)
@@ -53,7 +53,7 @@ def _gather(reader: int, number: int, deadline: float) -> dict[int, int]:
 
 def _open_all(paths: list[str], writer: int) -> None:
     """Open all nodes, in the child process. Never returns."""
-    # Otherwise the caller, which reads our output until end of file, would wait for a child that hangs.
+    # The child must not hold our output open: the caller reads it to its end, and would wait for a hanging child.
     null = os.open("/dev/null", os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)

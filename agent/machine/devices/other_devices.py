@@ -16,7 +16,7 @@ KIND = ConditionType.DEVICES_ALLOWED
 
 
 def settle_others(context: Context, request: Request, newest: Handoff | None) -> tuple[Condition, ...]:
-    """Settle the devices, and return DevicesAllowed; return it twice if withdrawing failed.
+    """Settle the devices. Return DevicesAllowed, and a second one if nodes could not be withdrawn.
 
     `newest` is as in `withdraw_nodes`.
     """

@@ -1,9 +1,9 @@
-"""Checks from the kubelet's files whether it advertises the granted GPUs, without requests to plugin or API server.
+"""Checks from its files whether the kubelet advertises the granted GPUs, without asking the plugin or the API server.
 
-The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends its list and
-when a pod gets devices. It does not write it when it starts. After a plugin has exited, it does so only five minutes
-later, although the plugin's devices become unhealthy at once. So the sockets are tried as well, and a checkpoint older
-than the sockets proves nothing.
+The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends a list of
+devices, and when a pod gets devices, but not when the kubelet starts. When a plugin exits, its devices become unhealthy
+at once, but the kubelet writes the checkpoint only five minutes later. So the plugin's sockets are tried as well, and a
+checkpoint that is older than the sockets proves nothing.
 """
 
 import fnmatch
@@ -58,7 +58,7 @@ def check_advertised(
     context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]
 ) -> Condition:
     """Return GPUsAdvertised. `published` has the names of the devices in the CDI specification. Raises OSError."""
-    condition = _kubelets(context, vendor, request, published)
+    condition = _by_kubelet(context, vendor, request, published)
     if not vendor.plugin_spec or not context.system.exists(vendor.plugin_spec):
         return condition
     # Imported here: few plugins make a specification of their own.
@@ -67,7 +67,7 @@ def check_advertised(
     return with_plugin_spec(context.system, vendor, request, condition)
 
 
-def _kubelets(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
+def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, published: tuple[str, ...]) -> Condition:
     """Return GPUsAdvertised according to the kubelet's directory alone. Raises OSError."""
     system = context.system
     if not system.is_directory(PLUGINS):
@@ -94,7 +94,7 @@ def _kubelets(context: Context, vendor: MachineVendor, request: Request, publish
 
 
 def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:
-    """Return the GPUs that were advertised in this or an earlier run, since the plugin began to serve."""
+    """Return the GPUs that this run or an earlier one found advertised since the plugin began to serve."""
     name = f"device-plugin-{vendor.name}"
     noted = notes.load(name)
     before = noted.get("known", []) if noted.get("begun") == plugin.begun else []
@@ -108,7 +108,7 @@ def _gpus(vendor: MachineVendor, request: Request, registered: Mapping[str, tupl
 
 
 def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
-    """Return the vendor's device plugin. Raises DocumentError, which names the checkpoint's key, or OSError."""
+    """Return the vendor's device plugin. Raises DocumentError if the checkpoint is unusable, or OSError."""
     names = fnmatch.filter(system.entries(PLUGINS), vendor.plugin_sockets)
     sockets = {path: system.listening_process(path) for path in (f"{PLUGINS}/{name}" for name in names)}
     serving = {path: process for path, process in sockets.items() if process is not None}
@@ -123,7 +123,8 @@ def read_plugin(system: System, vendor: MachineVendor) -> Plugin:
     except OSError as error:
         raise DocumentError(f"{CHECKPOINT}: cannot be read: {error.strerror}") from error
     ours = {name: ids for name, ids in registered.items() if name.startswith(vendor.resource_prefix)}
-    # If the clock was set back, sockets seem to be from the future. They are ignored: no checkpoint would be newer.
+    # If the clock was set back, a socket's time may lie in the future. Such times are ignored, because every checkpoint
+    # would be older.
     now = time.time_ns()
     begun = max((each for each in times if each <= now), default=0)
     return Plugin(serving, dead, ours, begun, up_to_date=written >= begun)
@@ -135,7 +136,7 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
     The part that is read here is the same in all versions of Kubernetes, except that `Data` is missing before 1.10. The
     checksum is not verified, because it depends on how Go prints the structure.
     """
-    hint = "see the kubelet's log; it writes the file again when a device plugin registers"
+    hint = "see the kubelet's log; the kubelet writes the file again when a device plugin registers"
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -156,7 +157,7 @@ def parse_checkpoint(data: bytes) -> dict[str, tuple[str, ...]]:
 
 
 def _without_plugin(vendor: MachineVendor, plugin: Plugin) -> Condition | None:
-    """Return the condition if no plugin is running, or the kubelet has no list of a running one; otherwise None."""
+    """Return the condition if not all of the plugin is running, or the kubelet has no list from it; else None."""
     advice = f"see the log of the device plugin's pod for {vendor.resource_prefix}*"
     if not plugin.serving:
         if not plugin.dead and not plugin.registered:
@@ -183,10 +184,11 @@ def _compare(
     registered: Mapping[str, tuple[str, ...]],
     known: Set[str] | None,
 ) -> Condition:
-    """Return the condition after comparing the GPUs' identities: with time-slicing and MIG, counts do not help.
+    """Compare the granted GPUs with the advertised ones, and return the condition.
 
-    `known` has the GPUs that the plugin has advertised since its start, if the CDI specification has changed since;
-    otherwise it is None.
+    The GPUs' identities are compared, because time-slicing and MIG change the counts. `known` has the GPUs that the
+    plugin has advertised since it started; None if the plugin needs no restart to notice the CDI specification's last
+    change.
     """
     gpus = _gpus(vendor, request, registered)
     ids = [(resource, each) for resource, listed in registered.items() for each in listed]
@@ -203,8 +205,8 @@ def _compare(
     parts = [f"{_names(missing)} is granted, but not advertised"] if missing else []
     parts += [f"{_names(stale)} is advertised, but not granted (any longer)"] if stale else []
     message = f"{'; '.join(parts)}: see the log of the device plugin, and restart its pod"
-    # A plugin that knows a GPU and does not advertise it considers the GPU unhealthy. After a restart, it would forget
-    # that.
+    # A plugin that once advertised a GPU, and no longer does, considers the GPU unhealthy. A restart would make the
+    # plugin forget that.
     if known is not None and (missing - known or stale):
         why = "it started before the CDI specification last changed, and looks for GPUs only when it starts"
         return false(KIND, Reason.DEVICE_PLUGIN_RESTART_NEEDED, f"{message}: {why}")
@@ -216,7 +218,7 @@ def _compare(
 
 
 def used_plugins(conditions: list[Condition]) -> list[Condition]:
-    """Return several vendors' conditions of one type without those of unused plugins, if another vendor's is used."""
+    """Return several vendors' conditions of one type, without those for unused plugins if another plugin is used."""
     used = [each for each in conditions if each.reason not in (Reason.NO_DEVICE_PLUGIN, Reason.NOT_APPLICABLE)]
     return used if conditions[0].type is KIND and used else conditions
 

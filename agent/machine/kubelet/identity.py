@@ -1,8 +1,8 @@
-"""Finds the identity of this machine's kubelet for the API server, its Node name and kubeconfig.
+"""Finds the Node name and the kubeconfig with which this machine's kubelet uses the API server.
 
-They are read from the arguments of the running process, because kubeadm, distributions' packages and custom scripts use
-different paths. Processes in containers are ignored: a pod may call its process kubelet, and a kubeconfig can name a
-program to run.
+Both are read from the arguments of the running process, because kubeadm, distributions' packages and custom scripts use
+different paths. Processes in containers are ignored: a pod may call its process kubelet, and name a kubeconfig that
+makes kubectl run a program.
 """
 
 import re
@@ -70,9 +70,10 @@ def _kubelet(system: System) -> tuple[str, ...] | None:
 def _is_root_service(system: System, process: str) -> bool:
     """Return whether a process runs as root in a service of this machine, outside containers.
 
-    A kubeconfig can name a program, which would run as root. So this checks what neither a container nor another user
-    can choose: user ids, PID namespace and cgroup. systemd's own cgroups are services and slices; those of users are
-    below user.slice. A pod's is a scope or a directory without a suffix (runc), below kubepods (kubelet).
+    A kubeconfig can name a program, which kubectl would run as root. So this checks what neither a container nor
+    another user can choose: user ids, PID namespace and cgroup. The cgroup of a service ends in .service or .slice, and
+    is not below user.slice, which is for users. The cgroup of a pod's container ends in .scope or has no suffix (runc),
+    and is below kubepods (kubelet).
     """
     status = system.read(f"/proc/{process}/status", 1 << 16).decode(errors="replace")
     fields = {name: value.split() for name, _, value in (line.partition(":") for line in status.splitlines())}
@@ -80,7 +81,7 @@ def _is_root_service(system: System, process: str) -> bool:
     paths = [line.split(":", 2)[-1] for line in cgroups]
     units = any(path.endswith((".service", ".slice")) for path in paths)
     others = any("kubepods" in path or "/user.slice" in path for path in paths)
-    # Real, effective, saved and file system user: in a setuid root program, the real one differs.
+    # Real, effective, saved and file system user id. In a setuid root program, the real one is not 0.
     return fields.get("Uid") == ["0"] * 4 and len(fields.get("NSpid", ())) == 1 and units and not others
 
 

@@ -37,7 +37,7 @@ KUBECTL_LIMIT = 15
 NOTE = NODE_CONDITION
 NODE = f"{MACHINE_STATE}/node.json"
 ATTEMPTS = 3
-"""How often to try to change the Node, if others change it meanwhile."""
+"""How many times to try to change the Node if others change it at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def main() -> int:
 
 
 def run(system: System, now: float) -> None:
-    """Set the condition on the Node, or remove it if it is no longer configured. Raises OSError."""
+    """Set the condition on the Node, or remove it if no longer configured. Note the result, or raise OSError."""
     notes, noted = Notes(system), {}
     # If the note cannot be read, the condition is set again.
     with contextlib.suppress(OSError):
@@ -129,7 +129,10 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
 
 
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
-    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable."""
+    """Return the machine's Ready condition, and NodeConditionSet if the host status is unusable.
+
+    Ready is Unknown if the host status is unusable or old.
+    """
     try:
         host_status = parse_host_status(system.read(HOST_STATUS, SIZE_LIMIT))
     except (DocumentError, OSError) as error:
@@ -146,7 +149,7 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
 def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
     """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
     same_status = applied is not None and applied.status == wanted.status
-    # The first time, the transition is the host half's. Later changes, such as to Unknown, are dated here.
+    # The first transition has the host half's time. Later ones, such as to Unknown, get the time of the run.
     transition = applied.transition if applied and same_status else (now if applied else wanted.last_transition or now)
     new = Applied(identity.node, wanted.status, wanted.reason, wanted.message, transition, now)
     if applied and replace(new, heartbeat=applied.heartbeat) == applied and 0 <= now - applied.heartbeat < HEARTBEAT:
@@ -155,9 +158,9 @@ def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: fl
 
 
 def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condition | None:
-    """Set the condition on the Node. Return a condition with the reason why that failed; None if it did not."""
+    """Set the condition on the Node. Return None, or NodeConditionSet with the reason why that failed."""
     if _marked_node(system) != identity.node:
-        # Recorded before it is first set, and on disk: the Node's condition outlives a boot of the machine.
+        # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's boot.
         system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
     condition = {
         "type": TYPE,
@@ -171,7 +174,10 @@ def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condi
 
 
 def _withdraw(system: System, applied: Applied | None) -> tuple[Applied | None, Condition]:
-    """Remove the agent's condition from the Node, if the Node is recorded as having it. Return the result."""
+    """Remove the agent's condition from the Node, if the Node is recorded as having it.
+
+    Return the condition that the Node then has, None for none, and NodeConditionSet.
+    """
     done = not_applicable(KIND, "the Node has no condition of this agent, and none is configured")
     marked = _marked_node(system)
     if marked is None:
@@ -193,7 +199,7 @@ def _withdraw(system: System, applied: Applied | None) -> tuple[Applied | None, 
 def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> Condition | None:
     """Set the agent's condition on the Node, or remove it if `ours` is None.
 
-    Returns a condition with the reason why that failed; None if it did not.
+    Returns None, or NodeConditionSet with the reason why that failed.
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
@@ -212,10 +218,11 @@ def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> 
 def _replace(system: System, identity: Identity, ours: dict[str, str] | None) -> None:
     """Read the Node, and write its status with this one condition changed. Raises CommandError or DocumentError.
 
-    If others changed the Node in between, the API server refuses the write (Conflict) by its resourceVersion.
+    If others changed the Node in between, its resourceVersion is outdated, and the API server refuses the write
+    (Conflict).
     """
-    # kubectl, because it can read every form of a kubeconfig. Not `kubectl patch`: it reads nodes/status first, which
-    # the Node authorizer refuses to a kubelet. Not server-side apply: when it removes its only condition, it also
+    # kubectl, because it can read every kind of kubeconfig. Not `kubectl patch`: it reads nodes/status first, which the
+    # Node authorizer does not let a kubelet do. Not server-side apply: when it removes our only condition, it also
     # removes all conditions that have no field manager.
     kubectl = ("kubectl", f"--kubeconfig={identity.kubeconfig}", "--request-timeout=10s")
     path = f"/api/v1/nodes/{identity.node}"
@@ -242,7 +249,7 @@ def _refusal(identity: Identity, error: CommandError | DocumentError) -> Conditi
         return false(KIND, Reason.NODE_NOT_REGISTERED, f"{message} ({words})")
     if "Error from server" in words or "Unauthorized" in words:
         return false(
-            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} set it: {words}"
+            KIND, Reason.REFUSED, f"the API server does not let the kubelet of {identity.node} change {TYPE}: {words}"
         )
     return false(KIND, Reason.API_UNREACHABLE, f"kubectl --kubeconfig={identity.kubeconfig}: {words}")
 

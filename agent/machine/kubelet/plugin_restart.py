@@ -1,7 +1,7 @@
 """Restarts the container of a vendor's device plugin through the CRI, if `restart_device_plugin` is set.
 
-The container is stopped, and the kubelet starts it again, as any container of a DaemonSet. Other containers are not
-affected. The next run sees the result.
+The container is stopped, and the kubelet starts it again, as it does with every container of a DaemonSet. Other
+containers are not affected. The next run sees the result.
 """
 
 import re
@@ -19,13 +19,13 @@ from agent.vendors.machine_vendor import MachineVendor
 
 ENDPOINT = "unix:///run/containerd/containerd.sock"
 GRACE = 10
-"""Seconds that the plugin has to exit after SIGTERM."""
+"""Seconds for the plugin to exit after SIGTERM."""
 CONNECT_LIMIT = 10
-"""Seconds that the CRI has to answer."""
+"""Seconds for the CRI to answer."""
 CRICTL_LIMIT = 60
 """Seconds that crictl may run."""
 DISTANCE = 300.0
-"""Least seconds between two restarts. The kubelet's delay before it starts a container again grows up to this."""
+"""Minimum seconds between two restarts. The kubelet's delay before it starts a container again grows up to this."""
 UNIT = "unbounded-agent-restart-device-plugin"
 SHOWN = 13
 """Characters of a container's id that crictl shows."""
@@ -34,15 +34,15 @@ CONTAINER = re.compile(r"(?:[a-z-]+-)?([0-9a-f]{64})(?:\.scope)?")
 
 
 def restart_plugin(context: Context, vendor: MachineVendor, needed: Condition) -> Condition:
-    """Restart the plugin, and return `needed` with a message about that. Raises OSError or DocumentError."""
+    """Restart the plugin if possible, and return `needed` with the result added. Raises OSError or DocumentError."""
     return replace(needed, message=f"{needed.message}; {_restart(context, vendor)}")
 
 
 def _restart(context: Context, vendor: MachineVendor) -> str:
     """Restart the plugin if it may be restarted now, and return a sentence about that.
 
-    It is restarted at most once for each CDI specification, because a second restart would not help either, and only
-    after DISTANCE.
+    The plugin is restarted at most once for each CDI specification, because a second restart would not help either. The
+    time between two restarts is at least DISTANCE.
     """
     system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
@@ -51,8 +51,8 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:
-        return f"it was restarted less than {DISTANCE:.0f} s ago, and can be again after that"
-    # A socket with two names may belong to another plugin: processes that may write in the directory can link to it.
+        return f"it was restarted less than {DISTANCE:.0f} s ago; a later run restarts it if that is still needed"
+    # A socket with two names may be another plugin's: whoever may write in the directory can make a hard link to it.
     processes = {
         process for path, process in read_plugin(system, vendor).serving.items() if system.link_count(path) == 1
     }
@@ -75,7 +75,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
 
 
 def _stop(system: System, program: str, containers: Iterable[str]) -> None:
-    """Stop containers by a transient unit, without waiting for it: a plugin may take time to exit."""
+    """Stop containers in a transient unit. This does not wait, because a plugin may take time to exit."""
     properties = f"--property=RuntimeMaxSec={CRICTL_LIMIT}"
     unit = ("systemd-run", "--quiet", "--no-block", "--collect", f"--unit={UNIT}", properties)
     crictl = (program, f"--runtime-endpoint={ENDPOINT}", f"--timeout={CONNECT_LIMIT}s", "stop", f"--timeout={GRACE}")
@@ -83,7 +83,7 @@ def _stop(system: System, program: str, containers: Iterable[str]) -> None:
 
 
 def _container(system: System, process: int) -> str:
-    """Return the id of the container of a process, by its cgroup; empty outside pods, or if the process has exited."""
+    """Return the id of a process's container, by its cgroup; empty outside pods, or if the process has exited."""
     try:
         cgroups = system.read(f"/proc/{process}/cgroup", 1 << 16).decode(errors="replace").splitlines()
     except OSError:

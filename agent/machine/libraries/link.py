@@ -92,7 +92,7 @@ def link_libraries(context: Context, request: Request, data: tuple[str, ...] = (
 
 
 def _log_repair(notes: Notes, request: Request, wanted: Mapping[str, str], plan: LinkPlan) -> None:
-    """Log a repair if links are wrong that an earlier run had made completely, and that are still wanted."""
+    """Log a repair if links are wrong now, although an earlier run made all links that are wanted now."""
     name = f"links-{request.vendor}"
     links = sorted(item for item in wanted.items() if item[0] not in plan.conflicts)
     made = {"digest": hashlib.sha256(repr(links).encode()).hexdigest()}
@@ -116,7 +116,7 @@ def _staged(system: System, driver_root: str) -> bool:
 
 
 def _listing(system: System, where: Places) -> dict[str, str]:
-    """Return the text of each link, and FOREIGN for other entries, in the directories of our links, by path."""
+    """Return, by path, the text of each link in the directories of our links, and FOREIGN for each other entry."""
     found = {}
     for directory in where.directories():
         if system.is_directory(directory):
@@ -182,7 +182,7 @@ def _identity(system: System) -> list[int]:
 def _cached(system: System, needed: frozenset[str]) -> Cached:
     """Return the faults of the loader cache, according to `ldconfig -p`.
 
-    Of entries with one name and ABI, the loader takes the first (search_cache in dl-cache.c).
+    Of several entries with the same name and ABI, the loader takes the first (search_cache in dl-cache.c).
     """
     if not needed or not system.exists(LOADER_CACHE):
         return Cached(needed)
@@ -194,16 +194,19 @@ def _cached(system: System, needed: frozenset[str]) -> Cached:
             listed.setdefault(match["path"], (match["name"], match["abi"]))
     keys = {path: listed.get(path) or listed.get(path.removeprefix("/usr")) for path in needed}
     taken = {path: first[key] for path, key in keys.items() if key}
-    shadowed = {path: other for path, other in taken.items() if not _same(system, path, other)}
+    shadowed = {path: other for path, other in taken.items() if not _is_harmless(system, path, other)}
     return Cached(frozenset(path for path, key in keys.items() if not key), shadowed)
 
 
-def _same(system: System, path: str, other: str) -> bool:
-    """Return whether two paths lead to the same file, as /lib/<triplet> and /usr/lib/<triplet> do on Debian."""
+def _is_harmless(system: System, path: str, other: str) -> bool:
+    """Return whether `other` does not shadow `path`: it leads to the same file, or is gone.
+
+    On Debian, /lib/<triplet> and /usr/lib/<triplet> lead to the same files.
+    """
     if other in (path, path.removeprefix("/usr")):
         return True
     try:
         return system.real_path(path) == system.real_path(other)
     except OSError:
-        # One of the two was removed after the cache was written. The loader skips entries that do not exist.
+        # One of the two was removed after the cache was written. If it is `other`, the loader skips it.
         return not system.exists(other)

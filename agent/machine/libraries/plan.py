@@ -16,7 +16,7 @@ TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu"}
 TRIPLET_32 = "i386-linux-gnu"
 BINARIES = "/usr/bin"
 SUBDIRECTORIES = ("", "vdpau", "gbm")
-"""Subdirectories of the library directory that get links too. From some, libraries load drivers' plugins by path."""
+"""The library directory and two subdirectories that get links too: from these, libraries load plugins by path."""
 
 FOREIGN = ""
 """Stands for an entry that is not a link, in place of a link's text."""
@@ -54,7 +54,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class LinkPlan:
-    """The changes of links."""
+    """The changes to the links."""
 
     remove: tuple[str, ...]
     make: Mapping[str, str]

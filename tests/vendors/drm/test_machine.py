@@ -398,7 +398,7 @@ def test_another_vendors_gpus_come_and_go(machine: Machine) -> None:
     assert machine.entries("/etc/containerd/conf.d") == ("99-nvidia.toml",)
     assert machine.conditions()["RuntimeConfigured"] == ("True", "ReadBack")
     # The message does not say that our drop-in is missing.
-    assert machine.message("RuntimeConfigured").endswith("shows CDI enabled; these GPUs need no more")
+    assert machine.message("RuntimeConfigured").endswith("shows CDI enabled; these GPUs need nothing else")
     assert machine.conditions()["RuntimeActive"] == ("True", "Running")
 
 

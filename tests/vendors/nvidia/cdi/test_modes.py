@@ -349,7 +349,7 @@ def test_a_foreign_file_stays(machine: Machine) -> None:
     machine.put(published("gds"), "{}")
     run(machine)
     assert machine.read(published("gds")) == b"{}"
-    assert "another program wrote" in machine.message("CDISpecCurrent")
+    assert "was not written by the agent" in machine.message("CDISpecCurrent")
 
 
 def foreign(kind: str) -> str:
