@@ -16,11 +16,12 @@ HEADER = """# Tested with
 this version of this part, as the part itself reported it. **GPUs, kernel modules and NVML are simulated** in all of
 them ([integration/README.md](../integration/README.md)); everything in the table is real.
 
-**Not tested:** real GPUs; Ubuntu 24.04 as the host, or as the base of a machine's image, for which it is the default.
+**Not tested:** real GPUs; Ubuntu 24.04 as the host, or as the base of a machine's image (the default base).
 
-**Tests without a virtual machine** observe and plan only: arm64, two drivers side by side, a CUDA compatibility
-directory, other locales. With the real `nvidia-ctk`, they also check the staged copies of every file of Debian's driver
-packages, in 64 and 32 bits, and the same files moved to where Fedora, Talos and a driver container have them.
+**Tests without a virtual machine** cover arm64, two drivers side by side, a CUDA compatibility directory and other
+locales, but only observe and plan. With the real `nvidia-ctk`, they also check the staged copies of every file of
+Debian's driver packages, in 64 and 32 bits, and the same files moved to where Fedora, Talos and a driver container have
+them.
 
 | part | version | tests that passed |
 |---|---|---|
