@@ -37,5 +37,5 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
         return Loaded(config)
     loaded = load_or_last_good(system)
     if loaded.rejected and options.command != "run":
-        progress(f"the configuration is wrong, using the last good one: {loaded.rejected}")
+        progress(f"the configuration is invalid, using the last good one: {loaded.rejected}")
     return loaded

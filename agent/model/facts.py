@@ -269,7 +269,7 @@ class Facts:
     machines: tuple[MachineFacts, ...]
     staged: tuple[StagedRoot, ...] = ()
     next_driver_root_index: int = 0
-    """The lowest index above every driver root and manifest on disk, complete or not."""
+    """A free index, above every driver root and manifest on disk unless the indices above are used up."""
     corrupt_roots: tuple[int, ...] = ()
     """Indices of unusable driver roots: incomplete, or without a manifest."""
     plain_roots: tuple[int, ...] = ()
