@@ -1,2 +1,5 @@
-"""All code that depends on a vendor. The host half's is in `<vendor>/host.py`, listed in agent/host/vendors.py; the
-machine half's is in `<vendor>/machine.py`, listed in agent/machine/vendors.py."""
+"""All code that depends on a vendor.
+
+agent/host/vendors.py lists the vendors of the host half (`<vendor>/host.py`), agent/machine/vendors.py those of the
+machine half (`<vendor>/machine.py`).
+"""

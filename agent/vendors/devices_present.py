@@ -1,4 +1,4 @@
-"""Finds the faults of any vendor's GPUs that make them unusable whatever nodes they have. Pure."""
+"""Finds faults that make GPUs unusable whether their nodes exist or not, for all vendors. Pure."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,10 @@ KIND = ConditionType.DEVICES_PRESENT
 
 
 def before_nodes(facts: VendorFacts, grant: Grant, advice: Callable[[tuple[str, ...]], str]) -> Condition | None:
-    """Return DevicesPresent for such a fault; None if there is none. `advice` is for GPUs without a driver."""
+    """Return DevicesPresent: Unknown if the devices could not be observed, False for such a fault; otherwise None.
+
+    `advice` returns what to do about GPUs without a driver, given their PCI addresses.
+    """
     if isinstance(facts.devices, Unseen):
         return unknown(KIND, Reason.OBSERVATION_FAILED, facts.devices.why)
     if isinstance(facts.devices, Absent | Broken):

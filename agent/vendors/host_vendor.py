@@ -68,9 +68,10 @@ class HostVendor(ABC):
 
     name: str
     always_handed = False
-    """Whether handoffs include the vendor even without a GPU. Older machine halves know only such vendors."""
+    """Whether handoffs include the vendor even if the host has none of its GPUs. Older machine halves know only the
+    vendors that are always included."""
     drivers: tuple[str, ...] = ()
-    """Names on the PCI bus of the kernel drivers whose GPUs machines can get."""
+    """Names of kernel drivers on the PCI bus. Machines can get GPUs that are bound to one of them, or to no driver."""
     own_nodes: frozenset[DeviceKind] = frozenset()
     """Kinds of nodes that belong to a single GPU. A process that has none of them open does not use the GPU."""
     services: tuple[str, ...] = ()
@@ -80,11 +81,11 @@ class HostVendor(ABC):
     node_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of names in /dev. `observe` must run when such an entry appears, disappears or changes."""
     node_directories: tuple[str, ...] = ()
-    """Directories, possibly missing, for all entries of which `observe` must run as well."""
+    """Directories, possibly missing. `observe` must also run when any entry in them appears, disappears or changes."""
     image = "agent-ubuntu2404"
-    """The machine image in containerfiles/ that has the vendor's programs that the machine half runs."""
+    """The machine image in containerfiles/ with the programs that the machine half runs for this vendor."""
     symptoms: Mapping[tuple[ConditionType, str], str] = {}
-    """The symptoms of a False condition, by condition and reason. An empty reason means any other reason."""
+    """Symptoms of a False condition, by condition and reason. An empty reason means all reasons that are not listed."""
     library_names: tuple[str, ...] = ()
     """Patterns (fnmatch) of the files in `library_directories` that show which user space is installed."""
 
@@ -96,18 +97,24 @@ class HostVendor(ABC):
     def grant(
         self, facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]
     ) -> Grant:
-        """Return what a machine with these settings gets. `wanted` has its GPUs, including detached ones. Pure."""
+        """Return what a machine with these settings gets. Pure.
+
+        `wanted` has the machine's GPUs, including detached ones.
+        """
 
     def library_directories(self, driver: DriverSettings) -> tuple[str, ...]:
         """Return the directories where `library_names` may appear and disappear; some may be missing. Pure."""
         return ()
 
     def wrong_driver(self, gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-        """Return GPUs that are bound to a different driver because a setting of the host is missing. Pure."""
+        """Return the GPUs that have a driver not in `drivers` because a setting is missing on the host. Pure."""
         return ()
 
     def conditions(self, facts: VendorFacts, grant: Grant) -> tuple[Condition, ...]:
-        """Return the conditions from DriverLoaded to PersistenceMode, with the next step if one is not True. Pure."""
+        """Return the conditions from DriverLoaded to PersistenceMode. Pure.
+
+        The message of a False condition says what to do next.
+        """
         return ()
 
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
@@ -115,7 +122,10 @@ class HostVendor(ABC):
         return None
 
     def release_advice(self, command: str, pci_address: str, *, in_machine: bool) -> str:
-        """Return how a program of the vendor, named as in /proc/PID/comm, releases a GPU; empty for others. Pure."""
+        """Return how to make one of the vendor's programs release a GPU; empty for any other program. Pure.
+
+        `command` is the program's name as in /proc/PID/comm.
+        """
         return ""
 
     def kernel_message(self, text: str) -> GpuError | None:

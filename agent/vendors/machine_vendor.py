@@ -33,7 +33,7 @@ class Verdict:
     missing_gpus: tuple[str, ...] = ()
     """PCI addresses of granted GPUs that the specification does not have; the others may still be used."""
     not_in_spec: tuple[str, ...] = ()
-    """Files of the driver root that the specification does not mount."""
+    """Files of the driver root, and granted nodes, that the specification leaves out."""
     devices: tuple[str, ...] = ()
     """Names of the devices in the specification."""
     missing_partitions: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class Generated:
     """The specification, parsed."""
     remarks: tuple[str, ...] = ()
     unpartitioned: tuple[str, ...] = ()
-    """PCI addresses of granted GPUs that can be used only by their partitions, and have none."""
+    """PCI addresses of granted GPUs that can be used only in partitions, but have no partition."""
 
 
 class MachineVendor(ABC):
@@ -67,15 +67,15 @@ class MachineVendor(ABC):
     spec_kind: str
     """The kind of the vendor's CDI devices, such as `vendor.com/class`."""
     rival_spec = ""
-    """Where the vendor's own packages publish a specification of this kind, which takes precedence; may be empty."""
+    """The specification that the vendor's own packages publish. It takes precedence over the agent's. May be empty."""
     rival_units: tuple[str, ...] = ()
-    """The units that publish it."""
+    """The units that write `rival_spec`."""
     data_directories: tuple[str, ...] = ()
-    """Directories below driver roots with the configuration of loaders. The device plugin expects it in the machine."""
+    """Directories with loaders' configuration, below a driver root. The device plugin expects them in the machine."""
     tools: tuple[str, ...] = ()
-    """Programs that the specification depends on: it is generated again if one changes. The first one generates it."""
+    """Programs whose change makes the agent generate the specification again. The first one is the generator."""
     inputs: tuple[str, ...] = ()
-    """Files on which the specification depends in the same way."""
+    """Other files whose change makes the agent generate the specification again."""
     runtime_config = ""
     """The configuration file of the handler's program; empty if there is none."""
     resource_prefix: str
@@ -96,7 +96,7 @@ class MachineVendor(ABC):
 
     @property
     def cdi_modes(self) -> "CdiModes | None":
-        """Return the generator's modes; None if it makes only specifications of GPUs."""
+        """Return the generator's modes; None if the generator makes only specifications of GPUs."""
         return None
 
     @abstractmethod
@@ -104,11 +104,11 @@ class MachineVendor(ABC):
         """Generate a specification in an empty directory. `live` is as in `verify`. Raises AgentError or OSError."""
 
     def optional_paths(self, request: Request) -> tuple[str, ...]:
-        """Return paths in the machine that may be missing: the specification depends on which exist. Pure."""
+        """Return paths in the machine that may be missing. The specification depends on which of them exist. Pure."""
         return ()
 
     def bound_directories(self, request: Request) -> tuple[str, ...]:
-        """Return directories that the host binds into the machine while it runs. Pure."""
+        """Return directories that the host binds into the running machine. Pure."""
         return ()
 
     @abstractmethod
@@ -132,7 +132,7 @@ class MachineVendor(ABC):
         live: Mapping[str, DeviceNumber],
         exists: Callable[[str], bool],
     ) -> tuple[str, ...]:
-        """Return why pods would not get GPUs by the device plugin's specification. Pure, except that it calls `exists`.
+        """Return why pods would not get GPUs through the device plugin's specification. Pure, except for `exists`.
 
         `own` is the specification that the agent published, `live` is as in `verify`.
         """
@@ -140,14 +140,20 @@ class MachineVendor(ABC):
 
     @abstractmethod
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
-        """Return the qualified names of the devices in all valid specifications in a directory. Raises AgentError."""
+        """Return the qualified names of the devices in all valid specifications in a directory.
+
+        Raises AgentError or OSError.
+        """
 
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU that a device id of the kubelet or a CDI device name stands for; empty if none. Pure."""
+        """Return the GPU that a kubelet's device id or a CDI device name stands for; empty if there is none. Pure."""
 
     def edit_runtime_config(self, text: str) -> str:
-        """Return the text that `runtime_config` must have; `text` itself if it may stay. Raises AgentError. Pure."""
+        """Return the content that the file `runtime_config` must have, given its current `text`. Pure.
+
+        Return `text` itself if nothing has to change. Raises AgentError.
+        """
         return text
 
 
@@ -163,7 +169,7 @@ class CdiModes(ABC):
 
     @abstractmethod
     def basis(self, mode: str, request: Request, granted: Collection[GrantedDevice]) -> Request:
-        """Return the request for the mode: parts of the vendor's, with the granted devices that the mode covers. Pure.
+        """Return the mode's request: what the mode needs of `request`, and the `granted` devices that it covers. Pure.
 
         If the result has no device, no specification is made.
         """
@@ -178,7 +184,10 @@ class CdiModes(ABC):
 
     @abstractmethod
     def narrowed(self, spec: object, request: Request) -> object:
-        """Return a published specification without nodes outside the request; None if nothing is left. Pure."""
+        """Return a published specification without nodes outside the request. Pure.
+
+        Return None if no device is left, or if the specification is malformed.
+        """
 
     @abstractmethod
     def verify(

@@ -12,7 +12,8 @@ AMD = DrmHost(
     Description(
         name="amd",
         title="AMD",
-        # 0x1022 is the id of AMD's processors. AMD's tools do not support the driver radeon, for GPUs before 2012.
+        # 0x1022 is the id of AMD's processors. The driver radeon, for GPUs before 2012, is left out,
+        # because AMD's tools do not support it.
         vendor_id=0x1002,
         drivers=("amdgpu",),
         firmware="Debian: firmware-amd-graphics; Ubuntu: linux-firmware",

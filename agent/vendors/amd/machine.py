@@ -19,9 +19,12 @@ class AmdMachine(DrmMachine):
     """The names have no suffix (dpm/plugin.go of the library that AMD's plugin uses)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
-        """Return `amd-ctk`'s numbers of GPUs, in the order of PCI addresses: a new GPU changes the numbers after it."""
+        """Return the number of each GPU, as `amd-ctk` counts them: in the order of PCI addresses.
+
+        A new GPU changes the numbers of the GPUs after it.
+        """
         return {gpu: str(index) for index, gpu in enumerate(sorted(request.gpus))}
 
     def gpu_of(self, name: str, request: Request) -> str:
-        """Return the GPU, which AMD's plugin calls by its PCI address; empty for any other id, a partition's."""
+        """Return the PCI address, by which AMD's plugin names a GPU; empty for other names, such as a partition's."""
         return name if PCI_ADDRESS.fullmatch(name) else ""

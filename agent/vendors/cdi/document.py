@@ -1,4 +1,4 @@
-"""Access to the parts of a CDI specification that may be malformed. Raises DocumentError, which names the part."""
+"""Reads a CDI specification, which may be malformed. Raises DocumentError, which names the malformed part."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Names of the devices in others' CDI specifications. Pure."""
+"""Lists the devices in CDI specifications that other programs wrote. Pure."""
 
 import json
 from typing import Any
@@ -7,9 +7,9 @@ from agent.model.errors import DocumentError
 
 
 def device_names(text: str) -> tuple[str, ...]:
-    """Return the qualified names of a specification's devices; none if the specification is invalid.
+    """Return the qualified names of a specification's devices; none if it has no kind or no list of devices.
 
-    Raises DocumentError if the names cannot be determined.
+    Raises DocumentError if the text is neither JSON nor plain YAML, or PyYAML is missing.
     """
     try:
         document = json.loads(text)

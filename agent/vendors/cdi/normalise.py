@@ -14,9 +14,10 @@ LISTS = ("deviceNodes", "hooks", "mounts", "netDevices")
 
 
 def settled(spec: object) -> object:
-    """Return the specification without empty values and with the lowest version. `verify` reports a malformed one.
+    """Return the specification without empty values and with the lowest version.
 
-    The edits of a device may be empty as a whole, which is invalid: they are kept, so that `verify` reports them.
+    A malformed specification is returned as it is. If a device has only empty edits, which is invalid, they are kept.
+    `verify` reports both.
     """
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec

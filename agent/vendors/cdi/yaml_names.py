@@ -1,8 +1,8 @@
 """Finds the kind and the device names in a CDI specification in YAML, from the parser's events. Pure.
 
-A pod may have written the file. With events, no alias is expanded, and nothing here recurses. Everything that is not
-plain YAML is refused: if its devices were overlooked, the specification could take precedence over ours, or conflict
-with it, unnoticed.
+A pod may have written the file. With events, no alias is expanded, and nothing here recurses. A file that is not plain
+YAML is refused: if its devices were overlooked, it could take precedence over our specification, or conflict with ours,
+unnoticed.
 
 Importing this module needs PyYAML with libyaml, which is ten times as fast as PyYAML's own parser. Container runtimes
 use a translation of libyaml into Go (go.yaml.in/yaml/v2).
@@ -28,7 +28,7 @@ OTHER_TYPE = re.compile(
 
 
 def parse(text: str) -> dict[str, object]:
-    """Return the kind and the devices, of which only the names are kept. Raises DocumentError."""
+    """Return the kind, and the devices with only their names. Raises DocumentError."""
     try:
         return _document(_events(text.encode(errors="surrogateescape")))
     except yaml.YAMLError as error:
@@ -41,7 +41,7 @@ def parse(text: str) -> dict[str, object]:
 def _events(content: bytes) -> Iterator[yaml.Event]:
     depth = 0
     for event in yaml.parse(content, CSafeLoader):
-        depth += _step(event)
+        depth += _depth_change(event)
         if depth > DEEPEST:
             raise _refusal(event)
         yield event
@@ -81,7 +81,7 @@ def _devices(events: Iterator[yaml.Event], start: yaml.Event) -> list[dict[str, 
 
 
 def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[str, yaml.Event]]:
-    """Yield a mapping's keys, each with the first event of its value.
+    """Yield a mapping's keys in lower case, each with the first event of its value.
 
     The caller must consume the other events of the value.
     """
@@ -97,9 +97,9 @@ def _members(events: Iterator[yaml.Event], start: yaml.Event) -> Iterator[tuple[
 
 
 def _text(event: yaml.Event) -> str:
-    """Return a scalar's text. Raises YAMLError if some parsers would take it for another value."""
+    """Return a scalar's text. Raises YAMLError if some parsers would read another value, or if it is no scalar."""
     if isinstance(event, yaml.ScalarEvent):
-        # Both are false for one with a tag.
+        # Both are false for a scalar with a tag.
         plain, quoted = event.implicit
         if quoted or (plain and (SMALL_NUMBER.fullmatch(event.value) or not OTHER_TYPE.fullmatch(event.value))):
             return str(event.value)
@@ -107,13 +107,13 @@ def _text(event: yaml.Event) -> str:
 
 
 def _skip(events: Iterator[yaml.Event], event: yaml.Event) -> None:
-    """Consume the other events of a value, whose first event is `event`."""
-    depth = _step(event)
+    """Consume the rest of the value whose first event is `event`."""
+    depth = _depth_change(event)
     while depth:
-        depth += _step(next(events))
+        depth += _depth_change(next(events))
 
 
-def _step(event: yaml.Event) -> int:
+def _depth_change(event: yaml.Event) -> int:
     return isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
 
 

@@ -1,8 +1,9 @@
-"""Writes the CDI specification of a vendor whose GPUs need only their DRM nodes, and verifies a published one. Pure.
+"""Writes and verifies the CDI specification of a vendor whose GPUs need only their DRM nodes. Pure.
 
 The format is that of specs-go/config.go of the Container Device Interface. Nodes, `cardN` as a name, and mounts are as
 in Intel's cdi-specs-generator (pkg/gpu/cdihelpers); the index as a name and the attributes of nodes are as in AMD's
-container toolkit (internal/cdi). Each GPU also has its PCI address as a name: only this one survives a reboot.
+container toolkit (internal/cdi). Each GPU also has its PCI address as a name: the other names may change at a
+reboot.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -37,7 +38,7 @@ class Ground:
 
 
 def render(kind: str, names: Mapping[str, str], request: Request, ground: Ground) -> dict[str, Any]:
-    """Return the specification for the GPUs whose render nodes exist. `names` has a second name of GPUs, by address."""
+    """Return the specification for the GPUs whose render nodes exist. `names` has their second names, by address."""
     devices, every = [], []
     for gpu in served(request, ground.live):
         own = [each for each in request.devices if each.pci_address in ("", gpu) and each.path in ground.live]
@@ -65,8 +66,8 @@ def _edits(devices: list[GrantedDevice], ground: Ground) -> dict[str, Any]:
     links = [link for each in devices if (link := dri_link(each.kind, each.pci_address)) in ground.links]
     if links:
         edits["mounts"] = [_mount(link) for link in links]
-    # A runtime that may make nodes gives them the specification's group; one that may not binds the machine's nodes,
-    # which have the host's group. With both groups, a process without root rights can open either.
+    # A runtime that may make nodes gives them the specification's group. A runtime that may not make nodes binds the
+    # machine's, which have the host's group. With both groups, a process that is not root can open either kind.
     closed = [each for each in devices if ground.live[each.path].mode & EVERYBODY != EVERYBODY]
     groups = {gid for each in closed for gid in (ground.live[each.path].gid, _gid(each, ground))} - {0}
     if groups:
@@ -99,7 +100,7 @@ def _mount(link: str) -> dict[str, Any]:
 def verify(
     kind: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
 ) -> Verdict:
-    """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
+    """Verify a specification against one request. If it is malformed, the only problem names the malformed part."""
     try:
         document = object_of(spec, "the specification")
         devices = devices_of(document)

@@ -54,7 +54,7 @@ def _devices_present(vendor: Description, facts: VendorFacts, grant: Grant) -> C
         return false(
             kind,
             Reason.NODES_MISSING,
-            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`; if it has just appeared, run "
+            f"no usable /dev/dri/renderDN for {', '.join(missing)}; see `dmesg`; if the GPU has just appeared, run "
             f"`udevadm settle`{broken}",
         )
     present_kinds = {node.kind for node in grant.nodes}

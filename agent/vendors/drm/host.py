@@ -22,7 +22,7 @@ SYMPTOMS = {
 class DrmHost(HostVendor):
     """A vendor that a Description describes completely. Pods bring their own user space: Mesa, oneAPI or ROCm.
 
-    No GPU can have the wrong driver: the kernel's others, such as radeon, are for GPUs that these drivers do not
+    No GPU can have the wrong driver: the kernel's other drivers, such as radeon, are for GPUs that these drivers do not
     support. No program of the vendor keeps a GPU open, and the drivers write no numbered errors into the kernel log.
     """
 

@@ -15,17 +15,17 @@ from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
 
 GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
-"""To chown(2) this id means "unchanged": groups have lower ids."""
+"""For chown(2), this id means "unchanged", so every group has a lower id."""
 GROUP_NUMBER = re.compile(r"[0-9]{1,10}")
 """A group's id. More digits are not needed, and int() raises ValueError for thousands of them."""
 
 
 class DrmMachine(MachineVendor):
-    """The base class of such vendors. Theirs add names, the kind, and attributes of the device plugin."""
+    """The base class of these vendors. Each vendor's class adds its names and the attributes of its device plugin."""
 
     inputs = (GROUP_FILE,)
     mounts_links = False
-    """Whether pods also get the links in /dev/dri/by-path, as they do with the vendor's own tool."""
+    """Whether pods also get the links in /dev/dri/by-path, because the vendor's own tool gives them."""
 
     @abstractmethod
     def other_names(self, request: Request) -> Mapping[str, str]:

@@ -13,7 +13,10 @@ REGISTERED = "drm"
 
 
 def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
-    """Return the facts about a vendor. What cannot be observed is Unseen; nodes that must not be used are problems."""
+    """Return the facts about a vendor. What cannot be observed is Unseen.
+
+    `problems` in the facts name the nodes that must not be used.
+    """
     pci = sources.pci
     if not isinstance(pci, tuple):
         # Unseen, because an empty list would withdraw every GPU.
@@ -37,7 +40,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
         gpus,
         _nodes(vendor, sources, gpus, problems),
         problems=tuple(problems),
-        # udev loads a GPU's driver. If no module is loaded, it is not installed or not wanted, so none is awaited.
+        # udev loads a GPU's driver. If no module is loaded, no driver is installed or wanted, so none is waited for.
         driver_expected=any(
             read_seen(sources.system.exists, f"/sys/module/{name}") is not False for name in vendor.drivers
         ),
@@ -47,7 +50,7 @@ def observe_drm(vendor: Description, sources: Sources) -> VendorFacts:
 def _nodes(
     vendor: Description, sources: Sources, gpus: tuple[Gpu, ...], problems: list[str]
 ) -> Seen[tuple[DeviceNode, ...]]:
-    """Return the usable nodes; Unseen if any could not be observed. Adds to `problems` those that must not be used."""
+    """Return the usable nodes; Unseen if any could not be observed. `problems` gets the nodes that must not be used."""
     if isinstance(sources.drm, Absent):
         return ()
     if not isinstance(sources.drm, tuple):
@@ -75,11 +78,14 @@ def _shared(system: System, node: SharedNode, majors: dict[str, int], problems: 
 
 
 def _number(system: System, path: str, major: int | None, problems: list[str]) -> DeviceNumber | None:
-    """Return the node's numbers; None if it does not exist, or must not be used, which is added to `problems`."""
+    """Return the node's number; None if the node does not exist or must not be used.
+
+    `problems` gets the reason why a node must not be used.
+    """
     try:
         number = system.device(path)
     except FileNotFoundError:
-        # udevd has not made the node yet, or the driver has none.
+        # udevd has not made the node yet, or the driver has no such node.
         return None
     if number is None:
         problems.append(f"{path}: not a character device")

@@ -10,7 +10,7 @@ from agent.model.pci_address import PCI_ADDRESS
 from agent.vendors.drm.machine import DrmMachine
 
 CARD = re.compile(r"(card[0-9]+)(?:-[0-9]+)?")
-"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and the share's number if pods share it."""
+"""An id of Intel's device plugin (cmd/gpu_plugin): the card, and a number if pods share the card."""
 
 
 class IntelMachine(DrmMachine):
@@ -24,7 +24,7 @@ class IntelMachine(DrmMachine):
     plugin_sockets = "gpu.intel.com-*.sock"
     """See pkg/deviceplugin/server.go of intel-device-plugins-for-kubernetes."""
     plugin_rescans = True
-    """It searches for GPUs every five seconds (scanInterval of cmd/gpu_plugin)."""
+    """The plugin searches for GPUs every five seconds (scanInterval of cmd/gpu_plugin)."""
 
     def other_names(self, request: Request) -> Mapping[str, str]:
         """Return `cardN` for each GPU. The numbers may change with each boot."""

@@ -116,7 +116,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
                 kind,
                 Reason.RELOAD_NEEDED,
                 f"libraries {library} take effect when the kernel module {module} is reloaded or the host rebooted; "
-                f"until then the machine keeps those of {module}; DriverRootStaged says whether the others are staged",
+                f"until then the machine keeps those of {module}; DriverRootStaged says whether those of {library} are "
+                "staged",
             )
         return false(
             kind,
@@ -154,7 +155,7 @@ def _fabric_ready(fabric: Seen[str]) -> Condition:
         case Unseen(why):
             return unknown(kind, Reason.OBSERVATION_FAILED, why)
         case Broken(why):
-            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; install it in the driver's version and start it")
+            return false(kind, Reason.FABRIC_MANAGER_MISSING, f"{why}; install the driver's version of it and start it")
         case "active":
             return true(kind, Reason.FABRIC_MANAGER_ACTIVE, "nvidia-fabricmanager.service is active")
         case "activating" | "reloading":
@@ -179,6 +180,6 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
             return false(
                 kind,
                 Reason.DAEMON_NOT_RUNNING,
-                "nvidia-persistenced.service is not running, so the driver initialises a GPU for each first user; "
-                "run `systemctl enable --now nvidia-persistenced`",
+                "nvidia-persistenced.service is not running, so the driver shuts down idle GPUs, and initialises them "
+                "again for the next user; run `systemctl enable --now nvidia-persistenced`",
             )

@@ -1,9 +1,9 @@
-"""NVIDIA's own programs that keep GPUs open, and how to make each release one. Pure."""
+"""Lists NVIDIA's programs that keep GPUs open, and how to make each program release a GPU. Pure."""
 
 COMMAND_LENGTH = 15
 """Characters that the kernel keeps of a program's name: TASK_COMM_LEN without the null byte (proc_pid_comm(5))."""
 
-# `nvidia-smi drain` refuses while persistence mode is on. Afterwards the driver accepts no new clients for the GPU.
+# `nvidia-smi drain` fails while persistence mode is on. The driver accepts no new clients for a drained GPU.
 ADVICE = {
     "nvidia-persistenced": "`nvidia-smi -i {address} -pm 0`, then `nvidia-smi drain -p {address} -m 1`",
     "nv-hostengine": "`systemctl stop nvidia-dcgm`",

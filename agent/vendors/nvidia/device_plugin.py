@@ -15,10 +15,10 @@ SPEC = "/var/run/cdi/k8s.device-plugin.nvidia.com-gpu.json"
 """The plugin writes this file at its start if its device list strategy is `cdi-...` (CreateSpecFile in
 internal/cdi/cdi.go)."""
 IDENTITY = re.compile(r"((?:GPU|MIG)-[0-9A-Za-z/-]+)(?:::[0-9]+)?")
-"""A UUID of NVML (MIG-GPU-UUID/1/0 before R470). With time-slicing and MPS, the replica's number follows."""
+"""A UUID as NVML writes it (for MIG before R470: MIG-GPU-UUID/1/0). Time-slicing and MPS add a replica's number."""
 
 
 def gpu_of(name: str) -> str:
-    """Return the UUID of a GPU or MIG device; empty for any other name, such as an index or `all`."""
+    """Return the UUID in the name of a GPU or MIG device; empty for any other name, such as an index or `all`."""
     match = IDENTITY.fullmatch(name)
     return match[1] if match else ""

@@ -15,8 +15,8 @@ from agent.vendors.nvidia.sockets import DIRECTORIES, WRITABLE
 MODULE_VERSION = "/sys/module/nvidia/version"
 PROC_VERSION = "/proc/driver/nvidia/version"
 VERSION = re.compile(r"[0-9]{1,9}\.[0-9.]*[0-9]")
-"""In PROC_VERSION, the first match in the first line. The text before it differs between the open and the proprietary
-module."""
+"""A driver's version. In PROC_VERSION, it is the first match in the first line; the text before it differs between the
+open and the proprietary module."""
 
 PERSISTENCE_UNIT = "nvidia-persistenced.service"
 FABRIC_UNIT = "nvidia-fabricmanager.service"
@@ -34,14 +34,14 @@ def observe_driver(
 
 
 def observe_services(system: System) -> tuple[ServiceDirectory, ...]:
-    """Return the directories of daemons' sockets, except links and those that could not be observed.
+    """Return the directories of daemons' sockets that exist, except links and directories that could not be observed.
 
-    A directory in which clients may write must be a mount point: otherwise they could fill the host's /run.
+    A directory in which clients may write must also be a mount point: otherwise clients could fill the host's /run.
     """
     found = []
     for name, path in DIRECTORIES.items():
         identity, writable = read_seen(system.identity, path), name in WRITABLE
-        # `is`, because a failed observation is an Unseen, which is true.
+        # `is True`, because a failed observation returns an Unseen, which also counts as true.
         real = read_seen(system.is_directory, path) is True and read_seen(system.read_link, path) is None
         if isinstance(identity, FileIdentity) and real and (not writable or read_seen(system.is_mount, path) is True):
             found.append(ServiceDirectory(name, path, identity.inode, writable))
@@ -66,7 +66,7 @@ def observe_module(system: System) -> Seen[str]:
 
 
 def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
-    # The module registers the control node even without NVSwitch hardware (linux_nvswitch.c, nvswitch_init).
+    # Not by the control node: the module registers it even without NVSwitches (linux_nvswitch.c, nvswitch_init).
     by_node = isinstance(nodes, tuple) and any(
         node.kind is DeviceKind.NVSWITCH and node.path != SWITCH_CONTROL for node in nodes
     )
@@ -74,6 +74,6 @@ def _fabric(sources: Sources, nodes: Seen[tuple[DeviceNode, ...]]) -> Seen[str]:
         return Absent("no NVSwitch") if isinstance(sources.pci, tuple) else Unseen(sources.pci.why)
     state = sources.units.get(FABRIC_UNIT, Unseen(f"{FABRIC_UNIT} was not observed"))
     if isinstance(state, Absent):
-        # Not Absent, which is for hosts that need no Fabric Manager: here the GPUs are unusable without it.
+        # Not Absent, which means that the host needs no Fabric Manager: the GPUs of this host are unusable without one.
         return Broken(f"this host has NVSwitch, but {FABRIC_UNIT} is not installed")
     return state

@@ -14,17 +14,17 @@ KERNEL_DRIVER = "nvidia"
 SHARED = frozenset({DeviceKind.CONTROL, DeviceKind.MODESET, DeviceKind.UVM, DeviceKind.UVM_TOOLS})
 """Kinds of nodes that every user of a GPU needs. Alone, they give access to no GPU."""
 PER_GPU = frozenset({DeviceKind.GPU, DeviceKind.DRI_CARD, DeviceKind.DRI_RENDER, DeviceKind.CAPABILITY})
-"""Kinds of nodes that belong to a GPU. Capabilities of MIG instances do; settings request the other capabilities."""
+"""Kinds of nodes that belong to one GPU. Capabilities of MIG instances do; settings request all other capabilities."""
 FABRIC = frozenset({DeviceKind.NVSWITCH, DeviceKind.NVLINK})
-"""Kinds of nodes that reach all GPUs of the host, so that only a machine with all GPUs gets them."""
+"""Kinds of nodes that reach all GPUs of the host. Only a machine with all GPUs gets them."""
 
 
 def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoots, wanted: tuple[Gpu, ...]) -> Grant:
-    """Grant the existing nodes of the wanted GPUs, and the driver root for the loaded module."""
+    """Grant the wanted GPUs except detached ones, with the existing nodes and the driver root for the loaded module."""
     gpus = [gpu for gpu in wanted if not gpu.detached]
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
-        # Detached GPUs count: they are still on the fabric, and another machine may get them later.
+        # Detached GPUs count too: they are still on the fabric, and another machine may get them later.
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
         nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
@@ -48,7 +48,7 @@ def _pod_environment(settings: MachineSettings) -> tuple[Variable, ...]:
 
 
 def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
-    """Return GPUs that are bound to another driver, such as nouveau. Those with vfio-pci are for virtual machines."""
+    """Return the GPUs with a wrong driver, such as nouveau. vfio-pci is not wrong: it is for virtual machines."""
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
 
@@ -77,16 +77,16 @@ def _capability_granted(capability: str, settings: MachineSettings) -> bool:
 
 
 def _stays_in_use(kept: StagedRoot, new: StagedRoot, user_space: UserSpace) -> bool:
-    """Return whether `kept`, of the module's version, stays in use although the host's files of that version differ.
+    """Return whether `kept` stays in use although `new`, the host's files of the same version, differs from it.
 
-    It stays if the host now has that version only in another place: while packages are being upgraded, for example, the
-    host may also have a runfile's driver. It does not stay if files in its own place changed, or its place is no longer
-    trusted.
+    `kept` stays if the agent now finds the version only in a different place, for example a runfile's while packages
+    are being upgraded. `kept` does not stay if the configuration or the host's loader cache names the files of
+    `new`, if both roots are of one place, or if the place of `kept` is no longer trusted.
     """
     if kept.version != new.version or user_space.configured or user_space.place_name in ("", HOST_CACHE):
         return False
     if not kept.place:
-        # An older release, which did not record the place, staged the root.
+        # `kept` was staged by an older release, which did not record the place.
         return _directories(kept).isdisjoint(_directories(new))
     trusted = {place.name for place in PLACES}.difference(user_space.refused_places)
     return kept.place in trusted and kept.place != user_space.place_name
@@ -98,7 +98,10 @@ def _directories(root: StagedRoot) -> set[str]:
 
 
 def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot | None, StagedRoot | None]:
-    """Return the root to use now, and a root of the host's current files that waits until their module is loaded."""
+    """Return the root to use now, and the root that is to be used next.
+
+    The second one has the host's current files, and waits until their module is loaded; None if there is no such root.
+    """
     if driver is None:
         return None, None
     ours = sorted(root for root in roots.staged if root.vendor == "nvidia")
@@ -117,7 +120,7 @@ def _driver_roots(driver: Driver | None, roots: DriverRoots) -> tuple[StagedRoot
     elif isinstance(driver.module_version, str):
         fitting = [root for root in ours if root.version == driver.module_version]
         serving = next((root for root in (*kept, *reversed(fitting)) if root in fitting), None)
-        # If no root fits, the machine keeps its root until one does.
+        # If no root has the module's version, the machine keeps its root until one has.
         serving = serving or (kept[0] if kept else None)
     else:
         # The module is not loaded (yet), for example during a reload or just after boot: its version is unknown.

@@ -14,7 +14,7 @@ from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
 
 DATA_DIRECTORIES = (
-    # The targets in file_groups, which takes too long to import.
+    # The data files' targets in file_groups. Importing that module takes too long.
     "etc/OpenCL/vendors",
     "usr/share/X11/xorg.conf.d",
     "usr/share/egl/egl_external_platform.d",
@@ -42,7 +42,7 @@ class NvidiaMachine(MachineVendor):
     runtime_config = "/etc/nvidia-container-runtime/config.toml"
     resource_prefix = device_plugin.RESOURCE_PREFIX
     plugin_sockets = device_plugin.SOCKETS
-    # Without the first, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
+    # Without the first path, NVML may report "GPU access blocked by the operating system" (systemd issue 38018).
     kernel_paths = ("/sys/module/nvidia", "/proc/driver/nvidia")
     plugin_spec = device_plugin.SPEC
 
@@ -62,10 +62,10 @@ class NvidiaMachine(MachineVendor):
         generated = nvidia_ctk.generate(system, request, directory)
         present = {path for path in self.optional_paths(request) if system.exists(path)}
         spec, added = with_additions(generated.spec, request, present)
-        silent = sockets.missing_daemons(request.sockets, present)
+        without_socket = sockets.missing_daemons(request.sockets, present)
         remarks = (
             f"added what {NVIDIA_CTK} leaves out: {in_words(added)}" if added else "",
-            f"no socket of {', '.join(silent)} yet: start the daemon on the host" if silent else "",
+            f"no socket of {', '.join(without_socket)} yet: start the daemon on the host" if without_socket else "",
         )
         return replace(generated, spec=spec, remarks=(*filter(None, remarks), *generated.remarks))
 

@@ -1,8 +1,8 @@
 """Parses the capabilities of MIG instances, and finds out which instances are complete. Pure.
 
-A MIG device is a compute instance of a GPU instance. Its user needs the nodes of both capabilities in addition to the
-GPU's node (MIG User Guide, device nodes and capabilities). The driver makes the two entries in procfs one after the
-other, and user space makes their nodes later.
+A MIG device is a compute instance in a GPU instance. Each of the two instances has a capability. Users of the MIG
+device need the nodes of both capabilities, and the GPU's node (MIG User Guide, device nodes and capabilities). The
+driver makes the two capabilities' entries in procfs one after the other, and user space makes the nodes later.
 """
 
 import re
@@ -31,7 +31,7 @@ class Instance(NamedTuple):
 
 
 def parse_instance(capability: str) -> Instance | None:
-    """Return the instance of a path below /proc/driver/nvidia/capabilities; None for others, such as `mig/config`."""
+    """Return the instance of a path below /proc/driver/nvidia/capabilities; None for paths such as `mig/config`."""
     match = CAPABILITY.fullmatch(capability)
     return Instance(int(match[1]), int(match[2]), int(match[3]) if match[3] else None) if match else None
 
@@ -39,7 +39,7 @@ def parse_instance(capability: str) -> Instance | None:
 def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
     """Return the complete instances. `usable` has the instances that have a node.
 
-    A compute instance is complete if its GPU instance has a node too. This GPU instance is then complete as well.
+    A compute instance is complete if both it and its GPU instance have a node. The GPU instance is then complete too.
     """
     known = frozenset(usable)
     whole = frozenset(each for each in known if each.ci is not None and each.gpu_instance in known)
@@ -49,9 +49,9 @@ def complete(usable: Iterable[Instance]) -> frozenset[Instance]:
 def incomplete_instances(
     existing: Set[Instance], usable: Set[Instance]
 ) -> Iterator[tuple[Instance, tuple[Instance, ...]]]:
-    """Yield incomplete instances, each with the instances whose nodes are missing.
+    """Yield the incomplete ones of the `existing` instances, each with the instances whose nodes are missing.
 
-    A GPU instance without a compute instance is incomplete, although no node is missing. `usable` is as in `complete`.
+    A GPU instance is incomplete if it has no compute instance; no node is missing then. `usable` is as in `complete`.
     """
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:

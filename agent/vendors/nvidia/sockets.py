@@ -1,8 +1,8 @@
 """Sockets of the driver's daemons on the host, which machines and their pods get only if settings name them. Pure.
 
-A machine gets the directory, where the new socket of a restarted daemon appears; a bind of the old socket would be
-useless then. Pods get the sockets that nvidia-ctk knows (internal/discover/ipc.go), but does not find below a driver
-root. The data are plain mappings, because each start of the machine half loads them.
+A machine gets a daemon's whole directory: a daemon that restarts makes a new socket there, and a bind of the old socket
+would be useless. Pods get the sockets that nvidia-ctk knows (internal/discover/ipc.go), but does not find below driver
+roots. The data are plain mappings, which load fast, because each start of the machine half loads them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -14,28 +14,28 @@ MOUNT_OPTIONS = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
 DIRECTORIES: Mapping[str, str] = {
     "persistenced": "/run/nvidia-persistenced",
     "fabricmanager": "/run/nvidia-fabricmanager",
-    # CUDA_MPS_PIPE_DIRECTORY must name it: any user of the host could create the default, /tmp/nvidia-mps.
+    # On the host, CUDA_MPS_PIPE_DIRECTORY must name this directory: any user could create the default, /tmp/nvidia-mps.
     "mps": "/run/nvidia-mps",
 }
-"""The directory on the host and in machines, by the daemon's name in the configuration. It is in /run, where only root
-can make links."""
+"""The directory on the host and in machines, by the daemon's name in the configuration. All of them are in /run,
+where only root can make links."""
 WRITABLE: Set[str] = frozenset({"mps"})
 """Daemons whose clients lock files in the directory. Clients of the other daemons only connect."""
 MOUNTS: Mapping[str, Mapping[str, str]] = {
     "persistenced": {f"{DIRECTORIES['persistenced']}/socket": f"{DIRECTORIES['persistenced']}/socket"},
-    # The sockets of its SDK (FM_CMD_UNIX_SOCKET_PATH), and of the NVLink subnet manager of newer NVSwitch systems.
+    # The socket of its SDK (FM_CMD_UNIX_SOCKET_PATH), and that of the NVLink subnet manager in newer NVSwitch systems.
     "fabricmanager": {
         f"{DIRECTORIES['fabricmanager']}/{name}": f"{DIRECTORIES['fabricmanager']}/{name}"
         for name in ("socket", "fm_sm_ipc.socket")
     },
-    # The default of CUDA_MPS_PIPE_DIRECTORY.
+    # In pods, the directory is at the default of CUDA_MPS_PIPE_DIRECTORY.
     "mps": {DIRECTORIES["mps"]: "/tmp/nvidia-mps"},
 }
 """What pods get of each daemon: paths in pods by path in the machine."""
 
 
 def mount_points(names: Iterable[str]) -> dict[str, str]:
-    """Return what pods get of these daemons, whether it exists or not: paths in pods by path in the machine."""
+    """Return what pods get of these daemons: paths in pods by path in the machine, whether these exist or not."""
     return {source: target for name in names for source, target in MOUNTS.get(name, {}).items()}
 
 
@@ -47,5 +47,5 @@ def mounts(names: Iterable[str], present: Set[str]) -> Iterator[dict[str, Any]]:
 
 
 def missing_daemons(names: Iterable[str], present: Set[str]) -> tuple[str, ...]:
-    """Return the daemons of which no path exists in the machine."""
+    """Return the daemons that have none of their paths in the machine."""
     return tuple(name for name in names if not MOUNTS.get(name, {}).keys() & present)

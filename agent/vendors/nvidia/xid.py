@@ -9,7 +9,7 @@ MESSAGE = re.compile(
     r"(?P<number>[0-9]{1,3})\b"
 )
 """The message of nvErrorLog_va in open-gpu-kernel-modules. Old drivers write no `PCI:`, and MIG adds ` GPU-I:NN` after
-the address. It must be at the start of a line: later parts may be names of USB devices, which their makers choose."""
+the address. It must be at the start of a line: the name of a USB device, which anyone can choose, may come later."""
 OFF_THE_BUS = 79
 
 APPLICATION = {

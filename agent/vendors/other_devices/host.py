@@ -1,4 +1,4 @@
-"""Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings request their nodes by name."""
+"""Non-GPU devices on the host, treated as a vendor without GPUs. Machines' settings name the devices or their nodes."""
 
 from agent.config.settings import MachineSettings
 from agent.model.facts import DeviceNode, Gpu, Unseen, VendorFacts
@@ -19,7 +19,7 @@ class Other(HostVendor):
     node_directories = NODE_DIRECTORIES
 
     def observe(self, sources: Sources) -> VendorFacts:
-        """Return the facts about the devices that machines request. If none requests any, nothing is read."""
+        """Return the facts about the devices that machines request. If no machine requests any, nothing is read."""
         switches = sorted({name for each in sources.machines.values() for name in each.devices})
         paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
         if not switches and not paths:

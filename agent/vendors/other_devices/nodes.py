@@ -1,4 +1,4 @@
-"""Finds the nodes of non-GPU devices, and checks each one's number against its driver's current number.
+"""Finds the nodes of non-GPU devices, and checks that each node has the number that its driver uses now.
 
 Fixed numbers are from include/linux/miscdevice.h, the others from /proc/misc or /proc/devices (proc(5)).
 """
@@ -18,7 +18,7 @@ PROC_MISC = "/proc/misc"
 MISC_MAJOR = 10
 """Major of the kernel's miscellaneous devices (include/uapi/linux/major.h)."""
 GPU_DRIVERS = ("nvidia*", "drm", "kfd")
-"""Patterns (fnmatch) of the names of GPU drivers in /proc/devices. Their nodes are granted only with their GPU."""
+"""Patterns (fnmatch) of GPU drivers' names in /proc/devices. Nodes of these drivers cannot be requested by path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Rule:
     pattern: re.Pattern[str]
     """Pattern of the nodes' names in `directory`."""
     minor: int | None = None
-    """The number of a miscellaneous device that has a fixed one. Opening its node loads its module."""
+    """The fixed minor number of a miscellaneous device. Opening the device's node loads its module."""
     misc: str = ""
     """The name in /proc/misc of a miscellaneous device without a fixed number."""
     registered: str = ""
@@ -100,7 +100,7 @@ class NodeChecker:
         self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
 
     def switch_nodes(self, wanted: Switch) -> Iterator[DeviceNode]:
-        """Yield the existing nodes of a switch that may be used."""
+        """Yield the usable nodes of a switch. Nodes that must not be used are added to the problems."""
         for rule in wanted.rules:
             for name in self._entries(rule.directory):
                 if not rule.pattern.fullmatch(name):
@@ -110,13 +110,13 @@ class NodeChecker:
                     yield DeviceNode(f"{rule.directory}/{name}", wanted.kind, number)
 
     def named_node(self, path: str) -> DeviceNode | None:
-        """Return the node at a path from the settings; None if it is missing or must not be used, as a GPU's node."""
+        """Return the node at a path from the settings; None if it is missing, no device, or a GPU driver's."""
         number = self._number(path)
         if number is None:
             return None
         names = self._registered.get(number.major, frozenset())
         if name := _first(names, GPU_DRIVERS):
-            self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for its devices")
+            self.problems.append(f"{path}: belongs to driver {name}; use `gpus` or `devices` for this driver's devices")
             return None
         return DeviceNode(path, DeviceKind.EXTRA, number)
 

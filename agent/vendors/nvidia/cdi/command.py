@@ -1,4 +1,4 @@
-"""Makes the nvidia-ctk command for a CDI specification. Pure, with few imports: a run loads it before other modules."""
+"""Makes the nvidia-ctk command for a CDI specification. Pure. Has few imports: a run loads it before the rest."""
 
 from collections.abc import Iterable
 
@@ -12,9 +12,9 @@ def output_file(directory: str) -> str:
 
 
 def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()) -> tuple[str, ...]:
-    """Return the command that writes the specification for `driver_root`, not a symbolic link, to `directory`.
+    """Return the command that writes the specification for a driver root to a directory.
 
-    `hooks` are enabled in addition to the two that every container needs.
+    `driver_root` must not be a symbolic link. `hooks` are enabled in addition to the two that every container needs.
     """
     return (
         NVIDIA_CTK,
@@ -25,7 +25,7 @@ def generate_command(driver_root: str, directory: str, hooks: Iterable[str] = ()
         "--dev-root=/",
         f"--nvidia-cdi-hook-path={HOOK}",
         "--format=json",
-        # Containers cannot find the driver without these two. The others change how containers use a GPU, so settings
+        # Containers cannot find the driver without these two. Other hooks change how containers use a GPU, so settings
         # enable them: enable-cuda-compat, disable-device-node-modification, and from 1.20 on update-application-profile
         # and apply-cuda-memory-limits. The hook chmod was for an old crun, and is deprecated.
         "--disable-hook=all",

@@ -28,10 +28,10 @@ FEW = 3
 
 
 def with_additions(spec: object, request: Request, present: Set[str] = frozenset()) -> tuple[object, tuple[str, ...]]:
-    """Return the completed specification, and the paths below the driver root that were added.
+    """Return the completed specification, and the paths of the added files below the driver root.
 
-    A malformed specification is returned as it is: `verify` reports it. `present` has the paths of daemons' sockets
-    that exist in the machine.
+    A specification that is malformed, or lacks a main library, is returned as it is: `verify` refuses it.
+    `present` has the paths of daemons' sockets that exist in the machine.
     """
     try:
         document = object_of(spec, "the specification")
@@ -51,7 +51,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
         return spec, ()
     paths = (_host_path(request, each) for each in request.files)
     if not {path for path in paths if _is_main(path, request)} <= mounted:
-        # nvidia-ctk did not find the driver at all. Adding files would hide this from `verify`, which refuses it.
+        # nvidia-ctk did not find the driver. Adding its files would hide this from `verify`, which refuses the result.
         return spec, ()
     files = [each for each in request.files if not each.link and _host_path(request, each) not in mounted]
     links = {path: target for path, target in _links(request).items() if path not in linked}
@@ -67,7 +67,7 @@ def with_additions(spec: object, request: Request, present: Set[str] = frozenset
 
 
 def in_words(added: Iterable[str]) -> str:
-    """Return the added files in words: their paths, or directory and count if there are many."""
+    """Return the added files in words: their paths, or, for a directory with many of them, their number."""
     parts = []
     for directory, group in groupby(sorted(added, key=lambda path: (posixpath.dirname(path), path)), posixpath.dirname):
         paths = list(group)
@@ -111,7 +111,7 @@ def _is_library(file: GrantedFile) -> bool:
 
 
 def _is_main(path: str, request: Request) -> bool:
-    """Return whether the path is a main library of the native architecture, the only one that nvidia-ctk searches."""
+    """Return whether the path is a main library of the native architecture. nvidia-ctk searches no other."""
     names = {f"{library}.{request.driver_version}" for library in NEEDED_LIBRARIES}
     return posixpath.basename(path) in names and f"/{TRIPLET_32}/" not in path
 
@@ -124,10 +124,10 @@ def _kind(hook: Mapping[str, Any]) -> str:
 def _extended(
     hooks: list[dict[str, Any]], kind: str, arguments: list[str], *, first: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the hooks with arguments added to the one of that kind. If there is none, a new hook is added.
+    """Return the hooks with the arguments added to the hook of that kind, or with a new hook if there is none.
 
-    A second hook of one kind would start one more process in each container. With `first`, a new hook comes before the
-    others: its links must exist before ldconfig runs.
+    A second hook of the same kind would start one more process in each container. With `first`, a new hook comes before
+    the others: the links that it makes must exist before ldconfig runs.
     """
     if not arguments:
         return hooks

@@ -1,4 +1,4 @@
-"""Generates CDI specifications in nvidia-ctk's other modes: of non-GPU devices, and of all GPUs for managing them.
+"""Generates CDI specifications in nvidia-ctk's other modes: for non-GPU devices, and for managing all GPUs.
 
 The kinds are those of the toolkit's library (getClassOrDefault in pkg/nvcdi/options.go, management.go). Each kind is
 passed to the command, whose default is nvidia.com/gpu in all modes.
@@ -28,9 +28,9 @@ ALL = "all"
 
 NOT_STARTED = ("libnvidia-ml.so.1", "libnvidia-sandboxutils.so.1")
 """Libraries that nvidia-ctk must not load. It would ask them for the driver's version (New in pkg/nvcdi/lib.go), which
-no mode needs. Reading it initialises the GPUs, and hangs if one of them does. The search path names empty files of
-these names, which cannot be loaded; otherwise the machine's loader cache might supply the libraries (seen by
-LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
+no mode needs. Asking initialises the GPUs, and hangs if a GPU hangs. So the search path starts with a directory of
+empty files with these names, which cannot be loaded. Without them, nvidia-ctk might load the libraries in the machine's
+loader cache (seen by LD_DEBUG=libs with nvidia-ctk 1.18.0, 1.19.1 and 1.20.0)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class NvidiaModes(CdiModes):
         return MODES[mode].mounts
 
     def generate(self, system: System, mode: str, request: Request, directory: str, limit: float) -> object:
-        """Generate a specification without nodes outside the request: nodes to be withdrawn are still in /dev."""
+        """Generate a specification with only the request's nodes: nodes that will be withdrawn are still in /dev."""
         check_version(system, MODES[mode].since, f"for mode {mode}")
         for library in NOT_STARTED:
             system.write(f"{directory}/{library}", b"")
@@ -108,23 +108,23 @@ class NvidiaModes(CdiModes):
         try:
             return _narrowed(spec, lambda node: str(node.get("path")) in paths)
         except DocumentError:
-            # `verify` reports it.
+            # `verify` reports the malformed specification.
             return spec
 
     def narrowed(self, spec: object, request: Request) -> object:
         numbers = {device.path: (device.major, device.minor) for device in request.devices}
 
         def granted(node: dict[str, Any]) -> bool:
-            # The number must fit too: containers get the number in the specification, whatever the node now is.
+            # The number must fit too: containers get the number in the specification, whatever number the node has now.
             path = str(node.get("path"))
             written = (node["major"], node.get("minor", 0)) if "major" in node else numbers.get(path)
             return path in numbers and written == numbers[path] and node.get("hostPath", path) == path
 
         try:
-            left = _narrowed(spec, granted)
+            remaining = _narrowed(spec, granted)
         except DocumentError:
             return None
-        return left if left["devices"] else None
+        return remaining if remaining["devices"] else None
 
     def verify(
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
@@ -136,7 +136,7 @@ class NvidiaModes(CdiModes):
 
 
 def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]:
-    """Return the command that generates the mode's specification in `directory`, which also has NOT_STARTED.
+    """Return the command that generates the mode's specification in `directory`, which must have the files NOT_STARTED.
 
     Raises AgentError if the mode needs the driver's files and none are granted.
     """
@@ -145,7 +145,7 @@ def mode_command(mode: str, request: Request, directory: str) -> tuple[str, ...]
         raise AgentError(
             f"mode {mode} needs the driver's files, but none are granted: see DriverRootStaged on the host"
         )
-    # Without a driver root, files are mounted from the machine itself. 1.18 also looks there for the nodes of mofed.
+    # Without a driver root, files are mounted from the machine's own root. 1.18 also looks for mofed's nodes below it.
     root = request.driver_root or "/"
     command = [each for each in generate_command(root, directory) if not each.startswith("--device-name-strategy=")]
     command[command.index("--mode=nvml")] = f"--mode={mode}"
@@ -166,14 +166,14 @@ def _driver_libraries(request: Request) -> tuple[str, ...]:
 
 
 def _in_short(error: CommandError) -> AgentError:
-    """Return an error without arguments, and with only the last line of the output: others say where it searched."""
+    """Return the error without arguments, and with only the last line of output: the others say what was searched."""
     ended = error.message.removeprefix(f"{' '.join(error.argv)}: ").partition(": ")[0]
     last = error.stderr.rstrip().rpartition("\n")[2]
     return AgentError(": ".join(filter(None, (NVIDIA_CTK, ended, last))), error.hint)
 
 
 def _narrowed(spec: object, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    """Return the specification with only the wanted nodes, without devices that have none. Raises DocumentError."""
+    """Return the specification with only the wanted nodes, and only devices that have some. Raises DocumentError."""
 
     def with_nodes(edits: dict[str, Any]) -> dict[str, Any]:
         return edits | {"deviceNodes": [each for each in objects(edits, "deviceNodes") if wanted(each)]}

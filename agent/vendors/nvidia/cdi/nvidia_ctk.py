@@ -1,4 +1,4 @@
-"""Generates a CDI specification with NVIDIA Container Toolkit, and configures nvidia-container-runtime."""
+"""Generates a CDI specification with the NVIDIA Container Toolkit, and configures nvidia-container-runtime."""
 
 import json
 import re
@@ -37,7 +37,7 @@ REFRESHED_SPEC = "/var/run/cdi/nvidia.yaml"
 
 RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
     # In its default mode, auto, the runtime makes its own specification in memory, with neither our driver root nor our
-    # hooks: pods with a RuntimeClass would not use the published one.
+    # hooks: pods with a RuntimeClass would not use the published specification.
     "nvidia-container-runtime": {"mode": "cdi"},
     "nvidia-container-runtime.modes.cdi": {
         "default-kind": KIND,
@@ -49,7 +49,7 @@ RUNTIME_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def generate(system: System, request: Request, directory: str) -> Generated:
-    """Run nvidia-ctk, which finds the GPUs by NVML. Return its specification, with remarks.
+    """Run nvidia-ctk, which finds the GPUs through NVML. Return its specification, with remarks.
 
     NO_GPU is added, and incomplete MIG devices are removed.
     """
@@ -58,7 +58,7 @@ def generate(system: System, request: Request, directory: str) -> Generated:
         command = generate_command(request.driver_root, directory, request.cdi_hooks)
         system.run(*command, timeout=GENERATE_LIMIT)
     except CommandError as error:
-        # Without any device, nvidia-ctk fails at the device `all`, which would have no edits.
+        # If no GPU becomes a device, nvidia-ctk fails at the device `all`, which would have no edits.
         unpartitioned = in_mig_mode(system, request.gpus) if "empty device edits" in error.stderr else ()
         if unpartitioned:
             raise AgentError(_without_instance(unpartitioned)) from error
@@ -109,7 +109,7 @@ def _not_listed(spec: object, request: Request) -> tuple[str, ...]:
 
 
 def _has_hook(spec: object, name: str) -> bool:
-    """Return whether a specification, or a part of one, has the hook. `verify` reports malformed ones."""
+    """Return whether a specification, or a part of one, has the hook. `verify` reports malformed parts."""
     if isinstance(spec, dict):
         return name in (items if isinstance(items := spec.get("args"), list) else ()) or any(
             _has_hook(each, name) for each in spec.values()
@@ -129,7 +129,7 @@ def check_version(
     needed: tuple[int, ...] = OLDEST,
     purpose: str = "for pods with NVIDIA_VISIBLE_DEVICES=none",
 ) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. Raises UnsupportedError if it is older than `needed`; `purpose` says for what."""
+    """Return nvidia-ctk's version. Raises UnsupportedError if it is older than `needed`; `purpose` says why."""
     version = _version(system)
     if version < needed:
         raise UnsupportedError(
@@ -140,7 +140,7 @@ def check_version(
 
 
 def _version(system: System) -> tuple[int, ...]:
-    """Return nvidia-ctk's version. Runs each program file once per boot: a change of driver waits for this call.
+    """Return nvidia-ctk's version. A new driver waits for this call, so each program file runs only once per boot.
 
     Raises CommandError, DocumentError or OSError.
     """
@@ -169,7 +169,7 @@ def list_devices(system: System, directory: str) -> tuple[str, ...]:
 
 
 def with_no_gpu(spec: object) -> object:
-    """Return the specification with the device NO_GPU added. `verify` reports one without a list of devices."""
+    """Return the specification with the device NO_GPU added, or as it is if it has no list of devices."""
     if not isinstance(spec, dict) or not isinstance(listed := spec.get("devices"), list):
         return spec
     return spec | {"devices": [*listed, {"name": NO_GPU, "containerEdits": NO_GPU_EDITS}]}
@@ -185,7 +185,7 @@ def parse_version(text: str) -> tuple[int, ...]:
 
 
 def edit_runtime_config(text: str) -> str:
-    """Return the text with RUNTIME_SETTINGS set and everything else kept; `text` itself if they are set already."""
+    """Return the text with RUNTIME_SETTINGS set and everything else kept; `text` itself if they are already set."""
     where = "nvidia-container-runtime's config.toml"
     try:
         wanted, before = tomllib.loads(text), tomllib.loads(text)
@@ -207,7 +207,7 @@ def edit_runtime_config(text: str) -> str:
 
 
 def _with_settings(text: str, wanted: dict[str, Any]) -> str:
-    """Return the settings as text, with comments if tomlkit can keep them."""
+    """Return the `wanted` settings as TOML, with the comments of `text` if tomlkit can keep them."""
     # Imported here: the import takes longer than a run that changes nothing.
     import tomlkit
 

@@ -20,8 +20,9 @@ from agent.vendors.nvidia.cdi.verify_edits import Ground, edits_problems
 KIND = "nvidia.com/gpu"
 NO_GPU = "none"
 """A device with the driver's files and the nodes that all GPUs share, but no GPU. A container with
-NVIDIA_VISIBLE_DEVICES=none, which many images set, requests it from nvidia-container-runtime in mode cdi, and would not
-start without it. `nvidia-ctk cdi generate` does not make it together with GPUs, so it is added."""
+NVIDIA_VISIBLE_DEVICES=none, which many images set, requests this device from nvidia-container-runtime in mode cdi, and
+would not start without it. The agent adds the device, because `nvidia-ctk cdi generate` does not make it if there are
+GPUs."""
 NO_GPU_EDITS = {"env": ["NVCT_EMPTY_DEVICE="]}
 """As in nvidia-ctk's specifications in memory (lib-nvml.go): a CDI device without any edits is invalid."""
 
@@ -33,7 +34,7 @@ NEEDED_LIBRARIES = ("libcuda.so", "libnvidia-ml.so")
 
 
 def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> Verdict:
-    """Verify a specification against one request. A malformed one has one problem, which names the malformed part."""
+    """Verify a specification against one request. If it is malformed, the only problem names the malformed part."""
     try:
         document = object_of(spec, "the specification")
         common = object_of(document.get("containerEdits", {}), "containerEdits")
@@ -78,7 +79,10 @@ def host_paths(spec: object) -> tuple[str, ...]:
 
 
 def _left_out(common: dict[str, Any], devices: list[tuple[str, dict[str, Any]]], request: Request) -> tuple[str, ...]:
-    """Return the files of the driver root and the granted nodes that no container gets."""
+    """Return the files of the driver root, and the granted nodes, that no container gets.
+
+    GPU nodes and MIG capabilities are not included: `verify` lists their GPUs and MIG devices as missing.
+    """
     mounted = strings(common, "mounts", "hostPath")
     nodes = {
         path for edits in (common, *(each for _, each in devices)) for path in strings(edits, "deviceNodes", "path")
@@ -116,7 +120,7 @@ def _common_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
 
 
 def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each requested variable that is missing; `edits_problems` refuses all others."""
+    """Yield a problem for each requested variable that is missing; `edits_problems` refuses unexpected ones."""
     present = items(common, "env")
     for variable in request.environment:
         if f"{variable.name}={variable.value}" not in present:
@@ -124,7 +128,7 @@ def _environment_problems(common: dict[str, Any], request: Request) -> Iterator[
 
 
 def library_problems(common: dict[str, Any], request: Request) -> Iterator[str]:
-    """Yield a problem for each library of the driver that containers would not get."""
+    """Yield a problem for each needed library, and for each native one of the driver's version, that is missing."""
     mounted = strings(common, "mounts", "hostPath")
     names = [posixpath.basename(path) for path in mounted]
     for library in NEEDED_LIBRARIES:

@@ -26,9 +26,9 @@ Device = tuple[str, dict[str, Any]]
 
 
 def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
-    """Yield problems of the devices.
+    """Yield what is wrong with the devices.
 
-    Each GPU or MIG device must have one name by index and one by UUID, and `all` must have all of them.
+    Each GPU or MIG device must be there twice, named by index and by UUID, and `all` must have all their nodes.
     """
     granted = {device.path: device for device in request.devices}
     by_index: list[str] = []
@@ -53,7 +53,7 @@ def name_problems(devices: list[Device], request: Request) -> Iterator[str]:
 
 
 def _own_problems(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
-    """Yield problems of one device: it must have one GPU node, and a MIG device also its two capability nodes."""
+    """Yield what is wrong with one device. Each must have one GPU node; MIG devices also need two capability nodes."""
     count = sum(node.kind == DeviceKind.GPU for node in nodes)
     if count != 1:
         yield f"device {name} has {count} GPU nodes, not one"
@@ -91,8 +91,8 @@ def _instance(device: GrantedDevice) -> Instance | None:
 
 
 def _is_mig_device(instances: list[Instance]) -> bool:
-    whole = [each for each in instances if each.ci is not None]
-    return len(instances) == 2 and len(whole) == 1 and whole[0].gpu_instance in instances
+    compute = [each for each in instances if each.ci is not None]
+    return len(instances) == 2 and len(compute) == 1 and compute[0].gpu_instance in instances
 
 
 def missing_gpus(devices: list[Device], request: Request) -> tuple[str, ...]:
@@ -115,10 +115,11 @@ def missing_partitions(devices: list[Device], request: Request) -> tuple[str, ..
 
 
 def without_incomplete(spec: object, request: Request) -> tuple[object, tuple[str, ...]]:
-    """Return the specification without MIG devices of which not both capabilities are granted, and their names.
+    """Return the specification without incomplete MIG devices, and the names of these.
 
-    If nvidia-ctk finds only some nodes of a MIG device, it warns and exits with 0. NVML may also list MIG devices that
-    were made after the handoff. A malformed specification is returned as it is: `verify` reports it.
+    A MIG device is incomplete if it lacks the node of one of its two capabilities, or has a node that is not granted:
+    nvidia-ctk only warns if it does not find a node, and NVML may list MIG devices that were made after the handoff. A
+    malformed specification is returned as it is: `verify` reports it.
     """
     try:
         document = object_of(spec, "the specification")
@@ -143,7 +144,7 @@ def _is_granted(edits: dict[str, Any], granted: Mapping[str, GrantedDevice]) -> 
 
 
 def _merged(all_edits: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return the edits for the device `all` as nvidia-ctk makes them: each entry of each device once."""
+    """Return the edits for the device `all` as nvidia-ctk makes them: each entry once."""
     merged: dict[str, Any] = {}
     for edits in all_edits:
         for key, value in edits.items():

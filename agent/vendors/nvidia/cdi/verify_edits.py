@@ -1,6 +1,6 @@
 """Verifies the container edits in a CDI specification: anything that is not expected is refused. Pure.
 
-Expected is what nvidia-ctk writes (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
+What nvidia-ctk writes is expected (1.18 to 1.20: internal/edits, internal/discover, internal/platform-support/dgpu in
 the toolkit's source), but only for granted nodes and files.
 """
 
@@ -198,8 +198,8 @@ def _pairs(arguments: list[Any]) -> list[tuple[str, str]]:
 def _link_allowed(argument: str, nodes: Collection[str], ground: Ground) -> bool:
     """Return whether a hook may create the link in `TARGET::LINK`.
 
-    A by-path link must lead to a granted DRM node. Any other must be one of the driver root's links or MADE_LINKS, and
-    its target must be in a directory with driver libraries.
+    A by-path link must lead to a granted DRM node in the same edits. Any other link must be one of the driver root's
+    links or of MADE_LINKS, and its target must be in a directory with driver libraries.
     """
     target, separator, link = argument.partition("::")
     if not separator or not target or posixpath.normpath(link) != link:
@@ -219,6 +219,6 @@ def _known_environment(setting: object, ground: Ground) -> bool:
         return True
     name, _, value = setting.partition("=")
     if name == "NVIDIA_VISIBLE_DEVICES":
-        # This keeps nvidia-container-runtime from adding devices if it runs after CDI.
+        # `void` keeps nvidia-container-runtime from adding devices if the runtime runs after CDI.
         return value == "void"
     return name == "NVIDIA_CTK_LIBCUDA_DIR" and set(value.split(":")) <= ground.directories

@@ -1,4 +1,4 @@
-"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): who may open a capability's node has a right.
+"""Observes NVIDIA's capabilities (kernel-open/nvidia/nv-caps.c): opening a capability's node gives a right.
 
 Nodes of destroyed MIG instances stay in /dev/nvidia-caps. Only the entries in procfs show which capabilities exist.
 """
@@ -20,7 +20,7 @@ DEPTH = 6
 
 
 def observe_capabilities(system: System) -> dict[int, str]:
-    """Return the paths of existing capabilities below CAPABILITIES, by minor. Raises OSError if one is unknown."""
+    """Return the paths of existing capabilities below CAPABILITIES, by minor. Raises OSError."""
     by_minor: dict[int, str] = {}
     table: dict[str, int] | None = None
     for name in _walk(system, "", DEPTH):

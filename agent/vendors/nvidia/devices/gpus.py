@@ -64,7 +64,7 @@ def observe_gpus(
     lost: Mapping[str, str] = MappingProxyType({}),
     detached: Set[str] = frozenset(),
 ) -> GpuList:
-    """Return the GPUs on the PCI bus; if the bus could not be listed, those that the driver lists."""
+    """Return the GPUs on the PCI bus; if the bus could not be listed, the GPUs that the driver lists."""
     known: dict[str, Information] = {}
     unseen, problems = [], []
     names = read_seen(system.entries, GPUS)

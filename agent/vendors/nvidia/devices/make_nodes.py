@@ -48,15 +48,18 @@ class Parameters:
 
 
 def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: Callable[[str], None]) -> None:
-    """Make every node that is missing, or still has its number from before a reload. Raises AgentError or OSError."""
-    gpus = _bound(list_gpus)
+    """Make every node that is missing, or has a stale number from before the driver was reloaded.
+
+    If the driver's parameters forbid that, only report the nodes. Raises AgentError or OSError.
+    """
+    gpus = _with_minors(list_gpus)
     parameters = parse_parameters(system.read_text(PARAMETERS)) if system.exists(PARAMETERS) else Parameters()
     majors = parse_majors(system.read_text(PROC_DEVICES))
     nodes = wanted(majors, gpus, modeset=system.exists(MODESET))
     missing = [each for each in nodes if not _exists(system, each)]
     if missing and not parameters.modify:
         paths = ", ".join(_paths(missing))
-        report(f"{paths} are missing, but {PARAMETERS} forbids creating them (ModifyDeviceFiles: 0)")
+        report(f"missing, or with a stale number: {paths}; {PARAMETERS} forbids creating nodes (ModifyDeviceFiles: 0)")
         return
     failures = []
     for node in missing:
@@ -69,10 +72,10 @@ def make_nodes(system: System, list_gpus: Callable[[], Sequence[Gpu]], report: C
     made = [each for each in missing if _exists(system, each)]
     if made:
         report(f"created {', '.join(_paths(made))}")
-    left = [each for each in missing if each not in made]
-    if left:
+    not_made = [each for each in missing if each not in made]
+    if not_made:
         why = "; ".join(failures) or f"{NVIDIA_MODPROBE} reported no error: see `dmesg`"
-        raise ApplyError(f"cannot create {', '.join(_paths(left))}: {why}")
+        raise ApplyError(f"cannot create {', '.join(_paths(not_made))}: {why}")
 
 
 def parse_parameters(text: str) -> Parameters:
@@ -113,10 +116,10 @@ def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> 
     return nodes
 
 
-def _bound(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
-    """Return the GPUs as soon as all minors are known, but after SETTLE at the latest.
+def _with_minors(list_gpus: Callable[[], Sequence[Gpu]]) -> Sequence[Gpu]:
+    """Wait until the minor of every GPU is known, but at most SETTLE seconds. Return the GPUs.
 
-    A GPU's minor is known once the driver is bound, some time after the GPU appears.
+    A GPU's minor becomes known when the driver is bound, some time after the GPU appears.
     """
     deadline = time.monotonic() + SETTLE
     while True:
@@ -141,7 +144,7 @@ def _make(system: System, node: Node, parameters: Parameters) -> None:
     if system.exists(node.path):
         if system.device(node.path) is None:
             raise ApplyError(f"{node.path} is not a device", "remove it")
-        # The node is from before a reload of the module: its major number may belong to another driver now.
+        # The node is from before the module was reloaded. Its major number may belong to another driver now.
         system.remove(node.path)
     mode, numbers = f"--mode={parameters.mode:04o}", (str(node.major), str(node.minor))
     system.run("mknod", mode, node.path, "c", *numbers, timeout=LIMIT)

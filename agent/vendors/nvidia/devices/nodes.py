@@ -1,6 +1,6 @@
 """Observes NVIDIA's device nodes. sysfs has no devices for them, so nodes in /dev are checked against procfs.
 
-Nodes stay when the driver is unloaded: a node is used only if its major is registered now.
+Nodes stay when the driver is unloaded, so a node is used only if its major is registered now.
 """
 
 import re
@@ -129,7 +129,10 @@ class _NodeChecker:
         return found
 
     def drm(self, device: DrmDevice) -> DeviceNode | None:
-        """Return the node of a DRM device; None if its GPU does not use NVIDIA's driver, or it must not be used."""
+        """Return the node of a DRM device.
+
+        Return None if the device's GPU does not use NVIDIA's driver, or if the node is missing or must not be used.
+        """
         gpu = self._by_address.get(device.pci_address)
         if gpu is None:
             return None
@@ -155,13 +158,13 @@ class _NodeChecker:
     def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
         name = self._capabilities.get(number.minor)
         if not name:
-            # The node of a destroyed MIG instance, which is normal: it no longer grants a right.
+            # The MIG instance was destroyed. Its node stays, which is no problem, because it no longer grants a right.
             return None
         self._with_node.add(name)
         instance = parse_instance(name)
         if not instance:
             return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
-        # The number in the entry is the GPU's current minor, so it also finds a GPU that came back with another minor.
+        # The capability's path contains the GPU's current minor, even if the GPU came back with a different one.
         gpu = self._by_minor.get(instance.gpu)
         return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
 
@@ -179,7 +182,10 @@ class _NodeChecker:
             yield IncompletePartition(gpu.pci_address, f"MIG instance {instance} of {gpu.pci_address} {why}")
 
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
-        """Return the node's numbers; None if it was removed, or must not be used, which is added to the problems."""
+        """Return the node's number; None if the node was removed or must not be used.
+
+        The problems get the reason why a node must not be used.
+        """
         try:
             number = self._system.device(path)
         except FileNotFoundError:
@@ -200,6 +206,6 @@ class _NodeChecker:
 
 
 def _missing_part(instance: Instance, minor: int | None) -> str:
-    """Return what is missing: the instance's node, or its entry in procfs while it is being made or destroyed."""
+    """Return what is missing: the node, or, while the instance is being made or destroyed, its entry in procfs."""
     path = f"{CAPABILITIES}/gpu{instance.gpu}/mig/{instance}/access"
     return path if minor is None else f"/dev/nvidia-caps/nvidia-cap{minor} (`nvidia-modprobe -f {path}` makes it)"

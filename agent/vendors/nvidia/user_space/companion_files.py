@@ -31,7 +31,7 @@ class Companions:
 
     files: tuple[Library, ...]
     not_installed: tuple[str, ...]
-    """Names of groups of files that every driver has, and this host does not."""
+    """What every recent driver has, but this host does not: names of groups of files, and nvidia-smi."""
     other_version: tuple[str, ...]
     """Paths of another version's files, in groups that have no file of this version."""
     problems: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Surroundings:
     root: str
     """Real path of the place's root, as a prefix of paths; empty for the host's root."""
     host: System
-    """The host, whose kernel runs. The place may be the root of a different system."""
+    """The host, for reading /proc and /sys: the place may be the root of a different system."""
 
 
 def observe_companions(
@@ -89,7 +89,7 @@ def observe_companions(
 
 
 def _fault(system: System, path: str, place: Place) -> str:
-    """Return why a file must not be copied into a driver root, whose files every user in a machine may read."""
+    """Return why a file must not be in a driver root, which every user in a machine may read; else empty."""
     return (not place.configured and untrusted_component(system, path)) or file_fault(
         system, system.real_path(path), root_owned=not place.configured
     )
@@ -121,7 +121,10 @@ def _find(
 
 
 def _other_versions(system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Yield the files that have another version in their own or their directory's name, each path once."""
+    """Yield the group's files with any version in their own or their directory's name, each path once.
+
+    The caller has found no usable file of the driver's version.
+    """
     seen: set[str] = set()
     for directory in _directories(group, places):
         parent, separator, _ = directory.partition(f"/{VERSION}")
@@ -177,7 +180,7 @@ def _line(system: System, path: str) -> str:
 
 
 def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
-    """Return the first executable file of each name. Names have no version: only one version is installed at a time."""
+    """Return the first executable file of each name. A name has no version: a host has only one version installed."""
     found = []
     for name in BINARIES:
         for directory in directories:

@@ -1,4 +1,4 @@
-"""Finds the CUDA version that the driver's libcuda offers. Images for a newer major version do not run on it."""
+"""Finds the CUDA version that the driver's libcuda offers. Images for a newer major version cannot run with it."""
 
 import posixpath
 import sys
@@ -25,9 +25,10 @@ sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 
 
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
-    """Return the driver that pods get, of the loaded module's version; None if no driver is installed.
+    """Return the driver that pods get; None if no driver is installed.
 
-    The CUDA version is read from the host's libcuda, if that has the same version as the module.
+    Its version is the loaded module's; if no module is loaded, the version of the host's libraries. The CUDA version
+    is read from the host's libcuda, if libcuda has the same version.
     """
     driver = facts.driver
     if driver is None or not isinstance(driver.user_space.version, str):

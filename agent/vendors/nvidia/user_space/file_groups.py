@@ -43,15 +43,15 @@ class Group:
     name: str
     sources: tuple[str, ...]
     names: tuple[str, ...]
-    """Patterns (fnmatch) of the files' names. `{version}` in one limits it to files of the driver's version."""
+    """Patterns (fnmatch) of the files' names. One with `{version}` matches only files of the driver's version."""
     directories: tuple[str, ...]
     """Where the files are on the host. The first of several files with one name is used."""
     target: str
     """The files' directory below the driver root: the one where CTK looks, if it looks for the group."""
     usual: bool = False
-    """Whether every recent driver has the group, so that it is reported if it is missing."""
+    """Whether every recent driver has the group. If this is true, a missing group is reported."""
     needs: str = ""
-    """A group without which these files, whose names have no version, belong to a different driver."""
+    """A group that must be present too. Without it, these files, whose names have no version, are another driver's."""
 
 
 def _data(path: str) -> tuple[str, ...]:
@@ -122,5 +122,5 @@ FIRMWARE_DIRECTORIES = (
 )
 """Where the kernel looks for firmware (drivers/base/firmware_loader/main.c). `{release}` is that of uname(2)."""
 FIRMWARE_PATH = "/sys/module/firmware_class/parameters/path"
-"""A file that names one more directory, which the kernel searches first; usually none."""
+"""A file that may name one more directory, which the kernel searches first. It is usually empty."""
 RELEASE = "/proc/sys/kernel/osrelease"

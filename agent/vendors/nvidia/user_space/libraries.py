@@ -18,7 +18,7 @@ from agent.vendors.nvidia.user_space.file_groups import DRIVER_VERSION, GBM_LIBR
 TRIPLETS = {"x86_64": "x86_64-linux-gnu", "aarch64": "aarch64-linux-gnu", "i686": "i386-linux-gnu"}
 """Debian's multiarch names. Every driver root has this layout, whatever the host's is."""
 SETS = {"x86_64": ("x86_64", "i686"), "aarch64": ("aarch64",)}
-"""The architectures of the libraries in a driver's package: the native one, and one of 32 bits if it may have that."""
+"""Architectures of the libraries in a driver's package, by native architecture: the native one first, then 32-bit."""
 
 MAIN = ("libcuda", "libnvidia-ml")
 """Libraries that every driver has. CUDA's compatibility packages have libcuda, but not libnvidia-ml."""
@@ -45,7 +45,7 @@ class Found:
         return [_version(name) for name in self.files if _stem(name) == stem and _version(name)]
 
     def for_version(self, version: str) -> dict[str, str]:
-        """Map each name to its best real path: files of that version, and files of other numbers that belong to it."""
+        """Map each name to its best real path: for the version's files, including those with another number."""
         versions: dict[str, set[str]] = {}
         for name, paths in self.files.items():
             for path in paths:
@@ -55,14 +55,14 @@ class Found:
         def belongs(name: str, path: str) -> bool:
             if _version(name):
                 return _version(name) == version
-            # A toolkit's stub is named like a development link, or like a library that the driver also has.
+            # Not a toolkit's stub, which is named like a development link, or like a library that the driver also has.
             if name.endswith(".so") or _stem(name) in stems:
                 return False
             directory_versions = versions[os.path.dirname(path)]
             return version in directory_versions or (name.startswith(PLATFORM) and directory_versions == {""})
 
-        def distance(path: str) -> int:
-            """Return a path's rank, of which the lowest is the best.
+        def rank(path: str) -> int:
+            """Return a path's rank; the lowest rank is the best.
 
             Directories with both main libraries come first: CUDA's compatibility packages have only libcuda.
             """
@@ -75,7 +75,7 @@ class Found:
         chosen = {}
         for name, paths in self.files.items():
             if fitting := [path for path in paths if belongs(name, path)]:
-                chosen[name] = min(fitting, key=distance)
+                chosen[name] = min(fitting, key=rank)
         return chosen
 
 
@@ -87,7 +87,7 @@ def own_directories(found: Found, version: str) -> list[str]:
 
 
 def choose(found: Found, module: str) -> Seen[str]:
-    """Return a version that has both main libraries, preferably the module's; otherwise Broken or Absent."""
+    """Return a version that has both main libraries, preferably the module's; Broken or Absent if there is none."""
     installed = {stem: found.versions(stem) for stem in MAIN}
     complete = [version for version in installed["libcuda"] if version in installed["libnvidia-ml"]]
     if complete:
@@ -98,14 +98,14 @@ def choose(found: Found, module: str) -> Seen[str]:
         )
         return Broken(f"no driver version has both libcuda and libnvidia-ml: found {found_versions}")
     if found.links:
-        return Broken("found libraries of NVIDIA's, but neither libcuda nor libnvidia-ml")
+        return Broken("found libraries of NVIDIA's driver, but neither libcuda nor libnvidia-ml")
     return Absent("found no library of NVIDIA's driver")
 
 
 def search(
     system: System, cache: tuple[CacheEntry, ...], found: Found, problems: list[str], known: Set[str] = frozenset()
 ) -> Found:
-    """Add the libraries that the cache leads to, to `found`, and return it. Raises OSError if an observation failed.
+    """Add to `found` the libraries that the cache leads to. Return `found`. Raises OSError if an observation failed.
 
     `known` directories are skipped.
     """
@@ -144,7 +144,7 @@ def lists_driver_library(entry: CacheEntry) -> bool:
 
 
 def _scan(system: System, found: Found, directory: str, problems: list[str]) -> None:
-    """Add the driver's files and links in a directory of libraries that the cache lists."""
+    """Add the driver's files and links in one directory."""
     try:
         names = system.entries(directory)
     except (FileNotFoundError, NotADirectoryError):
@@ -188,13 +188,13 @@ def _add(system: System, found: Found, real: str, problems: list[str]) -> None:
 
 
 def libraries(system: System, found: Found, version: str) -> list[Library]:
-    """Return the version's files for a driver root, files of other numbers that belong to it, and links to both."""
+    """Return a version's files for a driver root, including those with another number, and links to all of them."""
     by_target: dict[str, Library] = {}
     chosen = found.for_version(version)
     for name, real in sorted(chosen.items()):
         target = _target(found.architecture, name)
         by_target[target] = library(system, target, real)
-    # By stem, because the links on a host with two versions may lead to the other version.
+    # Links are matched by stem: on a host with two versions, a link may lead to the other version's file.
     by_stem = {_stem(name): name for name in sorted(chosen)}
     for link in sorted(found.links):
         named = by_stem.get(_stem(link))

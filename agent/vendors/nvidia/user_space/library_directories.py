@@ -41,7 +41,7 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
 
 
 def _architecture(system: System, path: str, native: str) -> str:
-    """Return a library's architecture; empty if unknown; `native` for a dangling link, so that it is reported."""
+    """Return a library's architecture; empty if unknown; `native` for a dangling link, so that the link is reported."""
     try:
         header = system.head(path, HEADER.size)
     except OSError as error:

@@ -1,8 +1,8 @@
 """Rewrites library paths in the files that loaders of Vulkan, EGL and OpenCL read: the host's paths are wrong in pods.
 
-NVIDIA ships bare names. RPM packages put /usr/lib64 before them (negativo17, nvidia-driver.spec; RPM Fusion), NixOS
-/nix/store. Each such path becomes the library's path in pods, not a bare name: with bare names, a 64-bit program would
-load the driver twice, the second time from the manifest of the 32-bit set.
+NVIDIA ships bare names. RPM packages put /usr/lib64 before them (negativo17, nvidia-driver.spec; RPM Fusion), and NixOS
+puts /nix/store. Each such path becomes the library's path in pods, not a bare name: with bare names, a 64-bit program
+would load the driver twice, the second time from the manifest of the 32-bit set.
 """
 
 import json
@@ -26,7 +26,7 @@ SIZE_LIMIT = 1 << 16
 def with_pod_paths(
     system: System, companions: Iterable[Library], libraries: Iterable[Library]
 ) -> tuple[tuple[Library, ...], tuple[str, ...]]:
-    """Return the companions, with a new text where paths change, and a problem for each path outside the driver.
+    """Return the companions, with new texts of files whose paths change, and a problem for each path to another file.
 
     Raises OSError if an observation failed.
     """
@@ -52,7 +52,7 @@ def with_pod_paths(
 def _in_pods(system: System, path: str, by_source: dict[str, str], targets: set[str]) -> str:
     """Return a library's path in pods; empty if it is not the driver's.
 
-    The path has the name that the manifest uses if the driver root has it, otherwise the name of the real file.
+    The path has the name that the manifest uses, if the driver root has that name; otherwise the real file's name.
     """
     if not path.isprintable():
         # JSON can contain a null character or half a surrogate pair, for which system calls raise ValueError.

@@ -38,7 +38,7 @@ class _Candidate:
 
     @property
     def directories(self) -> frozenset[str]:
-        """The directories of a driver in the host's root. Other places need not search them again."""
+        """The directories of a driver found in the host's root, which other places need not search again."""
         if self.root or not isinstance(self.version, str):
             return frozenset()
         return frozenset(directory for each in self.found for directory in each.directories)
@@ -68,17 +68,15 @@ def observe_user_space(sources: Sources, module: str) -> UserSpace:
         other_places=tuple(
             f"driver {each.version} in {each.place}" for each in others if isinstance(each.version, str)
         ),
-        skipped_directories=tuple(
-            problem_sentences for each in candidates for problem_sentences in each.skipped_directories
-        ),
+        skipped_directories=tuple(skipped for each in candidates for skipped in each.skipped_directories),
     )
 
 
 def _choose(candidates: Sequence[_Candidate], module: str) -> _Candidate:
     """Return the first place with a driver of the module's version, otherwise the first with any content.
 
-    A place that could not be observed is returned too: a later place must not replace it, because it may be the right
-    one. If all places are empty, the first one is returned.
+    A place that could not be observed is returned too: it may be the right one, so a later place must not replace it.
+    If all places are empty, the first one is returned.
     """
     with_content = []
     for each in candidates:
@@ -96,7 +94,7 @@ def _search_in_time(sources: Sources, place: Place, module: str, known: Set[str]
     if place.in_loader_cache:
         return _search(sources, place, module, known)
     try:
-        # With a time limit: /home and /opt may be network file systems on hosts that have no driver in them.
+        # With a time limit, because on hosts without a driver there, /home and /opt may be network file systems.
         return call_device(f"the driver's place {place}", lambda: _search(sources, place, module, known), SEARCH_LIMIT)
     except OSError as error:
         return _Candidate(place, Unseen(classify_error(str(place), error).why), sources.system)
@@ -104,7 +102,7 @@ def _search_in_time(sources: Sources, place: Place, module: str, known: Set[str]
 
 def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Candidate:
     system, root = sources.system, ""
-    trust = PathTrust(system, checked=_checked(place))
+    trust = PathTrust(system, checked=_owners_checked(place))
     if place.root != "/":
         try:
             if not trust.permits(place.root):
@@ -113,7 +111,7 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
             system, root = system.below(place.root), system.real_path(place.root).rstrip("/")
         except OSError as error:
             return _Candidate(place, classify_error(place.root, error), sources.system)
-        trust = PathTrust(system, checked=_checked(place))
+        trust = PathTrust(system, checked=_owners_checked(place))
     problems: list[str] = []
     try:
         entries = _entries(sources, place, system, trust)
@@ -133,8 +131,8 @@ def _search(sources: Sources, place: Place, module: str, known: Set[str]) -> _Ca
     return _Candidate(place, version, system, root, found, problem_sentences, _skipped_directories(place, trust, root))
 
 
-def _checked(place: Place) -> bool:
-    """Return whether owners are checked: not in the host's loader cache, and not in a configured place."""
+def _owners_checked(place: Place) -> bool:
+    """Return whether the owners of files in a place are checked. The loader cache and configured places are trusted."""
     return not (place.configured or place.in_loader_cache)
 
 
@@ -146,7 +144,7 @@ def _skipped_directories(place: Place, trust: PathTrust, root: str = "") -> tupl
 
 
 def _entries(sources: Sources, place: Place, system: System, trust: PathTrust) -> Seen[tuple[CacheEntry, ...]]:
-    """Return the libraries on paths that only root controls: others must not decide what pods load. Raises OSError."""
+    """Return the libraries on paths that `trust` permits: only root may decide what pods load. Raises OSError."""
     if place.libraries:
         return list_libraries(system, place.libraries, sources.architecture, trust)
     listed = sources.loader_cache(place.root)
@@ -165,7 +163,7 @@ def _assemble(sources: Sources, candidate: _Candidate) -> UserSpace:
         files = [file for each in candidate.found for file in libraries.libraries(system, each, version)]
         directories = libraries.own_directories(candidate.found[0], version)
         triplet = TRIPLETS[sources.architecture]
-        trust = PathTrust(system, checked=_checked(place))
+        trust = PathTrust(system, checked=_owners_checked(place))
         trusted = replace(
             place,
             binaries=tuple(filter(trust.permits, place.binaries)),

@@ -13,10 +13,10 @@ class Place:
     """One place. All its directories are relative to its root."""
 
     name: str
-    """The system or installer that uses the place; for a configured place the key."""
+    """The system or installer that uses the place; for a configured place, the configuration key."""
     root: str = "/"
     libraries: tuple[str, ...] = ()
-    """Directories of libraries, in a loader's order, of any architecture. If empty, the root's loader cache is used."""
+    """Directories with libraries of any architecture, in a loader's order. If empty, the loader cache is used."""
     binaries: tuple[str, ...] = ()
     """Directories of programs, which are searched before the usual ones."""
     data: tuple[str, ...] = ()
@@ -41,12 +41,12 @@ class Place:
     def watched(self) -> tuple[str, ...]:
         """Directories of the host in which a change may mean that a different driver is installed."""
         root = "" if self.root == "/" else self.root
-        # The directory, because ldconfig replaces the cache: a watch on the file would stay on the old one.
+        # /etc, because ldconfig replaces /etc/ld.so.cache: a watch on the file would stay on the old one.
         return tuple(f"{root}{each}" for each in self.libraries or ("/etc",))
 
 
 def _prefix(name: str, *prefixes: str) -> Place:
-    """Return a place whose directories are below a prefix, as installers of drivers for nodes lay it out."""
+    """Return a place whose directories are below prefixes, as driver installers for Kubernetes nodes lay it out."""
     return Place(
         name,
         libraries=tuple(f"{prefix}/{each}" for prefix in prefixes for each in ("lib64", "lib")),
@@ -80,7 +80,8 @@ PLACES = (
         binaries=("/run/current-system/sw/bin",),
         data=("/run/opengl-driver/share", "/run/opengl-driver-32/share"),
     ),
-    # nvidia-installer, files.c; needed only if no loader cache lists the files. Newer Talos extensions pass /usr/local.
+    # nvidia-installer, files.c; needed only if no loader cache lists the files. Newer Talos extensions pass it
+    # the prefix /usr/local.
     Place("a runfile's", libraries=("/usr/lib64", "/usr/lib", "/usr/lib32", "/usr/local/lib64", "/usr/local/lib")),
 )
 """All places. The first one with a driver of the loaded module's version is used."""
