@@ -79,12 +79,13 @@ def observe_companions(
         if files:
             found.add(group.name)
         else:
-            others[group.name] = tuple(_other_versions(system, group, version, places))
+            others[group.name] = tuple(_any_version(system, group, places))
     binaries = _binaries(system, (*around.place.binaries, *BINARY_DIRECTORIES), permitted)
     missing = [each.name for each in GROUPS if each.usual and each.name not in found and not others[each.name]]
     if not any(each.target == f"usr/bin/{BINARIES[0]}" for each in binaries):
         missing.append(BINARIES[0])
-    other = tuple(path for paths in others.values() for path in paths)
+    # A file of this version can be among them, if it was refused.
+    other = tuple(path for paths in others.values() for path in paths if path not in refused)
     return Companions((*by_target.values(), *binaries), tuple(missing), other, tuple(refused.values()))
 
 
@@ -120,7 +121,7 @@ def _find(
     return found
 
 
-def _other_versions(system: System, group: Group, version: str, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+def _any_version(system: System, group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
     """Yield the group's files with any version in their own or their directory's name, each path once.
 
     The caller has found no usable file of the driver's version.

@@ -166,6 +166,15 @@ def test_another_driver_next_to_it_is_not_mentioned(driver: Host) -> None:
     assert libraries_present(driver).reason == "Present"
 
 
+def test_an_untrusted_file_of_the_right_version_is_not_called_another_version(driver: Host) -> None:
+    path = f"/lib/firmware/nvidia/{V}/gsp_ga10x.bin"
+    driver.file(path)
+    driver.owners[path] = (0o664, 0)
+    found = user_space(driver)
+    assert found.other_version == ()
+    assert found.problems == (f"{path}: left out, because users other than root can write to it (mode 0664)",)
+
+
 def test_missing_libraries_are_a_fault(host: Host) -> None:
     libraries(host, SPLIT, V, "libcuda")
     host.loader_cache(cache_of(f"{SPLIT}/libcuda.so.{V}"))
