@@ -49,6 +49,7 @@ WAKE = f"{RUNTIME}/wake"
 
 MACHINE_ROOTS = "/var/lib/machines"
 NSPAWN = "/etc/systemd/nspawn"
+NSPAWN_RUNTIME = "/run/systemd/nspawn"
 UNITS = "/etc/systemd/system"
 RUNTIME_PROPERTIES = "/run/systemd/system.control"
 """Where systemd keeps the results of `systemctl set-property --runtime` until the host's reboot."""

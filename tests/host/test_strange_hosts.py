@@ -1,14 +1,17 @@
 """Text of drivers goes only where it belongs, and what disappears for a while, or during a pass, is kept."""
 
+import os
 from pathlib import Path
 
 import pytest
 
-from agent.model.conditions import ConditionType
+from agent.cli.prepare import prepare
+from agent.host.outcome import Outcome
+from agent.model.conditions import Condition, ConditionType
 from agent.model.facts import Unseen
 from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
-from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
 from tests.host.test_damage import running
 
@@ -106,3 +109,49 @@ def test_a_gpu_that_does_not_answer_for_a_while_is_kept_and_recovers(gpu_host: H
     ]
     assert gpu_host.read(handoff_file(MACHINE)) == handed
     assert gpu_host.bus.changes == []
+
+
+def conditions(outcome: Outcome) -> dict[ConditionType, Condition]:
+    return {each.type: each for each in outcome.machines[0].conditions}
+
+
+def test_a_link_in_the_place_of_a_machines_root_is_named_and_nothing_is_written(gpu_host: Host) -> None:
+    """The machine runs, and starts again, with the settings that it has."""
+    running(gpu_host)
+    root, elsewhere = f"{MACHINE_ROOTS}/{MACHINE}", "/srv/elsewhere"
+    before = [gpu_host.read(path) for path in WRITTEN]
+    gpu_host.make_directory(elsewhere)
+    os.rmdir(f"{gpu_host.root}{root}")
+    gpu_host.symlink(root, f"../../..{elsewhere}")
+    gpu_host.gpu("0000:03:00.0", 2)
+    agent = reconciler(gpu_host)
+    for state in ("active", "activating"):
+        units(gpu_host, state)
+        outcome = prepare(MACHINE, agent)
+        assert (outcome.failures, outcome.actions) == ((), ())
+        message = conditions(outcome)[ConditionType.READY].message
+        assert message.startswith(f"{root} is a symbolic link to ../../..{elsewhere}; replace the link")
+    assert [gpu_host.read(path) for path in WRITTEN] == before
+    assert gpu_host.entries(elsewhere) == ()
+    assert gpu_host.read_link(root) == f"../../..{elsewhere}"
+    assert gpu_host.bus.changes == []
+    gpu_host.remove_file(root)
+    gpu_host.make_directory(root)
+    prepare(MACHINE, agent)
+    assert b"Bind=/dev/nvidia2\n" in gpu_host.read(nspawn_file(MACHINE))
+
+
+@pytest.mark.parametrize("directory", [MACHINE_ROOTS, "/run/systemd/nspawn"])
+def test_settings_that_nspawn_no_longer_reads_are_named(gpu_host: Host, directory: str) -> None:
+    """It reads one file only. That of the agent comes first."""
+    path = f"{directory}/{MACHINE}.nspawn"
+    gpu_host.file(path, "[Exec]\nEnvironment=PLACE=rack-7\n")
+    agent = reconciler(gpu_host)
+    assert path not in str(agent.preview()[0].all_problems()), "nspawn still reads it"
+    for _ in range(2):
+        outcome = agent.run_pass()
+        (problem,) = (each for each in outcome.facts.all_problems() if path in each)
+        assert problem.startswith(f"{path} has no effect, because systemd-nspawn reads {nspawn_file(MACHINE)} instead")
+        assert f"machines.{MACHINE}.nspawn" in problem
+    assert gpu_host.read_text(path) == "[Exec]\nEnvironment=PLACE=rack-7\n"
+    assert ("systemctl", "start", "--no-block", UNITS[0]) in gpu_host.runner.calls

@@ -7,7 +7,7 @@ from agent.config.settings import Config
 from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.loader_cache import Listing, LoaderCache
-from agent.host.observe.machine import observe_machine, unseen_machine
+from agent.host.observe.machine import observe_machine, unread_settings, unseen_machine
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.same_content import with_times
@@ -63,6 +63,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     staged = observe_staged(system)
     remembered, damage = observe_remembered(system)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
+    unread = (each for name in names for each in unread_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
     return Facts(
         architecture=sources.architecture,
@@ -84,7 +85,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         mount_sources=observe_sources(config, system),
         problems=tuple(
             problem
-            for problem in (no_template, discarded, *loader_cache.skipped(), detached.problem, damage)
+            for problem in (no_template, discarded, *loader_cache.skipped(), detached.problem, damage, *unread)
             if problem
         ),
         # If this is unknown, systemd reloads its units once more than needed.

@@ -14,10 +14,12 @@ from agent.model.live import LiveSettings, parse_live
 from agent.model.paths import (
     GRANTED_NAME,
     MACHINE_ROOTS,
+    NSPAWN_RUNTIME,
     REPORT_NAME,
     granted_file,
     handed_roots_file,
     live_file,
+    nspawn_file,
     report_directory,
     started_drop_in,
     started_nspawn,
@@ -85,6 +87,23 @@ def _root(name: str, system: System) -> Seen[str]:
             return Absent(f"{path} does not exist; unpack the machine's image into that directory")
         case unseen:
             return unseen
+
+
+def unread_settings(name: str, system: System) -> tuple[str, ...]:
+    """Return a problem for each settings file of the machine that systemd-nspawn ignores.
+
+    Of the files in /etc, in /run and next to the root, it reads only the first one (systemd.nspawn(5)).
+    """
+    read = nspawn_file(name)
+    if read_seen(system.exists, read) is not True:
+        return ()
+    others = (f"{directory}/{name}.nspawn" for directory in (NSPAWN_RUNTIME, MACHINE_ROOTS))
+    return tuple(
+        f"{other} has no effect, because systemd-nspawn reads {read} instead; move its settings to "
+        f"machines.{name}.nspawn in the configuration and remove the file"
+        for other in others
+        if read_seen(system.exists, other) is True
+    )
 
 
 def _granted(name: str, system: System, ages: Ages) -> tuple[Seen[Granted], float]:
