@@ -7,10 +7,12 @@ import pytest
 
 from agent.cli.prepare import prepare
 from agent.host.outcome import Outcome
-from agent.model.conditions import Condition, ConditionType
+from agent.model.conditions import Condition, ConditionType, Status
+from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Unseen
 from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
+from agent.system.machined import MACHINED
 from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
 from tests.fakes.host import INFORMATION, Host
 from tests.host.test_damage import running
@@ -155,3 +157,85 @@ def test_settings_that_nspawn_no_longer_reads_are_named(gpu_host: Host, director
         assert f"machines.{MACHINE}.nspawn" in problem
     assert gpu_host.read_text(path) == "[Exec]\nEnvironment=PLACE=rack-7\n"
     assert ("systemctl", "start", "--no-block", UNITS[0]) in gpu_host.runner.calls
+
+
+LOOKS = (("/sbin/ldconfig", "-p"),)
+"""Programs that change nothing."""
+NO_ANSWER = BusError("BindMountMachine: no answer in time")
+NO_ANSWER.__cause__ = TimeoutError(110, "no answer in time")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        BusAnswerError("org.freedesktop.DBus.Error.ServiceUnknown: Unit dbus-org.freedesktop.machine1 not found"),
+        BusAnswerError("org.freedesktop.DBus.Error.NoReply: Message recipient disconnected from message bus"),
+        BusAnswerError(f"org.freedesktop.machine1.NoSuchMachine: No machine '{MACHINE}' known"),
+        NO_ANSWER,
+    ],
+    ids=["absent", "restarted", "another memory", "silent"],
+)
+def test_without_machined_a_machine_runs_on_and_its_gpu_waits(gpu_host: Host, answer: BusError) -> None:
+    """PID 1 alone says whether it runs. Nothing that it has is bound again later."""
+    running(gpu_host)
+    gpu_host.gpu("0000:03:00.0", 2)
+    gpu_host.runner.calls.clear()
+    agent, bus, asked = reconciler(gpu_host), gpu_host._bus, []
+    assert bus is not None
+
+    def without_machined(
+        service: str, path: str, method: str, signature: str, arguments: tuple[object, ...], timeout: float
+    ) -> tuple[object, ...]:
+        if service == MACHINED:
+            asked.append((method.rpartition(".")[2], arguments[1]))
+            raise answer
+        return bus(service, path, method, signature, arguments, timeout)
+
+    gpu_host._bus = without_machined
+    jobs = [*gpu_host.bus.mounts.jobs]
+    for _ in range(2):
+        outcome = agent.run_pass()
+        assert str(answer) in str(outcome.failures)
+        found = conditions(outcome)
+        assert (found[ConditionType.MACHINE_RUNNING].status, found[ConditionType.MACHINE_RUNNING].reason) == (
+            Status.TRUE,
+            "Running",
+        )
+        assert found[ConditionType.DEVICES_ALLOWED].reason == "NotGiven"
+        assert "/dev/nvidia2" in found[ConditionType.DEVICES_ALLOWED].message
+    new = {"/dev/nvidia2", "/dev/dri/card3", "/dev/dri/renderD130"}
+    assert {*asked} <= {("BindMountMachine", path) for path in new}
+    gpu_host._bus = bus
+    agent.run_pass()
+    assert sorted(str(each[2]) for each in gpu_host.bus.changes if each[0] == "BindMountMachine") == sorted(new)
+    assert agent.run_pass().actions == ()
+    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == [("systemctl", "daemon-reload")]
+    assert gpu_host.bus.mounts.jobs == jobs
+
+
+def test_while_pid_1_is_silent_a_machines_state_is_unknown_and_nothing_is_done(gpu_host: Host) -> None:
+    running(gpu_host)
+    agent = reconciler(gpu_host)
+    gpu_host.runner.calls.clear()
+    gpu_host.bus.failing = BusError("no answer in time")
+    outcome = agent.run_pass(by_hand=True)
+    found = conditions(outcome)[ConditionType.MACHINE_RUNNING]
+    assert (found.status, found.reason, found.message) == (Status.UNKNOWN, "ObservationFailed", "no answer in time")
+    assert outcome.actions == ()
+    gpu_host.bus.failing = None
+    assert agent.run_pass().actions == ()
+    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
+    assert gpu_host.bus.changes == []
+
+
+def test_a_machine_that_machined_did_not_register_is_not_started_again_and_again(gpu_host: Host) -> None:
+    """nspawn ends with "already exists" if machined still knows the machine's previous run."""
+    running(gpu_host)
+    gpu_host.runner.calls.clear()
+    units(gpu_host, "failed", stopped_at=4711)
+    agent = reconciler(gpu_host)
+    for _ in range(2):
+        found = conditions(agent.run_pass())[ConditionType.MACHINE_RUNNING]
+        assert (found.status, found.reason) == (Status.FALSE, "NotRunning")
+        assert f"journalctl -u systemd-nspawn@{MACHINE}" in found.message
+    assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
