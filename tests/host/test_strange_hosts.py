@@ -10,6 +10,7 @@ from agent.host.outcome import Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import BusAnswerError, BusError
 from agent.model.facts import Unseen
+from agent.model.handoff import parse_handoff
 from agent.model.paths import MACHINE_ROOTS, TREES, granted_file, handoff_file, nspawn_file, unit_drop_in
 from agent.model.text import MESSAGE_LIMIT
 from agent.system.machined import MACHINED
@@ -239,3 +240,74 @@ def test_a_machine_that_machined_did_not_register_is_not_started_again_and_again
         assert (found.status, found.reason) == (Status.FALSE, "NotRunning")
         assert f"journalctl -u systemd-nspawn@{MACHINE}" in found.message
     assert [argv for argv in gpu_host.runner.calls if argv not in LOOKS] == []
+
+
+PROC_GPUS = "/proc/driver/nvidia/gpus"
+
+
+@pytest.mark.parametrize(
+    "look", ["empty", "missing", "refused", "no capabilities", "no bus", "no libraries", "no list"]
+)
+def test_one_empty_or_failed_look_at_the_driver_withdraws_nothing(gpu_host: Host, look: str) -> None:
+    """What else the host shows still says that the driver has the GPUs."""
+    running(gpu_host)
+    handed = gpu_host.read(handoff_file(MACHINE))
+    agent = reconciler(gpu_host)
+    match look:
+        case "empty":
+            for address in (FIRST, SECOND):
+                gpu_host.remove_tree(f"{PROC_GPUS}/{address}")
+        case "missing":
+            gpu_host.remove_tree("/proc/driver/nvidia")
+        case "refused" | "no capabilities":
+            path = PROC_GPUS if look == "refused" else "/proc/driver/nvidia/capabilities"
+            gpu_host.failing[path] = PermissionError(13, "Permission denied", path)
+        case "no bus":
+            gpu_host.pci = ()
+        case "no libraries":
+            gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+        case _:
+            gpu_host.loader_cache("")
+    outcomes = [agent.reconcile() for _ in range(2)]
+    for outcome in outcomes:
+        assert (outcome.failures, outcome.actions, outcome.machines[0].lost) == ((), (), ())
+    assert gpu_host.read(handoff_file(MACHINE)) == handed
+    assert gpu_host.bus.changes == []
+    wanted = {"no libraries": "NotInstalled", "no list": "LibrariesBroken"}.get(look)
+    found = conditions(outcomes[-1])
+    if wanted:
+        assert found[ConditionType.LIBRARIES_PRESENT].reason == wanted
+    else:
+        devices = found[ConditionType.DEVICES_PRESENT]
+        assert (devices.status, devices.reason) == (Status.UNKNOWN, "ObservationFailed")
+        assert "the driver has 0000:01:00.0, 0000:02:00.0" in devices.message or "Permission denied" in devices.message
+
+
+def test_a_driver_that_is_removed_from_the_host_is_withdrawn_with_its_module(gpu_host: Host) -> None:
+    """First the package, then the module. The machine keeps the driver root for pods that still run."""
+    running(gpu_host)
+    (before,) = parse_handoff(gpu_host.read(handoff_file(MACHINE))).requests
+    agent = reconciler(gpu_host)
+    gpu_host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+    for library in Path(f"{gpu_host.root}/usr").rglob("lib*.so*"):
+        library.unlink()
+    assert agent.reconcile().actions == ()
+    gpu_host.file("/proc/devices", "Character devices:\n  1 mem\n\nBlock devices:\n  8 sd\n")
+    gpu_host.remove_tree("/proc/driver/nvidia")
+    gpu_host.remove_file("/sys/module/nvidia/version")
+    gpu_host.drm = ()
+    for address in (FIRST, SECOND):
+        gpu_host.rebind(address, "")
+    outcome = agent.reconcile()
+    assert outcome.failures == ()
+    (after,) = parse_handoff(gpu_host.read(handoff_file(MACHINE))).requests
+    assert (after.gpus, after.devices) == ((), ())
+    assert (after.driver_root, after.files) == (before.driver_root, before.files)
+    (properties,) = (each[3] for each in gpu_host.bus.changes if each[0] == "SetUnitProperties")
+    assert "/dev/char/195:" not in str(properties)
+    found = {kind: each.reason for kind, each in conditions(outcome).items()}
+    assert found[ConditionType.DRIVER_LOADED] == "ModuleNotLoaded"
+    assert found[ConditionType.DEVICES_PRESENT] == "GPUWithoutDriver"
+    assert found[ConditionType.LIBRARIES_PRESENT] == "NotInstalled"
+    assert agent.reconcile().sentences == ("reload systemd's units",)
+    assert agent.reconcile().actions == ()

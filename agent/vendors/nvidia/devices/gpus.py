@@ -81,6 +81,9 @@ def observe_gpus(
             unseen.append(information.why)
     if isinstance(pci, tuple):
         bound = {each.address: each.driver for each in pci if _is_gpu(each)}
+        if known and not bound:
+            # A GPU leaves the driver's list before it leaves the bus.
+            unseen.append(f"the PCI bus lists no GPU of this vendor, but the driver has {', '.join(known)}")
     else:
         bound = dict.fromkeys(known, KERNEL_DRIVER)
         unseen.append(pci.why)

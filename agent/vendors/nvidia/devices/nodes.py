@@ -3,6 +3,7 @@
 Nodes stay when the driver is unloaded, so a node is used only if its major is registered now.
 """
 
+import errno
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from agent.system.files import System
 from agent.system.seen import classify_error
 from agent.vendors.host_vendor import Sources
 from agent.vendors.nvidia.devices.capabilities import CAPABILITIES, observe_capabilities
-from agent.vendors.nvidia.devices.gpus import KERNEL_DRIVER, GpuList
+from agent.vendors.nvidia.devices.gpus import GPUS, KERNEL_DRIVER, GpuList
 from agent.vendors.nvidia.mig import Instance, complete, incomplete_instances, parse_instance
 from agent.vendors.nvidia.sockets import DIRECTORIES
 from agent.vendors.proc_devices import PROC_DEVICES, parse_majors
@@ -150,6 +151,9 @@ class _NodeChecker:
         if rule.kind is not DeviceKind.GPU:
             return DeviceNode(path, rule.kind, number)
         gpu = self._by_minor.get(wanted)
+        if gpu is None and self._by_address and not self._by_minor:
+            # A GPU leaves the driver's list after sysfs no longer shows it as the driver's.
+            raise OSError(errno.EAGAIN, f"lists no GPU, but the driver has {', '.join(self._by_address)}", GPUS)
         if gpu is None:
             self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
             return None
