@@ -1,12 +1,14 @@
-"""Damaged state of our own is discarded, counted and logged once, and ends no pass."""
+"""Damaged state of our own is discarded, counted and logged once, and ends no pass; that of another release is read."""
 
 import errno
+import json
 import logging
 import os
 from collections.abc import Callable
 
 import pytest
 
+from agent.cli.prepare import prepare
 from agent.host.state.detached_gpus import note_detached, observe_detached
 from agent.host.state.lost_gpus import LogRead, keep_log_read, log_read, observe_lost, record_lost
 from agent.model.conditions import ConditionType, Status
@@ -15,9 +17,13 @@ from agent.model.paths import (
     DETACHED_GPUS,
     KERNEL_LOG_READ,
     LOST_GPUS,
+    MANIFESTS,
     OWNED,
+    REMEMBERED_GPUS,
+    TREES,
     granted_file,
     handed_roots_file,
+    handoff_file,
     live_file,
     nspawn_file,
     started_drop_in,
@@ -217,3 +223,57 @@ def test_a_failed_observation_is_not_reported_as_a_fact(
     (machine,) = reconciler(gpu_host).reconcile().machines
     assert condition(machine, ConditionType.DEVICES_ALLOWED) == (Status.UNKNOWN, "ObservationFailed")
     assert gpu_host.bus.changes == []
+
+
+def older(host: Host) -> None:
+    """Write the records as releases did that noted less: no owners, mounts or doubts, no place, no rewritten text."""
+    live = json.loads(host.read(live_file(MACHINE)))
+    for key in ("unsure", "owners", "mounts"):
+        live.pop(key, None)
+    host.write(live_file(MACHINE), json.dumps(live).encode())
+    for name in host.entries(MANIFESTS):
+        manifest = json.loads(host.read(f"{MANIFESTS}/{name}"))
+        manifest.pop("place", None)
+        for file in manifest["files"]:
+            file.pop("text", None)
+        manifest |= {"version": 1, "staged": {"usr/lib/libcuda.so": {"inode": 7}}}
+        host.write(f"{MANIFESTS}/{name}", json.dumps(manifest).encode())
+
+
+LASTING = (
+    *(OWNED, f"{MANIFESTS}/0.json", live_file(MACHINE), granted_file(MACHINE), handed_roots_file(MACHINE)),
+    *REMEMBERED_GPUS,
+)
+"""Records that outlive an upgrade of the agent."""
+
+
+def newer(host: Host) -> None:
+    """Write the records as a release might that notes more."""
+    for path in LASTING:
+        document = json.loads(host.read(path))
+        document["unheard"] = {"of": 1}
+        for file in document["files"] if path.startswith(MANIFESTS) else ():
+            file["unheard"] = ""
+        host.write(path, json.dumps(document).encode())
+
+
+def test_releases_that_follow_each_other_leave_a_running_machine_alone(gpu_host: Host) -> None:
+    """Upgrades and ways back: only records are completed, or lose what this release does not know."""
+    prepare(MACHINE, reconciler(gpu_host))
+    device_allow = [("char-pts", "rw"), *allowed(gpu_host)]
+    units(gpu_host, "active", device_allow=device_allow)
+    assert reconciler(gpu_host).reconcile().failures == ()
+    files = (nspawn_file(MACHINE), unit_drop_in(MACHINE), handoff_file(MACHINE))
+    before = {path: (gpu_host.read(path), gpu_host.identity(path)) for path in files}
+    for release, rewritten in ((older, [live_file(MACHINE)]), (newer, [*REMEMBERED_GPUS])) * 2:
+        release(gpu_host)
+        records = {path: gpu_host.read(path) for path in LASTING}
+        outcome = reconciler(gpu_host).run_pass()
+        assert (outcome.failures, outcome.facts.all_problems()) == ((), ())
+        assert [path for path in LASTING if gpu_host.read(path) != records[path]] == rewritten
+        assert len(outcome.actions) == len(rewritten)
+        assert reconciler(gpu_host).run_pass().actions == ()
+        assert {path: (gpu_host.read(path), gpu_host.identity(path)) for path in files} == before
+    assert gpu_host.entries(TREES) == ("0",)
+    assert gpu_host.bus.changes == []
+    assert {*gpu_host.runner.calls} == {("systemctl", "daemon-reload"), ("/sbin/ldconfig", "-p")}

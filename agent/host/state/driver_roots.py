@@ -1,20 +1,19 @@
-"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of roots in handoffs. Pure."""
+"""Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of roots in handoffs. Pure.
+
+Unknown keys are ignored: another release may have written the file, before an upgrade or before the way back from one.
+"""
 
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class _File(_Model):
+class _File(BaseModel):
     target: Annotated[str, Field(min_length=1)]
     source: str
     link: str
@@ -24,17 +23,15 @@ class _File(_Model):
     text: str = ""
 
 
-class _Manifest(_Model):
+class _Manifest(BaseModel):
     index: Annotated[int, Field(ge=0)]
     vendor: str
     driver_version: str
     place: str = ""
     files: list[_File]
-    staged: dict[str, object] = {}
-    """A key that only version 1 has. It is ignored."""
 
 
-class _Handed(_Model):
+class _Handed(BaseModel):
     indices: list[Annotated[int, Field(ge=0)]]
 
 
