@@ -42,8 +42,7 @@ Progress = Callable[[str], None]
 PROGRESS_INTERVAL = 1.0
 """Least seconds between two signs of life within a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, as a share of the watchdog's time. It allows the process to be stopped
-for a minute without being killed."""
+"""The longest delay between passes, as a share of the watchdog's time: stopping the process for a minute is allowed."""
 START_STEP = 120
 """Seconds that systemd waits for the next sign of life during the start. The watchdog's time is the same."""
 
@@ -140,10 +139,7 @@ class Daemon:
                     self._metrics.convergence.begin(source, self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again.
-
-        If it is invalid, or its metrics address cannot be bound, keep the current one.
-        """
+        """Read the configuration again. Keep the current one if the new one is invalid, or its address cannot be bound."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
