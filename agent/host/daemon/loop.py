@@ -139,7 +139,7 @@ class Daemon:
                     self._metrics.convergence.begin(source, self._wakeups.first)
 
     def reload(self) -> None:
-        """Read the configuration again. Keep the current one if the new one is invalid, or its address cannot be bound."""
+        """Read the configuration again. Keep the current one if it is invalid, or its address cannot be bound."""
         self._notifier.send("RELOADING=1", f"MONOTONIC_USEC={time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000}")
         try:
             loaded = self._load()
