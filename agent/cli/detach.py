@@ -170,7 +170,10 @@ class _Removal:
             forget_detached(self.reconciler.system, self.gpu.pci_address)
 
     def _clean_up(self, policy: str) -> None:
-        """After an error, undo a new detachment with policy `refuse`; otherwise report that the GPU stays detached."""
+        """After an error, undo the detachment, or report that the GPU stays detached.
+
+        The detachment is undone only under policy `refuse`, and only if this command made it.
+        """
         address = self.gpu.pci_address
         if address not in observe_detached(self.reconciler.system).gpus:
             return

@@ -65,23 +65,24 @@ def _forget_live(name: str, system: System) -> None:
 def _settle(name: str, reconciler: Reconciler) -> Outcome:
     """Make passes until the machine's files match the goal, then record the settings that the machine starts with.
 
-    One pass may not be enough, because nodes may appear during a pass. A node that is in the record, but not in the
-    files, would never reach the machine, so if the files never match, nothing is recorded.
+    One pass may not be enough, because nodes may appear during a pass. If a node were in the record but not in the
+    files, later passes would assume that the machine has it, and not bind it. So if the files never match, nothing is
+    recorded.
     """
     outcome = reconciler.reconcile(LOCK_WAIT)
     for _ in range(PASSES - 1):
-        if _starts_with(name, outcome):
+        if _start_settings(name, outcome):
             break
         outcome = reconciler.reconcile(LOCK_WAIT)
-    live = _starts_with(name, outcome)
+    live = _start_settings(name, outcome)
     if live:
         with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
             write_record(reconciler.system, live_file(name), render_live(live))
     return outcome
 
 
-def _starts_with(name: str, outcome: Outcome) -> LiveSettings | None:
-    return next((machine.starts_with for machine in outcome.machines if machine.name == name), None)
+def _start_settings(name: str, outcome: Outcome) -> LiveSettings | None:
+    return next((machine.start_settings for machine in outcome.machines if machine.name == name), None)
 
 
 def _runs(name: str, reconciler: Reconciler) -> bool:

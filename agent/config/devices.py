@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from agent.config.values import absolute, is_below, once, plain
 
-DeviceSwitch = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
+DeviceClassName = Literal["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 
 CdiMode = Literal["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
 
@@ -62,5 +62,5 @@ A mode with an empty key needs no setting."""
 
 CdiModes = Annotated[list[CdiMode], once("mode", str)]
 CdiHooks = Annotated[list[CdiHook], once("hook", str)]
-Switches = Annotated[list[DeviceSwitch], once("device", str)]
+DeviceClasses = Annotated[list[DeviceClassName], once("device", str)]
 ExtraDevices = Annotated[list[ExtraDevice], once("device", attrgetter("path"))]

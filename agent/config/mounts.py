@@ -59,7 +59,7 @@ def mountable(value: str, *, read_only: bool, secret: Collection[str] = SECRET) 
             raise ValueError(f"{value} cannot be mounted into a machine: {why}")
     if is_below(value, secret) or _contains(value, secret):
         raise ValueError(
-            f"{value} contains files that control the host or other machines: name a directory further below"
+            f"{value} contains files that control the host or other machines: choose a directory without such files"
         )
     if not read_only and is_below(value, TRUSTED):
         raise ValueError(f"{value} is where the host keeps its own programs and settings: set read_only = true")
@@ -72,7 +72,9 @@ def _target(value: str) -> str:
             raise ValueError(f"nothing can be mounted at {value}: {why}")
     covered = (*(place for places in NO_TARGET.values() for place in places), *LINKED)
     if value in LINKED or _contains(value, covered):
-        raise ValueError(f"a mount at {value} would hide files that the machine needs: name a directory further below")
+        raise ValueError(
+            f"a mount at {value} would hide files that the machine needs: choose a path inside that directory"
+        )
     return value
 
 

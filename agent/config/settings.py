@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 
-from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, ExtraDevices, Switches
+from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, DeviceClasses, ExtraDevices
 from agent.config.mounts import ExtraMounts
 from agent.config.nspawn_settings import NspawnSettings, OneLine
 from agent.config.pod_environment import PodEnvironment
@@ -96,7 +96,7 @@ class MachineSettings(Model):
     node_condition: bool = False
     """Set the condition `GPUReady` on the machine's Node object, with the identity of the machine's kubelet. Needs
     `kubectl` in the machine (docs/conditions.md#nodeconditionset)."""
-    devices: Switches = []
+    devices: DeviceClasses = []
     """Devices of the host other than GPUs. Each name stands for a set of device nodes
     (docs/hardware/other-devices.md)."""
     extra_devices: ExtraDevices = []
@@ -148,8 +148,8 @@ class MachineSettings(Model):
     def _modes_have_devices(self) -> Self:
         for mode in self.cdi_modes:
             match CDI_MODES[mode]:
-                case ("devices", switch) if switch not in self.devices:
-                    raise ValueError(f'cdi_modes "{mode}" needs "{switch}" in devices')
+                case ("devices", name) if name not in self.devices:
+                    raise ValueError(f'cdi_modes "{mode}" needs "{name}" in devices')
                 case ("imex_channels", _) if not self.imex_channels:
                     raise ValueError(f'cdi_modes "{mode}" needs imex_channels = true')
         return self

@@ -37,7 +37,7 @@ class MachineOutcome:
     """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """Repairs by the machine half since the machine's boot, from its report; empty without a report."""
-    starts_with: LiveSettings | None = None
+    start_settings: LiveSettings | None = None
     """The settings that a start would use now; None if they are not the goal's, or there is no goal."""
     fault: Fault | None = None
     """An unexpected error while working on this machine."""

@@ -124,7 +124,7 @@ class Reconciler:
         return replace(outcome, machines=tuple(machines), failures=failures)
 
     def reconcile(self, lock_wait: float = LOCK_WAIT) -> Outcome:
-        """Apply the difference and return the outcome. Raises AgentError if no pass is possible."""
+        """Make one pass without starting machines, and return its outcome. Raises AgentError if no pass is possible."""
         started = time.monotonic()
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
@@ -134,8 +134,8 @@ class Reconciler:
                 facts, planned, difference = self.preview()
             machines = self.evaluate(facts, planned, difference)
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
-            wanted = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
-            unpublished = publish_host_status(self.system, wanted, time.time())
+            ready = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
+            unpublished = publish_host_status(self.system, ready, time.time())
         problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
@@ -193,7 +193,7 @@ class Reconciler:
             startable=not refused and startable(goal, facts),
             has_run=machine.has_run,
             repairs=report.repairs if isinstance(report, Report) else {},
-            starts_with=None if refused or settings_pending(goal, difference) else goal.live,
+            start_settings=None if refused or settings_pending(goal, difference) else goal.live,
         )
 
     def _log_faults(self, machines: tuple[MachineOutcome, ...]) -> tuple[str, ...]:

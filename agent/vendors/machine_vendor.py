@@ -115,14 +115,15 @@ class MachineVendor(ABC):
     def verify(
         self, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> Verdict:
-        """Return how the specification differs from what was granted. Pure.
+        """Check the specification against what was granted, and return the verdict. Pure.
 
-        `live` has the machine's device nodes by path, `present` the host paths in the specification that exist.
+        `live` maps the paths of the machine's device nodes to their numbers. `present` contains those `hostPath`s of
+        the specification's mounts that exist in the machine, which is the host in CDI's sense.
         """
 
     @abstractmethod
     def host_paths(self, spec: object) -> tuple[str, ...]:
-        """Return the host paths of all mounts in the specification. Pure."""
+        """Return the `hostPath`s of all mounts in the specification. Pure."""
 
     def plugin_spec_problems(
         self,
@@ -193,4 +194,7 @@ class CdiModes(ABC):
     def verify(
         self, mode: str, spec: object, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]
     ) -> tuple[str, ...]:
-        """Return why the specification must not be published. Pure. The arguments are as in MachineVendor.verify."""
+        """Return the reasons why the specification must not be published; none if it may be. Pure.
+
+        The arguments are as in MachineVendor.verify.
+        """

@@ -62,8 +62,8 @@ class Site:
     def start(self) -> None:
         """Start the machine with what it was prepared for."""
         (machine,) = self.agent.reconcile().machines
-        assert machine.starts_with
-        self.host.write(live_file(MACHINE), render_live(machine.starts_with))
+        assert machine.start_settings
+        self.host.write(live_file(MACHINE), render_live(machine.start_settings))
         units(self.host, "active")
         self.answer()
 

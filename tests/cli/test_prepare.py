@@ -19,7 +19,7 @@ from tests.host.test_reconcile import OPENED, report
 def test_the_machine_gets_fresh_settings(gpu_host: Host) -> None:
     outcome = prepare(MACHINE, reconciler(gpu_host))
     assert gpu_host.is_directory(report_directory(MACHINE))
-    assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].starts_with
+    assert parse_live(gpu_host.read(live_file(MACHINE))) == outcome.machines[0].start_settings
 
 
 def test_a_running_machine_keeps_its_report_and_what_it_was_started_with(gpu_host: Host) -> None:

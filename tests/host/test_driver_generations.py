@@ -520,7 +520,7 @@ def test_attack_a_tree_in_the_way_holds_up_no_pass_for_long(host: Host) -> None:
     assert host.entries(REMOVED) == ()
 
 
-def test_staging_removes_the_remains_itself() -> None:
+def test_staging_removes_leftovers_itself() -> None:
     path = f"{STAGING}/1"
     found = with_handoff(replace(seen(OLD), stale_staging=(path,)), OLD)
     assert not [each for each in diff(plan(CONFIG, found), found).actions if isinstance(each, RemoveStaleStaging)]

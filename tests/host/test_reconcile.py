@@ -351,8 +351,8 @@ def with_missing_nodes(host: Host) -> Reconciler:
     """Let the machine run with its settings, and report that nodes are missing."""
     agent = reconciler(host)
     (machine,) = agent.reconcile().machines
-    assert machine.starts_with
-    host.write(live_file(MACHINE), render_live(machine.starts_with))
+    assert machine.start_settings
+    host.write(live_file(MACHINE), render_live(machine.start_settings))
     units(host, "active")
     report(host, LACKING)
     return agent

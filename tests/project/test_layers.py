@@ -51,7 +51,7 @@ ALLOWED_NAMES = {
     # Where every vendor's driver roots are, on the host and in the machine: fixed paths that nodes depend on.
     ("model/paths.py", "/host-nvidia"),
     ("model/paths.py", "/run/host-nvidia"),
-    # A switch of the configuration, and what no path in it may name.
+    # A device class in the configuration, and what no path in it may name.
     ("config/devices.py", "nvidia-fs"),
     ("config/devices.py", "/dev/nvidia*"),
     ("config/mounts.py", "/etc/nvidia-container-runtime"),

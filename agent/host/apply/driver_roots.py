@@ -29,7 +29,7 @@ MARGIN = 64 << 20
 
 REMOVAL_LIMIT = 10.0
 """Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
-REMAINS_LIMIT = 1.0
+LEFTOVERS_LIMIT = 1.0
 """Seconds for a removal of leftovers, for which no step waits."""
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from agent.host.apply.driver_roots import REMAINS_LIMIT, clear, make_way, protect, remove_root, stage
+from agent.host.apply.driver_roots import LEFTOVERS_LIMIT, clear, make_way, protect, remove_root, stage
 from agent.host.apply.live_devices import change_devices
 from agent.host.apply.publishing import publish
 from agent.host.state.owned_files import OWNED_FILES, Owned
@@ -109,7 +109,7 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
         case RemoveDriverRoot(index):
             remove_root(index, system)
         case RemoveStaleStaging(paths):
-            clear(paths, system, REMAINS_LIMIT)
+            clear(paths, system, LEFTOVERS_LIMIT)
         case ReloadUnits():
             system.run("systemctl", "daemon-reload", timeout=60)
             system.remove(RELOAD_PENDING)

@@ -82,7 +82,7 @@ class GpuErrors:
         try:
             texts, _ = self._log.read()
         except OSError as error:
-            self._lose(f"{PATH}: {error.strerror}")
+            self._close_after_error(f"{PATH}: {error.strerror}")
             return False
         if self._sequence is not None or not self._log.behind:
             # Keep no position while skipping old records: after a restart, the rest of them would count as new.
@@ -143,14 +143,14 @@ class GpuErrors:
         try:
             self._log = self._open(self._system.root.rstrip("/") + PATH, self._sequence)
         except OSError as error:
-            self._lose(f"{PATH}: {error.strerror}")
+            self._close_after_error(f"{PATH}: {error.strerror}")
         else:
             self.error = ""
             if self._sequence is None:
-                # Read at once, so that only existing records are skipped.
+                # Read immediately, so that records written from now on are not skipped.
                 self.read()
 
-    def _lose(self, why: str) -> None:
+    def _close_after_error(self, why: str) -> None:
         self.close()
         if why != self.error:
             log.warning("cannot read the kernel log, so GPU errors go unnoticed; each pass tries again: %s", why)

@@ -20,6 +20,8 @@ LINKED = (
 """systemd requires a Where= without links (unit_fail_if_noncanonical in its src/core/unit.c)."""
 INDICES = 64
 """Number of mount points. The indices of removed driver roots are used again."""
+STAGED_AGAIN = "the driver root will be staged again"
+"""Ends the messages about driver roots whose manifest or files cannot be used."""
 SPARE = 2
 """Free indices that a pass needs: it stages at most two roots per vendor, for the loaded module and for newer files."""
 
@@ -37,7 +39,7 @@ class Staged:
     """Indices of driver roots that are published as plain directories, not as mounts."""
     corrupt: tuple[int, ...] = ()
     """Indices of driver roots that are incomplete or have no manifest."""
-    remains: tuple[str, ...] = ()
+    leftovers: tuple[str, ...] = ()
     """Paths in STAGING and REMOVED."""
     unseen: str = ""
     """Why some driver roots could not be observed; empty if all were."""
@@ -48,7 +50,7 @@ def observe_staged(system: System) -> Staged:
     try:
         mounts = mounted(system, OVERLAY)
         trees, manifests = (_indices(system, place, end) for place, end in ((TREES, ""), (MANIFESTS, ".json")))
-        remains = _remains(system)
+        leftovers = _leftovers(system)
         plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
         return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
@@ -60,9 +62,9 @@ def observe_staged(system: System) -> Staged:
         try:
             root = parse_manifest(path, system.read(path))
             if root.index != index:
-                raise DocumentError(f"{path}: index {root.index} does not match the file's name", "it is staged again")
+                raise DocumentError(f"{path}: index {root.index} does not match the file's name", STAGED_AGAIN)
             if index not in trees | plain:
-                raise DocumentError(f"{path}: the files of driver root {index} are missing", "it is staged again")
+                raise DocumentError(f"{path}: the files of driver root {index} are missing", STAGED_AGAIN)
             roots.append(replace(root, hidden=index in trees and driver_root(index) not in mounts))
         except DocumentError as error:
             problems.append(str(error))
@@ -70,20 +72,20 @@ def observe_staged(system: System) -> Staged:
             found = classify_error(path, error)
             # Anything but Unseen means a damaged manifest: for example, a directory is in its place.
             (unseen if isinstance(found, Unseen) else problems).append(found.why)
-    whole = {root.index for root in roots}
+    complete = {root.index for root in roots}
     return Staged(
         roots=tuple(sorted(roots)),
         next_index=_next_index(trees | manifests, system, protected=HOST_NVIDIA in mounts),
         problems=tuple(problems),
         mounted=HOST_NVIDIA in mounts,
         plain=tuple(sorted(plain)),
-        corrupt=() if unseen else tuple(sorted((trees | manifests) - whole)),
-        remains=remains,
+        corrupt=() if unseen else tuple(sorted((trees | manifests) - complete)),
+        leftovers=leftovers,
         unseen="; ".join(unseen),
     )
 
 
-def _remains(system: System) -> tuple[str, ...]:
+def _leftovers(system: System) -> tuple[str, ...]:
     """Return the paths in STAGING and REMOVED. A directory that a caller of `plan` may not read counts as empty."""
     found: list[str] = []
     for place in (STAGING, REMOVED):

@@ -76,7 +76,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         corrupt_roots=staged.corrupt,
         plain_roots=staged.plain,
         mounting_failed=units[parent].state == "failed",
-        stale_staging=staged.remains,
+        stale_staging=staged.leftovers,
         staged_unseen=staged.unseen,
         time_records=time_records,
         staged_problems=staged.problems,

@@ -105,8 +105,8 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     """
     staging = any(root not in facts.staged for root in (*goal.driver_roots, *goal.waiting_roots))
     # Staging removes these leftovers itself.
-    remains = () if staging else facts.stale_staging
-    actions: list[Action] = [RemoveStaleStaging(remains)] if remains else []
+    leftovers = () if staging else facts.stale_staging
+    actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
     used = _used(goal, facts)
     if used is None:
         return actions

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
-from agent.host.plan.live_devices import owners, permissions_in_use
+from agent.host.plan.live_devices import owners, permissions_to_keep
 from agent.host.plan.mounts import split_mounts
 from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.host.plan.remembered import remember
@@ -142,7 +142,7 @@ def _machine(
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
     nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found)
     allow = device_allow(settings, template, nodes)
-    allow += permissions_in_use(name, facts, allow)
+    allow += permissions_to_keep(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
     handoff = Handoff(
         name,

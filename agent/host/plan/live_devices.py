@@ -37,7 +37,7 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
 
 
 def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
-    """Return the change for a machine with a fault: it only forbids, at once, devices that are no longer granted."""
+    """For a machine with a fault, return a change that only forbids the devices that are no longer granted."""
     wanted = {entry.node for entry in goal.live.allow}
     changes = []
     for machine in facts.machines:
@@ -67,7 +67,7 @@ def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
     return {entry.node: present[entry.node] for entry in allow if entry.node in present}
 
 
-def permissions_in_use(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
+def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow]) -> tuple[DeviceAllow, ...]:
     """Return the permissions that the machine has in addition to `allow`, and that its processes may still need.
 
     Most are for GPUs that are being drained. A machine that was started by an older release may also have permissions
@@ -79,8 +79,8 @@ def permissions_in_use(name: str, facts: Facts, allow: Collection[DeviceAllow]) 
         return ()
     draining = {node_by_number(node.number): _owner(node) for node in _draining(facts)}
     may_need = draining.keys() - {entry.node for entry in allow}
-    # Keep a permission if its device number has the same owner as when it was permitted, or no recorded owner (older
-    # releases).
+    # Keep a permission if its device number still belongs to the same GPU or shared node as when it was permitted, or
+    # if no owner was recorded, as in older releases.
     same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
     template = facts.template_device_allow
     withheld = set(template).difference(allow) if isinstance(template, tuple) else set()

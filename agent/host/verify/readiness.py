@@ -149,7 +149,7 @@ def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Con
     if not rejected:
         return conditions
     kind = ConditionType.MACHINE_RUNNING
-    why = f"with the last good settings, because the configuration is invalid: {rejected}"
+    why = f"with the last good configuration, because the current one is invalid: {rejected}"
     advice = "correct it and run `systemctl reload unbounded-agent`"
     return tuple(
         true(kind, Reason.LAST_GOOD_SETTINGS, f"{each.message}, {why}; {advice}")

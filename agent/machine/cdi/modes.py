@@ -212,7 +212,7 @@ class _Publisher:
 
 
 def _host_paths(spec: object) -> set[str]:
-    """Return the host paths of mounts at any depth; `verify` reports malformed ones."""
+    """Return the `hostPath`s at any depth of a specification; `verify` reports malformed ones."""
     if isinstance(spec, dict):
         own = {spec["hostPath"]} if isinstance(spec.get("hostPath"), str) else set()
         return own.union(*map(_host_paths, spec.values()))

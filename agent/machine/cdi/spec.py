@@ -97,8 +97,8 @@ def remove_stale_specs(context: Context) -> None:
         say(WARNING, f"cannot remove leftovers of earlier CDI specifications and runs: {error}")
 
 
-def spec_changed(context: Context, vendor: MachineVendor) -> int:
-    """Return when the specification was last published or removed, in nanoseconds since the epoch; 0 if unknown."""
+def spec_changed_at(context: Context, vendor: MachineVendor) -> int:
+    """Return the time of the specification's last change or removal, in nanoseconds since the epoch; 0 if unknown."""
     try:
         return context.system.identity(vendor.spec_path).mtime_ns
     except FileNotFoundError:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
-from agent.machine.cdi.spec import spec_changed
+from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
 from agent.machine.notes import Notes
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true, unknown
@@ -89,7 +89,7 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
     if without is not None:
         return without
     known = _known(context.notes, vendor, request, plugin)
-    outdated = not vendor.plugin_rescans and spec_changed(context, vendor) > plugin.begun
+    outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
     return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
 
 

@@ -119,13 +119,13 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
         return applied, identity
     if applied and applied.node != identity.node:
         applied = None
-    due = _due(identity, wanted, applied, now)
-    if due != applied:
-        refusal = _claim_and_set(system, identity, due)
+    target = _target(identity, wanted, applied, now)
+    if target != applied:
+        refusal = _claim_and_set(system, identity, target)
         if refusal:
             return applied, refusal
     done = true(KIND, Reason.SET, f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")
-    return due, problem or done
+    return target, problem or done
 
 
 def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
@@ -146,7 +146,7 @@ def _wanted(system: System, now: float) -> tuple[Condition, Condition | None]:
     return host_status.ready, None
 
 
-def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
+def _target(identity: Identity, wanted: Condition, applied: Applied | None, now: float) -> Applied:
     """Return the condition that the Node should have; `applied` itself if it is the same and no heartbeat is due."""
     same_status = applied is not None and applied.status == wanted.status
     # The first transition has the host half's time. Later ones, such as to Unknown, get the time of the run.
@@ -157,18 +157,18 @@ def _due(identity: Identity, wanted: Condition, applied: Applied | None, now: fl
     return new
 
 
-def _claim_and_set(system: System, identity: Identity, wanted: Applied) -> Condition | None:
+def _claim_and_set(system: System, identity: Identity, target: Applied) -> Condition | None:
     """Set the condition on the Node. Return None, or NodeConditionSet with the reason why that failed."""
     if _marked_node(system) != identity.node:
         # The Node is recorded before its condition is first set, and on disk: the condition outlives a machine's boot.
         system.write(NODE_CONDITION_MARK, f"{identity.node}\n".encode())
     condition = {
         "type": TYPE,
-        "status": wanted.status,
-        "reason": wanted.reason,
-        "message": wanted.message,
-        "lastHeartbeatTime": rfc3339(wanted.heartbeat),
-        "lastTransitionTime": rfc3339(wanted.transition),
+        "status": target.status,
+        "reason": target.reason,
+        "message": target.message,
+        "lastHeartbeatTime": rfc3339(target.heartbeat),
+        "lastTransitionTime": rfc3339(target.transition),
     }
     return _change(system, identity, condition)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 
-from agent.machine.cdi.spec import spec_changed
+from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
 from agent.machine.kubelet.device_plugin import read_plugin
 from agent.model.conditions import Condition
@@ -47,7 +47,7 @@ def _restart(context: Context, vendor: MachineVendor) -> str:
     system, notes = context.system, context.notes
     name = f"device-plugin-restart-{vendor.name}"
     noted = notes.load(name)
-    spec, now, number = spec_changed(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
+    spec, now, number = spec_changed_at(context, vendor), time.monotonic(), int(noted.get("number", 0)) + 1
     if noted.get("spec") == spec:
         return str(noted.get("told"))
     if number > 1 and now - float(noted.get("at", 0)) < DISTANCE:

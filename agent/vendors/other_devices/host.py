@@ -6,7 +6,7 @@ from agent.model.goal import DriverRoots, Grant
 from agent.model.handoff import OTHER_DEVICES
 from agent.system.seen import classify_error
 from agent.vendors.host_vendor import HostVendor, Sources
-from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, NodeChecker, missing_sentences, switch
+from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, NodeChecker, device_class, missing_sentences
 from agent.vendors.proc_devices import PROC_DEVICES
 
 
@@ -20,13 +20,13 @@ class Other(HostVendor):
 
     def observe(self, sources: Sources) -> VendorFacts:
         """Return the facts about the devices that machines request. If no machine requests any, nothing is read."""
-        switches = sorted({name for each in sources.machines.values() for name in each.devices})
+        classes = sorted({name for each in sources.machines.values() for name in each.devices})
         paths = sorted({device.path for each in sources.machines.values() for device in each.extra_devices})
-        if not switches and not paths:
+        if not classes and not paths:
             return VendorFacts(self.name)
         try:
             checker = NodeChecker(sources.system)
-            nodes = {node.path: node for name in switches for node in checker.switch_nodes(switch(name))}
+            nodes = {node.path: node for name in classes for node in checker.class_nodes(device_class(name))}
             named = [node for path in paths if path not in nodes and (node := checker.named_node(path))]
         except OSError as error:
             return VendorFacts(self.name, devices=Unseen(classify_error(error.filename or PROC_DEVICES, error).why))

@@ -37,8 +37,8 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
-    """The meaning of one name in the setting `devices`."""
+class DeviceClass:
+    """The devices that one name in the setting `devices` stands for."""
 
     kind: DeviceKind
     rules: tuple[Rule, ...]
@@ -46,15 +46,15 @@ class Switch:
     """How to make the nodes appear."""
 
 
-SWITCHES = (
-    Switch(DeviceKind.KVM, (Rule(re.compile("kvm"), 232),), "load the module kvm_intel or kvm_amd"),
-    Switch(DeviceKind.TUN, (Rule(re.compile("tun"), 200, directory="/dev/net"),), "load the module tun"),
-    Switch(
+DEVICE_CLASSES = (
+    DeviceClass(DeviceKind.KVM, (Rule(re.compile("kvm"), 232),), "load the module kvm_intel or kvm_amd"),
+    DeviceClass(DeviceKind.TUN, (Rule(re.compile("tun"), 200, directory="/dev/net"),), "load the module tun"),
+    DeviceClass(
         DeviceKind.VHOST,
         (Rule(re.compile("vhost-net"), 238), Rule(re.compile("vhost-vsock"), 241)),
         "load the modules vhost_net and vhost_vsock",
     ),
-    Switch(
+    DeviceClass(
         DeviceKind.INFINIBAND,
         (
             Rule(re.compile("uverbs[0-9]+"), registered="infiniband_verbs", directory="/dev/infiniband"),
@@ -62,17 +62,17 @@ SWITCHES = (
         ),
         "load the modules ib_uverbs and rdma_ucm, and the adapter's",
     ),
-    Switch(
+    DeviceClass(
         DeviceKind.GDRCOPY,
         (Rule(re.compile("gdrdrv"), registered="gdrdrv"),),
         "load the module gdrdrv and create its node, as GDRCopy's package does",
     ),
-    Switch(
+    DeviceClass(
         DeviceKind.NVIDIA_FS,
         (Rule(re.compile("nvidia-fs[0-9]+"), registered="nvidia-fs"),),
         "load the module nvidia_fs",
     ),
-    Switch(
+    DeviceClass(
         DeviceKind.ACCEL,
         (Rule(re.compile("accel[0-9]+"), registered="accel", directory="/dev/accel"),),
         "load the accelerator's module, such as intel_vpu or amdxdna",
@@ -81,13 +81,13 @@ SWITCHES = (
 NODE_NAMES: tuple[str, ...] = (
     "kvm", "net", "vhost-net", "vhost-vsock", "infiniband", "gdrdrv", "nvidia-fs*", "accel",
 )  # fmt: skip
-"""Names in /dev of all nodes in SWITCHES, or of the nodes' directories."""
+"""Names in /dev of all nodes in DEVICE_CLASSES, or of the nodes' directories."""
 NODE_DIRECTORIES: tuple[str, ...] = ("/dev/net", "/dev/infiniband", "/dev/accel")
 
 
-def switch(name: str) -> Switch:
-    """Return the switch of this name. Raises KeyError."""
-    return {str(each.kind): each for each in SWITCHES}[name]
+def device_class(name: str) -> DeviceClass:
+    """Return the device class of this name. Raises KeyError."""
+    return {str(each.kind): each for each in DEVICE_CLASSES}[name]
 
 
 class NodeChecker:
@@ -99,8 +99,8 @@ class NodeChecker:
         self._registered = names_by_major(system.read_text(PROC_DEVICES))
         self._misc = parse_misc(system.read_text(PROC_MISC)) if system.exists(PROC_MISC) else {}
 
-    def switch_nodes(self, wanted: Switch) -> Iterator[DeviceNode]:
-        """Yield the usable nodes of a switch. Nodes that must not be used are added to the problems."""
+    def class_nodes(self, wanted: DeviceClass) -> Iterator[DeviceNode]:
+        """Yield the usable nodes of a class. For each node that must not be used, a sentence is added to `problems`."""
         for rule in wanted.rules:
             for name in self._entries(rule.directory):
                 if not rule.pattern.fullmatch(name):
@@ -164,10 +164,10 @@ def _first(names: Collection[str], patterns: Iterable[str]) -> str:
 def missing_sentences(
     wanted: Iterable[str], paths: Iterable[str], nodes: Mapping[str, DeviceKind], problems: Iterable[str]
 ) -> tuple[str, ...]:
-    """Return a sentence for each requested switch or path that has no node in `nodes` (kinds by path). Pure."""
+    """Return a sentence for each requested class or path that has no node in `nodes` (kinds by path). Pure."""
     sentences = []
     for name in wanted:
-        found = switch(name)
+        found = device_class(name)
         if found.kind not in nodes.values():
             sentences.append(f'devices "{name}" ({found.advice})')
     for path in paths:

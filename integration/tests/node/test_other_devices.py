@@ -25,7 +25,7 @@ extra_mounts = [
 ]
 """
 LATE = "/dev/late"
-SWITCHES = """\
+DEVICE_CLASSES = """\
 [machines.gpu-node]
 devices = ["kvm", "tun", "vhost", "infiniband", "gdrcopy", "nvidia-fs", "accel"]
 cdi_modes = ["gds", "mofed", "gdrcopy", "imex", "nvswitch", "management"]
@@ -90,11 +90,13 @@ def test_a_device_that_comes_and_goes_while_the_machine_runs(ready: Bed) -> None
 
 
 @pytest.mark.exhaustive
-def test_every_switch_and_mode_while_the_machine_runs(ready: Bed, measured: Callable[[str, object], None]) -> None:
+def test_every_device_class_and_mode_while_the_machine_runs(
+    ready: Bed, measured: Callable[[str, object], None]
+) -> None:
     """Real drivers where the kernel has one that needs no hardware, otherwise stand-ins (simulations)."""
     bed, before = ready, ready.starts()
     load_drivers(bed)
-    bed.guest.write(CONFIG, SWITCHES.encode())
+    bed.guest.write(CONFIG, DEVICE_CLASSES.encode())
     reconcile(bed)
     started = time.monotonic()
     modes = ("gdrcopy", "gds", "imex", "management", "mofed", "nvswitch")

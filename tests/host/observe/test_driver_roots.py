@@ -142,7 +142,9 @@ def test_a_root_without_its_files_does_not_count(host: Host) -> None:
     host.remove_tree(f"{TREES}/0")
     staged = observe_staged(host)
     assert (staged.roots, staged.corrupt, staged.next_index) == ((), (0,), 1)
-    assert staged.problems == (f"{MANIFESTS}/0.json: the files of driver root 0 are missing (it is staged again)",)
+    assert staged.problems == (
+        f"{MANIFESTS}/0.json: the files of driver root 0 are missing (the driver root will be staged again)",
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100_000])

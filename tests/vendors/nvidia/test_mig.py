@@ -121,7 +121,10 @@ def test_a_node_with_another_number_counts_as_missing(mig: Host) -> None:
     mig.node("/dev/nvidia-caps/nvidia-cap13", 508, 14, 0o444)
     facts = observe(mig)
     assert capabilities(granted(facts)) == {}
-    assert "/dev/nvidia-caps/nvidia-cap13: is 508:14, but the driver has 508:13; create it again" in facts.problems
+    assert (
+        "/dev/nvidia-caps/nvidia-cap13: is 508:14, but the driver uses 508:13; remove the node and create it again"
+        in facts.problems
+    )
     assert "is missing /dev/nvidia-caps/nvidia-cap13" in facts.incomplete[0].why
 
 

@@ -20,7 +20,7 @@ from agent.model.goal import MachineGoal
 from agent.model.handoff import GrantedDevice, Request
 from agent.vendors.host_vendor import Sources
 from agent.vendors.other_devices.host import OTHER
-from agent.vendors.other_devices.nodes import NODE_DIRECTORIES, NODE_NAMES, SWITCHES
+from agent.vendors.other_devices.nodes import DEVICE_CLASSES, NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.proc_devices import names_by_major, parse_misc
 from tests.fakes.facts import facts, nvidia
 from tests.fakes.host import PROC_DEVICES, Host
@@ -83,15 +83,15 @@ def goal(settings: dict[str, object], seen: Facts) -> MachineGoal:
     return machine
 
 
-def test_each_switch_grants_only_its_own_nodes(devices: Host) -> None:
+def test_each_device_class_grants_only_its_own_nodes(devices: Host) -> None:
     assert paths(look(devices, devices=EVERY)) == sorted(NODES)
     assert paths(look(devices, devices=["kvm"])) == ["/dev/kvm"]
-    assert [str(each.kind) for each in SWITCHES] == EVERY
+    assert [str(each.kind) for each in DEVICE_CLASSES] == EVERY
 
 
-def test_all_nodes_of_switches_are_watched() -> None:
+def test_all_nodes_of_device_classes_are_watched() -> None:
     """For a node in a directory, the directory's name is watched."""
-    directories = {rule.directory for each in SWITCHES for rule in each.rules} - {"/dev"}
+    directories = {rule.directory for each in DEVICE_CLASSES for rule in each.rules} - {"/dev"}
     assert set(NODE_DIRECTORIES) == directories
     names = {path.split("/")[2] for path in NODES}
     assert {name.replace("15", "*").replace("0", "*") for name in names} == set(NODE_NAMES)

@@ -65,7 +65,7 @@ def verify(spec: object, request: Request, live: Mapping[str, DeviceNumber], pre
 
 
 def host_paths(spec: object) -> tuple[str, ...]:
-    """Return the host paths of all mounts; none if the specification is malformed, which `verify` reports."""
+    """Return the `hostPath`s of all mounts; none if the specification is malformed, which `verify` reports."""
     try:
         document = object_of(spec, "the specification")
         edits = [

@@ -50,7 +50,8 @@ class Ground:
     def __init__(self, request: Request, live: Mapping[str, DeviceNumber], present: Collection[str]) -> None:
         """Prepare the comparison.
 
-        `live` has numbers, modes and owners of the machine's nodes, `present` the host paths that exist.
+        `live` maps the paths of the machine's device nodes to their numbers, modes and owners. `present` contains those
+        `hostPath`s of the specification's mounts that exist in the machine, which is the host in CDI's sense.
         """
         self.live, self.present = live, present
         self.driver_root = request.driver_root

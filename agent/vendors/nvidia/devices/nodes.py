@@ -152,7 +152,7 @@ class _NodeChecker:
             return DeviceNode(path, rule.kind, number)
         gpu = self._by_minor.get(wanted)
         if gpu is None and self._by_address and not self._by_minor:
-            # A GPU leaves the driver's list after sysfs no longer shows it as the driver's.
+            # When a GPU is unbound, sysfs shows that before the driver's list does. So an empty list is wrong here.
             raise OSError(errno.EAGAIN, f"lists no GPU, but the driver has {', '.join(self._by_address)}", GPUS)
         if gpu is None:
             self.problems.append(f"{path}: the driver has no GPU with minor {wanted}; ignoring the leftover node")
@@ -162,13 +162,13 @@ class _NodeChecker:
     def _capability(self, path: str, number: DeviceNumber) -> DeviceNode | None:
         name = self._capabilities.get(number.minor)
         if not name:
-            # The MIG instance was destroyed. Its node stays, which is no problem, because it no longer grants a right.
+            # The MIG instance was destroyed. Its node stays, but is harmless: it no longer gives access to anything.
             return None
         self._with_node.add(name)
         instance = parse_instance(name)
         if not instance:
             return DeviceNode(path, DeviceKind.CAPABILITY, number, capability=name)
-        # The capability's path contains the GPU's current minor, even if the GPU came back with a different one.
+        # The capability's name contains the GPU's current minor, even if that changed when the GPU came back.
         gpu = self._by_minor.get(instance.gpu)
         return DeviceNode(path, DeviceKind.CAPABILITY, number, gpu.pci_address, name) if gpu else None
 
@@ -188,7 +188,7 @@ class _NodeChecker:
     def _number(self, path: str, registered: tuple[str, ...], minor: int | None = None) -> DeviceNumber | None:
         """Return the node's number; None if the node was removed or must not be used.
 
-        The problems get the reason why a node must not be used.
+        If the node must not be used, the reason is added to `problems`.
         """
         try:
             number = self._system.device(path)
@@ -202,7 +202,8 @@ class _NodeChecker:
         elif number.major != major or (minor is not None and number.minor != minor):
             wanted = f"{major}:{minor}" if minor is not None else f"major {major}"
             self.problems.append(
-                f"{path}: is {number.major}:{number.minor}, but the driver has {wanted}; create it again"
+                f"{path}: is {number.major}:{number.minor}, but the driver uses {wanted}; "
+                "remove the node and create it again"
             )
         else:
             return number

@@ -152,7 +152,7 @@ def _directories(group: Group, places: Mapping[str, tuple[str, ...]]) -> Iterato
 
 
 def _entries(system: System, directory: str) -> tuple[str, ...]:
-    """Return the printable names in a directory; none if it does not exist."""
+    """Return the names in a directory, except those with unprintable characters; none if it is missing or unusable."""
     try:
         return tuple(name for name in system.entries(directory) if name.isprintable())
     except OSError as error:
@@ -181,7 +181,7 @@ def _line(system: System, path: str) -> str:
 
 
 def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
-    """Return the first executable file of each name. A name has no version: a host has only one version installed."""
+    """Return the first executable file of each name. The names contain no version: a host has only one of each."""
     found = []
     for name in BINARIES:
         for directory in directories:

@@ -25,10 +25,10 @@ sys.exit(f"cuDriverGetVersion: error {error}") if error else print(number.value)
 
 
 def driver_for_pods(facts: VendorFacts, system: System) -> DriverForPods | None:
-    """Return the driver that pods get; None if no driver is installed.
+    """Return the driver that pods get; None if none is installed, or if that could not be observed.
 
-    Its version is the loaded module's; if no module is loaded, the version of the host's libraries. The CUDA version
-    is read from the host's libcuda, if libcuda has the same version.
+    The driver's version is the loaded module's, if that is known, and otherwise that of the host's libraries. The CUDA
+    version is read from the host's libcuda, if libcuda has the driver's version.
     """
     driver = facts.driver
     if driver is None or not isinstance(driver.user_space.version, str):

@@ -14,6 +14,8 @@ from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.proc_devices import parse_majors
 from tests.fakes.host import PROC_DEVICES, Host
 
+CREATE_AGAIN = "remove the node and create it again"
+
 
 def observe(host: Host) -> VendorFacts:
     return observe_nvidia(Sources(host, "x86_64", host.pci, host.drm, lambda _: Absent("no cache"), {}))
@@ -84,11 +86,11 @@ def test_optional_nodes(host: Host) -> None:
 @pytest.mark.parametrize(
     ("path", "major", "minor", "expected"),
     [
-        ("/dev/nvidia-uvm", 235, 0, "/dev/nvidia-uvm: is 235:0, but the driver has 511:0; create it again"),
-        ("/dev/nvidia0", 195, 3, "/dev/nvidia0: is 195:3, but the driver has 195:0; create it again"),
-        ("/dev/nvidiactl", 195, 254, "/dev/nvidiactl: is 195:254, but the driver has 195:255; create it again"),
+        ("/dev/nvidia-uvm", 235, 0, f"/dev/nvidia-uvm: is 235:0, but the driver uses 511:0; {CREATE_AGAIN}"),
+        ("/dev/nvidia0", 195, 3, f"/dev/nvidia0: is 195:3, but the driver uses 195:0; {CREATE_AGAIN}"),
+        ("/dev/nvidiactl", 195, 254, f"/dev/nvidiactl: is 195:254, but the driver uses 195:255; {CREATE_AGAIN}"),
         ("/dev/nvidia7", 195, 7, "/dev/nvidia7: the driver has no GPU with minor 7; ignoring the leftover node"),
-        ("/dev/dri/card1", 29, 1, "/dev/dri/card1: is 29:1, but the driver has major 226; create it again"),
+        ("/dev/dri/card1", 29, 1, f"/dev/dri/card1: is 29:1, but the driver uses major 226; {CREATE_AGAIN}"),
     ],
 )
 def test_nodes_with_wrong_numbers_are_refused(host: Host, path: str, major: int, minor: int, expected: str) -> None:
