@@ -95,6 +95,7 @@ def configure(bed: Bed, text: str) -> None:
     bed.run("systemctl", "reload", "unbounded-agent.service")
 
 
+@pytest.mark.exhaustive
 def test_a_ninth_gpu_is_offered(cluster: Cluster, bed: Bed) -> None:
     """A GPU is plugged into the running host. Only a restart of the device plugin offers it, and only if configured."""
     cluster.apply(pod("holder", "sleep", "infinity", gpus=1))

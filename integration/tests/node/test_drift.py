@@ -113,6 +113,7 @@ def test_each_change_alone_is_repaired(ready: Bed, measured: Measured) -> None:
     expect_new_pods(ready)
 
 
+@pytest.mark.exhaustive
 def test_containerd_restarted_with_a_rewritten_main_file(ready: Bed, measured: Measured) -> None:
     """The new process has the administrator's settings and ours; a file that we may not edit is named."""
     pod = ready.node.start_pod(Pod(("sleep", "infinity"), cdi=("0",)))

@@ -111,6 +111,7 @@ def test_same_names_in_etc_cdi_leave_no_device(ready: Bed) -> None:
     expect_gpus(probe(ready.node, cdi=("1",)), {1})
 
 
+@pytest.mark.exhaustive
 def test_spec_in_var_run_cdi_outranks_ours(ready: Bed) -> None:
     """A pod that requests GPU 1 gets the other file's device of this name. A broken file has no effect."""
     ready.node.shell(f"mkdir -p /var/run/cdi && printf %s {KIND!r} > /var/run/cdi/broken.json")

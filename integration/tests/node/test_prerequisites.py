@@ -23,6 +23,7 @@ def loaded(bed: Bed) -> set[str]:
 
 
 @pytest.mark.scenario("003")
+@pytest.mark.exhaustive
 def test_an_installed_driver_is_loaded_if_configured(installed: Bed) -> None:
     """The service loads it without help, and the machine becomes ready."""
     installed.guest.write("/etc/unbounded-agent/config.toml", CONFIGURATION)

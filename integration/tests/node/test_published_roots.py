@@ -75,6 +75,7 @@ def test_a_host_that_starts_without_the_agent_mounts_driver_roots(ready: Bed) ->
     assert mounted(ready) == {"host-nvidia", "host-nvidia/0"}
 
 
+@pytest.mark.exhaustive
 def test_missing_files_are_staged_again(ready: Bed) -> None:
     """They get another index: containers keep what is left of the first."""
     ready.wait_served()
