@@ -65,6 +65,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
     unread = (each for name in names for each in unread_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
+    problems = (no_template, discarded, *loader_cache.skipped(), detached.problem, damage, *unread)
     return Facts(
         architecture=sources.architecture,
         systemd_version=systemd_version,
@@ -83,11 +84,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         remembered=remembered,
         draining=detached.draining,
         mount_sources=observe_sources(config, system),
-        problems=tuple(
-            problem
-            for problem in (no_template, discarded, *loader_cache.skipped(), detached.problem, damage, *unread)
-            if problem
-        ),
+        problems=tuple(filter(None, problems)),
         # If this is unknown, systemd reloads its units once more than needed.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),
