@@ -18,7 +18,8 @@ TOKENS = re.compile(
     re.DOTALL | re.MULTILINE,
 )
 """Strings, comments and brackets of TOML (toml.io/en/v1.0.0). A long string may end in up to five quotation marks."""
-HEADER = "# Written by unbounded-agent whenever a file that is loaded before this one changes; edits are overwritten.\n"
+# Do not reword: at an upgrade, a drop-in with another text counts as changed, and containerd may be restarted.
+HEADER = "# Written by unbounded-agent at each change of the files before it; edits here are overwritten.\n"
 
 
 def loaded_files(system: System, main: Table, drop_in: str) -> dict[str, Table]:
