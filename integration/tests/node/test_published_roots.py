@@ -90,7 +90,7 @@ def test_missing_files_are_staged_again(ready: Bed) -> None:
 @pytest.mark.exhaustive
 def test_a_kernel_without_overlay_file_systems(installed: Bed) -> None:
     """The machine boots with its GPUs from plain directories, replaced once overlays work and no machine runs."""
-    installed.run("sh", "-ec", NO_OVERLAY)
+    installed.run("sh", "-ec", NO_OVERLAY, timeout=240)
     installed.agent("apply", timeout=400, check=False)
     staged = installed.conditions()["DriverRootStaged"]
     assert (staged["status"], staged["reason"]) == ("True", "PlainCopy")
@@ -100,7 +100,7 @@ def test_a_kernel_without_overlay_file_systems(installed: Bed) -> None:
     found = installed.agent("doctor", check=False).stdout
     assert "modprobe overlay" in found
 
-    installed.run("sh", "-ec", OVERLAY_AGAIN)
+    installed.run("sh", "-ec", OVERLAY_AGAIN, timeout=240)
     installed.run("systemctl", "reset-failed")
     installed.run("systemctl", "stop", f"systemd-nspawn@{MACHINE}.service", timeout=120)
     installed.agent("apply", timeout=400)
