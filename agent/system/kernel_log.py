@@ -81,7 +81,8 @@ def open_kernel_log(path: str = PATH, after: int | None = None) -> KernelLog:
 
     This needs CAP_SYSLOG if kernel.dmesg_restrict is set.
     """
-    # Not at the end (SEEK_END): only a record shows a sequence number, and the next record may come much later.
+    # Not at the end (SEEK_END): the current sequence number is known only from a record, and the next record may come
+    # much later.
     return KernelLog(opening.stream(path), after=after)
 
 

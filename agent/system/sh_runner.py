@@ -24,7 +24,10 @@ def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _run(argv: tuple[str, ...], timeout: float) -> Completed:
-    """Run a program in a new session, without our terminal. At the time limit, kill it with all that it started."""
+    """Run a program in a new session, without our terminal.
+
+    At the time limit, kill it and what it started, except processes with a session or process group of their own.
+    """
     with ExitStack() as files:
         # Output goes to memory: pipes would need threads, and stay open while a program's children run.
         stdout, stderr, pid_file = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "pid"))

@@ -14,7 +14,7 @@ KILL_LIMIT = 5.0
 
 
 class MachineRunner:
-    """A Runner. At the time limit it kills the program with all that it started."""
+    """A Runner. At the time limit it kills the program and what it started, except other process groups."""
 
     def __init__(self) -> None:
         self._early: dict[tuple[str, ...], _Process] = {}
@@ -67,7 +67,7 @@ class _Process:
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
     def close(self) -> None:
-        """Kill the program with all that it started, if it is still running."""
+        """If the program is still running, kill it and what it started, except other process groups."""
         if self._runs:
             # The process has not been reaped yet, so its id cannot belong to another one.
             os.killpg(self._pid, signal.SIGKILL)

@@ -47,9 +47,10 @@ def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
 
 
 def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Action], list[Action]]:
-    """Return steps that publish roots that machines do not see: those that handoffs name, and the others.
+    """Return the steps that publish roots that machines do not see yet.
 
-    `unused` has the removals; roots that are about to be removed are not published.
+    There are two lists: one for roots that the goal's handoffs name, one for the other roots. `unused` has the
+    removals; roots that are about to be removed are not published.
     """
     going = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
     hidden = [root for root in facts.staged if root.hidden and root.index not in going]

@@ -52,9 +52,9 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
 def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
     """Return the permissions to keep for withdrawn devices, which the CDI specification may still give to pods.
 
-    A permission is kept only if a device with its number exists, and still has the owner that was recorded when it was
-    permitted. Otherwise a different device may have the number, now or later, as when a driver finds GPUs in another
-    order.
+    A permission is kept only if a device with its number exists, and the number still belongs to the same GPU or shared
+    node as when it was permitted. Otherwise a different device may have the number, now or later, as when a driver
+    finds GPUs in another order.
     """
     present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
     known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]

@@ -25,7 +25,10 @@ NODE = re.compile(rb"Bind=/dev/(?!kmsg$)")
 
 
 def with_started(planned: Plan, facts: Facts) -> tuple[Facts, Mapping[str, Fault]]:
-    """Return the facts, with derived live settings for machines without a record, and unexpected errors by machine."""
+    """Return the facts with derived live settings, and the unexpected errors by machine.
+
+    Live settings are derived where the record is missing or does not say how the machine started.
+    """
     goals = {goal.name: goal for goal in planned.goal.machines}
     machines, faults = [], {}
     for machine in facts.machines:

@@ -1,4 +1,4 @@
-"""Reads the record of the GPUs that machines were last granted, from the first intact copy of two."""
+"""Reads the record of the GPUs that machines were last granted, from the first of its two copies that is intact."""
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Broken, Seen, Unseen

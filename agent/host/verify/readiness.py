@@ -272,7 +272,7 @@ def _inside(
             reason, message = (
                 Reason.NO_REPORT,
                 "the machine has not reported: it may still be booting, or its image does not contain the machine "
-                f"half; see `journalctl -M {machine.name} -u unbounded-agent-gpu`; without entries there, build the "
+                f"half; see `journalctl -M {machine.name} -u unbounded-agent-gpu`; if it shows no entries, build the "
                 "image from containerfiles/",
             )
         case Broken(why):

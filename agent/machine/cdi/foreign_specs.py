@@ -1,8 +1,10 @@
 """Finds CDI specifications in the machine that the agent did not write, and their effect on the agent's devices.
 
 The rules are those of Cache.refresh (pkg/cdi/cache.go of the Container Device Interface). A later directory takes
-precedence over earlier ones; a name in two files of one directory is unusable; an invalid file is skipped. Files that
-are not regular are read too (scanSpecDirs), which for a FIFO means waiting for a writer.
+precedence over earlier ones; a name in two files of one directory is unusable; an invalid file is skipped.
+
+Container runtimes also read files that are not regular (scanSpecDirs), and so wait for a writer if one is a FIFO. This
+module does not read such files, but reports them.
 """
 
 import errno

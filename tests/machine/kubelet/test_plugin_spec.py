@@ -62,7 +62,7 @@ FAULTS: dict[str, tuple[Callable[[Spec], object], str]] = {
     ),
     "major changed": (
         lambda spec: spec["containerEdits"]["deviceNodes"][1].update(major=511),
-        "device node /dev/nvidia-uvm is written as 511:0, but is 234:0",
+        "device node /dev/nvidia-uvm is 511:0 in the specification, but 234:0 in this machine",
     ),
     "driver root went": (
         lambda spec: spec["containerEdits"]["mounts"][4].update(hostPath="/run/host-nvidia/7/libcuda.so.1"),

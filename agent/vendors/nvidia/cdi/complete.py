@@ -94,7 +94,10 @@ def _environment(present: list[Any], request: Request) -> dict[str, Any]:
 
 
 def _links(request: Request) -> dict[str, str]:
-    """Return the links of the driver root, and INDIRECT in each directory: targets by path in containers."""
+    """Return the driver root's links, and INDIRECT's link in each directory that has INDIRECT's library.
+
+    Maps each link's path in containers to its target.
+    """
     links = {f"/{file.target}": file.link for file in request.files if file.link}
     library, link = INDIRECT
     for file in request.files:

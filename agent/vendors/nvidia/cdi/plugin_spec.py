@@ -53,8 +53,8 @@ def _problems(
             yield f"device node {path!r} {what}"
         # The container runtime looks up the number if the major is omitted; an omitted minor is 0.
         elif node.get("major") and (node["major"], node.get("minor", 0)) != (number.major, number.minor):
-            written = f"{node['major']}:{node.get('minor', 0)}"
-            yield f"device node {path} is written as {written}, but is {number.major}:{number.minor}"
+            specified, is_now = f"{node['major']}:{node.get('minor', 0)}", f"{number.major}:{number.minor}"
+            yield f"device node {path} is {specified} in the specification, but {is_now} in this machine"
     for key, field in (("mounts", "hostPath"), ("hooks", "path")):
         for path in sorted(strings(edits, key, field)):
             if not exists(path):

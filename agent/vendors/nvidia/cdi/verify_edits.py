@@ -116,10 +116,12 @@ def _node_problems(where: str, node: dict[str, Any], ground: Ground) -> Iterator
     # nvidia-ctk omits a minor of 0; without a major the container runtime looks up both.
     written = (node.get("major"), node.get("minor", 0))
     if "major" in node and written != (number.major, number.minor):
-        yield f"{where}: device node {path} is written as {written[0]}:{written[1]}, but is {live_number}"
+        specified = f"{written[0]}:{written[1]}"
+        yield f"{where}: device node {path} is {specified} in the specification, but {live_number} in this machine"
     for key, value in (("fileMode", number.mode), ("uid", number.uid), ("gid", number.gid)):
         if key in node and (type(node[key]) is not int or node[key] != value):
-            yield f"{where}: device node {path} is written with {key} {node[key]!r}, but has {value}"
+            specified = f"{key} {node[key]!r}"
+            yield f"{where}: device node {path} has {specified} in the specification, but {value} in this machine"
 
 
 def _mount_problems(where: str, mount: dict[str, Any], ground: Ground) -> Iterator[str]:

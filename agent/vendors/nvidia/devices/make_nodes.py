@@ -95,9 +95,10 @@ def parse_parameters(text: str) -> Parameters:
 
 
 def wanted(majors: Mapping[str, int], gpus: Sequence[Gpu], *, modeset: bool) -> list[Node]:
-    """Return the nodes of the registered drivers, with the numbers of nv-chardev-numbers.h. Pure.
+    """Return the nodes of the drivers registered in /proc/devices. Pure.
 
-    `modeset` is whether the module nvidia_modeset is loaded.
+    The fixed minors 254 and 255 are from nv-chardev-numbers.h. `modeset` is whether the module nvidia_modeset
+    is loaded.
     """
     nodes = []
     frontend = next((majors[name] for name in FRONTEND if name in majors), None)
