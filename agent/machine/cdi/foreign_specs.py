@@ -187,7 +187,7 @@ def _read(system: System, vendor: MachineVendor, path: str, noted: object) -> tu
         system.write(f"{directory}/spec{suffix}", content)
         try:
             listed = list(vendor.list_devices(system, directory))
-        except AgentError as error:
+        except (AgentError, OSError) as error:
             return ForeignSpec(path, (), f"cannot be read: {error}"), {}
     # A specification without devices is invalid.
     fault = "" if listed else "is not a valid CDI specification, so runtimes skip it"

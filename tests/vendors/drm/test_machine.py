@@ -18,6 +18,7 @@ from agent.machine.notes import Notes
 from agent.machine.run import run
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
+from agent.model.paths import MACHINE_STATE
 from agent.system.process import Completed
 from agent.vendors.amd.machine import AmdMachine
 from agent.vendors.drm import cdi
@@ -574,6 +575,23 @@ def test_a_spec_that_cannot_be_read_is_reported(machine: Machine) -> None:
     assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
     assert "/var/run/cdi/site.yaml cannot be read: neither JSON" in machine.message("CDISpecCurrent")
     machine.put("/var/run/cdi/site.yaml", "{kind: intel.com/gpu, devices: [{name: card0, containerEdits: {}}]}\n")
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
+
+
+def test_a_failing_disk_under_the_copy_of_another_spec_is_reported(machine: Machine) -> None:
+    """Ours is published all the same, and the other one is read again in the next run."""
+
+    def fail(path: str) -> None:
+        if path.startswith(f"{MACHINE_STATE}/cdi-foreign/"):
+            raise OSError(errno.EIO, "Input/output error", path)
+
+    machine.put("/var/run/cdi/site.json", json.dumps({"kind": "intel.com/gpu", "devices": [{"name": "card0"}]}))
+    machine.before_read = fail
+    run(machine)
+    assert machine.conditions()["CDISpecCurrent"] == ("True", "Verified")
+    assert "/var/run/cdi/site.json cannot be read: [Errno 5] Input/output error" in machine.message("CDISpecCurrent")
+    machine.before_read = lambda path: None
     run(machine)
     assert machine.conditions()["CDISpecCurrent"] == ("False", "Shadowed")
 
