@@ -56,8 +56,6 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the totals as one object, in the last line")
     options = parser.parse_args(arguments)
     totals = run(quick=options.quick, report=lambda line: print(line, file=sys.stderr, flush=True))
-    for finding in totals.findings:
-        print(finding, file=sys.stderr)
     print(json.dumps(totals.as_json) if options.json else summary(totals))
     return 1 if totals.findings else 0
 
@@ -71,7 +69,7 @@ def summary(totals: Totals) -> str:
 
 
 def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Totals:
-    """Run everything, in as many processes as there are processors."""
+    """Run everything, in as many processes as there are processors, and report each scenario with its findings."""
     totals = Totals()
     # Fork before anything here starts a thread: threads do not survive a fork.
     with multiprocessing.get_context("fork").Pool() as pool:
@@ -83,7 +81,7 @@ def run(*, quick: bool, report: Callable[[str], None] = lambda _: None) -> Total
     totals.attacks, succeeded = attacks()
     totals.attacks_succeeded = len(succeeded)
     totals.findings += [Finding("attack", name, ("it succeeds: run this test",)) for name in succeeded]
-    report(f"attacks: {totals.attacks}, {len(succeeded)} succeed")
+    report(f"attacks: {totals.attacks}, {len(succeeded)} succeed: {', '.join(succeeded) or 'none'}")
     return totals
 
 
@@ -104,6 +102,8 @@ def _crashes_and_faults(
         f"{name}: {len(points)} crash points, {len(left)} do not converge; {len(failing)} faults, {len(wrong)} wrong "
         f"({time.monotonic() - began:.0f} s)"
     )
+    for finding in (*left, *wrong):
+        report(str(finding))
 
 
 def _damage_files(pool: Pool, totals: Totals, report: Callable[[str], None], name: str, every: int) -> None:
@@ -114,6 +114,8 @@ def _damage_files(pool: Pool, totals: Totals, report: Callable[[str], None], nam
     totals.faults_wrong += len(wrong)
     totals.findings += wrong
     report(f"{name}: {len(tried)} damaged files, {len(wrong)} wrong ({time.monotonic() - began:.0f} s)")
+    for finding in wrong:
+        report(str(finding))
 
 
 def _fuzz_parsers(pool: Pool, totals: Totals, report: Callable[[str], None], inputs: int) -> None:
@@ -127,6 +129,8 @@ def _fuzz_parsers(pool: Pool, totals: Totals, report: Callable[[str], None], inp
         f"parsers: {inputs} inputs for each of {len(PARSERS)}, {len(wrong)} parsers wrong "
         f"({time.monotonic() - began:.0f} s)"
     )
+    for finding in wrong:
+        report(str(finding))
 
 
 def _strike_all(pool: Pool, name: str, strikes: Sequence[Strike | Damage]) -> list[Finding]:

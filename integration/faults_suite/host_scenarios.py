@@ -49,7 +49,7 @@ def _one_of_two(world: HostWorld) -> None:
 
 def _take_out(world: HostWorld) -> None:
     world.stop()
-    world.machines = {"another": {}}
+    world.machines = {}
 
 
 def _restart(world: HostWorld) -> None:
