@@ -262,6 +262,24 @@ def test_a_foreign_settings_file_survives(gpu_host: Host) -> None:
     assert condition(outcome.machines[0], ConditionType.DEVICES_ALLOWED) == (Status.FALSE, "ForeignFile")
 
 
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        (nspawn_file(MACHINE), f"machines.{MACHINE}.nspawn in the configuration"),
+        (unit_drop_in(MACHINE), "a drop-in of another name in the same directory, such as 95-local.conf"),
+    ],
+)
+def test_a_foreign_settings_file_is_refused_with_the_place_for_its_settings(
+    gpu_host: Host, path: str, place: str
+) -> None:
+    """The configuration has no key for most settings of a unit, so those of a drop-in stay in a drop-in."""
+    gpu_host.file(path, "[Service]\nNice=5\n")
+    machine = reconciler(gpu_host).run_pass().machines[0]
+    message = next(each.message for each in machine.conditions if each.type is ConditionType.DEVICES_ALLOWED)
+    assert message == f"{path} was not written by this agent; move its settings to {place}, and remove the file"
+    assert gpu_host.read(path) == b"[Service]\nNice=5\n"
+
+
 def test_a_foreign_file_in_place_of_ours_survives(gpu_host: Host) -> None:
     """Our own file is overwritten if it was edited, as its first line says; a different file is foreign."""
     agent = reconciler(gpu_host)

@@ -179,10 +179,12 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
             case Absent():
                 continue
             case content if not state.owned and content != file.content:
-                return (
-                    f"{file.path} was not written by this agent; move its settings to machines.{machine.name}.nspawn "
-                    "in the configuration and remove the file"
+                place = (
+                    f"machines.{machine.name}.nspawn in the configuration"
+                    if file is machine.nspawn
+                    else "a drop-in of another name in the same directory, such as 95-local.conf"
                 )
+                return f"{file.path} was not written by this agent; move its settings to {place}, and remove the file"
     return None
 
 
