@@ -19,7 +19,8 @@ EPERM comes from a system-call filter."""
 def copy_content(reading: int, writing: int, progress: Callable[[], None]) -> None:
     """Reflink the content if the file system can; otherwise copy it in parts, and call `progress` between them.
 
-    A file that grows meanwhile is copied up to the size that it had at the start; the caller compares the sizes.
+    Copying in parts stops at the size that the file had at the start. Nothing here notices that a file grew: whoever
+    stages the file checks that.
     """
     try:
         fcntl.ioctl(writing, FICLONE, reading)

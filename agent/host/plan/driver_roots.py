@@ -1,4 +1,7 @@
-"""Plans driver roots: which to publish, which handoffs have named them, and which are no longer used. Pure."""
+"""Plans driver roots: which to publish, which to record as named by handoffs, and which to remove. Pure.
+
+Roots that are no longer used are removed. Roots that are plain directories are replaced by mounts, if that is possible.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace

@@ -98,7 +98,8 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     those with `all`. The share of any other machine depends only on its own grant, and only while some machine has a
     fault, or a GPU has no driver and is not expected to get one.
     """
-    # A GPU whose driver is not expected is selected only for machines that have it already.
+    # `all` and `count=N` select a GPU that has no driver, and is not expected to get one, only for a machine that
+    # already has that GPU.
     without_driver = any(
         not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
     )

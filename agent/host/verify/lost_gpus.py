@@ -19,7 +19,7 @@ def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu
 def with_lost_gpus(
     conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]
 ) -> tuple[Condition, ...]:
-    """Return the conditions with GPUsComplete in its place.
+    """Return the conditions with GPUsComplete added, or replaced, in the order of ConditionType.
 
     GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
     """

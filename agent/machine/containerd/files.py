@@ -160,7 +160,7 @@ def _before_tables(text: str) -> str:
 
 
 def put(system: System, files: Mapping[str, bytes | None]) -> None:
-    """Write the files that differ, in this order. A file whose content is None is removed."""
+    """Go through `files` in order: write each file whose content differs, and remove each whose content is None."""
     for path, content in files.items():
         if content is None:
             system.remove(path)

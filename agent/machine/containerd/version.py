@@ -15,7 +15,10 @@ specification if it has the key additionalGids, which version 0.7.0 of the forma
 
 
 def containerd_version(context: Context, program: str) -> tuple[int, ...]:
-    """Return containerd's version. Each program file is run only once per boot of the machine.
+    """Return containerd's version.
+
+    The result is noted, so the program runs again only if its file has changed, the machine has booted since, or no
+    version was found.
 
     Raises CommandError, DocumentError or OSError.
     """

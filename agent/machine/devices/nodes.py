@@ -1,4 +1,7 @@
-"""Checks that the granted device nodes exist in this machine, have the right numbers and open; withdraws others."""
+"""Checks that the granted device nodes exist in this machine, have the right numbers and can be opened.
+
+Also removes nodes that are no longer granted.
+"""
 
 import errno
 import sys

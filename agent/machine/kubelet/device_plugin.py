@@ -1,4 +1,4 @@
-"""Checks from its files whether the kubelet advertises the granted GPUs, without asking the plugin or the API server.
+"""Checks in the kubelet's files whether the granted GPUs are advertised, without asking the plugin or the API server.
 
 The kubelet (pkg/kubelet/cm/devicemanager of k8s.io/kubernetes) writes its checkpoint when a plugin sends a list of
 devices, and when a pod gets devices, but not when the kubelet starts. When a plugin exits, its devices become unhealthy

@@ -1,4 +1,4 @@
-"""Waits for events that need a pass before the loop's timer. Everything runs in the loop's thread.
+"""Waits for events that require a pass before the loop's timer expires. Everything runs in the loop's thread.
 
 The loop also works without any event source.
 """

@@ -71,7 +71,7 @@ def _foreign_nodes(name: str, nodes: list[GrantedDevice]) -> Iterator[str]:
     gpus = {node.pci_address for node in nodes if node.kind == DeviceKind.GPU}
     for node in nodes:
         if node.kind not in PER_GPU and not _instance(node):
-            yield f"device {name} has the {node.kind} node {node.path}, which is no GPU's own"
+            yield f"device {name} has the {node.kind} node {node.path}, which does not belong to any one GPU"
         elif gpus and node.pci_address not in gpus:
             yield f"device {name} has {node.path}, which belongs to GPU {node.pci_address}"
 

@@ -181,7 +181,10 @@ def _line(system: System, path: str) -> str:
 
 
 def _binaries(system: System, directories: Sequence[str], permitted: Callable[[str], bool]) -> list[Library]:
-    """Return the first executable file of each name. The names contain no version: a host has only one of each."""
+    """Return, for each name in BINARIES, the first executable and permitted file in these directories.
+
+    The names contain no version, so files of several versions cannot be told apart.
+    """
     found = []
     for name in BINARIES:
         for directory in directories:
