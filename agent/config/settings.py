@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_vali
 
 from agent.config.devices import CDI_MODES, CdiHooks, CdiModes, DeviceClasses, ExtraDevices
 from agent.config.mounts import ExtraMounts
+from agent.config.node import NodeSettings
 from agent.config.nspawn_settings import NspawnSettings, OneLine
 from agent.config.pod_environment import PodEnvironment
 from agent.config.values import AbsolutePath
@@ -111,6 +112,8 @@ class MachineSettings(Model):
     extra_mounts: ExtraMounts = []
     """Directories and files of the host to mount, such as `[{ source = "/srv/models", target = "/srv/models" }]`. A
     change takes effect when the machine next starts (docs/hardware/other-devices.md#mounts)."""
+    node: NodeSettings | None = None
+    """The Kubernetes node in the machine, if `unbounded-agent up` makes it (docs/bootstrap.md)."""
     nspawn: NspawnSettings = NspawnSettings()
     """Settings of systemd-nspawn. The defaults are what a Kubernetes node needs."""
 

@@ -1,0 +1,139 @@
+"""Settings of the Kubernetes node in a machine, for `unbounded-agent up`. Pure."""
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+from agent.config.values import AbsolutePath
+
+ImageName = Annotated[
+    str,
+    StringConstraints(pattern=r"^(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)$", max_length=512),
+]
+"""An image in a transport of containers-transports(5): a registry, an OCI layout, or an archive."""
+Repository = Annotated[str, StringConstraints(pattern=r"^docker://[^\s@]+[^\s@/:]$", max_length=400)]
+Tag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
+"""The distribution specification's grammar."""
+NodeName = Annotated[
+    str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253)
+]
+"""A DNS subdomain (RFC 1123), as Kubernetes wants it."""
+Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")]
+Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s]+$", max_length=1024)]
+SecretFile = Annotated[str, StringConstraints(pattern=r"^(/[^\s]+|credential:[A-Za-z0-9_.-]+)$", max_length=1024)]
+"""Where a secret is: a file that only root may read, or `credential:NAME`, a credential of systemd (systemd.exec(5),
+LoadCredential=). The secret itself is never in the configuration."""
+
+
+class NodeModel(BaseModel):
+    """Immutable; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class ImageSettings(NodeModel):
+    """The OCI image from which the machine's root file system is made."""
+
+    name: ImageName | Literal[""] = ""
+    """An image: `docker://REGISTRY/NAME:TAG`, with `@sha256:...` to pin it, `oci:/DIRECTORY:TAG` or
+    `docker-archive:/FILE:TAG`. Overrides `repository`."""
+    repository: Repository | Literal[""] = ""
+    """A repository such as `docker://registry.example.com/nodes`. The image is `agent-ubuntu2404-nvidia` in it if the
+    machine gets an NVIDIA GPU, and otherwise `agent-ubuntu2404`."""
+    tag: Tag = "latest"
+    """The tag of the image in `repository`."""
+    credentials: SecretFile | Literal[""] = ""
+    """Where the registry's user names and passwords are, in the format of containers-auth.json(5)."""
+    ca_directory: AbsolutePath | Literal[""] = ""
+    """A directory with the registry's CA certificates, as in containers-certs.d(5)."""
+    mirror: Repository | Literal[""] = ""
+    """A repository to pull from instead. The image must have the same digest there."""
+    signature_policy: AbsolutePath | Literal[""] = ""
+    """A signature policy, containers-policy.json(5). Without it the host's /etc/containers/policy.json applies, and if
+    that is missing too, the digest alone is verified."""
+
+    @model_validator(mode="after")
+    def _one_image(self) -> Self:
+        if not self.name and not self.repository:
+            raise ValueError("name or repository is missing: which image is the machine made from?")
+        return self
+
+
+class BinariesSettings(NodeModel):
+    """Kubernetes' programs, if the image does not contain them."""
+
+    version: Version
+    """Kubernetes' version, such as `1.36.3`."""
+    mirror: Url = "https://dl.k8s.io"
+    """Where `release/vVERSION/bin/linux/ARCHITECTURE/kubelet` is."""
+    bundle: AbsolutePath | Literal[""] = ""
+    """A directory with the same files by their base names, used instead of `mirror` (hosts without a network)."""
+    sha256: dict[Literal["kubelet", "kubectl"], Sha256]
+    """The files' SHA-256 digests."""
+
+
+class KubeletSettings(NodeModel):
+    """The kubelet of the node."""
+
+    labels: dict[str, str] = {}
+    """Labels that the node has from its registration on."""
+    taints: list[Annotated[str, StringConstraints(pattern=r"^[^\s=:]+(=[^\s:]*)?:(NoSchedule|PreferNoSchedule|NoExecute)$")]] = []
+    """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
+    startup_taint: Annotated[str, StringConstraints(pattern=r"^([^\s=:]+(=[^\s:]*)?:(NoSchedule|NoExecute))?$")] = ""
+    """A further taint that somebody else removes when the node's GPUs are ready (docs/bootstrap.md#startup-taint)."""
+    node_ip: str = ""
+    """The node's address. Empty means the host's address on the default route."""
+    cluster_dns: list[str] = ["10.96.0.10"]
+    cluster_domain: str = "cluster.local"
+    configuration: dict[str, Any] = {}
+    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), laid over the agent's."""
+
+
+class ContainerdSettings(NodeModel):
+    """containerd in the node."""
+
+    sandbox_image: str = ""
+    """The image of pods' sandboxes. Empty means containerd's default."""
+    mirrors: dict[str, list[Url]] = {}
+    """Mirrors by registry, such as `{ "docker.io" = ["https://mirror.example.com"] }`."""
+    cni_binaries: AbsolutePath = "/usr/lib/cni"
+    """The directory with the CNI plugins, in the machine."""
+
+
+class HostNodeSettings(NodeModel):
+    """Settings of the host that a node needs."""
+
+    sysctls: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_./-]+$")], str] = {}
+    """Kernel parameters, in addition to those that the kubelet needs. They override those."""
+    kernel_modules: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]] = ["overlay", "br_netfilter"]
+    """Kernel modules that are loaded now and at each boot."""
+    swap: Literal["off", "keep"] = "off"
+    """Whether swap is turned off, as the kubelet wants by default."""
+
+
+class NodeSettings(NodeModel):
+    """The Kubernetes node in the machine. Only `unbounded-agent up` uses these settings (docs/bootstrap.md)."""
+
+    name: NodeName | Literal[""] = ""
+    """The name of the Node object. Empty means the host's name, which only one node on a host can have."""
+    server: Annotated[str, StringConstraints(pattern=r"^https://[^\s/]+$", max_length=300)]
+    """The API server, such as `https://10.0.0.1:6443`."""
+    ca_file: AbsolutePath
+    """A file with the CA certificate of the API server, in PEM format."""
+    bootstrap_token: SecretFile | Literal[""] = ""
+    """Where the bootstrap token (`ID.SECRET`) is. It is removed from the machine after the node has joined."""
+    exec_credential: list[str] = []
+    """A program in the machine, with arguments, that prints an ExecCredential, instead of a bootstrap token."""
+    image: ImageSettings
+    binaries: BinariesSettings | None = None
+    kubelet: KubeletSettings = KubeletSettings()
+    containerd: ContainerdSettings = ContainerdSettings()
+    host: HostNodeSettings = HostNodeSettings()
+
+    @model_validator(mode="after")
+    def _one_credential(self) -> Self:
+        if bool(self.bootstrap_token) == bool(self.exec_credential):
+            raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
+        return self

@@ -1,0 +1,66 @@
+"""A Kubernetes node in a machine, as frozen data: what it is made from and what its host gets. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class NodeImage:
+    """The image of a root file system, as its source has it now."""
+
+    name: str
+    """With its transport (containers-transports(5)), and pinned: a registry's ends in `@sha256:...`."""
+    digest: str
+    """Of the manifest for this host's architecture: `sha256:` and 64 hexadecimal digits."""
+    architecture: str
+    """Go's name: amd64, arm64."""
+    size: int
+    """Bytes of the layers, compressed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeBinary:
+    """A program that is put into the root file system before the machine's first start."""
+
+    name: str
+    source: str
+    """A URL, or an absolute path of an offline bundle."""
+    sha256: str
+    path: str
+    """In the machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFile:
+    """A file that is put into the root file system before the machine's first start. Parents get mode 0755."""
+
+    path: str
+    content: bytes
+    mode: int = 0o644
+
+    @property
+    def secret(self) -> bool:
+        """Whether only root may read it. Its content is then never printed or logged, nor its digest recorded."""
+        return not self.mode & 0o077
+
+
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """What the host of a node gets."""
+
+    sysctls: Mapping[str, str]
+    modules: tuple[str, ...]
+    swap_off: bool
+    files: tuple[NodeFile, ...]
+    """Files on the host, which make the settings above last over a boot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that keeps a node from being made."""
+
+    check: str
+    """What was checked, such as "registry"."""
+    message: str
+    advice: str
+    """What to do next."""
