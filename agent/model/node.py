@@ -56,6 +56,28 @@ class HostSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A file of the host before the first change."""
+
+    content: bytes
+    mode: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostState:
+    """The present values of what HostSettings would change. The record of the host as found has them too."""
+
+    sysctls: Mapping[str, str | None]
+    """None for a parameter that this kernel does not have, or not yet because its module is not loaded."""
+    modules: tuple[str, ...]
+    """Those of the wanted modules that are loaded, or built in."""
+    swaps: tuple[str, ...]
+    """Files and devices that are in use as swap (/proc/swaps)."""
+    files: Mapping[str, FoundFile | None]
+    """None for a file that does not exist."""
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """Something that keeps a node from being made."""
 
