@@ -1,7 +1,7 @@
 """A Kubernetes node in a machine, as frozen data: what it is made from and what its host gets. Pure."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,8 @@ class NodeFile:
     """A file that is put into the root file system before the machine's first start. Parents get mode 0755."""
 
     path: str
-    content: bytes
+    content: bytes = field(repr=False)
+    """Not in the file's representation, which may get into a log: it may be a secret."""
     mode: int = 0o644
 
     @property
@@ -64,6 +65,15 @@ class FoundFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """A file or device that is in use as swap."""
+
+    path: str
+    priority: int
+    """swapon(8); negative if the kernel chose it."""
+
+
+@dataclass(frozen=True, slots=True)
 class HostState:
     """The present values of what HostSettings would change. The record of the host as found has them too."""
 
@@ -71,10 +81,11 @@ class HostState:
     """None for a parameter that this kernel does not have, or not yet because its module is not loaded."""
     modules: tuple[str, ...]
     """Those of the wanted modules that are loaded, or built in."""
-    swaps: tuple[str, ...]
-    """Files and devices that are in use as swap (/proc/swaps)."""
+    swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
     """None for a file that does not exist."""
+    absent_directories: tuple[str, ...] = ()
+    """Directories that the files need and that do not exist, parents first."""
 
 
 @dataclass(frozen=True, slots=True)
