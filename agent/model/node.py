@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,8 @@ class HostSettings:
 class FoundFile:
     """A file of the host before the first change."""
 
+    # Its content need not be text, and records are JSON.
+    __pydantic_config__: ClassVar[dict[str, Any]] = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
     content: bytes
     mode: int
 

@@ -27,12 +27,18 @@ LAST_GOOD_CONFIG = f"{STATE}/last-good-config.json"
 """The last valid configuration, see agent.config.last_good."""
 REMEMBERED_GPUS = (f"{STATE}/granted-gpus.json", f"{STATE}/granted-gpus.copy.json")
 """Two copies of the record of the last granted GPUs, in the order of writing (agent.model.remembered)."""
+AS_FOUND = (f"{STATE}/as-found.json", f"{STATE}/as-found.copy.json")
+"""Two copies of the record of the host as it was before `up` first changed it, in the order of writing."""
+NODES = f"{STATE}/nodes"
+"""Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
 
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
 STATUSZ_SOCKET = "statusz.sock"
 """A socket in RUNTIME that serves the service's status to root only."""
 PASS_LOCK = f"{RUNTIME}/pass.lock"
+PROVISION_LOCK = f"{RUNTIME}/provision.lock"
+"""Held by `up` and `reset`: only one of them changes the host at a time."""
 MACHINES_RUNTIME = f"{RUNTIME}/machines"
 RELOAD_PENDING = f"{RUNTIME}/reload-owed"
 """Exists while systemd has not read changed unit files. After a set-property, NeedDaemonReload does not show that."""
@@ -70,6 +76,8 @@ CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
+JOINED_NAME = "joined"
+"""A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
@@ -114,6 +122,26 @@ def nspawn_file(machine: str) -> str:
 def rewritten_nspawn(machine: str) -> str:
     """Return the file to which the machine's unit first writes new settings. nspawn reads only NAME.nspawn."""
     return f"{NSPAWN}/.{machine}.nspawn.before-start"
+
+
+def machine_root(machine: str) -> str:
+    """Return the directory of the machine's root file system."""
+    return f"{MACHINE_ROOTS}/{machine}"
+
+
+def staged_prefix(machine: str) -> str:
+    """Return how the paths of root file systems in the making begin. systemd ignores names that begin with a dot."""
+    return f"{MACHINE_ROOTS}/.{machine}.unbounded-agent-"
+
+
+def staged_root(machine: str, digest: str) -> str:
+    """Return where the root file system from an image (`sha256:...`) is completed before it gets its final name."""
+    return f"{staged_prefix(machine)}{digest.removeprefix('sha256:')[:16]}"
+
+
+def node_record(machine: str) -> str:
+    """Return the record of what the machine's root file system was made from."""
+    return f"{NODES}/{machine}.json"
 
 
 def machine_unit(machine: str) -> str:
@@ -173,6 +201,11 @@ def machine_of(path: str) -> str | None:
 def report_directory(machine: str) -> str:
     """Return the small tmpfs for this machine, which is bound into the machine at MACHINE_REPORT_DIRECTORY."""
     return f"{MACHINES_RUNTIME}/{machine}/report"
+
+
+def joined_file(machine: str) -> str:
+    """Return the file that says that the machine's kubelet has joined. The machine can write anything there."""
+    return f"{report_directory(machine)}/{JOINED_NAME}"
 
 
 def live_file(machine: str) -> str:

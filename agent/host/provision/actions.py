@@ -1,0 +1,188 @@
+"""Steps of `up` and `reset`. Data only: `agent.host.provision.apply` runs them, and prints them first."""
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from agent.host.provision.record import NodeRecord
+from agent.model.as_found import AsFound
+from agent.model.network import Link, Route, Rule
+from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage
+from agent.model.paths import machine_root, machine_unit
+
+
+@dataclass(frozen=True, slots=True)
+class RecordHost:
+    """Record the host as it was found, before anything changes it."""
+
+    found: AsFound
+
+    def describe(self) -> str:
+        return "record the host as it was found"
+
+
+@dataclass(frozen=True, slots=True)
+class ChangeHost:
+    """Set the host's kernel parameters, modules, swap and files."""
+
+    goal: HostSettings
+    before: HostState
+
+    def describe(self) -> str:
+        return "change the host's settings for the kubelet"
+
+
+@dataclass(frozen=True, slots=True)
+class StageRoot:
+    """Pull the image and unpack it into a directory that is not a machine yet."""
+
+    image: NodeImage
+    staged: str
+
+    def describe(self) -> str:
+        return f"pull and unpack {self.image.name} ({self.image.size / 1e6:.0f} MB compressed)"
+
+
+@dataclass(frozen=True, slots=True)
+class FetchBinaries:
+    """Download the node's programs, or take them from the offline bundle, and verify them."""
+
+    binaries: tuple[NodeBinary, ...]
+
+    def describe(self) -> str:
+        return f"fetch {', '.join(each.name for each in self.binaries)}"
+
+
+@dataclass(frozen=True, slots=True)
+class FillRoot:
+    """Put programs and files into the staged root file system."""
+
+    staged: str
+    binaries: tuple[NodeBinary, ...]
+    files: tuple[NodeFile, ...]
+
+    def describe(self) -> str:
+        return f"put {len(self.binaries)} programs and {len(self.files)} files into the root file system"
+
+
+@dataclass(frozen=True, slots=True)
+class StopMachine:
+    """Stop a machine, and wait until it has stopped."""
+
+    machine: str
+
+    def describe(self) -> str:
+        return f"stop machine {self.machine}"
+
+
+@dataclass(frozen=True, slots=True)
+class PublishRoot:
+    """Record the node, and give the complete root file system its name. An old one of the agent is moved aside."""
+
+    machine: str
+    staged: str
+    record: NodeRecord
+
+    def describe(self) -> str:
+        return f"make {machine_root(self.machine)} from the complete root file system"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveTree:
+    """Remove a root file system that is not a machine, or no longer one."""
+
+    path: str
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveRoot:
+    """Remove a machine's root file system. It stops being a machine at once."""
+
+    machine: str
+
+    def describe(self) -> str:
+        return f"remove {machine_root(self.machine)}"
+
+
+@dataclass(frozen=True, slots=True)
+class EnableUnit:
+    """Let the host start a unit at each boot, also without the agent."""
+
+    unit: str
+
+    def describe(self) -> str:
+        return f"enable {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class DisableUnit:
+    """Undo EnableUnit."""
+
+    unit: str
+
+    def describe(self) -> str:
+        return f"disable {self.unit}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetNode:
+    """Remove the agent's state of a machine, the record of the node last."""
+
+    machine: str
+
+    def describe(self) -> str:
+        return f"remove the agent's state of machine {self.machine}"
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreHost:
+    """Set the host's settings back to what they were."""
+
+    found: HostState
+
+    def describe(self) -> str:
+        return "restore the host's settings"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveLeftover:
+    """Remove what pods' networking left in the host's network."""
+
+    leftover: Link | Route | Rule
+
+    def describe(self) -> str:
+        return f"remove {self.leftover.describe()}"
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetHost:
+    """Remove the record of the host as it was found."""
+
+    def describe(self) -> str:
+        return "remove the record of the host as it was found"
+
+
+Action: TypeAlias = (
+    RecordHost
+    | ChangeHost
+    | StageRoot
+    | FetchBinaries
+    | FillRoot
+    | StopMachine
+    | PublishRoot
+    | RemoveTree
+    | RemoveRoot
+    | EnableUnit
+    | DisableUnit
+    | ForgetNode
+    | RestoreHost
+    | RemoveLeftover
+    | ForgetHost
+)
+
+
+def boot_units(machine: str) -> tuple[str, str]:
+    """Return the units that make a machine start with the host: its own, and the target that wants it."""
+    return machine_unit(machine), "machines.target"

@@ -1,0 +1,89 @@
+"""The record of a node that `up` made: what its root file system was made from, and with which settings."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from agent.config.node import NodeSettings
+from agent.host.provision.durable import Durable
+from agent.model.node import NodeBinary, NodeFile, NodeImage
+from agent.model.paths import node_record
+
+NOT_IN_ROOT = (
+    "server",
+    "bootstrap_token",
+    "image.credentials",
+    "image.ca_directory",
+    "image.mirror",
+    "image.signature_policy",
+    "binaries.mirror",
+    "binaries.bundle",
+)
+"""Settings that decide how a node is made, but not what is in it: a change of them needs no rebuild."""
+HOST_SETTINGS = "host."
+"""The prefix of settings that are applied to the host, which needs no rebuild either."""
+
+
+@dataclass(frozen=True)
+class NodeRecord:
+    """The whole record."""
+
+    node: str
+    """Name of the Node object."""
+    image: NodeImage
+    inode: int
+    """Of the root directory. A directory with another one was not made by `up`."""
+    binaries: dict[str, str]
+    """SHA-256 digests by path in the machine."""
+    files: dict[str, str]
+    """SHA-256 digests by path in the machine, without files that only root may read."""
+    settings: dict[str, str]
+    """The settings that the root file system depends on, as JSON by key."""
+    made: float
+    """When the root file system was complete, in seconds since the epoch."""
+
+
+NODE_RECORDS = Durable(NodeRecord)
+
+
+def record_paths(machine: str) -> tuple[str, str]:
+    """Return the two copies of a machine's record, in the order of writing."""
+    path = node_record(machine)
+    return path, f"{path.removesuffix('.json')}.copy.json"
+
+
+def make_record(
+    settings: NodeSettings, node: str, image: NodeImage, binaries: Iterable[NodeBinary], files: Iterable[NodeFile]
+) -> NodeRecord:
+    """Return the record of a root file system, but for its inode and time, which are known when it is complete."""
+    return NodeRecord(
+        node=node,
+        image=image,
+        inode=0,
+        binaries={each.path: each.sha256 for each in binaries},
+        files={each.path: hashlib.sha256(each.content).hexdigest() for each in files if not each.secret},
+        settings=settings_of_root(settings),
+        made=0.0,
+    )
+
+
+def settings_of_root(settings: NodeSettings) -> dict[str, str]:
+    """Return the settings that are in the root file system, as JSON by key."""
+    flat = dict(_flat("", settings.model_dump(mode="json")))
+    return {key: value for key, value in flat.items() if key not in NOT_IN_ROOT and not key.startswith(HOST_SETTINGS)}
+
+
+def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
+    """Return the keys of settings that differ from those that the node was made with."""
+    wanted, made = settings_of_root(settings), record.settings
+    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key) != made.get(key)))
+
+
+def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    for key, value in settings.items():
+        # Maps of the user, such as labels, are one value each: their keys may contain dots.
+        if isinstance(value, dict) and not prefix:
+            yield from _flat(f"{key}.", value)
+        else:
+            yield f"{prefix}{key}", json.dumps(value, sort_keys=True)

@@ -1,0 +1,34 @@
+"""The host as it was before `up` first changed it, as frozen data. `reset` goes back to that. Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from agent.model.network import Network
+from agent.model.node import HostState
+
+
+@dataclass(frozen=True, slots=True)
+class AsFound:
+    """The whole record."""
+
+    host: HostState
+    units: Mapping[str, bool]
+    """Whether units that the agent enables were enabled."""
+    network: Network
+    recorded: float
+    """When the record was made, in seconds since the epoch."""
+
+    def extended(self, host: HostState, units: Mapping[str, bool]) -> "AsFound":
+        """Return the record with what a further node changes. Known values stay: they are the older ones."""
+        earlier = self.host
+        state = HostState(
+            sysctls={**host.sysctls, **earlier.sysctls},
+            modules=tuple(dict.fromkeys((*earlier.modules, *host.modules))),
+            swaps=(
+                *earlier.swaps,
+                *(each for each in host.swaps if each.path not in {old.path for old in earlier.swaps}),
+            ),
+            files={**host.files, **earlier.files},
+            absent_directories=tuple(dict.fromkeys((*earlier.absent_directories, *host.absent_directories))),
+        )
+        return replace(self, host=state, units={**units, **self.units})

@@ -1,0 +1,70 @@
+"""The part of the host's network that programs change at run time: links, routes and rules."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Link:
+    """A network interface. Addresses and routes of an interface disappear with it."""
+
+    name: str
+    kind: str
+    """The kernel's name for a virtual interface, such as `bridge`; empty for hardware."""
+
+    def describe(self) -> str:
+        return f"interface {self.name} ({self.kind or 'hardware'})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Route:
+    """A route that neither the kernel nor an address made."""
+
+    family: int
+    """AF_INET or AF_INET6."""
+    table: int
+    type: int
+    """rtnetlink(7), such as RTN_UNICAST."""
+    destination: str
+    """An address with its prefix length; empty for a default route."""
+    gateway: str
+    device: str
+    """Name of the interface; empty for a route without one."""
+    protocol: int
+    """Which program made it, rtnetlink(7)."""
+    priority: int
+
+    def describe(self) -> str:
+        via = "".join(f" {word} {value}" for word, value in (("via", self.gateway), ("on", self.device)) if value)
+        return f"route to {self.destination or 'default'}{via} (table {self.table})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Rule:
+    """A rule that chooses a routing table."""
+
+    family: int
+    priority: int
+    action: int
+    table: int
+    source: str = ""
+    destination: str = ""
+    mark: int = 0
+    mask: int = 0
+    incoming: str = ""
+    outgoing: str = ""
+
+    def describe(self) -> str:
+        mark = f"{self.mark:#x}" if self.mark else ""
+        ends = (("from", self.source), ("to", self.destination), ("mark", mark))
+        words = (*ends, ("iif", self.incoming), ("oif", self.outgoing))
+        what = " ".join(f"{word} {value}" for word, value in words if value)
+        return f"rule {self.priority} {what or 'for all'} (table {self.table})"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """The network of the host's own namespace."""
+
+    links: tuple[Link, ...] = ()
+    routes: tuple[Route, ...] = ()
+    rules: tuple[Rule, ...] = ()
