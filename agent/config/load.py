@@ -7,6 +7,8 @@ from typing import Any, get_args
 from pydantic import StringConstraints, ValidationError
 from pydantic_core import ErrorDetails
 
+from agent.config import node
+from agent.config.kubernetes_names import NodeName
 from agent.config.nspawn_settings import KeyName, OneLine, SectionName
 from agent.config.pod_environment import VariableName, VariableValue
 from agent.config.settings import Address, Config, MachineName
@@ -126,7 +128,20 @@ FORMS = {
     _pattern(KeyName): "the name of a setting, such as Bind",
     _pattern(VariableName): "the name of an environment variable",
     _pattern(VariableValue): "one line of text",
+    _pattern(NodeName): "a DNS name (lower-case letters, digits and hyphens, parts joined by dots)",
+    _pattern(node.ImageName): "an image: docker://REGISTRY/NAME:TAG, oci:/DIRECTORY:TAG or docker-archive:/FILE:TAG",
+    _pattern(node.Repository): "a repository, such as docker://registry.example.com/nodes",
+    _pattern(node.Tag): "a tag of an image",
+    _pattern(node.Version): "a version, such as 1.36.3",
+    _pattern(node.Sha256): "a SHA-256 digest: 64 hexadecimal digits in lower case",
+    _pattern(node.Url): "a URL with http or https, and without a user name",
+    _pattern(node.ServerUrl): "an API server, such as https://10.0.0.1:6443",
+    _pattern(node.Registry): "a registry, such as docker.io or registry.example.com:5000",
+    _pattern(node.SecretFile): "an absolute path, or credential:NAME; the secret itself must not be here",
+    _pattern(node.SysctlName): "the name of a kernel parameter, such as vm.overcommit_memory",
+    _pattern(node.SysctlValue): "one line of text",
+    _pattern(node.KernelModule): "the name of a kernel module",
 }
-MAYBE_SECRET = {_pattern(OneLine), _pattern(VariableValue)}
+MAYBE_SECRET = {_pattern(each) for each in (OneLine, VariableValue, node.SecretFile, node.Url)}
 """Patterns of values that errors never quote, because everyone can read the conditions and pages that repeat errors."""
 MACHINES = ("machines",)

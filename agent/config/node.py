@@ -1,27 +1,32 @@
 """Settings of the Kubernetes node in a machine, for `unbounded-agent up`. Pure."""
 
-import re
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, StringConstraints, model_validator
 
+from agent.config.kubernetes_names import IpAddress, LabelKey, LabelValue, NodeAddresses, NodeName, StartupTaint, Taint
 from agent.config.values import AbsolutePath
 
 ImageName = Annotated[
     str,
-    StringConstraints(pattern=r"^(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)$", max_length=512),
+    StringConstraints(
+        pattern=r"^(docker://[^\s@]+(@sha256:[0-9a-f]{64})?|(oci|docker-archive):/[^\s]+)$", max_length=512
+    ),
 ]
 """An image in a transport of containers-transports(5): a registry, an OCI layout, or an archive."""
 Repository = Annotated[str, StringConstraints(pattern=r"^docker://[^\s@]+[^\s@/:]$", max_length=400)]
 Tag = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")]
 """The distribution specification's grammar."""
-NodeName = Annotated[
-    str, StringConstraints(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*$", max_length=253)
-]
-"""A DNS subdomain (RFC 1123), as Kubernetes wants it."""
 Version = Annotated[str, StringConstraints(pattern=r"^[0-9]+\.[0-9]+\.[0-9]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s]+$", max_length=1024)]
+Url = Annotated[str, StringConstraints(pattern=r"^https?://[^\s/@]+(/[^\s]*)?$", max_length=1024)]
+"""Without a user name and password, because everyone can read the configuration."""
+ServerUrl = Annotated[str, StringConstraints(pattern=r"^https://[^\s/@]+$", max_length=300)]
+Registry = Annotated[str, StringConstraints(pattern=r"^(_default|[A-Za-z0-9.-]+(:[0-9]{1,5})?)$", max_length=253)]
+"""A registry's host name with its port, or `_default` for every registry without mirrors of its own."""
+SysctlName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+([./][A-Za-z0-9_-]+)+$")]
+SysctlValue = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+([ \t][\x21-\x7e]+)*$", max_length=1024)]
+KernelModule = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$", max_length=63)]
 SecretFile = Annotated[str, StringConstraints(pattern=r"^(/[^\s]+|credential:[A-Za-z0-9_.-]+)$", max_length=1024)]
 """Where a secret is: a file that only root may read, or `credential:NAME`, a credential of systemd (systemd.exec(5),
 LoadCredential=). The secret itself is never in the configuration."""
@@ -77,18 +82,22 @@ class BinariesSettings(NodeModel):
 class KubeletSettings(NodeModel):
     """The kubelet of the node."""
 
-    labels: dict[str, str] = {}
+    labels: dict[LabelKey, LabelValue] = {}
     """Labels that the node has from its registration on."""
-    taints: list[Annotated[str, StringConstraints(pattern=r"^[^\s=:]+(=[^\s:]*)?:(NoSchedule|PreferNoSchedule|NoExecute)$")]] = []
+    taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
-    startup_taint: Annotated[str, StringConstraints(pattern=r"^([^\s=:]+(=[^\s:]*)?:(NoSchedule|NoExecute))?$")] = ""
+    startup_taint: StartupTaint = ""
     """A further taint that somebody else removes when the node's GPUs are ready (docs/bootstrap.md#startup-taint)."""
-    node_ip: str = ""
-    """The node's address. Empty means the host's address on the default route."""
-    cluster_dns: list[str] = ["10.96.0.10"]
-    cluster_domain: str = "cluster.local"
+    node_ip: NodeAddresses = ""
+    """The node's address. Empty means the host's address on the default route, or, if the machine has a network of its
+    own, the one that the kubelet finds in it."""
+    cluster_dns: list[IpAddress] = ["10.96.0.10"]
+    """Addresses of the cluster's DNS service."""
+    cluster_domain: NodeName = "cluster.local"
+    """The cluster's DNS domain."""
     configuration: dict[str, Any] = {}
-    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), laid over the agent's."""
+    """Fields of KubeletConfiguration (kubelet.config.k8s.io/v1beta1), laid over the agent's. Tables are merged; other
+    values replace the agent's."""
 
 
 class ContainerdSettings(NodeModel):
@@ -96,7 +105,7 @@ class ContainerdSettings(NodeModel):
 
     sandbox_image: str = ""
     """The image of pods' sandboxes. Empty means containerd's default."""
-    mirrors: dict[str, list[Url]] = {}
+    mirrors: dict[Registry, list[Url]] = {}
     """Mirrors by registry, such as `{ "docker.io" = ["https://mirror.example.com"] }`."""
     cni_binaries: AbsolutePath = "/usr/lib/cni"
     """The directory with the CNI plugins, in the machine."""
@@ -105,9 +114,9 @@ class ContainerdSettings(NodeModel):
 class HostNodeSettings(NodeModel):
     """Settings of the host that a node needs."""
 
-    sysctls: dict[Annotated[str, StringConstraints(pattern=r"^[a-z0-9_./-]+$")], str] = {}
-    """Kernel parameters, in addition to those that the kubelet needs. They override those."""
-    kernel_modules: list[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]+$")]] = ["overlay", "br_netfilter"]
+    sysctls: dict[SysctlName, SysctlValue] = {}
+    """Kernel parameters, in addition to those that the kubelet and CNI need (docs/bootstrap.md#host-settings)."""
+    kernel_modules: list[KernelModule] = ["overlay", "br_netfilter"]
     """Kernel modules that are loaded now and at each boot."""
     swap: Literal["off", "keep"] = "off"
     """Whether swap is turned off, as the kubelet wants by default."""
@@ -118,7 +127,7 @@ class NodeSettings(NodeModel):
 
     name: NodeName | Literal[""] = ""
     """The name of the Node object. Empty means the host's name, which only one node on a host can have."""
-    server: Annotated[str, StringConstraints(pattern=r"^https://[^\s/]+$", max_length=300)]
+    server: ServerUrl
     """The API server, such as `https://10.0.0.1:6443`."""
     ca_file: AbsolutePath
     """A file with the CA certificate of the API server, in PEM format."""
@@ -127,13 +136,20 @@ class NodeSettings(NodeModel):
     exec_credential: list[str] = []
     """A program in the machine, with arguments, that prints an ExecCredential, instead of a bootstrap token."""
     image: ImageSettings
+    """What the machine's root file system is made from."""
     binaries: BinariesSettings | None = None
+    """Kubernetes' programs to put into the machine, if the image does not contain them."""
     kubelet: KubeletSettings = KubeletSettings()
+    """Settings of the kubelet."""
     containerd: ContainerdSettings = ContainerdSettings()
+    """Settings of containerd."""
     host: HostNodeSettings = HostNodeSettings()
+    """Settings of the host."""
 
     @model_validator(mode="after")
     def _one_credential(self) -> Self:
         if bool(self.bootstrap_token) == bool(self.exec_credential):
             raise ValueError("set either bootstrap_token or exec_credential: how does the kubelet join?")
+        if self.exec_credential and not self.exec_credential[0].startswith("/"):
+            raise ValueError(f"exec_credential: {self.exec_credential[0]!r} is not an absolute path in the machine")
         return self

@@ -9,6 +9,7 @@ import inspect
 import json
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,14 @@ from pydantic import BaseModel
 
 from agent.config.devices import ExtraDevice
 from agent.config.mounts import ExtraMount
+from agent.config.node import (
+    BinariesSettings,
+    ContainerdSettings,
+    HostNodeSettings,
+    ImageSettings,
+    KubeletSettings,
+    NodeSettings,
+)
 from agent.config.nspawn_settings import NspawnSettings
 from agent.config.settings import DriverSettings, MachineSettings, MetricsSettings
 
@@ -27,10 +36,18 @@ TABLES: Mapping[str, type[BaseModel]] = {
     "machines.NAME.extra_devices": ExtraDevice,
     "machines.NAME.extra_mounts": ExtraMount,
     "machines.NAME.nspawn": NspawnSettings,
+    "machines.NAME.node": NodeSettings,
+    "machines.NAME.node.image": ImageSettings,
+    "machines.NAME.node.binaries": BinariesSettings,
+    "machines.NAME.node.kubelet": KubeletSettings,
+    "machines.NAME.node.containerd": ContainerdSettings,
+    "machines.NAME.node.host": HostNodeSettings,
     "driver": DriverSettings,
     "metrics": MetricsSettings,
 }
 """Tables of the configuration, or lists of tables, with the class that validates each; in the page's order."""
+OPTIONAL = ("machines.NAME.node", "machines.NAME.node.binaries")
+"""Tables without which a part of the agent does nothing."""
 UNSET = ("driver.root",)
 """Keys whose absence means something other than their default."""
 LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
@@ -48,10 +65,13 @@ def page(text: str) -> str:
 
 def _contents() -> str:
     """Return a line with links for each table."""
-    lines = [
-        f"- {_title(table)}: {', '.join(f'[{field}](#{field})' for field in model.model_fields)}\n"
-        for table, model in TABLES.items()
-    ]
+    # Two tables may have a key of the same name; a page numbers such headings from the second on.
+    before: Counter[str] = Counter()
+    lines = []
+    for table, model in TABLES.items():
+        links = [f"[{field}](#{field}{f'-{before[field]}' if before[field] else ''})" for field in model.model_fields]
+        before.update(model.model_fields)
+        lines.append(f"- {_title(table)}: {', '.join(links)}\n")
     return "\n" + "".join(lines)
 
 
@@ -69,7 +89,9 @@ def _section(table: str, model: type[BaseModel]) -> str:
         default = f"default `{_toml(properties['default'])}`" if "default" in properties else "required"
         if f"{table}.{field}" in UNSET:
             default = "not set by default"
-        if "$ref" in properties or f"{table}.{field}" in TABLES:
+        if f"{table}.{field}" in OPTIONAL:
+            default = "optional, see below"
+        elif "$ref" in properties or f"{table}.{field}" in TABLES:
             default = "see below"
         parts.append(f"\n### `{field}`\n\n*{_values(properties, schema)}; {default}*\n\n{_prose(texts[field])}")
     return "".join(parts)
@@ -101,7 +123,7 @@ def _values(schema: Schema, root: Schema) -> str:
     if "$ref" in schema:
         return "table"
     if "anyOf" in schema:
-        return ", or ".join(_values(each, root) for each in schema["anyOf"])
+        return ", or ".join(_values(each, root) for each in schema["anyOf"] if each.get("type") != "null")
     if "const" in schema:
         return f"`{_toml(schema['const'])}`"
     if "enum" in schema:

@@ -5,6 +5,7 @@ import io
 import re
 import subprocess
 import tokenize
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,14 @@ def pages() -> list[Path]:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the anchors of the headings as GitHub makes them: lower case, hyphens for spaces, no other punctuation."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+    """Return the anchors of the headings as GitHub makes them: lower case, hyphens for spaces, no other punctuation.
+
+    Headings with the same text are numbered from the second on.
+    """
+    found: Counter[str] = Counter()
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        found[re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")] += 1
+    return {f"{each}-{number}" if number else each for each, count in found.items() for number in range(count)}
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.relative_to(REPOSITORY).as_posix())

@@ -1,0 +1,84 @@
+"""Grammar of names and values in Kubernetes' API that settings contain. Pure."""
+
+import ipaddress
+import re
+from typing import Annotated
+
+from pydantic import AfterValidator, StringConstraints
+
+NAME = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+SUBDOMAIN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+SUBDOMAIN_LIMIT = 253
+EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+
+NodeName = Annotated[str, StringConstraints(pattern=rf"^{SUBDOMAIN}$", max_length=SUBDOMAIN_LIMIT)]
+"""A DNS subdomain (RFC 1123), as Kubernetes wants it."""
+
+
+def label_key(value: str) -> str:
+    """Return the key of a label or taint. Raises ValueError unless it is a qualified name (IsQualifiedName)."""
+    prefix, slash, name = value.rpartition("/")
+    if slash and (len(prefix) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, prefix)):
+        raise ValueError(f"{value!r} is not a key: before the slash is a DNS subdomain in lower case")
+    if not NAME.fullmatch(name):
+        raise ValueError(
+            f"{value!r} is not a key: its name has 1 to 63 letters, digits, dots, hyphens and underscores, and begins "
+            "and ends with a letter or digit"
+        )
+    return value
+
+
+def label_value(value: str) -> str:
+    """Return the value of a label or taint. Raises ValueError unless it is one (IsValidLabelValue)."""
+    if value and not NAME.fullmatch(value):
+        raise ValueError(
+            f"{value!r} is not a value: it has at most 63 letters, digits, dots, hyphens and underscores, and begins "
+            "and ends with a letter or digit"
+        )
+    return value
+
+
+def taint(value: str) -> str:
+    """Return the taint. Raises ValueError unless it is KEY=VALUE:EFFECT or KEY:EFFECT."""
+    split_taint(value)
+    return value
+
+
+def startup_taint(value: str) -> str:
+    """Return the taint, or an empty string. Raises ValueError unless the taint keeps pods away."""
+    if value and split_taint(value)[2] == "PreferNoSchedule":
+        raise ValueError(f"{value!r} keeps no pod away: use NoSchedule or NoExecute")
+    return value
+
+
+def split_taint(text: str) -> tuple[str, str, str]:
+    """Return key, value and effect of a taint. Raises ValueError."""
+    named, colon, effect = text.rpartition(":")
+    key, _, value = named.partition("=")
+    if not colon or effect not in EFFECTS:
+        raise ValueError(f"{text!r} is not a taint: write KEY=VALUE:EFFECT with one of {', '.join(EFFECTS)}")
+    return label_key(key), label_value(value), effect
+
+
+def ip_address(value: str) -> str:
+    """Return the IP address. Raises ValueError if it is none."""
+    try:
+        return str(ipaddress.ip_address(value))
+    except ValueError:
+        raise ValueError(f"{value!r} is not an IP address") from None
+
+
+def node_addresses(value: str) -> str:
+    """Return one IP address, or an IPv4 and an IPv6 address with a comma between. Raises ValueError otherwise."""
+    addresses = [ip_address(each) for each in value.split(",")] if value else []
+    if len(addresses) > 2 or len({":" in each for each in addresses}) != len(addresses):
+        raise ValueError(f"{value!r}: a node has one address, or one of IPv4 and one of IPv6")
+    return ",".join(addresses)
+
+
+LabelKey = Annotated[str, AfterValidator(label_key)]
+LabelValue = Annotated[str, AfterValidator(label_value)]
+Taint = Annotated[str, AfterValidator(taint)]
+StartupTaint = Annotated[str, AfterValidator(startup_taint)]
+IpAddress = Annotated[str, AfterValidator(ip_address)]
+NodeAddresses = Annotated[str, AfterValidator(node_addresses)]

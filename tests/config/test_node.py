@@ -1,0 +1,112 @@
+"""Settings of a node: each error names the key, and no error repeats a secret."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.config.load import load_config
+from agent.config.node import NodeSettings
+from agent.model.errors import ConfigError
+from tests.config.test_load import system_with
+
+NODE = """
+[machines.gpu.node]
+server = "https://10.0.0.1:6443"
+ca_file = "/etc/kubernetes/ca.crt"
+{node}
+[machines.gpu.node.image]
+repository = "docker://registry.example.com/nodes"
+{image}
+"""
+TOKEN = 'bootstrap_token = "/etc/unbounded-agent/token"\n'
+
+
+def settings(root: Path, node: str = "", image: str = "", tables: str = "") -> NodeSettings:
+    text = NODE.format(node=TOKEN + node, image=image) + tables
+    found = load_config(system_with(root, main=text)).machines["gpu"].node
+    assert found
+    return found
+
+
+def test_defaults(tmp_path: Path) -> None:
+    found = settings(tmp_path)
+    assert found.kubelet.cluster_dns == ["10.96.0.10"]
+    assert found.host.kernel_modules == ["overlay", "br_netfilter"]
+    assert found.name == found.kubelet.node_ip == found.kubelet.startup_taint == ""
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("kubelet.labels", '{ "gpu/" = "x" }', "'gpu/' is not a key: its name has 1 to 63 letters"),
+        ("kubelet.labels", '{ "GPU.example.com/a" = "x" }', "before the slash is a DNS subdomain in lower case"),
+        ("kubelet.labels", '{ "a" = "x y" }', "'x y' is not a value"),
+        ("kubelet.labels", '{ "a" = 1 }', "must be a string"),
+        ("kubelet.taints", '["gpu"]', "'gpu' is not a taint: write KEY=VALUE:EFFECT"),
+        ("kubelet.taints", '["gpu=yes:Never"]', "with one of NoSchedule, PreferNoSchedule, NoExecute"),
+        ("kubelet.startup_taint", '"gpu:PreferNoSchedule"', "keeps no pod away"),
+        ("kubelet.cluster_dns", '["dns.local"]', "'dns.local' is not an IP address"),
+        ("kubelet.node_ip", '"10.0.0.1,10.0.0.2"', "a node has one address, or one of IPv4 and one of IPv6"),
+        ("kubelet.cluster_domain", '"Cluster"', "is not a DNS name"),
+        ("containerd.mirrors", '{ "a/b" = [] }', "'a/b' is not a registry"),
+        ("host.sysctls", '{ "vm" = "1" }', "'vm' is not the name of a kernel parameter"),
+        ("host.sysctls", '{ "vm.x" = "1\\n2" }', "is not one line of text"),
+        ("host.kernel_modules", '["../x"]', "'../x' is not the name of a kernel module"),
+        ("host.swap", '"on"', "Input should be 'off' or 'keep'"),
+        ("name", '"Node_1"', "'Node_1' is not a DNS name"),
+        ("server", '"http://10.0.0.1"', "'http://10.0.0.1' is not an API server"),
+        ("exec_credential", '["/usr/bin/login"]', "set either bootstrap_token or exec_credential"),
+        ("image.name", '"nodes:latest"', "is not an image: docker://REGISTRY/NAME:TAG"),
+        ("image.repository", '"nodes"', "is not a repository"),
+        ("image.tag", '"a b"', "is not a tag"),
+    ],
+)
+def test_errors_name_the_key(tmp_path: Path, key: str, value: str, message: str) -> None:
+    table, _, name = key.rpartition(".")
+    place = f"[machines.gpu.node.{table}]\n" if table else "[machines.gpu.node]\n"
+    system = system_with(tmp_path, main=NODE.format(node=TOKEN, image=""), z=f"{place}{name} = {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        load_config(system)
+    assert f"machines.gpu.node{'' if 'either' in message else '.' + key}" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["abcdef.0123456789abcdef", "s3cret token"])
+def test_a_token_in_the_place_of_a_path_is_not_repeated(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(system_with(tmp_path, main=NODE.format(node=f'bootstrap_token = "{value}"', image="")))
+    assert "bootstrap_token: it is not an absolute path, or credential:NAME" in str(caught.value)
+    assert value not in str(caught.value)
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(tmp_path: Path) -> None:
+    tables = '[machines.gpu.node.containerd.mirrors]\n"docker.io" = ["https://user:s3cret@mirror.example.com"]\n'
+    with pytest.raises(ConfigError, match="without a user name") as caught:
+        settings(tmp_path, tables=tables)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_a_program_for_credentials_is_an_absolute_path(tmp_path: Path) -> None:
+    text = NODE.format(node='exec_credential = ["login"]', image="")
+    with pytest.raises(ConfigError, match="'login' is not an absolute path in the machine"):
+        load_config(system_with(tmp_path, main=text))
+
+
+def test_values_of_each_kind_are_accepted(tmp_path: Path) -> None:
+    found = settings(
+        tmp_path,
+        node='name = "gpu-1.example.com"\n',
+        tables="""
+[machines.gpu.node.kubelet]
+labels = { "example.com/rack" = "r-1", "pool" = "" }
+taints = ["nvidia.com/gpu=present:NoSchedule", "a:PreferNoSchedule"]
+startup_taint = "example.com/gpus-not-ready:NoSchedule"
+node_ip = "10.0.0.7,fd00::7"
+configuration = { maxPods = 42, evictionHard = { "memory.available" = "1Gi" } }
+[machines.gpu.node.containerd.mirrors]
+"_default" = ["http://10.0.0.9:5000"]
+"registry.example.com:5000" = ["https://mirror.example.com/v2/cache"]
+""",
+    )
+    assert found.kubelet.node_ip == "10.0.0.7,fd00::7"
+    assert set(found.containerd.mirrors) == {"_default", "registry.example.com:5000"}
