@@ -70,7 +70,7 @@ def _contents() -> str:
     lines = []
     for table, model in TABLES.items():
         links = [f"[{field}](#{field}{f'-{before[field]}' if before[field] else ''})" for field in model.model_fields]
-        before.update(model.model_fields)
+        before.update(list(model.model_fields))
         lines.append(f"- {_title(table)}: {', '.join(links)}\n")
     return "\n" + "".join(lines)
 
