@@ -17,7 +17,16 @@ Order: TypeAlias = tuple[str | tuple[str, ...], ...]
 """Lowest first: a module imports from its own room and from lower rooms. Rooms in one tuple never import each other."""
 ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine"), "cli")
 ROOMS: Mapping[str, Order] = {
-    "host": (("state", "vendors"), ("observe", "plan"), "apply", "verify", "outcome", "reconcile", "provision", "daemon"),
+    "host": (
+        ("state", "vendors"),
+        ("observe", "plan"),
+        "apply",
+        "verify",
+        "outcome",
+        "reconcile",
+        "provision",
+        "daemon",
+    ),
     "machine": (
         ("journal", "steps", "vendors"),
         "notes",
