@@ -1,7 +1,11 @@
 """The main job on the simulated GPU host, as a user does it: install, `apply`, `status`, a pod."""
 
+import argparse
+import json
+
 from integration.bed import wheels
 from integration.bed.cache import step
+from integration.bed.cluster.empty_host import EmptyHost, pod_network
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import Node, Pod
 from integration.bed.process import BedError
@@ -21,8 +25,13 @@ def show(guest: Guest, *argv: str, timeout: float = 300) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--join", action="store_true", help="begin with an empty host, which joins a real cluster")
     try:
-        demonstrate()
+        if parser.parse_args().join:
+            demonstrate_join()
+        else:
+            demonstrate()
     except (BedError, OSError) as error:
         raise SystemExit(f"error: the demo failed: {error}") from None
 
@@ -52,6 +61,25 @@ def demonstrate() -> None:
             ),
         ):
             print(f"\n{title}: nvidia-smi -L\n{node.pod(pod).stdout}", end="", flush=True)
+
+
+def demonstrate_join() -> None:
+    print(
+        "This runs on a SIMULATED GPU host: real Debian, systemd, nspawn, containerd, nvidia-ctk and NVIDIA user-space "
+        "files\nin an emulated machine; a stand-in kernel module and a stand-in NVML take the place of eight GPUs.\n"
+        "The Kubernetes cluster, its kubelet, the registries and the network between them are real.\n",
+        flush=True,
+    )
+    with EmptyHost() as bed:
+        show(bed.guest, "cat", "/etc/unbounded-agent/config.toml")
+        show(bed.guest, "unbounded-agent", "preflight")
+        show(bed.guest, "unbounded-agent", "up", timeout=1500)
+        bed.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
+        bed.wait("the node is Ready", bed.node_is_ready)
+        bed.offer_gpus()
+        print(f"\nkubectl get node\n{bed.kubectl('get', 'node', '-o', 'wide')}", flush=True)
+        show(bed.guest, "unbounded-agent", "status")
+        print(f"\na pod with nvidia.com/gpu: 1: nvidia-smi -L\n{bed.run_gpu_pod()}", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -219,12 +219,14 @@ class Cluster(Lifetime):
         )
 
 
-def pod(name: str, *command: str, gpus: int = 0, resource: str = RESOURCE, runtime: str = "") -> dict[str, Any]:
-    """Return a pod of the local image with one container, which runs `command` once."""
+def pod(
+    name: str, *command: str, gpus: int = 0, resource: str = RESOURCE, runtime: str = "", pull: str = "Never"
+) -> dict[str, Any]:
+    """Return a pod of the bed's image with one container, which runs `command` once; `pull` is imagePullPolicy."""
     container: dict[str, Any] = {
         "name": "main",
         "image": CUDA_TEST,
-        "imagePullPolicy": "Never",
+        "imagePullPolicy": pull,
         "command": list(command),
     }
     if gpus:

@@ -29,6 +29,13 @@ SECONDS = 120.0
 ADMIN = "admin"
 CONTROLLER_MANAGER = "system:kube-controller-manager"
 SCHEDULER = "system:kube-scheduler"
+APPROVAL = "system:certificates.k8s.io:certificatesigningrequests"
+BOOTSTRAP_ROLES = (
+    ("bed-ask", "system:node-bootstrapper", "system:bootstrappers"),
+    ("bed-approve", f"{APPROVAL}:nodeclient", "system:bootstrappers"),
+    ("bed-renew", f"{APPROVAL}:selfnodeclient", "system:nodes"),
+)
+"""Names of bindings, with role and group."""
 KUBECTL_LIMIT = 240.0
 """Seconds. `kubectl wait` and similar commands get shorter timeouts."""
 
@@ -118,6 +125,26 @@ class ControlPlane(Lifetime):
         options = [f"--kubeconfig={path}", f"--cache-dir={self.directory / 'kubectl'}"]
         return run([self.binaries / "kubectl", *options, *arguments], stdin=stdin, timeout=KUBECTL_LIMIT)
 
+    def bootstrap_token(self, valid_until: str = "2099-01-01T00:00:00Z") -> str:
+        """Make a token with which kubelets join, as `kubeadm token create` does, and return it.
+
+        The API's documentation ("Authenticating with Bootstrap Tokens", "TLS bootstrapping") has the Secret's keys, and
+        the roles that let kubelets ask for a certificate, get it without a person, and renew it.
+        """
+        name, secret = secrets.token_hex(3), secrets.token_hex(8)
+        data = {"token-id": name, "token-secret": secret, "expiration": valid_until}
+        data |= {"usage-bootstrap-authentication": "true", "auth-extra-groups": "system:bootstrappers:bed"}
+        token = {
+            "apiVersion": "v1",
+            "kind": "Secret",
+            "type": "bootstrap.kubernetes.io/token",
+            "metadata": {"name": f"bootstrap-token-{name}", "namespace": "kube-system"},
+            "stringData": data,
+        }
+        roles = [_role_binding(*each) for each in BOOTSTRAP_ROLES]
+        self.kubectl("apply", "-f", "-", stdin="\n---\n".join(json.dumps(each) for each in (token, *roles)))
+        return f"{name}.{secret}"
+
     def check(self) -> None:
         """Raise ControlPlaneError if a part has exited."""
         for name, process in self._processes.items():
@@ -172,6 +199,7 @@ class ControlPlane(Lifetime):
             f"--advertise-address={HOST_FROM_GUEST}",
             f"--service-cluster-ip-range={SERVICE_NETWORK}",
             f"--token-auth-file={file['tokens.csv']}",
+            "--enable-bootstrap-token-auth=true",
             "--authorization-mode=Node,RBAC",
             "--enable-admission-plugins=NodeRestriction",
             # The device plugin's pods are privileged if it writes CDI specifications.
@@ -190,6 +218,9 @@ class ControlPlane(Lifetime):
     def _controller_options(self) -> list[Argument]:
         return [
             f"--root-ca-file={self.directory / 'ca.crt'}",
+            # It signs the certificates of kubelets that join with a bootstrap token.
+            f"--cluster-signing-cert-file={self.directory / 'ca.crt'}",
+            f"--cluster-signing-key-file={self.directory / 'ca.key'}",
             f"--service-account-private-key-file={self.directory / 'service-account.key'}",
             "--use-service-account-credentials=true",
         ]
@@ -211,6 +242,16 @@ class ControlPlane(Lifetime):
                 if time.monotonic() > deadline:
                     raise ControlPlaneError(f"not ready after {SECONDS:.0f} s: {error}; {self.evidence()}") from error
             time.sleep(0.5)
+
+
+def _role_binding(name: str, role: str, group: str) -> dict[str, object]:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": "ClusterRoleBinding",
+        "metadata": {"name": name},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": role},
+        "subjects": [{"apiGroup": "rbac.authorization.k8s.io", "kind": "Group", "name": group}],
+    }
 
 
 def free_ports(count: int) -> list[int]:

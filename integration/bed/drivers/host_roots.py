@@ -17,7 +17,7 @@ PYTHON = {"trixie": "3.13", "bookworm": "3.11"}
 
 SYSTEM_PACKAGES = (
     "systemd systemd-sysv systemd-container dbus udev kmod iproute2 procps e2fsprogs python3 python3-venv"
-    " qemu-guest-agent prometheus"
+    " qemu-guest-agent prometheus skopeo umoci"
 )
 # NVIDIA's driver from Debian's non-free component, without the kernel module.
 DRIVER_PACKAGES = (

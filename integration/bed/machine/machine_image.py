@@ -31,6 +31,16 @@ def machines_disk() -> Path:
     return cached("machines-disk", inputs, _build_disk) / "machines.img"
 
 
+def empty_disk() -> Path:
+    """Return a sparse raw ext4 image labelled `machines` without any machine."""
+
+    def build(output: Path) -> None:
+        run(["truncate", "--size", DISK_SIZE, output / "machines.img"])
+        run(["mkfs.ext4", "-q", "-L", LABEL, output / "machines.img"])
+
+    return cached("empty-disk", [DISK_SIZE, LABEL], build) / "machines.img"
+
+
 def debian_base() -> Path:
     """Return a minimal Debian root with apt, which stands in for Ubuntu's image."""
     return cached("machine-base", [Path(debian.__file__)], _build_debian) / "root"
@@ -46,13 +56,17 @@ def _build_debian(output: Path) -> None:
     (root / "dev").mkdir()
 
 
-def _build_disk(output: Path) -> None:
+def machine_image() -> str:
+    """Return the name, in buildah's storage, of the image that containerfiles/ makes on Debian."""
     root = debian_base()
     base = f"localhost/unbounded-agent-bed/debian:{digest([str(root)])}"
     if not buildah.has_image(base):
         buildah.import_root(base, root)
-    image = buildah.build(CONTAINERFILE, base)
-    with buildah.working_container(image) as container:
+    return buildah.build(CONTAINERFILE, base)
+
+
+def _build_disk(output: Path) -> None:
+    with buildah.working_container(machine_image()) as container:
         root = Path(buildah.buildah("mount", container))
         _add_bed_files(root)
         _make_file_system(root, output / "machines.img")

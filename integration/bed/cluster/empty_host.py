@@ -1,0 +1,233 @@
+"""A simulated host with a driver and no machine, and all that `unbounded-agent up` needs to make a node of it.
+
+Outside of the virtual machine run a Kubernetes control plane, a registry with the node's image (TLS and a login), one
+with the pods' images, and a mirror of Kubernetes' programs.
+"""
+
+import hashlib
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from integration.bed import wheels
+from integration.bed.cache import step
+from integration.bed.cluster.cluster import RESOURCE, ClusterError, manifest, pod
+from integration.bed.cluster.control_plane import ControlPlane, free_ports
+from integration.bed.cluster.kubernetes import KUBERNETES, MODULE
+from integration.bed.lifetime import Lifetime
+from integration.bed.machine.machine_image import CONTAINERFILE, empty_disk, machine_image
+from integration.bed.machine.node import MACHINE
+from integration.bed.machine.pod_images import CUDA_TEST, DEVICE_PLUGIN, PAUSE, device_plugin_image, pod_images
+from integration.bed.process import run
+from integration.bed.registry import Registry, credentials
+from integration.bed.run_directory import run_directory
+from integration.bed.tools import pinned
+from integration.bed.vm.guest import Guest
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.installation import install
+from integration.bed.vm.simulated_host import SimulatedHost
+from integration.bed.vm.transfer import HOST_FROM_GUEST
+
+NODE = "simulated-gpu-host"
+"""The host's name, which the node takes."""
+TOKEN = "/etc/unbounded-agent/bootstrap-token"
+CLUSTER_CA = "/etc/unbounded-agent/cluster-ca.crt"
+REGISTRY_LOGIN = "/etc/unbounded-agent/registry.json"
+REGISTRY_CA = "/etc/unbounded-agent/registry-ca"
+PROGRAMS = ("kubelet", "kubectl")
+
+
+class _Files(SimpleHTTPRequestHandler):
+    """Serves a directory, without a log line for each request."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class Mirror(Lifetime):
+    """Serves Kubernetes' programs as https://dl.k8s.io does, without TLS: their digests are configured."""
+
+    def __init__(self, binaries: Path) -> None:
+        self.version = pinned(MODULE, KUBERNETES)
+        self.digests = {name: hashlib.sha256((binaries / name).read_bytes()).hexdigest() for name in PROGRAMS}
+        self.directory = run_directory("kubernetes-mirror")
+        place = self.directory / f"release/v{self.version}/bin/linux/amd64"
+        place.mkdir(parents=True)
+        for name in PROGRAMS:
+            (place / name).symlink_to(binaries / name)
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), partial(_Files, directory=str(self.directory)))
+
+    @property
+    def url(self) -> str:
+        """Return where the guest finds it."""
+        return f"http://{HOST_FROM_GUEST}:{self._server.server_port}"
+
+    def start(self) -> None:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class EmptyHost(Lifetime):
+    """The host, with the agent installed and configured, and its surroundings."""
+
+    def __init__(self, *, memory_mib: int = 4096) -> None:
+        self._memory_mib = memory_mib
+        self._stack = ExitStack()
+        (self.kubelet_port,) = free_ports(1)
+
+    def start(self) -> None:
+        """Start everything; `unbounded-agent up` is the next step."""
+        enter = self._stack.enter_context
+        # Builds come first: the virtual machine would slow them.
+        image = host_image(wheels.dependencies())
+        self.control_plane = enter(ControlPlane([NODE]))
+        self.mirror = enter(Mirror(self.control_plane.binaries))
+        self.registry, self.pod_registry = enter(Registry(login=True)), enter(Registry(tls=False))
+        with step("push images to the registries"):
+            self.digest = self.registry.push(machine_image(), f"nodes/{CONTAINERFILE}")
+            self._push_pod_images()
+        self.host = enter(SimulatedHost(image, empty_disk(), memory_mib=self._memory_mib))
+        self.host.qemu.forward_port(self.kubelet_port)
+        with step("install the host half"):
+            install(self.guest, self.configuration())
+            self._write_secrets()
+
+    def close(self) -> None:
+        """Stop everything."""
+        self._stack.close()
+
+    @property
+    def guest(self) -> Guest:
+        return self.host.guest
+
+    def kubectl(self, *arguments: str, stdin: str = "") -> str:
+        """Run kubectl as the cluster's administrator and return its standard output."""
+        return self.control_plane.kubectl(*arguments, stdin=stdin)
+
+    def get(self, *arguments: str) -> dict[str, Any]:
+        """Return the object or list that `kubectl get` finds."""
+        found: dict[str, Any] = json.loads(self.kubectl("get", "-o", "json", *arguments))
+        return found
+
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 240) -> None:
+        """Wait until `reached()`. Raises ClusterError with the cluster's pods and events."""
+        deadline = time.monotonic() + seconds
+        while not reached():
+            self.control_plane.check()
+            if time.monotonic() > deadline:
+                pods = self.kubectl("get", "pods,nodes", "--all-namespaces", "-o", "wide")
+                events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp")
+                raise ClusterError(f"not within {seconds:.0f} s: {what}\n{pods}\n{events[-4000:]}")
+            time.sleep(0.5)
+
+    def node_is_ready(self) -> bool:
+        """Return whether the node has registered and is Ready."""
+        nodes = self.get("nodes")["items"]
+        conditions = [each for node in nodes for each in node["status"].get("conditions", ())]
+        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+
+    def offer_gpus(self, gpus: int = 8) -> None:
+        """Deploy NVIDIA's device plugin with the users' manifests, and wait until the node offers that many GPUs."""
+        plugin = yaml.safe_load(manifest("device-plugin"))
+        plugin["spec"]["template"]["spec"]["containers"][0]["image"] = DEVICE_PLUGIN
+        self.kubectl("apply", "-f", "-", stdin=manifest("runtime-class"))
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(plugin))
+        self.wait(f"the node offers {gpus} GPUs", lambda: self.allocatable() == gpus)
+
+    def allocatable(self) -> int:
+        """Return how many GPUs the node offers to pods."""
+        return int(self.get("node", NODE)["status"].get("allocatable", {}).get(RESOURCE, 0))
+
+    def run_gpu_pod(self) -> str:
+        """Run a pod with one GPU to its end and return what nvidia-smi lists in it."""
+        name = "gpu-list"
+        self.kubectl("apply", "-f", "-", stdin=json.dumps(pod(name, "nvidia-smi", "-L", gpus=1, pull="IfNotPresent")))
+        self.wait(f"pod {name} ended", lambda: self.get("pod", name)["status"]["phase"] in ("Succeeded", "Failed"))
+        log = self.kubectl("logs", name)
+        self.kubectl("delete", "pod", name)
+        return log
+
+    def configuration(self) -> str:
+        """Return the agent's configuration of a node."""
+        sha256 = ", ".join(f'{name} = "{digest}"' for name, digest in self.mirror.digests.items())
+        return f"""[machines.{MACHINE}.node]
+server = "https://{HOST_FROM_GUEST}:{self.control_plane.port}"
+ca_file = "{CLUSTER_CA}"
+bootstrap_token = "{TOKEN}"
+
+[machines.{MACHINE}.node.image]
+repository = "docker://{HOST_FROM_GUEST}:{self.registry.port}/nodes"
+credentials = "{REGISTRY_LOGIN}"
+ca_directory = "{REGISTRY_CA}"
+
+[machines.{MACHINE}.node.binaries]
+version = "{self.mirror.version}"
+mirror = "{self.mirror.url}"
+sha256 = {{ {sha256} }}
+
+[machines.{MACHINE}.node.kubelet]
+configuration = {{ port = {self.kubelet_port}, nodeStatusUpdateFrequency = "2s" }}
+
+[machines.{MACHINE}.node.containerd]
+sandbox_image = "{PAUSE}"
+mirrors = {{ "registry.invalid" = ["{self.pod_registry.url(HOST_FROM_GUEST)}"] }}
+"""
+
+    def _write_secrets(self) -> None:
+        token = self.control_plane.bootstrap_token()
+        self.guest.write(TOKEN, token.encode(), 0o600)
+        self.guest.write(CLUSTER_CA, self.control_plane.certificate_authority.encode())
+        self.guest.write(REGISTRY_LOGIN, credentials(self.registry, HOST_FROM_GUEST), 0o600)
+        self.guest.write(f"{REGISTRY_CA}/ca.crt", self.registry.authority)
+
+    def _push_pod_images(self) -> None:
+        archives = [pod_images() / "pause.tar", pod_images() / "cuda-test.tar", device_plugin_image()]
+        for archive in archives:
+            name = f"{archive.stem}:local"
+            target = f"docker://{self.pod_registry.name(archive.stem, 'local')}"
+            source = f"docker-archive:{archive}:registry.invalid/{name}"
+            run(["skopeo", "copy", "--quiet", "--dest-tls-verify=false", source, target])
+
+
+def pod_network() -> dict[str, Any]:
+    """Return a DaemonSet that writes the pod network's settings on each node, as network plugins do."""
+    conflist = (Path(__file__).parent / "cluster_files/etc/cni/net.d/10-bed.conflist").read_text()
+    script = 'printf %s "$CONFLIST" >/net.d/.new && mv /net.d/.new /net.d/10-bed.conflist && exec sleep 2147483647'
+    container = {
+        "name": "network",
+        "image": CUDA_TEST,
+        "command": ["sh", "-c", script],
+        "env": [{"name": "CONFLIST", "value": conflist}],
+        "volumeMounts": [{"name": "net", "mountPath": "/net.d"}],
+    }
+    spec = {
+        "hostNetwork": True,
+        "terminationGracePeriodSeconds": 0,
+        "tolerations": [{"operator": "Exists"}],
+        "containers": [container],
+        "volumes": [{"name": "net", "hostPath": {"path": "/etc/cni/net.d", "type": "DirectoryOrCreate"}}],
+    }
+    labels = {"app": "bed-network"}
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "DaemonSet",
+        "metadata": {"name": "bed-network", "namespace": "kube-system"},
+        "spec": {
+            "selector": {"matchLabels": labels},
+            "template": {"metadata": {"labels": labels}, "spec": spec},
+        },
+    }
