@@ -70,6 +70,11 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.wiring import reconciler_for
 
             return gpus(options.gpus_command, options.address, reconciler_for(options))
+        case "kube":
+            from agent.cli.host import this_host
+            from agent.cli.kube import manifests
+
+            return manifests(options.names, options.out, this_host())
         case "load-modules":
             from agent.cli.host import load, this_host
             from agent.cli.load_modules import load_modules

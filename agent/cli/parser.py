@@ -66,6 +66,12 @@ COMMANDS = {
         "sudo unbounded-agent gpus holders",
         {0: "done", 1: "failed"},
     ),
+    "kube": Command(
+        "print Kubernetes manifests and Helm values for nodes with GPUs",
+        "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, Helm values, test pods.",
+        "unbounded-agent kube manifests",
+        {0: "done", 1: "failed"},
+    ),
     "run": Command(
         "run the service: reconcile continuously, serve metrics",
         "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
@@ -120,6 +126,15 @@ GPU_COMMANDS = {
         {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
     ),
 }
+KUBE_COMMANDS = {
+    "manifests": Command(
+        "list the manifests; with a name: print it; with --out: write them",
+        "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
+        "writes them into a directory. Needs no root rights, no cluster and no configuration.",
+        "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
+        {0: "the manifests are printed or written", 1: "a file cannot be written"},
+    ),
+}
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands whose address is optional."""
 
@@ -145,6 +160,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS).items():
         count = "?" if name in ADDRESS_OPTIONAL else None
         command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
+    for command in _add(commands["kube"], "kube_command", KUBE_COMMANDS).values():
+        command.add_argument("names", metavar="NAME", nargs="*", help="a manifest, as in the list")
+        command.add_argument("--out", metavar="DIR", help="write NAME.yaml into this directory; without NAME: all")
     return parser
 
 

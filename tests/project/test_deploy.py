@@ -1,34 +1,72 @@
-"""The manifests in deploy/kubernetes match docs/kubernetes.md, and work outside the test bed."""
+"""The manifests that come with the agent match docs/kubernetes.md, and work outside the test bed."""
 
 import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MANIFESTS = REPOSITORY / "deploy" / "kubernetes"
+MANIFESTS = REPOSITORY / "agent" / "manifests"
+VALUES = ("device-plugin-values", "gpu-operator-values")
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((MANIFESTS / f"{name}.yaml").read_text())
+    return found
+
+
+def documented() -> dict[str, str]:
+    """Return the settings in the table of docs/kubernetes.md, by the DaemonSet's names and by the chart's."""
+    text = (REPOSITORY / "docs" / "kubernetes.md").read_text()
+    rows = re.findall(r"^\| `(\w+)`(?: \(chart: `([\w.]+)`\))? \| `([^`]+)` \|", text, re.MULTILINE)
+    assert len(rows) == 4
+    return {key: value for name, chart, value in rows for key in (name, chart or name)}
 
 
 def test_every_manifest_is_named_in_the_documentation() -> None:
     text = "".join(path.read_text() for path in (REPOSITORY / "docs").rglob("*.md"))
-    named = set(re.findall(r"deploy/kubernetes/([a-z-]+\.yaml)", text))
-    assert named == {path.name for path in MANIFESTS.iterdir()}
+    assert [path.stem for path in MANIFESTS.iterdir() if f"`{path.stem}`" not in text] == []
+
+
+@pytest.mark.parametrize("path", sorted(MANIFESTS.iterdir()), ids=lambda path: path.stem)
+def test_a_manifest_says_what_it_is(path: Path) -> None:
+    first, second = path.read_text().splitlines()[:2]
+    assert re.fullmatch(r"# [A-Z].{10,90}\.", first), "`kube manifests` prints the first line as its purpose"
+    assert second.startswith(("# ", "apiVersion: "))
+    assert ("kind" in load(path.stem)) == (path.stem not in VALUES)
 
 
 def test_no_manifest_needs_an_image_of_the_test_bed() -> None:
-    for path in MANIFESTS.glob("*.yaml"):
+    for path in MANIFESTS.iterdir():
         assert "registry.invalid" not in path.read_text(), path
 
 
 def test_the_device_plugin_has_the_documented_settings() -> None:
-    plugin = yaml.safe_load((MANIFESTS / "device-plugin.yaml").read_text())["spec"]["template"]["spec"]
+    plugin = load("device-plugin")["spec"]["template"]["spec"]
     (container,) = plugin["containers"]
     settings = {each["name"]: each["value"] for each in container["env"]}
     settings["runtimeClassName"] = plugin["runtimeClassName"]
-    rows = re.findall(r"^\| `(\w+)`(?: \(chart: `[\w.]+`\))? \| `([^`]+)` \|", kubernetes(), re.MULTILINE)
-    assert len(rows) == 4
-    assert dict(rows).items() <= settings.items()
+    assert {key: value for key, value in documented().items() if key in settings} == {
+        key: settings[key] for key in documented().keys() & settings.keys()
+    }
+    assert len(documented().keys() & settings.keys()) == 4
 
 
-def kubernetes() -> str:
-    return (REPOSITORY / "docs" / "kubernetes.md").read_text()
+def test_the_plugin_s_values_are_the_documented_settings() -> None:
+    values = load("device-plugin-values")
+    found = {key: value for key, value in documented().items() if key in values or key.partition(".")[0] in values}
+    assert found == {
+        "runtimeClassName": values["runtimeClassName"],
+        "nvidiaDriverRoot": values["nvidiaDriverRoot"],
+        "cdi.nvidiaHookPath": values["cdi"]["nvidiaHookPath"],
+        "deviceListStrategy": values["deviceListStrategy"],
+    }
+
+
+def test_plugins_run_before_a_startup_taint_is_gone() -> None:
+    everything = [{"operator": "Exists"}]
+    assert load("device-plugin")["spec"]["template"]["spec"]["tolerations"] == everything
+    assert load("device-plugin-values")["tolerations"] == everything
+    assert load("gpu-operator-values")["daemonsets"]["tolerations"] == everything

@@ -23,7 +23,7 @@ CLUSTER_FILES = Path(__file__).with_name("cluster_files")
 KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on_oops = 1\n"
 SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
 # Manifests that users deploy, and those that only the tests need.
-MANIFESTS = (REPOSITORY / "deploy" / "kubernetes", Path(__file__).with_name("manifests"))
+MANIFESTS = (REPOSITORY / "agent" / "manifests", Path(__file__).with_name("manifests"))
 PLUGIN = "daemonset/nvidia-device-plugin"
 RESOURCE = "nvidia.com/gpu"
 PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"

@@ -1,0 +1,40 @@
+"""`unbounded-agent kube`: the Kubernetes manifests and Helm values that come with the agent."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+import agent
+from agent.cli.printing import say
+from agent.model.errors import ConfigError
+from agent.system.files import System
+
+DIRECTORY = f"{os.path.dirname(agent.__file__)}/manifests"
+"""The manifests, each a file NAME.yaml whose first line says in a comment what it is."""
+SUFFIX = ".yaml"
+
+
+def manifests(names: Sequence[str], directory: str | None, system: System) -> int:
+    """Print the manifests of these names as one document, or list all manifests if there are no names.
+
+    With a directory, write them there instead; without names, write all. Raises ConfigError for an unknown name.
+    """
+    known = [each.removesuffix(SUFFIX) for each in system.entries(DIRECTORY)]
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"there is no manifest {', '.join(unknown)}: choose from {', '.join(known)}")
+    texts = {name: system.read_text(f"{DIRECTORY}/{name}{SUFFIX}") for name in names or known}
+    if directory is not None:
+        for name, text in texts.items():
+            path = f"{os.path.abspath(directory)}/{name}{SUFFIX}"
+            system.write(path, text.encode())
+            say([path])
+    elif names:
+        say(["---\n".join(texts.values()).rstrip("\n")])
+    else:
+        say(_listing(texts))
+    return 0
+
+
+def _listing(texts: dict[str, str]) -> Iterator[str]:
+    width = max(map(len, texts))
+    for name, text in texts.items():
+        yield f"{name.ljust(width)}  {text.splitlines()[0].removeprefix('# ')}"

@@ -1,0 +1,49 @@
+"""`kube manifests`: lists, prints and writes the manifests, and names what it does not know."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from agent.cli.main import main
+
+NAMES = ["device-plugin", "runtime-class"]
+
+
+def test_without_a_name_it_lists_each_manifest_with_its_purpose(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kube", "manifests"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert {"runtime-class", "device-plugin-values", "gpu-operator-values", "cuda-test", "intel-test"} <= lines.keys()
+    assert lines["device-plugin"] == "NVIDIA's device plugin, without Helm."
+    assert all(line.endswith(".") and "#" not in line for line in lines.values())
+
+
+def test_named_manifests_are_one_stream_for_kubectl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kube", "manifests", *NAMES]) == 0
+    kinds = [each["kind"] for each in yaml.safe_load_all(capsys.readouterr().out)]
+    assert kinds == ["DaemonSet", "RuntimeClass"]
+
+
+def test_manifests_are_written_into_a_new_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["kube", "manifests", "--out", "new/files", *NAMES]) == 0
+    written = sorted((tmp_path / "new/files").iterdir())
+    assert [path.name for path in written] == [f"{name}.yaml" for name in NAMES]
+    assert capsys.readouterr().out.splitlines() == [str(path) for path in written]
+    assert main(["kube", "manifests", "--out", str(tmp_path / "all")]) == 0
+    assert len(list((tmp_path / "all").iterdir())) > len(NAMES)
+    assert capsys.readouterr().err == ""
+
+
+def test_an_unknown_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kube", "manifests", "runtime-class", "runtime"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("unbounded-agent: there is no manifest runtime: choose from cuda-test, ")
+
+
+def test_it_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--config", str(tmp_path / "missing.toml"), "kube", "manifests", "cuda-test"]) == 0
+    assert "gpu-cuda-test" in capsys.readouterr().out
