@@ -84,6 +84,11 @@ class KubeletSettings(NodeModel):
 
     labels: dict[LabelKey, LabelValue] = {}
     """Labels that the node has from its registration on."""
+    gpu_labels: bool = False
+    """Add labels for the machine's NVIDIA GPUs: `nvidia.com/gpu.present`, and the versions of driver and CUDA in
+    `nvidia.com/cuda.driver-version.*` and `nvidia.com/cuda.runtime-version.*`, as GPU Feature Discovery names them. The
+    versions are those of the node's registration: later only GPU Feature Discovery or an administrator changes them
+    (docs/autoscaling.md#the-node)."""
     taints: list[Taint] = []
     """Taints, as `KEY=VALUE:EFFECT`, that the node has from its registration on."""
     startup_taint: StartupTaint = ""

@@ -121,6 +121,10 @@ class HostVendor(ABC):
         """Return the driver whose user space pods get from the host; None if they get none."""
         return None
 
+    def node_labels(self, driver: DriverForPods | None) -> Mapping[str, str]:
+        """Return the labels for the Node of a machine that has the vendor's GPUs. Pure."""
+        return {}
+
     def release_advice(self, command: str, pci_address: str, *, in_machine: bool) -> str:
         """Return how to make one of the vendor's programs release a GPU; empty for any other program. Pure.
 

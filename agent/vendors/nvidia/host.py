@@ -7,6 +7,7 @@ from agent.vendors.nvidia.daemons import release_advice
 from agent.vendors.nvidia.devices.nodes import NODE_DIRECTORIES, NODE_NAMES
 from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
+from agent.vendors.nvidia.node_labels import node_labels
 from agent.vendors.nvidia.observe import observe_nvidia
 from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.user_space.cuda_version import driver_for_pods
@@ -35,6 +36,7 @@ class Nvidia(HostVendor):
     wrong_driver = staticmethod(wrong_driver)
     conditions = staticmethod(nvidia_conditions)
     driver_for_pods = staticmethod(driver_for_pods)
+    node_labels = staticmethod(node_labels)
     release_advice = staticmethod(release_advice)
     kernel_message = staticmethod(parse_xid)
 

@@ -1,0 +1,22 @@
+"""Finds the labels that a Node gets for its GPUs when it registers."""
+
+from collections.abc import Iterable
+
+from agent.host.vendors import host_vendor
+from agent.model.facts import Facts
+from agent.model.goal import Grant
+from agent.system.files import System
+
+
+def gpu_labels(grants: Iterable[Grant], facts: Facts, system: System) -> dict[str, str]:
+    """Return the labels of a Node whose machine gets these grants.
+
+    Later the kubelet does not change them, so they tell the versions at the time of the registration.
+    """
+    granted = {grant.vendor for grant in grants if grant.gpus}
+    labels: dict[str, str] = {}
+    for each in facts.vendors:
+        if each.vendor in granted:
+            vendor = host_vendor(each.vendor)
+            labels |= vendor.node_labels(vendor.driver_for_pods(each, system))
+    return labels

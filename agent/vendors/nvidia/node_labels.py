@@ -1,0 +1,23 @@
+"""Labels of Nodes with NVIDIA GPUs, as GPU Feature Discovery names them. Pure."""
+
+from agent.vendors.host_vendor import DriverForPods
+
+PRESENT = "nvidia.com/gpu.present"
+"""The chart of the device plugin and the GPU Operator select Nodes by this label."""
+DRIVER = "nvidia.com/cuda.driver-version"
+CUDA = "nvidia.com/cuda.runtime-version"
+
+
+def node_labels(driver: DriverForPods | None) -> dict[str, str]:
+    """Return the labels; without versions that are not known."""
+    labels = {PRESENT: "true"}
+    if driver is not None:
+        parts = ("major", "minor", "revision")
+        labels |= _versions(DRIVER, driver.version, parts) | _versions(CUDA, driver.interfaces.get("CUDA", ""), parts)
+    return labels
+
+
+def _versions(prefix: str, version: str, parts: tuple[str, ...]) -> dict[str, str]:
+    """Return the version as a whole and each of its numbers; nothing for an empty version."""
+    numbers = dict(zip(parts, version.split("."), strict=False))
+    return {f"{prefix}.{part}": number for part, number in {**numbers, "full": version}.items() if version}
