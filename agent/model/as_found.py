@@ -23,7 +23,7 @@ class AsFound:
         earlier = self.host
         state = HostState(
             sysctls={**host.sysctls, **earlier.sysctls},
-            modules=tuple(dict.fromkeys((*earlier.modules, *host.modules))),
+            modules={**host.modules, **earlier.modules},
             swaps=(
                 *earlier.swaps,
                 *(each for each in host.swaps if each.path not in {old.path for old in earlier.swaps}),

@@ -73,7 +73,7 @@ class Swap:
 
     path: str
     priority: int
-    """swapon(8); negative if the kernel chose it."""
+    """swapon(8); -1 if the kernel chose it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +82,8 @@ class HostState:
 
     sysctls: Mapping[str, str | None]
     """None for a parameter that this kernel does not have, or not yet because its module is not loaded."""
-    modules: tuple[str, ...]
-    """Those of the wanted modules that are loaded, or built in."""
+    modules: Mapping[str, bool] = field(compare=False)
+    """Whether a module is loaded, or built in. Not compared: once other programs use a module, it must stay loaded."""
     swaps: tuple[Swap, ...]
     files: Mapping[str, FoundFile | None]
     """None for a file that does not exist."""

@@ -35,7 +35,7 @@ class HostNetwork:
 
     def observe(self) -> Network:
         """Return what is there now."""
-        with _netlink() as netlink:
+        with connected() as netlink:
             links = {each["index"]: _link(each) for each in netlink.get_links()}
             names = {index: link.name for index, link in links.items()}
             return Network(
@@ -47,7 +47,7 @@ class HostNetwork:
     def remove(self, leftover: Link | Route | Rule) -> None:
         """Remove it, unless it has gone meanwhile."""
         try:
-            with _netlink() as netlink:
+            with connected() as netlink:
                 _remove(netlink, leftover)
         except OSError as error:
             if error.errno not in GONE:
@@ -55,7 +55,7 @@ class HostNetwork:
 
 
 @contextmanager
-def _netlink() -> Iterator[IPRoute]:
+def connected() -> Iterator[IPRoute]:
     """Yield a connection of the library, whose own exceptions become OSError."""
     from pyroute2 import IPRoute
     from pyroute2.netlink.exceptions import NetlinkError

@@ -1,0 +1,53 @@
+"""Finds the host's address on its default route, by netlink. Raises OSError."""
+
+import socket
+from typing import TYPE_CHECKING
+
+from agent.model.errors import ObservationError
+from agent.system.network import connected
+
+if TYPE_CHECKING:
+    from pyroute2 import IPRoute
+    from pyroute2.netlink import nlmsg
+
+MAIN_TABLE = 254
+UNICAST = 1
+"""rtnetlink(7), RTN_UNICAST: not a route that forbids destinations."""
+UNIVERSE = 0
+"""rtnetlink(7), RT_SCOPE_UNIVERSE: an address that other hosts can reach."""
+UNUSABLE = 0x01 | 0x08 | 0x20 | 0x40
+"""IFA_F_SECONDARY (also of temporary addresses), IFA_F_DADFAILED, IFA_F_DEPRECATED, IFA_F_TENTATIVE (if_addr.h)."""
+
+
+def default_address() -> str:
+    """Return the address with which packets leave on the default route; of IPv4 if there is such a route.
+
+    Raises ObservationError if there is none.
+    """
+    with connected() as netlink:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            # The library's own filter by table lets routes of other tables pass (pyroute2 0.9.7).
+            routes = (each for each in netlink.get_default_routes(family=family) if _is_main(each))
+            for route in sorted(routes, key=lambda each: each.get("priority") or 0):
+                if address := _source(netlink, route, family):
+                    return address
+    raise ObservationError(
+        "the host has no default route with an address, so the node's address is unknown",
+        "set node.kubelet.node_ip, or configure the host's network",
+    )
+
+
+def _is_main(route: "nlmsg") -> bool:
+    return bool(route.get("table") == MAIN_TABLE and route["type"] == UNICAST)
+
+
+def _source(netlink: "IPRoute", route: "nlmsg", family: int) -> str:
+    """Return the source address of packets on a route; empty if there is none."""
+    if preferred := route.get("prefsrc"):
+        return str(preferred)
+    index = route.get("oif") or next((hop["oif"] for hop in route.get("multipath") or ()), 0)
+    for address in netlink.get_addr(family=family, index=index) if index else ():
+        if address["scope"] == UNIVERSE and not (address.get("flags") or address["flags"]) & UNUSABLE:
+            # On a point-to-point link, `address` is the other side's.
+            return str(address.get("local") or address.get("address"))
+    return ""

@@ -1,0 +1,81 @@
+"""The host's address on the default route, in network namespaces of the real kernel."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+ADDRESS = "from agent.system.default_route import default_address; print(default_address())"
+LINK = "ip link add eth0 type bridge; ip link set eth0 up; "
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="needs root, and ip(8)"),
+]
+
+
+def found(script: str) -> subprocess.CompletedProcess[str]:
+    """Set up a new network namespace, and print the address in it."""
+    whole = f'{script}exec "$0" -c "$1"'
+    argv = ["unshare", "--net", "sh", "-ec", whole, sys.executable, ADDRESS]
+    return subprocess.run(argv, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("script", "address"),
+    [
+        ("ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1", "10.1.2.3"),
+        (
+            "ip addr add 10.1.2.3/24 dev eth0; ip addr add 10.1.2.4/24 dev eth0; ip route add default via 10.1.2.1",
+            "10.1.2.3",
+        ),
+        (
+            "ip addr add 10.1.2.3/24 dev eth0; ip addr add 10.9.9.9/32 dev eth0; "
+            "ip route add default via 10.1.2.1 src 10.9.9.9",
+            "10.9.9.9",
+        ),
+        (
+            "ip addr add 10.1.2.3/24 dev eth0 scope link; ip addr add 10.1.3.3/24 dev eth0; "
+            "ip route add default dev eth0",
+            "10.1.3.3",
+        ),
+        ("ip addr add 10.1.2.3 peer 10.1.2.9 dev eth0; ip route add default dev eth0", "10.1.2.3"),
+        (
+            "ip link add eth1 type bridge; ip link set eth1 up; ip addr add 10.1.2.3/24 dev eth0; "
+            "ip addr add 10.4.4.4/24 dev eth1; ip route add default via 10.1.2.1 metric 200; "
+            "ip route add default via 10.4.4.1 metric 100",
+            "10.4.4.4",
+        ),
+        (
+            "ip addr add 10.1.2.3/24 dev eth0; "
+            "ip route add default nexthop via 10.1.2.1 weight 1 nexthop via 10.1.2.2 weight 1",
+            "10.1.2.3",
+        ),
+        ("ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1", "fd00::3"),
+        (
+            "ip addr add fd00::3/64 dev eth0 nodad; ip route add default via fd00::1; "
+            "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1",
+            "10.1.2.3",
+        ),
+    ],
+)
+def test_the_address_with_which_packets_leave(script: str, address: str) -> None:
+    result = found(f"{LINK}{script}; ")
+    assert result.stdout.strip() == address, result.stderr
+
+
+def test_a_host_without_a_default_route() -> None:
+    result = found(f"{LINK}ip addr add 10.1.2.3/24 dev eth0; ")
+    assert "the host has no default route with an address" in result.stderr
+
+
+def test_a_route_of_another_table_does_not_count() -> None:
+    script = "ip addr add 10.1.2.3/24 dev eth0; ip route add default via 10.1.2.1 table 7; "
+    assert "the host has no default route with an address" in found(LINK + script).stderr
+
+
+def test_a_route_that_forbids_everything_does_not_count() -> None:
+    script = "ip addr add 10.1.2.3/24 dev eth0; ip route add unreachable default metric 9; "
+    assert "the host has no default route with an address" in found(LINK + script).stderr
