@@ -161,6 +161,10 @@ class System(Rooted):
             os.fsync(file.fileno())
         self.sync_directory(os.path.dirname(path))
 
+    def write_kernel(self, path: str, value: str) -> None:
+        """Write a file of the kernel, such as those in /proc/sys, which must exist."""
+        opening.write_existing(self._at(path), value.encode())
+
     def link(self, path: str, target: str) -> None:
         """Make a symbolic link atomically. The link replaces anything but a directory."""
         self.make_directory(os.path.dirname(path))
@@ -184,6 +188,11 @@ class System(Rooted):
             shutil.rmtree(place)
         else:
             self.remove(path)
+
+    def remove_empty_directory(self, path: str) -> None:
+        """Remove a directory durably. Raises OSError (ENOTEMPTY) if something is in it."""
+        os.rmdir(self._at(path, follow=False))
+        self.sync_directory(os.path.dirname(path))
 
     def rename(self, old: str, new: str) -> None:
         """Rename within one file system, durably."""

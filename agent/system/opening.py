@@ -76,6 +76,15 @@ def new_file(place: str) -> io.BufferedWriter:
     return open(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "wb")
 
 
+def write_existing(place: str, content: bytes) -> None:
+    """Write into an existing file of the kernel, in one system call: procfs takes each call as a whole value."""
+    descriptor = os.open(place, os.O_WRONLY | os.O_TRUNC | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, content)
+    finally:
+        os.close(descriptor)
+
+
 def lock_file(place: str) -> int:
     """Open a lock file, which is made if it is missing, and which no other user may open."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC

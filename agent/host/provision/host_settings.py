@@ -1,0 +1,179 @@
+"""Observes the host's settings that nodes need, changes them, and sets them back. Raises OSError or an AgentError."""
+
+import posixpath
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from agent.host.provision.host_goal import differs, host_problems, is_ours, same_value, sysctl_path
+from agent.model.errors import AgentError, ApplyError, CommandError
+from agent.model.node import FoundFile, HostSettings, HostState, Swap
+from agent.system.errnos import NOT_FOUND
+from agent.system.files import System
+
+SWAPS = "/proc/swaps"
+RELEASE = "/proc/sys/kernel/osrelease"
+BLANKS = {"\\040": " ", "\\011": "\t", "\\012": "\n", "\\134": "\\"}
+"""How the kernel writes these characters of a path (seq_file_path in mm/swapfile.c)."""
+NOWHERE = "/dev/null"
+"""A unit that is a link to it is masked, like an empty one."""
+UNITS = "/etc/systemd/system/"
+MODPROBE_LIMIT = 60.0
+SWAP_LIMIT = 600.0
+"""Seconds. swapoff(8) reads back all that is swapped out."""
+RELOAD_LIMIT = 90.0
+
+
+def observe_host(goal: HostSettings, system: System) -> HostState:
+    """Return the present values of all that a goal names; swap is observed whatever the goal says."""
+    built_in = _built_in(system) if goal.modules else ""
+    directories = dict.fromkeys(each for file in goal.files for each in _parents(file.path))
+    return HostState(
+        sysctls={name: _sysctl(name, system) for name in goal.sysctls},
+        modules={module: _is_loaded(module, built_in, system) for module in goal.modules},
+        swaps=tuple(sorted(_swaps(system), key=lambda swap: swap.path)),
+        files={file.path: _file(file.path, system) for file in goal.files},
+        absent_directories=tuple(each for each in directories if not system.exists(each)),
+    )
+
+
+def apply_host(goal: HostSettings, before: HostState, system: System) -> None:
+    """Change what differs from the goal; `before` is the observed state. Can be repeated after a failure."""
+    for problem in host_problems(goal, before):
+        raise ApplyError(problem.message, problem.advice)
+    # First, because some of them have parameters.
+    for module in goal.modules:
+        if not before.modules.get(module):
+            system.run("modprobe", "--use-blacklist", module, timeout=MODPROBE_LIMIT)
+    written = [file for file in goal.files if differs(file, before)]
+    for file in written:
+        system.write(file.path, file.content, file.mode)
+    _reload((file.path for file in written), system)
+    for name, value in goal.sysctls.items():
+        _set_sysctl(name, value, system)
+    for swap in before.swaps if goal.swap_off else ():
+        system.run("swapoff", swap.path, timeout=SWAP_LIMIT)
+
+
+def undo_host(found: HostState, system: System) -> None:
+    """Set everything back to what was found. Raises ApplyError at the end if some of it failed."""
+    steps: list[Callable[[], object]] = []
+    changed = [path for path, file in found.files.items() if _file(path, system) != file]
+    steps += [partial(_restore, path, found.files[path], system) for path in changed]
+    steps += [partial(_remove_directory, each, system) for each in reversed(found.absent_directories)]
+    steps.append(partial(_reload, changed, system))
+    steps += [partial(_set_sysctl, name, value, system) for name, value in found.sysctls.items() if value is not None]
+    active = {swap.path for swap in _swaps(system)}
+    steps += [partial(_swap_on, swap, system) for swap in found.swaps if swap.path not in active]
+    steps += [partial(_unload, module, system) for module, loaded in found.modules.items() if not loaded]
+    _run_all(steps)
+
+
+def _run_all(steps: Iterable[Callable[[], object]]) -> None:
+    """Run each step, also after one has failed. Raises ApplyError with all failures."""
+    failures: list[str] = []
+    for step in steps:
+        try:
+            step()
+        except AgentError as error:
+            failures.append(str(error))
+        except OSError as error:
+            failures.append(f"{error.filename or 'system call'}: {error.strerror or error}")
+    if failures:
+        raise ApplyError("; ".join(failures), "correct this, then run the same command again")
+
+
+def _parents(path: str) -> list[str]:
+    """Return the directories on a path, outermost first, without `/`."""
+    parts = posixpath.dirname(path).split("/")[1:]
+    return ["/" + "/".join(parts[: length + 1]) for length in range(len(parts))]
+
+
+def _sysctl(name: str, system: System) -> str | None:
+    try:
+        return system.read_text(sysctl_path(name)).strip()
+    except OSError as error:
+        if error.errno in NOT_FOUND:
+            return None
+        raise
+
+
+def _set_sysctl(name: str, value: str, system: System) -> None:
+    """Set a parameter that differs. Raises ApplyError if the kernel does not have it, or refuses the value."""
+    if same_value(_sysctl(name, system), value):
+        return
+    try:
+        system.write_kernel(sysctl_path(name), value)
+    except OSError as error:
+        if error.errno in NOT_FOUND:
+            raise ApplyError(
+                f"the kernel does not have the parameter {name}",
+                "correct node.host.sysctls, or add the module that has it to node.host.kernel_modules",
+            ) from error
+        raise ApplyError(f"the kernel refuses to set {name} to {value}: {error.strerror}") from error
+
+
+def _built_in(system: System) -> str:
+    """Return the list of modules that are part of the kernel; empty if it is missing."""
+    path = f"/lib/modules/{system.read_text(RELEASE).strip()}/modules.builtin"
+    return system.read_text(path) if system.exists(path) else ""
+
+
+def _is_loaded(module: str, built_in: str, system: System) -> bool:
+    plain = module.replace("-", "_")
+    return system.exists(f"/sys/module/{plain}") or f"/{plain}.ko" in built_in.replace("-", "_")
+
+
+def _unload(module: str, system: System) -> None:
+    try:
+        system.run("modprobe", "--remove", module, timeout=MODPROBE_LIMIT)
+    except CommandError:
+        # Another program uses it by now.
+        return
+
+
+def _swaps(system: System) -> Iterator[Swap]:
+    """Yield the swaps in use (proc(5)). A kernel without swap has no such file."""
+    if not system.exists(SWAPS):
+        return
+    for line in [*system.lines(SWAPS)][1:]:
+        path, *_, priority = line.decode(errors="surrogateescape").split()
+        for escape, character in BLANKS.items():
+            path = path.replace(escape, character)
+        # The kernel numbers those without a priority downwards, in the order in which they were turned on.
+        yield Swap(path, max(int(priority), -1))
+
+
+def _swap_on(swap: Swap, system: System) -> None:
+    priority = ("--priority", str(swap.priority)) if swap.priority >= 0 else ()
+    system.run("swapon", *priority, swap.path, timeout=SWAP_LIMIT)
+
+
+def _file(path: str, system: System) -> FoundFile | None:
+    if system.read_link(path) == NOWHERE:
+        return FoundFile(b"", 0o644)
+    try:
+        return FoundFile(system.read(path), system.mode(path))
+    except FileNotFoundError:
+        return None
+
+
+def _restore(path: str, found: FoundFile | None, system: System) -> None:
+    """Restore a file that the agent wrote; one that somebody else put there since then stays."""
+    now = _file(path, system)
+    if now is not None and not is_ours(now.content):
+        return
+    if found is None:
+        system.remove(path)
+    else:
+        system.write(path, found.content, found.mode)
+
+
+def _remove_directory(path: str, system: System) -> None:
+    """Remove a directory that the agent made, unless it has other files."""
+    if system.is_directory(path) and not system.entries(path):
+        system.remove_empty_directory(path)
+
+
+def _reload(paths: Iterable[str], system: System) -> None:
+    if any(path.startswith(UNITS) for path in paths):
+        system.run("systemctl", "daemon-reload", timeout=RELOAD_LIMIT)

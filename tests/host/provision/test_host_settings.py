@@ -1,0 +1,258 @@
+"""The host's settings: observed, changed, and set back to exactly what was found."""
+
+import errno
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from agent.host.provision.host_goal import (
+    KUBELET_SYSCTLS,
+    MODULES,
+    NEEDRESTART,
+    NO_SWAP,
+    SYSCTLS,
+    host_changes,
+    host_goal,
+    host_problems,
+    sysctl_name,
+    sysctl_path,
+)
+from agent.host.provision.host_settings import RELEASE, SWAPS, apply_host, observe_host, undo_host
+from agent.model.errors import ApplyError
+from agent.model.node import HostSettings, Swap
+from agent.system.process import Completed
+from tests.fakes.host import Host, ScriptedRunner
+from tests.fakes.node_settings import config
+
+FOUND = {name: "7" for name in KUBELET_SYSCTLS} | {"net.ipv4.ip_forward": "0", "vm.max_map_count": "65530"}
+HEADER = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n"
+
+
+class Kernel(ScriptedRunner):
+    """A host's modules and swap, as modprobe, swapoff and swapon change them."""
+
+    def __init__(self, tree: Path) -> None:
+        super().__init__()
+        self.swaps = {"/dev/sda2": -2, "/swap\\040file": 5}
+        self.busy: set[str] = set()
+        """Modules that cannot be unloaded."""
+        self.host = host = Host(tree, runner=self)
+        host.file(RELEASE, "6.1.0\n")
+        host.file("/lib/modules/6.1.0/modules.builtin", "kernel/fs/overlayfs/overlay.ko\n")
+        host.file(MODULES.rpartition("/")[0] + "/.keep")
+        host.file(SYSCTLS.rpartition("/")[0] + "/.keep")
+        host.file(NO_SWAP.rpartition("/")[0] + "/.keep")
+        for name, value in FOUND.items():
+            host.file(sysctl_path(name), f"{value}\n")
+        self._show()
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.calls.append(argv)
+        match argv:
+            case ("modprobe", "--use-blacklist", "br_netfilter"):
+                self.host.file("/sys/module/br_netfilter/refcnt", "0\n")
+                for name in ("iptables", "ip6tables"):
+                    self.host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "0\n")
+            case ("modprobe", "--remove", module):
+                if module in self.busy:
+                    return Completed(1, b"", b"modprobe: FATAL: Module is in use.")
+                for directory in (f"/sys/module/{module}", "/proc/sys/net/bridge"):
+                    shutil.rmtree(self.host.place(directory))
+            case ("swapoff", path):
+                del self.swaps[path.replace(" ", "\\040")]
+            case ("swapon", *options, path):
+                self.swaps[path.replace(" ", "\\040")] = int(options[1]) if options else -3
+            case ("systemctl", "daemon-reload"):
+                pass
+            case _:
+                raise AssertionError(f"nobody expected {argv}")
+        self._show()
+        return Completed(0, b"", b"")
+
+    def _show(self) -> None:
+        rows = (f"{path}\t\t\tpartition\t4\t0\t{priority}\n" for path, priority in self.swaps.items())
+        self.host.file(SWAPS, HEADER + "".join(rows))
+
+
+@pytest.fixture
+def kernel(tmp_path: Path) -> Kernel:
+    return Kernel(tmp_path)
+
+
+@pytest.fixture
+def host(kernel: Kernel) -> Host:
+    return kernel.host
+
+
+def goal(**host_table: object) -> HostSettings:
+    return host_goal(config(gpu={"host": host_table}))
+
+
+def settings(host: Host) -> dict[str, bytes]:
+    """Return all that is below /etc, and the kernel's parameters."""
+    places = [place for part in ("etc", "proc/sys") for place in Path(host.place(f"/{part}")).rglob("*")]
+    return {str(place): place.read_bytes().strip() if place.is_file() else b"" for place in places}
+
+
+def test_up_and_reset_leave_the_host_as_it_was(host: Host, kernel: Kernel) -> None:
+    before, wanted = settings(host), goal(sysctls={"vm/max_map_count": "262144"})
+    found = observe_host(wanted, host)
+    apply_host(wanted, found, host)
+    assert host.read_text(sysctl_path("vm.max_map_count")) == "262144"
+    assert host.read_text("/proc/sys/net/bridge/bridge-nf-call-iptables") == "1"
+    assert kernel.swaps == {}
+    assert host_changes(wanted, observe_host(wanted, host)) == ()
+    undo_host(found, host)
+    assert observe_host(wanted, host) == found
+    assert not observe_host(wanted, host).modules["br_netfilter"]
+    assert settings(host) == before
+    assert kernel.swaps == {"/dev/sda2": -3, "/swap\\040file": 5}
+
+
+def test_a_finished_host_is_not_touched(host: Host, kernel: Kernel) -> None:
+    wanted = goal()
+    apply_host(wanted, observe_host(wanted, host), host)
+    kernel.calls.clear()
+    after = settings(host)
+    state = observe_host(wanted, host)
+    assert host_changes(wanted, state) == ()
+    apply_host(wanted, state, host)
+    assert kernel.calls == []
+    assert settings(host) == after
+
+
+def test_the_observation_changes_nothing(host: Host, kernel: Kernel) -> None:
+    before = settings(host)
+    found = observe_host(goal(), host)
+    assert found.swaps == (Swap("/dev/sda2", -1), Swap("/swap file", 5))
+    assert found.modules == {"overlay": True, "br_netfilter": False}
+    assert found.sysctls["net.bridge.bridge-nf-call-iptables"] is None
+    assert found.absent_directories == ("/etc/needrestart", "/etc/needrestart/conf.d")
+    assert kernel.calls == []
+    assert settings(host) == before
+
+
+def test_what_has_to_be_changed_is_said_in_words(host: Host, kernel: Kernel) -> None:
+    assert set(host_changes(goal(), observe_host(goal(), host))) >= {
+        "load kernel module br_netfilter",
+        f"write {SYSCTLS}",
+        "set kernel.panic to 10 (now 7)",
+        "turn off swap on /dev/sda2",
+    }
+
+
+def test_a_kept_swap_stays(host: Host, kernel: Kernel) -> None:
+    wanted = goal(swap="keep")
+    assert NO_SWAP not in {file.path for file in wanted.files}
+    apply_host(wanted, observe_host(wanted, host), host)
+    assert kernel.swaps
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(host: Host, kernel: Kernel) -> None:
+    host.file(SYSCTLS, "kernel.panic = 3\n")
+    state = observe_host(goal(), host)
+    (problem,) = host_problems(goal(), state)
+    assert problem.message == f"{SYSCTLS} exists, and the agent did not write it"
+    with pytest.raises(ApplyError, match="exists"):
+        apply_host(goal(), state, host)
+    assert kernel.calls == []
+
+
+def test_a_file_that_somebody_else_put_there_since_then_stays(host: Host, kernel: Kernel) -> None:
+    found = observe_host(goal(), host)
+    apply_host(goal(), found, host)
+    host.file(SYSCTLS, "kernel.panic = 3\n")
+    undo_host(found, host)
+    assert host.read_text(SYSCTLS) == "kernel.panic = 3\n"
+    assert not host.exists(MODULES)
+
+
+def test_swap_that_is_masked_already_needs_no_file(host: Host, kernel: Kernel) -> None:
+    host.symlink(NO_SWAP, "/dev/null")
+    state = observe_host(goal(), host)
+    assert f"write {NO_SWAP}" not in host_changes(goal(), state)
+    apply_host(goal(), state, host)
+    undo_host(state, host)
+    assert host.read_link(NO_SWAP) == "/dev/null"
+
+
+def test_a_module_that_others_use_by_now_stays(host: Host, kernel: Kernel) -> None:
+    found = observe_host(goal(), host)
+    apply_host(goal(), found, host)
+    kernel.busy.add("br_netfilter")
+    undo_host(found, host)
+    assert host.exists("/sys/module/br_netfilter")
+
+
+def test_undoing_goes_on_after_a_failure(host: Host, kernel: Kernel) -> None:
+    found = observe_host(goal(), host)
+    apply_host(goal(), found, host)
+    host.failing[sysctl_path("kernel.panic")] = PermissionError(errno.EACCES, "Permission denied", "kernel.panic")
+    with pytest.raises(ApplyError, match=r"kernel\.panic: Permission denied"):
+        undo_host(found, host)
+    assert host.read_text(sysctl_path("vm.panic_on_oom")) == "7"
+    assert kernel.swaps
+
+
+def test_a_parameter_that_the_kernel_does_not_have(host: Host, kernel: Kernel) -> None:
+    wanted = goal(sysctls={"net.odd.setting": "1"})
+    with pytest.raises(ApplyError, match=r"the kernel does not have the parameter net\.odd\.setting"):
+        apply_host(wanted, observe_host(wanted, host), host)
+
+
+def test_bridges_need_their_module() -> None:
+    assert not [name for name in goal(kernel_modules=["overlay"]).sysctls if name.startswith("net.bridge.")]
+
+
+def test_a_host_without_nodes_gets_nothing() -> None:
+    assert host_goal(config()) == HostSettings({}, (), swap_off=False, files=())
+
+
+def test_nodes_of_one_host_share_its_settings() -> None:
+    both = host_goal(
+        config(
+            a={"host": {"kernel_modules": ["overlay"], "swap": "keep"}},
+            b={"host": {"kernel_modules": ["ip_vs", "overlay"], "sysctls": {"vm.swappiness": "1"}}},
+        )
+    )
+    assert both.modules == ("overlay", "ip_vs")
+    assert both.sysctls["vm.swappiness"] == "1"
+    assert both.swap_off
+
+
+@pytest.mark.parametrize(
+    ("name", "normal", "path"),
+    [
+        ("vm.swappiness", "vm.swappiness", "vm/swappiness"),
+        ("vm/swappiness", "vm.swappiness", "vm/swappiness"),
+        ("net/ipv4/conf/eth0.100/forwarding", "net.ipv4.conf.eth0/100.forwarding", "net/ipv4/conf/eth0.100/forwarding"),
+        ("net.ipv4.conf.eth0/100.forwarding", "net.ipv4.conf.eth0/100.forwarding", "net/ipv4/conf/eth0.100/forwarding"),
+    ],
+)
+def test_both_ways_to_write_a_parameter(name: str, normal: str, path: str) -> None:
+    assert sysctl_name(name) == normal
+    assert sysctl_path(sysctl_name(name)) == f"/proc/sys/{path}"
+
+
+@pytest.mark.processes
+def test_needrestart_never_restarts_our_machines() -> None:
+    """The file is Perl, which needrestart evaluates; it compares services with each key as an expression."""
+    if not shutil.which("perl"):
+        pytest.skip("perl is not installed")
+    (file,) = (
+        file
+        for file in host_goal(config(**{"gpu.1": {}, "gpu-2": {"name": "gpu-2"}})).files
+        if file.path == NEEDRESTART
+    )
+    units = [
+        "systemd-nspawn@gpu.1.service",
+        "systemd-nspawn@gpu-2.service",
+        "systemd-nspawn@gpux1.service",
+        "a.service",
+    ]
+    script = "our %nrconf = (override_rc => {}); eval do { local $/; <STDIN> }; die $@ if $@;"
+    script += "foreach my $rc (@ARGV) { print grep({ $rc =~ /$_/ } keys %{$nrconf{override_rc}}) ? 1 : 0 }"
+    found = subprocess.run(["perl", "-e", script, *units], input=file.content, capture_output=True, check=True)
+    assert found.stdout == b"1100", found.stderr
