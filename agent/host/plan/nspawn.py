@@ -81,17 +81,20 @@ def render_nspawn(
     return (HEADER + "\n" + body).encode()
 
 
-def _reduced_sys(settings: NspawnSettings) -> bool:
-    """Return whether nspawn gives the machine a /sys with only some directories (mount_sysfs in nspawn-mount.c).
-
-    nspawn does so for a machine with its own network namespace (settings_private_network in nspawn-settings.c), or if
-    SYSTEMD_NSPAWN_API_VFS_WRITABLE is `network`.
-    """
+def own_network(settings: NspawnSettings) -> bool:
+    """Return whether the machine has its own network namespace (settings_private_network in nspawn-settings.c)."""
     network = settings.extra.get("Network", {})
     virtual_ethernet = _last(network.get("VirtualEthernet", []), _yes(settings.virtual_ethernet)).lower() in TRUE
     private = _last(network.get("Private", []), "no").lower() in TRUE
-    own = virtual_ethernet or private or any(network.get(key) for key in OWN_NETWORK)
-    return own or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
+    return virtual_ethernet or private or any(network.get(key) for key in OWN_NETWORK)
+
+
+def _reduced_sys(settings: NspawnSettings) -> bool:
+    """Return whether nspawn gives the machine a /sys with only some directories (mount_sysfs in nspawn-mount.c).
+
+    nspawn does so for a machine with its own network namespace, or if SYSTEMD_NSPAWN_API_VFS_WRITABLE is `network`.
+    """
+    return own_network(settings) or settings.environment.get("SYSTEMD_NSPAWN_API_VFS_WRITABLE", "") == "network"
 
 
 def _last(values: str | list[str], default: str) -> str:

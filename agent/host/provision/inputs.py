@@ -1,0 +1,88 @@
+"""Collects what a node's files contain that is not in its settings: names, addresses, the CA, the token."""
+
+import os
+import re
+from collections.abc import Callable, Mapping
+
+from agent.config.kubernetes_names import SUBDOMAIN, SUBDOMAIN_LIMIT
+from agent.config.node import NodeSettings
+from agent.config.settings import Config
+from agent.host.plan.nspawn import own_network
+from agent.host.provision.kubelet_files import NodeInputs
+from agent.host.provision.secrets import read_secret
+from agent.model.errors import ConfigError
+from agent.system.default_route import default_address
+from agent.system.files import System
+
+HOST_NAME = "/proc/sys/kernel/hostname"
+CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
+"""A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
+
+
+def node_inputs(
+    machine: str,
+    config: Config,
+    system: System,
+    address: Callable[[], str] = default_address,
+    environment: Mapping[str, str] = os.environ,
+) -> NodeInputs:
+    """Return the inputs of a machine's node. Raises AgentError or OSError."""
+    settings = config.machines[machine]
+    node = settings.node
+    assert node, "the machine is a node"
+    own = own_network(settings.nspawn)
+    return NodeInputs(
+        name=node_names(config, system)[machine],
+        address=node.kubelet.node_ip or ("" if own else address()),
+        ca=_ca(node, system),
+        token=_token(node, system, environment) if node.bootstrap_token else "",
+        own_network=own,
+    )
+
+
+def node_names(config: Config, system: System) -> dict[str, str]:
+    """Return the name of the Node object of each machine that is a node. Raises ConfigError if two have the same."""
+    nodes = {name: machine.node for name, machine in config.machines.items() if machine.node}
+    found: dict[str, str] = {}
+    for machine, settings in nodes.items():
+        name = settings.name or _host_name(machine, system)
+        if other := next((each for each, taken in found.items() if taken == name), ""):
+            raise ConfigError(
+                f"machines {other} and {machine} would both be the node {name}",
+                f"set machines.{machine}.node.name",
+            )
+        found[machine] = name
+    return found
+
+
+def _host_name(machine: str, system: System) -> str:
+    name = system.read_text(HOST_NAME).strip().lower()
+    if len(name) > SUBDOMAIN_LIMIT or not re.fullmatch(SUBDOMAIN, name) or name == "localhost":
+        raise ConfigError(f"the host's name {name!r} cannot be a node's name", f"set machines.{machine}.node.name")
+    return name
+
+
+def _ca(node: NodeSettings, system: System) -> bytes:
+    """Return the certificates for the machine. Raises ConfigError."""
+    try:
+        content = system.read(node.ca_file)
+    except OSError as error:
+        raise ConfigError(
+            f"{node.ca_file}: cannot read it: {error.strerror}", "write the cluster's CA there"
+        ) from error
+    if CERTIFICATE not in content:
+        raise ConfigError(f"{node.ca_file}: no certificate in PEM format", "write the cluster's CA certificate there")
+    if b"PRIVATE KEY-----" in content:
+        raise ConfigError(f"{node.ca_file}: it has a private key, which no node may get", "remove the key from it")
+    return content
+
+
+def _token(node: NodeSettings, system: System, environment: Mapping[str, str]) -> str:
+    token = read_secret(node.bootstrap_token, system, environment)
+    if not TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{node.bootstrap_token}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
+            "make one with `kubeadm token create`, and write it there",
+        )
+    return token

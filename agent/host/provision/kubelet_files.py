@@ -1,0 +1,193 @@
+"""The kubelet's files in a node: its units, its configuration and its kubeconfig for the bootstrap. Pure.
+
+The formats are systemd.unit(5), kubelet.config.k8s.io/v1beta1 and a kubeconfig. The last two are written as JSON, which
+is also YAML.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent.config.kubernetes_names import split_taint
+from agent.config.node import KubeletSettings, NodeSettings
+from agent.model.node import NodeFile
+from agent.model.paths import JOINED_NAME, MACHINE_REPORT_DIRECTORY
+
+CA_FILE = "/etc/kubernetes/pki/ca.crt"
+CONFIGURATION = "/etc/kubernetes/kubelet.json"
+KUBECONFIG = "/etc/kubernetes/kubelet.conf"
+"""The kubelet writes it before it has a certificate, so its existence does not show that the node has joined."""
+BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
+CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
+"""The kubelet makes it when the cluster has issued its certificate."""
+CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
+UNITS = "/etc/systemd/system"
+JOINED = "unbounded-agent-joined"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInputs:
+    """What a node's files contain that is not in its settings."""
+
+    name: str
+    """The name of the Node object."""
+    address: str
+    """IP addresses for --node-ip; empty if the kubelet is to find its own."""
+    ca: bytes
+    """The CA certificate of the API server, in PEM format."""
+    token: str = field(default="", repr=False)
+    """The bootstrap token; empty with `exec_credential`."""
+    own_network: bool = False
+    """Whether the machine has a network namespace of its own."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels in addition to those of the settings, which override these."""
+
+
+def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tuple[NodeFile, ...]:
+    """Return the kubelet's files. `header` is the comment at the start of each file that can have one."""
+    units = {
+        "kubelet.service": UNIT,
+        "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
+        "multi-user.target.d/50-kubelet.conf": WANTED,
+        f"{JOINED}.path": JOINED_PATH,
+        f"{JOINED}.service": JOINED_SERVICE + _after_the_join(inputs),
+    }
+    return (
+        NodeFile(CA_FILE, inputs.ca),
+        NodeFile(CONFIGURATION, _json(kubelet_configuration(settings))),
+        # With a program that gives the credential, the file has no secret, and the kubelet may need it again.
+        NodeFile(BOOTSTRAP_KUBECONFIG, _json(_bootstrap(settings, inputs)), 0o600 if inputs.token else 0o644),
+        *(NodeFile(f"{UNITS}/{name}", (header + text).encode()) for name, text in units.items()),
+    )
+
+
+def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
+    """Return the KubeletConfiguration, with the settings' own fields laid over the agent's."""
+    kubelet = settings.kubelet
+    ours: dict[str, Any] = {
+        "apiVersion": "kubelet.config.k8s.io/v1beta1",
+        "kind": "KubeletConfiguration",
+        "authentication": {
+            "anonymous": {"enabled": False},
+            "webhook": {"enabled": True},
+            "x509": {"clientCAFile": CA_FILE},
+        },
+        "authorization": {"mode": "Webhook"},
+        "cgroupDriver": "systemd",
+        "clusterDNS": kubelet.cluster_dns,
+        "clusterDomain": kubelet.cluster_domain,
+        "containerRuntimeEndpoint": CONTAINERD_SOCKET,
+        "failSwapOn": settings.host.swap == "off",
+        # /proc/sys is read-only in a machine: the kubelet names a parameter that is wrong, and does not try to set it.
+        "protectKernelDefaults": True,
+        "registerWithTaints": taints(kubelet),
+        "rotateCertificates": True,
+        "serverTLSBootstrap": True,
+    }
+    return _merged(ours, kubelet.configuration)
+
+
+def taints(kubelet: KubeletSettings) -> list[dict[str, str]]:
+    """Return the taints at registration, as the API has them."""
+    texts = [*kubelet.taints, *([kubelet.startup_taint] if kubelet.startup_taint else [])]
+    return [dict(zip(("key", "value", "effect"), split_taint(text), strict=True)) for text in texts]
+
+
+def _merged(ours: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(ours)
+    for key, value in overlay.items():
+        inner = merged.get(key)
+        merged[key] = _merged(inner, value) if isinstance(inner, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _bootstrap(settings: NodeSettings, inputs: NodeInputs) -> dict[str, Any]:
+    """Return the kubeconfig with which the kubelet asks for its certificate."""
+    user: dict[str, Any] = {"token": inputs.token}
+    if settings.exec_credential:
+        command, *arguments = settings.exec_credential
+        user = {
+            "exec": {
+                "apiVersion": "client.authentication.k8s.io/v1",
+                "command": command,
+                "args": arguments,
+                "interactiveMode": "Never",
+            }
+        }
+    return {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "clusters": [{"name": "cluster", "cluster": {"server": settings.server, "certificate-authority": CA_FILE}}],
+        "users": [{"name": "kubelet-bootstrap", "user": user}],
+        "contexts": [{"name": "bootstrap", "context": {"cluster": "cluster", "user": "kubelet-bootstrap"}}],
+        "current-context": "bootstrap",
+    }
+
+
+UNIT = """\
+[Unit]
+Description=Kubernetes node agent
+Documentation=https://kubernetes.io/docs/
+Wants=containerd.service unbounded-agent-gpu.service
+# The GPUs are set up before the node registers. Whatever fails there, the kubelet starts.
+After=containerd.service unbounded-agent-gpu.service
+# The API server may be away for long.
+StartLimitIntervalSec=0
+
+[Service]
+Restart=always
+RestartSec=2
+"""
+"""The command is in a drop-in that sorts last, because packages with a kubelet bring drop-ins that replace it."""
+
+WANTED = """\
+[Unit]
+Wants=kubelet.service unbounded-agent-joined.path
+"""
+"""Does what `systemctl enable` does by a link."""
+
+JOINED_PATH = f"""\
+[Unit]
+Description=Wait until this node has joined its cluster
+
+[Path]
+PathExists={CERTIFICATE}
+"""
+JOINED_SERVICE = """\
+[Unit]
+Description=This node has joined its cluster
+
+[Service]
+Type=oneshot
+# Stays active until the next boot: the path unit would otherwise start it again and again.
+RemainAfterExit=yes
+"""
+
+
+def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
+    labels = {**inputs.labels, **settings.kubelet.labels}
+    pairs = ",".join(f"{key}={value}" for key, value in sorted(labels.items()))
+    arguments = [
+        f"--config={CONFIGURATION}",
+        f"--kubeconfig={KUBECONFIG}",
+        f"--bootstrap-kubeconfig={BOOTSTRAP_KUBECONFIG}",
+        f"--hostname-override={inputs.name}",
+        *([f"--node-ip={inputs.address}"] if inputs.address else []),
+        *([f"--node-labels={pairs}"] if pairs else []),
+    ]
+    # No argument needs quotes (systemd.syntax(7)): their grammar has neither blanks nor `$`, `%` and backslashes.
+    command = " \\\n    ".join(("kubelet", *arguments))
+    return f"[Service]\nExecStart=\nExecStart={command}\n"
+
+
+def _after_the_join(inputs: NodeInputs) -> str:
+    """Return the commands that remove the token after the join, and report the join to the host."""
+    there, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
+    # First the token: when the host reads of the join, it is gone.
+    remove = f"ExecStart=/bin/rm -f {BOOTSTRAP_KUBECONFIG}\n" if inputs.token else ""
+    return f"{remove}ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
+
+
+def _json(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, indent=1).encode() + b"\n"

@@ -1,0 +1,71 @@
+"""Finds and reads secrets: files that only root may read, and credentials of systemd (systemd.exec(5)).
+
+No error, log or record contains a secret.
+"""
+
+import os
+import stat
+from collections.abc import Mapping
+
+from agent.model.errors import ConfigError
+from agent.system.files import System
+from agent.system.path_trust import settings_fault
+
+CREDENTIAL = "credential:"
+DIRECTORY = "CREDENTIALS_DIRECTORY"
+"""The variable in which systemd names the directory of a service's credentials."""
+LIMIT = 1 << 16
+"""Bytes of the largest secret: a registry's file with many logins."""
+
+
+def secret_file(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the file of a secret: `where` is its path, or `credential:NAME`. Raises ConfigError if it is not safe."""
+    if where.startswith(CREDENTIAL):
+        return _credential(where.removeprefix(CREDENTIAL), system, environment)
+    try:
+        real = system.real_path(where)
+        mode = system.owner(real)[0]
+        fault = settings_fault(system, where)
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}", f"write it to {where}") from error
+    if fault:
+        raise ConfigError(f"{where}: refused, because somebody else could have written this secret: {fault}")
+    if not stat.S_ISREG(mode):
+        raise ConfigError(f"{where}: not a regular file", "write the secret to a file of mode 0600")
+    if mode & 0o077:
+        raise ConfigError(
+            f"{where}: refused, because users other than root can read this secret (mode {stat.S_IMODE(mode):04o})",
+            f"run `chmod 0600 {real}`, and replace the secret: others may have read it",
+        )
+    return real
+
+
+def read_secret(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a secret without blanks and line breaks around it. Raises ConfigError."""
+    path = secret_file(where, system, environment)
+    try:
+        secret = system.read(path, LIMIT).decode().strip()
+    except OSError as error:
+        raise ConfigError(f"{where}: cannot read this secret: {error.strerror}") from error
+    except UnicodeDecodeError:
+        # Without its cause, which has the secret.
+        raise ConfigError(f"{where}: this secret is not text") from None
+    if not secret:
+        raise ConfigError(f"{where}: the secret is empty", "write it there")
+    return secret
+
+
+def _credential(name: str, system: System, environment: Mapping[str, str]) -> str:
+    directory = environment.get(DIRECTORY, "")
+    if not directory:
+        raise ConfigError(
+            f"{CREDENTIAL}{name}: systemd has passed no credentials to this command",
+            f"run `systemd-run --pipe --wait --property=LoadCredential={name}:FILE unbounded-agent up`",
+        )
+    path = f"{directory}/{name}"
+    if name in (".", "..") or not system.is_file(path):
+        raise ConfigError(
+            f"{CREDENTIAL}{name}: there is no such credential",
+            f"add LoadCredential={name}:FILE to the unit that runs this command",
+        )
+    return path

@@ -1,0 +1,88 @@
+"""What a node's files contain that is not in its settings."""
+
+from typing import Any
+
+import pytest
+
+from agent.host.provision.inputs import HOST_NAME, node_inputs, node_names
+from agent.host.provision.kubelet_files import NodeInputs
+from agent.model.errors import ConfigError
+from tests.fakes.host import Host
+from tests.fakes.node_settings import CA, CA_FILE, TOKEN, TOKEN_FILE, config
+
+
+@pytest.fixture
+def ready(host: Host) -> Host:
+    host.file(HOST_NAME, "GPU-Host.example.com\n")
+    host.file(CA_FILE, CA)
+    host.file(TOKEN_FILE, TOKEN)
+    host.owners[TOKEN_FILE] = (0o600, 0)
+    return host
+
+
+def no_route() -> str:
+    raise AssertionError("nobody needs the route")
+
+
+def inputs(host: Host, **settings: Any) -> NodeInputs:  # noqa: ANN401
+    return node_inputs("a", config(a=settings), host, lambda: "10.0.0.7", {})
+
+
+def test_a_node_has_the_hosts_name_and_address(ready: Host) -> None:
+    assert inputs(ready) == NodeInputs("gpu-host.example.com", "10.0.0.7", CA, TOKEN)
+
+
+def test_settings_come_first(ready: Host) -> None:
+    wanted = config(a={"name": "gpu-1", "kubelet": {"node_ip": "10.0.0.9"}})
+    found = node_inputs("a", wanted, ready, no_route, {})
+    assert (found.name, found.address) == ("gpu-1", "10.0.0.9")
+
+
+def test_a_machine_with_its_own_network_does_not_have_the_hosts_address(ready: Host) -> None:
+    found = node_inputs("a", config(a={"nspawn": {"virtual_ethernet": True}}), ready, no_route, {})
+    assert found.own_network
+    assert found.address == ""
+
+
+def test_a_program_needs_no_token(ready: Host) -> None:
+    ready.remove_file(TOKEN_FILE)
+    assert inputs(ready, exec_credential=["/usr/bin/login"]).token == ""
+
+
+@pytest.mark.parametrize("token", ["abcdef", "abcdef.0123456789ABCDEF", f"{TOKEN}\n{TOKEN}"])
+def test_what_is_not_a_token_is_not_repeated(ready: Host, token: str) -> None:
+    ready.file(TOKEN_FILE, token)
+    with pytest.raises(ConfigError, match="this is not a bootstrap token") as caught:
+        inputs(ready)
+    assert token not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"", "no certificate in PEM format"),
+        (CA + b"-----BEGIN EC PRIVATE KEY-----\n", "it has a private key, which no node may get"),
+    ],
+)
+def test_a_wrong_ca(ready: Host, content: bytes, why: str) -> None:
+    ready.file(CA_FILE, content)
+    with pytest.raises(ConfigError, match=why):
+        inputs(ready)
+
+
+def test_a_missing_ca(ready: Host) -> None:
+    ready.remove_file(CA_FILE)
+    with pytest.raises(ConfigError, match=f"{CA_FILE}: cannot read it: No such file"):
+        inputs(ready)
+
+
+@pytest.mark.parametrize("name", ["localhost", "gpu_host", "-"])
+def test_a_host_name_that_no_node_can_have(ready: Host, name: str) -> None:
+    ready.file(HOST_NAME, name)
+    with pytest.raises(ConfigError, match=r"set machines\.a\.node\.name"):
+        inputs(ready)
+
+
+def test_a_name_may_not_be_the_hosts_by_chance(ready: Host) -> None:
+    with pytest.raises(ConfigError, match="machines a and b would both be the node gpu-host"):
+        node_names(config(a={}, b={"name": "gpu-host.example.com"}), ready)

@@ -1,0 +1,171 @@
+"""The files of a node: formats that the kubelet, systemd and containerd read, and no secret in the wrong place."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from agent.host.provision.containerd_files import MAIN as CONTAINERD
+from agent.host.provision.kubelet_files import (
+    BOOTSTRAP_KUBECONFIG,
+    CA_FILE,
+    CERTIFICATE,
+    CONFIGURATION,
+    KUBECONFIG,
+    UNITS,
+    NodeInputs,
+)
+from agent.host.provision.node_files import node_files
+from agent.machine.containerd.tables import CRI_2, Configuration, problems, render
+from agent.model.node import NodeFile
+from agent.vendors.machine_vendor import RuntimeHandler
+from tests.fakes.node_settings import CA, TOKEN, node_settings
+
+COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
+INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, TOKEN)
+
+
+def made(inputs: NodeInputs = INPUTS, **settings: Any) -> Mapping[str, NodeFile]:  # noqa: ANN401
+    return {file.path: file for file in node_files("gpu", node_settings(**settings), inputs)}
+
+
+def kubelet_configuration(**settings: Any) -> dict[str, Any]:  # noqa: ANN401
+    found: dict[str, Any] = json.loads(made(**settings)[CONFIGURATION].content)
+    return found
+
+
+def arguments(files: Mapping[str, NodeFile]) -> list[str]:
+    command = files[COMMAND].content.decode().partition("ExecStart=kubelet")[2]
+    return command.replace("\\\n", "").split()
+
+
+def test_only_the_bootstrap_kubeconfig_has_the_token() -> None:
+    files = made()
+    assert [path for path, file in files.items() if TOKEN.encode() in file.content] == [BOOTSTRAP_KUBECONFIG]
+    assert [path for path, file in files.items() if file.secret] == [BOOTSTRAP_KUBECONFIG]
+    assert TOKEN not in repr((files, INPUTS))
+
+
+def test_the_bootstrap_kubeconfig_names_server_ca_and_token() -> None:
+    kubeconfig = json.loads(made()[BOOTSTRAP_KUBECONFIG].content)
+    (cluster,), (user,) = kubeconfig["clusters"], kubeconfig["users"]
+    assert cluster["cluster"] == {"server": "https://10.0.0.1:6443", "certificate-authority": CA_FILE}
+    assert user["user"] == {"token": TOKEN}
+    assert made()[CA_FILE].content == CA
+
+
+def test_a_program_gives_the_credential_instead_of_a_token() -> None:
+    files = made(NodeInputs("gpu-1", "", CA), exec_credential=["/usr/bin/login", "--node", "a b"])
+    (user,) = json.loads(files[BOOTSTRAP_KUBECONFIG].content)["users"]
+    assert user["user"]["exec"]["command"] == "/usr/bin/login"
+    assert user["user"]["exec"]["args"] == ["--node", "a b"]
+    assert not any(file.secret for file in files.values())
+    # The kubelet may need it again, for example if the machine was off until its certificate had expired.
+    assert "rm -f" not in files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
+
+
+def test_the_token_is_removed_before_the_join_is_reported() -> None:
+    """The kubeconfig does not show that a kubelet has joined: it writes that before it has a certificate."""
+    files = made()
+    service = files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
+    remove, report = (service.index(text) for text in (f"ExecStart=/bin/rm -f {BOOTSTRAP_KUBECONFIG}", "printf"))
+    assert remove < report
+    assert f"PathExists={CERTIFICATE}" in files[f"{UNITS}/unbounded-agent-joined.path"].content.decode()
+    assert "unbounded-agent-joined.path" in files[f"{UNITS}/multi-user.target.d/50-kubelet.conf"].content.decode()
+
+
+def test_the_command_of_the_kubelet() -> None:
+    files = made(kubelet={"labels": {"b": "2", "example.com/a": "1"}})
+    assert arguments(files) == [
+        f"--config={CONFIGURATION}",
+        f"--kubeconfig={KUBECONFIG}",
+        f"--bootstrap-kubeconfig={BOOTSTRAP_KUBECONFIG}",
+        "--hostname-override=gpu-1",
+        "--node-ip=10.0.0.7",
+        "--node-labels=b=2,example.com/a=1",
+    ]
+
+
+def test_settings_override_the_labels_that_the_host_knows() -> None:
+    inputs = NodeInputs("gpu-1", "", CA, TOKEN, labels={"gpu": "yes", "rack": "unknown"})
+    assert arguments(made(inputs, kubelet={"labels": {"rack": "7"}}))[-1] == "--node-labels=gpu=yes,rack=7"
+
+
+def test_a_kubelet_without_a_known_address_finds_its_own() -> None:
+    assert not [each for each in arguments(made(NodeInputs("gpu-1", "", CA, TOKEN))) if "node-ip" in each]
+
+
+def test_certificates_are_rotated_and_taints_are_registered() -> None:
+    found = kubelet_configuration(
+        kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"], "startup_taint": "example.com/not-ready:NoSchedule"}
+    )
+    assert found["rotateCertificates"]
+    assert found["serverTLSBootstrap"]
+    assert found["registerWithTaints"] == [
+        {"key": "a", "value": "b", "effect": "NoSchedule"},
+        {"key": "c", "value": "", "effect": "NoExecute"},
+        {"key": "example.com/not-ready", "value": "", "effect": "NoSchedule"},
+    ]
+
+
+def test_fields_of_the_settings_are_laid_over_the_agents() -> None:
+    overlay = {
+        "maxPods": 42,
+        "authentication": {"webhook": {"cacheTTL": "1m"}, "anonymous": {"enabled": True}},
+        "evictionHard": {"memory.available": "1Gi"},
+    }
+    found = kubelet_configuration(kubelet={"configuration": overlay})
+    assert found["maxPods"] == 42
+    assert found["authentication"]["webhook"] == {"enabled": True, "cacheTTL": "1m"}
+    assert found["authentication"]["anonymous"] == {"enabled": True}
+    assert found["authentication"]["x509"] == {"clientCAFile": CA_FILE}
+    assert found["evictionHard"] == {"memory.available": "1Gi"}
+
+
+def test_the_kubelet_accepts_swap_only_if_the_host_keeps_it() -> None:
+    assert kubelet_configuration()["failSwapOn"]
+    assert not kubelet_configuration(host={"swap": "keep"})["failSwapOn"]
+
+
+def test_mirrors_are_tried_before_the_registry() -> None:
+    mirrors = {
+        "docker.io": ["https://b.example.com", "https://harbor.example.com/v2/cache"],
+        "registry.example.com:5000": ["http://10.0.0.9"],
+        "_default": ["https://a.example.com"],
+    }
+    files = made(containerd={"mirrors": mirrors, "sandbox_image": 'odd"name'})
+    hosts = {
+        path.split("/")[-2]: tomllib.loads(file.content.decode())
+        for path, file in files.items()
+        if path.endswith("/hosts.toml")
+    }
+    assert hosts["docker.io"]["server"] == "https://registry-1.docker.io"
+    assert list(hosts["docker.io"]["host"]) == ["https://b.example.com", "https://harbor.example.com/v2/cache"]
+    # Else containerd would ask for /v2/cache/v2/...
+    assert hosts["docker.io"]["host"]["https://harbor.example.com/v2/cache"]["override_path"]
+    assert "override_path" not in hosts["docker.io"]["host"]["https://b.example.com"]
+    assert hosts["registry.example.com:5000"]["server"] == "https://registry.example.com:5000"
+    assert "server" not in hosts["_default"]
+    main = tomllib.loads(files[CONTAINERD].content.decode())
+    assert main["plugins"][CRI_2]["sandbox_image"] == 'odd"name'
+
+
+def test_the_machine_half_keeps_every_setting_of_containerd() -> None:
+    """Its drop-in repeats the whole table, because containerd 1.7 replaces the main file's by it."""
+    files = made(containerd={"sandbox_image": "registry.example.com/pause:3", "cni_binaries": "/opt/cni/bin"})
+    main = tomllib.loads(files[CONTAINERD].content.decode())
+    handler = RuntimeHandler("gpu", "/usr/bin/gpu-runtime")
+    dump = {"version": 2, "plugins": main["plugins"]}
+    drop_in = render(Configuration(main, {}, dump), (1, 7, 24), handler, default=False)
+    with_ours = {"version": 2, "plugins": {**dump["plugins"], **drop_in["plugins"]}}
+    assert list(problems(dump, with_ours, drop_in, handler, default=False)) == []
+    cri = drop_in["plugins"][CRI_2]
+    assert cri["cni"]["bin_dir"] == "/opt/cni/bin"
+    assert cri["containerd"]["runtimes"]["gpu"]["options"] == {"SystemdCgroup": True, "BinaryName": handler.binary}
+
+
+def test_a_machine_with_its_own_network_forwards_in_it() -> None:
+    own = NodeInputs("gpu-1", "", CA, TOKEN, own_network=True)
+    path = "/etc/sysctl.d/90-unbounded-agent.conf"
+    assert b"-net.ipv4.ip_forward = 1" in made(own)[path].content
+    assert path not in made()
