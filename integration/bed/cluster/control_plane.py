@@ -129,7 +129,7 @@ class ControlPlane(Lifetime):
         """Make a token with which kubelets join, as `kubeadm token create` does, and return it.
 
         The API's documentation ("Authenticating with Bootstrap Tokens", "TLS bootstrapping") has the Secret's keys, and
-        the roles that let kubelets ask for a certificate, get it without a person, and renew it.
+        the roles that let kubelets ask for a certificate, get it without a person, and replace it before it expires.
         """
         name, secret = secrets.token_hex(3), secrets.token_hex(8)
         data = {"token-id": name, "token-secret": secret, "expiration": valid_until}
