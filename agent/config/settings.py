@@ -97,6 +97,10 @@ class MachineSettings(Model):
     node_condition: bool = False
     """Set the condition `GPUReady` on the machine's Node object, with the identity of the machine's kubelet. Needs
     `kubectl` in the machine (docs/conditions.md#nodeconditionset)."""
+    validation_markers: bool = False
+    """Make the files `driver-ready` and `toolkit-ready` in the machine's `/run/nvidia/validations`. Components of
+    NVIDIA's GPU Operator wait for them. Leave it off if the Operator's own validator runs
+    (docs/kubernetes.md#validation-markers)."""
     devices: DeviceClasses = []
     """Devices of the host other than GPUs. Each name stands for a set of device nodes
     (docs/hardware/other-devices.md)."""

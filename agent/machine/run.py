@@ -21,6 +21,7 @@ from agent.machine.devices.nodes import (
 )
 from agent.machine.journal import ERROR, INFO, say, say_changes
 from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised, used_plugins
+from agent.machine.kubelet.validation_markers import settle_markers
 from agent.machine.libraries.link import link_libraries
 from agent.machine.repairs import repairs
 from agent.machine.steps import InBackground, attempt, with_remark_from
@@ -232,7 +233,8 @@ def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> O
         described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
     (described,) = with_remark((described,), described.type, modes_remark)
     advertised = _advertised(context, vendor, request, published)
-    conditions = (linked, configured, active.condition(), devices.condition(), described, advertised)
+    found = (linked, configured, active.condition(), devices.condition(), described, advertised)
+    conditions = (*found, *settle_markers(context, vendor, request, found))
     names = published.devices
     if len(context.handoff.requests) > 1:
         # Qualified, because each vendor has a device `all`, and a report must not have a name twice.

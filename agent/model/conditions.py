@@ -30,6 +30,7 @@ class ConditionType(StrEnum):
     CDI_SPEC_CURRENT = "CDISpecCurrent"
     RUNTIME_CONFIGURED = "RuntimeConfigured"
     RUNTIME_ACTIVE = "RuntimeActive"
+    VALIDATION_MARKERS_SET = "ValidationMarkersSet"
     GPUS_ADVERTISED = "GPUsAdvertised"
     NODE_CONDITION_SET = "NodeConditionSet"
     READY = "Ready"
@@ -40,6 +41,7 @@ IN_MACHINE = (
     ConditionType.CDI_SPEC_CURRENT,
     ConditionType.RUNTIME_CONFIGURED,
     ConditionType.RUNTIME_ACTIVE,
+    ConditionType.VALIDATION_MARKERS_SET,
     ConditionType.GPUS_ADVERTISED,
     ConditionType.NODE_CONDITION_SET,
 )
@@ -49,6 +51,7 @@ NOT_NEEDED_FOR_READY = frozenset(
     {
         ConditionType.GPUS_COMPLETE,
         ConditionType.PERSISTENCE_MODE,
+        ConditionType.VALIDATION_MARKERS_SET,
         ConditionType.GPUS_ADVERTISED,
         ConditionType.NODE_CONDITION_SET,
         ConditionType.READY,

@@ -23,7 +23,10 @@ from agent.model.versions import ACCEPTED_HANDOFFS, HANDOFF_VERSION, OLDEST_HAND
 SIZE_LIMIT = 1 << 20
 """Bytes of the largest handoff or report that is read. Real ones are far smaller."""
 
-SINCE_2 = ("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks")
+SINCE_2 = (
+    *("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks"),
+    "validation_markers",
+)
 """Keys that version 1 does not know."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
@@ -104,6 +107,8 @@ class Handoff:
     """Whether the vendor's device plugin may be restarted; None if an older host half left this key out."""
     containerd_drop_in: str = ""
     """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
+    validation_markers: bool = False
+    """Whether to make the files that a vendor's components wait for. Since version 2."""
 
     @property
     def generation(self) -> str:
@@ -117,7 +122,7 @@ def render_handoff(handoff: Handoff) -> bytes:
     The document has the oldest version that can express the handoff, so that an older image keeps working as long as
     nothing newer is granted.
     """
-    newer = handoff.containerd_drop_in or any(map(_needs_2, handoff.requests))
+    newer = handoff.containerd_drop_in or handoff.validation_markers or any(map(_needs_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     content = _content(handoff)
     document = {"version": version, "generation": _digest(content), **content}
@@ -156,6 +161,7 @@ def parse_handoff(data: bytes) -> Handoff:
         if "restart_device_plugin" in document
         else None,
         containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
+        validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")

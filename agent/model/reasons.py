@@ -35,6 +35,7 @@ class Reason(StrEnum):
     SHADOWED = "Shadowed"
     NOT_TRIED = "NotTried"
     NO_CONTAINERD = "NoContainerd"
+    SET = "Set"
 
     # DriverLoaded:
     LOADED = "Loaded"
@@ -127,6 +128,9 @@ class Reason(StrEnum):
     RESTART_PENDING = "RestartPending"
     """Makes the machine half restart containerd at the end of its run."""
 
+    # ValidationMarkersSet:
+    NOT_PROVEN = "NotProven"
+
     # GPUsAdvertised:
     ADVERTISED = "Advertised"
     NO_KUBELET = "NoKubelet"
@@ -143,7 +147,6 @@ class Reason(StrEnum):
     STALE_GPUS = "StaleGPUs"
 
     # NodeConditionSet:
-    SET = "Set"
     NO_KUBECTL = "NoKubectl"
     KUBELET_NOT_RUNNING = "KubeletNotRunning"
     NO_KUBECONFIG = "NoKubeconfig"

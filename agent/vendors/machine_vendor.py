@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from agent.model.conditions import ConditionType
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.model.paths import spec_file
@@ -22,6 +23,15 @@ class RuntimeHandler:
 
     name: str
     binary: str
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A file by which other programs learn that all conditions in `proof` are True."""
+
+    path: str
+    content: str
+    proof: tuple[ConditionType, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +108,11 @@ class MachineVendor(ABC):
     def cdi_modes(self) -> "CdiModes | None":
         """Return the generator's modes; None if the generator makes only specifications of GPUs."""
         return None
+
+    @property
+    def markers(self) -> tuple[Marker, ...]:
+        """Return the markers that the vendor's components for Kubernetes wait for."""
+        return ()
 
     @abstractmethod
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:

@@ -146,9 +146,11 @@ class Machine(System):
         default_runtime: bool = False,
         restart_device_plugin: bool = False,
         containerd_drop_in: str = "",
+        validation_markers: bool = False,
     ) -> Handoff:
         """Publish a handoff."""
-        handoff = Handoff("kube1", "x86_64", requests, default_runtime, restart_device_plugin, containerd_drop_in)
+        flags = (default_runtime, restart_device_plugin, containerd_drop_in, validation_markers)
+        handoff = Handoff("kube1", "x86_64", requests, *flags)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

@@ -46,6 +46,7 @@ def version_1() -> dict[str, Any]:
     content = asdict(HANDOFF)
     del content["restart_device_plugin"]
     del content["containerd_drop_in"]
+    del content["validation_markers"]
     (request,) = content["requests"]
     del request["sockets"], request["environment"], request["cdi_modes"], request["cdi_hooks"]
     for device in request["devices"]:
@@ -77,6 +78,7 @@ def test_halves_that_do_not_know_the_restart_key() -> None:
         (changed(requests=[{"vendor": "nvidia"}]), r"requests\[0\]: key gpus is missing"),
         (changed(machine="other"), "key generation does not match"),
         (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
+        (changed(validation_markers="yes"), "key validation_markers must be bool"),
     ],
 )
 def test_errors_name_the_key(data: bytes, named: str) -> None:
@@ -95,10 +97,11 @@ def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
     assert document["version"] == 1
     assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
     request = replace(HANDOFF.requests[0], devices=(*HANDOFF.requests[0].devices, CAPABILITY))
-    assert "containerd_drop_in" not in document
+    assert not {"containerd_drop_in", "validation_markers"} & document.keys()
     for newer in (
         replace(HANDOFF, requests=(request,)),
         replace(HANDOFF, containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
+        replace(HANDOFF, validation_markers=True),
     ):
         assert json.loads(render_handoff(newer))["version"] == 2
         assert parse_handoff(render_handoff(newer)) == newer

@@ -151,6 +151,7 @@ def _machine(
         default_runtime=settings.default_runtime,
         restart_device_plugin=settings.restart_device_plugin,
         containerd_drop_in=settings.containerd_drop_in,
+        validation_markers=settings.validation_markers,
     )
     return MachineGoal(
         name=name,

@@ -39,6 +39,11 @@ FROM_VENDORS = (
     ConditionType.FABRIC_READY,
     ConditionType.PERSISTENCE_MODE,
 )
+IF_CONFIGURED = {
+    ConditionType.VALIDATION_MARKERS_SET: "validation_markers",
+    ConditionType.NODE_CONDITION_SET: "node_condition",
+}
+"""Conditions that the machine half reports only if this key of the machine's settings is set."""
 
 
 def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ...]:
@@ -93,10 +98,9 @@ def evaluate(
         return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
     inside = dict(_inside(machine, goal, report))
-    if not settings.node_condition:
-        # The machine half reports this condition only if `node_condition` is set.
-        message = f"machines.{goal.name}.node_condition is not set"
-        inside[ConditionType.NODE_CONDITION_SET] = not_applicable(ConditionType.NODE_CONDITION_SET, message)
+    for kind, key in IF_CONFIGURED.items():
+        if not getattr(settings, key):
+            inside[kind] = not_applicable(kind, f"machines.{goal.name}.{key} is not set")
     conditions = [
         *from_vendors,
         _driver_root_staged(goal, facts),

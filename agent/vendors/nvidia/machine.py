@@ -6,7 +6,7 @@ from dataclasses import replace
 from agent.model.device import DeviceNumber
 from agent.model.handoff import Request
 from agent.system.files import System
-from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, RuntimeHandler
+from agent.vendors.machine_vendor import CdiModes, Generated, MachineVendor, Marker, RuntimeHandler
 from agent.vendors.nvidia import device_plugin, sockets
 from agent.vendors.nvidia.cdi import nvidia_ctk
 from agent.vendors.nvidia.cdi import verify as cdi
@@ -57,6 +57,12 @@ class NvidiaMachine(MachineVendor):
         from agent.vendors.nvidia.cdi.modes import NvidiaModes
 
         return NvidiaModes()
+
+    @property
+    def markers(self) -> tuple[Marker, ...]:
+        from agent.vendors.nvidia.validation_markers import MARKERS
+
+        return MARKERS
 
     def generate(self, system: System, request: Request, directory: str, live: Mapping[str, DeviceNumber]) -> Generated:
         generated = nvidia_ctk.generate(system, request, directory)

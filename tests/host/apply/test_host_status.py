@@ -145,14 +145,18 @@ def test_a_machine_without_gpus_gets_no_directory_for_the_status(host: Host) -> 
     assert not host.exists(f"{STATE}/machines")
 
 
-def test_the_condition_of_a_machine_without_the_setting(gpu_host: Host) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        (ConditionType.NODE_CONDITION_SET, "node_condition"),
+        (ConditionType.VALIDATION_MARKERS_SET, "validation_markers"),
+    ],
+)
+def test_the_condition_of_a_machine_without_the_setting(gpu_host: Host, kind: ConditionType, key: str) -> None:
     """The condition is not applicable, whatever the machine is."""
     reconciler(gpu_host).reconcile()
     units(gpu_host, "active")
-    kind = ConditionType.NODE_CONDITION_SET
     plain = {each.type: each for each in reconciler(gpu_host).reconcile().machines[0].conditions}
-    configured = {
-        each.type: each for each in reconciler(gpu_host, node_condition=True).reconcile().machines[0].conditions
-    }
+    configured = {each.type: each for each in reconciler(gpu_host, **{key: True}).reconcile().machines[0].conditions}
     assert (plain[kind].status, plain[kind].reason) == (Status.TRUE, "NotApplicable")
     assert (configured[kind].status, configured[kind].reason) == (Status.UNKNOWN, "NoReport")

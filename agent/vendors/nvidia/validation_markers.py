@@ -1,0 +1,25 @@
+"""The files by which the GPU Operator's validator says that driver and toolkit work. Pure.
+
+Names and content are those of its release 26.7 for a driver of the host (cmd/nvidia-validator). The device plugin's
+container waits for both files, and reads the first one with its shell.
+"""
+
+from agent.model.conditions import ConditionType
+from agent.vendors.machine_vendor import Marker
+
+DIRECTORY = "/run/nvidia/validations"
+DRIVER = (ConditionType.DEVICES_ALLOWED, ConditionType.LIBRARIES_LINKED, ConditionType.CDI_SPEC_CURRENT)
+"""The last one proves that NVML works: the generator asks it for the GPUs."""
+TOOLKIT = (*DRIVER, ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
+# The Operator mounts the machine's root on /host.
+CONTENT = """\
+IS_HOST_DRIVER=true
+NVIDIA_DRIVER_ROOT=/
+DRIVER_ROOT_CTR_PATH=/host
+NVIDIA_DEV_ROOT=/
+DEV_ROOT_CTR_PATH=/host
+"""
+MARKERS = (
+    Marker(f"{DIRECTORY}/driver-ready", CONTENT, DRIVER),
+    Marker(f"{DIRECTORY}/toolkit-ready", "", TOOLKIT),
+)

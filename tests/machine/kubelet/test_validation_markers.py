@@ -1,0 +1,166 @@
+"""Validation markers: made on proof, removed on failure, and never in the place of another program's file."""
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.machine.run import run
+from agent.vendors.nvidia.validation_markers import DIRECTORY
+from tests.fakes.machine import EMPTY, REQUEST, Machine, gpu_machine, systemctl
+
+DRIVER, TOOLKIT = f"{DIRECTORY}/driver-ready", f"{DIRECTORY}/toolkit-ready"
+KIND = "ValidationMarkersSet"
+RUNNING_SINCE = 10**15
+"""After every change of its configuration."""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    machine = gpu_machine(tmp_path / "machine")
+    machine.program("systemctl", systemctl("active", RUNNING_SINCE))
+    machine.hand(REQUEST, validation_markers=True)
+    return machine
+
+
+def there(machine: Machine) -> list[str]:
+    return list(machine.entries(DIRECTORY)) if machine.is_directory(DIRECTORY) else []
+
+
+def outcome(machine: Machine) -> tuple[str, str] | None:
+    run(machine)
+    return machine.conditions().get(KIND)
+
+
+def test_a_proven_machine_has_both(machine: Machine) -> None:
+    assert outcome(machine) == ("True", "Set")
+    assert there(machine) == ["driver-ready", "toolkit-ready"]
+    assert machine.mode(DRIVER) == 0o644
+
+
+def seen(machine: Machine) -> tuple[int, ...]:
+    status = os.lstat(machine.tree / DRIVER.lstrip("/"))
+    return (status.st_mode, status.st_ino, status.st_size, status.st_ctime_ns)
+
+
+@pytest.mark.processes
+def test_the_device_plugins_shell_reads_the_driver_s_place(machine: Machine) -> None:
+    """The Operator's entry point runs these commands (assets/state-device-plugin of its release 26.7)."""
+    run(machine)
+    script = f"set -o allexport; . {machine.tree}{DRIVER}; env"
+    found = subprocess.run(["sh", "-euc", script], env={}, capture_output=True, text=True, check=True).stdout
+    assert {
+        "IS_HOST_DRIVER=true",
+        "NVIDIA_DRIVER_ROOT=/",
+        "DRIVER_ROOT_CTR_PATH=/host",
+        "NVIDIA_DEV_ROOT=/",
+        "DEV_ROOT_CTR_PATH=/host",
+    } <= set(found.split())
+
+
+def test_nothing_is_made_unless_configured(machine: Machine) -> None:
+    machine.hand(REQUEST)
+    assert outcome(machine) is None
+    assert not machine.exists("/run/nvidia")
+
+
+def test_before_containerd_runs_only_the_driver_is_ready(machine: Machine) -> None:
+    machine.program("systemctl", systemctl("inactive", 0))
+    assert outcome(machine) == ("Unknown", "NotProven")
+    assert machine.message(KIND) == "waiting for RuntimeActive"
+    assert there(machine) == ["driver-ready"]
+
+
+def test_a_failure_removes_what_it_refutes(machine: Machine) -> None:
+    run(machine)
+    machine.program("systemctl", systemctl("failed", 0))
+    assert outcome(machine) == ("False", "NotProven")
+    assert there(machine) == ["driver-ready"]
+    machine.program("systemctl", systemctl("active", RUNNING_SINCE))
+    machine.program("nvidia-ctk", "", status=1)
+    machine.put("/usr/bin/nvidia-ctk", "another")
+    assert outcome(machine) == ("False", "NotProven")
+    assert machine.message(KIND) == "what is not proven has no marker: CDISpecCurrent is False"
+    assert there(machine) == []
+
+
+def test_a_doubt_removes_nothing(machine: Machine) -> None:
+    """containerd's restart takes a moment, and a marker that comes and goes would restart pods that wait for it."""
+    run(machine)
+    machine.program("systemctl", systemctl("activating", 0))
+    assert outcome(machine) == ("Unknown", "NotProven")
+    assert there(machine) == ["driver-ready", "toolkit-ready"]
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        lambda machine: machine.put(DRIVER, "IS_HOST_DRIVER=false\n"),
+        lambda machine: machine.put(DRIVER, ""),
+        lambda machine: machine.put(DRIVER, "x" * 10000),
+        lambda machine: machine.make_directory(DRIVER),
+        lambda machine: machine.link(DRIVER, "/etc/passwd"),
+        lambda machine: os.mkfifo(machine.tree / DRIVER.lstrip("/")),
+    ],
+    ids=["another", "empty", "large", "directory", "link", "fifo"],
+)
+def test_another_programs_file_is_left_alone(machine: Machine, put: Callable[[Machine], None]) -> None:
+    machine.make_directory(DIRECTORY)
+    put(machine)
+    before = seen(machine)
+    assert outcome(machine) == ("False", "ForeignFile")
+    assert machine.message(KIND).startswith(f"{DRIVER}: another program's file; ")
+    assert seen(machine) == before
+    machine.hand(REQUEST)
+    assert outcome(machine) is None
+    assert seen(machine) == before
+    assert there(machine) == ["driver-ready"]
+
+
+def test_an_unset_setting_removes_them(machine: Machine) -> None:
+    run(machine)
+    machine.hand(REQUEST)
+    assert outcome(machine) is None
+    assert there(machine) == []
+    machine.put(TOOLKIT, "another program's")
+    assert outcome(machine) is None
+    assert there(machine) == ["toolkit-ready"]
+
+
+def test_without_a_gpu_nothing_is_ready(machine: Machine) -> None:
+    run(machine)
+    machine.hand(EMPTY, validation_markers=True)
+    assert outcome(machine) == ("True", "NotApplicable")
+    assert there(machine) == []
+
+
+def test_a_changed_marker_of_ours_is_written_again(machine: Machine) -> None:
+    run(machine)
+    content = machine.read(DRIVER)
+    machine.put(DRIVER, content.splitlines(keepends=True)[0] + b"NVIDIA_DRIVER_ROOT=/elsewhere\n")
+    assert outcome(machine) == ("True", "Set")
+    assert machine.read(DRIVER) == content
+
+
+def test_an_error_costs_no_report(machine: Machine) -> None:
+    machine.put("/run/nvidia", "a file where the directory should be")
+    assert outcome(machine) == ("False", "Failed")
+
+
+def test_a_kill_between_the_writes_leaves_nothing_behind(machine: Machine) -> None:
+    """The next run finishes, or removes what is no longer wanted."""
+
+    def kill(path: str) -> None:
+        if path == TOOLKIT:
+            raise KeyboardInterrupt
+
+    machine.before_write = kill
+    with pytest.raises(KeyboardInterrupt):
+        run(machine)
+    machine.before_write = lambda path: None
+    assert there(machine) == ["driver-ready"]
+    machine.hand(REQUEST)
+    assert outcome(machine) is None
+    assert there(machine) == []
