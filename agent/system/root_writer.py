@@ -1,0 +1,187 @@
+"""Writes files into a root file system of an image, which nobody trusts.
+
+The kernel resolves every path as if that root were `/` (openat2(2), RESOLVE_IN_ROOT): whatever links the image has, no
+path leads out of it. What is in a file's place is replaced, not opened: a link, a FIFO, a device.
+"""
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Callable
+
+from agent.system import opening
+from agent.system.copy import copy_content
+
+SYS_OPENAT2 = 437
+"""The number is the same on all architectures."""
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_IN_ROOT = 0x10
+ATTEMPTS = 100
+"""With `..` in a path or a link, openat2 fails with EAGAIN while anything on the host is renamed or mounted."""
+NEW = ".unbounded-agent-new"
+"""Suffix of the temporary file that replaces a file when it is complete."""
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class _OpenHow(ctypes.Structure):
+    """struct open_how of include/uapi/linux/openat2.h."""
+
+    _fields_ = (("flags", ctypes.c_uint64), ("mode", ctypes.c_uint64), ("resolve", ctypes.c_uint64))
+
+
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.argtypes = (ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(_OpenHow), ctypes.c_size_t)
+_syscall.restype = ctypes.c_long
+
+
+class RootWriter:
+    """Writes below the directory `root`, which must not be a link. Paths are those that a program in the root uses.
+
+    Every method raises OSError, with the path in the root. Only this process may change the root meanwhile.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Replace a file atomically and durably. Missing parent directories are made with mode 0755."""
+        self._replace(path, mode, lambda writing: _write_all(writing, content))
+
+    def copy(self, source: str, path: str, mode: int) -> None:
+        """Replace a file by a copy of a file on the host, which only root may be able to write."""
+        with opening.plain(source) as reading:
+            self._replace(path, mode, lambda writing: copy_content(reading.fileno(), writing, lambda: None))
+
+    def remove(self, path: str) -> None:
+        """Remove a file, or whatever is in its place except a directory, durably. It may be missing."""
+        try:
+            parent = self._open(os.path.dirname(path), os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        with _Closing(parent):
+            try:
+                os.unlink(_name(path), dir_fd=parent)
+            except FileNotFoundError:
+                return
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from error
+            os.fsync(parent)
+
+    def read(self, path: str, limit: int) -> bytes | None:
+        """Return the content of a regular file; None if nothing is there. Raises OSError (EFBIG) above the limit."""
+        try:
+            probe = self._open(path, os.O_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return opening.content(probe, path, limit)[0]
+
+    def is_program(self, path: str) -> bool:
+        """Return whether a file is there that can be executed. Links in the root are followed."""
+        try:
+            probe = self._open(path, os.O_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        with _Closing(probe):
+            mode = os.fstat(probe).st_mode
+        return stat.S_ISREG(mode) and bool(mode & 0o111)
+
+    def _replace(self, path: str, mode: int, fill: Callable[[int], None]) -> None:
+        name = _name(path)
+        temporary = f".{name}{NEW}"
+        with _Closing(self._made_parent(path)) as parent:
+            try:
+                _unlink(temporary, parent)
+                try:
+                    with _Closing(_new_file(temporary, parent)) as writing:
+                        fill(writing)
+                        os.fchmod(writing, mode)
+                        os.fsync(writing)
+                    os.rename(temporary, name, src_dir_fd=parent, dst_dir_fd=parent)
+                except BaseException:
+                    _unlink(temporary, parent)
+                    raise
+                os.fsync(parent)
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, path) from error
+
+    def _made_parent(self, path: str) -> int:
+        """Return a descriptor of a file's directory, which is made with its parents if it is missing."""
+        parts = [part for part in os.path.dirname(path).split("/") if part]
+        descriptor = self._open("/", os.O_RDONLY | os.O_DIRECTORY)
+        for count, part in enumerate(parts, 1):
+            with _Closing(descriptor):
+                here = "/" + "/".join(parts[:count])
+                try:
+                    descriptor = self._open(here, os.O_RDONLY | os.O_DIRECTORY)
+                except FileNotFoundError:
+                    descriptor = _new_directory(part, descriptor, here)
+        return descriptor
+
+    def _open(self, path: str, flags: int) -> int:
+        """Open a path as a program in the root would. Without O_PATH, only directories may be opened."""
+        with _Closing(os.open(self._root, DIRECTORY)) as root:
+            return _openat2(root, path, flags)
+
+
+class _Closing:
+    """Closes a descriptor at the end of a `with` statement."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __enter__(self) -> int:
+        return self._descriptor
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+
+def _openat2(root: int, path: str, flags: int) -> int:
+    # Relative, so that a mistake here could not make an absolute path lead to the host's file.
+    relative = path.lstrip("/") or "."
+    how = _OpenHow(flags | os.O_CLOEXEC, 0, RESOLVE_IN_ROOT | RESOLVE_NO_MAGICLINKS)
+    for _ in range(ATTEMPTS):
+        descriptor = _syscall(SYS_OPENAT2, root, os.fsencode(relative), ctypes.byref(how), ctypes.sizeof(how))
+        if descriptor >= 0:
+            return int(descriptor)
+        if (number := ctypes.get_errno()) not in (errno.EAGAIN, errno.EINTR):
+            raise OSError(number, os.strerror(number), path)
+    raise OSError(errno.EAGAIN, "files on the host are renamed all the time", path)
+
+
+def _new_file(name: str, parent: int) -> int:
+    """Make a file for writing that only its owner may read."""
+    return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=parent)
+
+
+def _new_directory(name: str, parent: int, path: str) -> int:
+    """Make a directory with mode 0755 durably, and return a descriptor."""
+    try:
+        os.mkdir(name, dir_fd=parent)
+    except FileExistsError:
+        raise OSError(errno.ENOTDIR, "a link that leads nowhere is in the place of a directory", path) from None
+    os.fsync(parent)
+    descriptor = os.open(name, DIRECTORY, dir_fd=parent)
+    os.fchmod(descriptor, 0o755)
+    return descriptor
+
+
+def _unlink(name: str, parent: int) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=parent)
+
+
+def _write_all(writing: int, content: bytes) -> None:
+    remaining = memoryview(content)
+    while remaining:
+        remaining = remaining[os.write(writing, remaining) :]
+
+
+def _name(path: str) -> str:
+    """Return a path's last component. Raises ValueError unless it is a file's name."""
+    name = os.path.basename(path)
+    if name in ("", ".", ".."):
+        raise ValueError(f"{path} is not the path of a file")
+    return name

@@ -1,0 +1,190 @@
+"""Files are written into the root file system of a hostile image, and nothing outside of it changes."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from agent.system.root_writer import RootWriter
+
+WRITTEN = "/etc/kubernetes/pki/ca.crt"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An empty root file system; the next directory has files of the host."""
+    for each in ("root", "host/etc/kubernetes/pki"):
+        (tmp_path / each).mkdir(parents=True)
+    (tmp_path / "host/etc/kubernetes/pki/ca.crt").write_text("the host's")
+    (tmp_path / "host/secret").write_text("the host's")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+@pytest.fixture
+def writer(root: Path) -> RootWriter:
+    return RootWriter(str(root))
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(root: Path, host: Path) -> Iterator[None]:
+    """The host's files stay as they are, and no descriptor stays open."""
+    before, descriptors = _content(host), os.listdir("/proc/self/fd")
+    yield
+    assert _content(host) == before
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+def _content(tree: Path) -> dict[str, str]:
+    return {str(each): each.read_text() if each.is_file() else "" for each in sorted(tree.rglob("*"))}
+
+
+def test_a_file_replaces_another_with_its_mode(writer: RootWriter, root: Path) -> None:
+    old = os.umask(0o077)
+    try:
+        writer.write(WRITTEN, b"one")
+        writer.write(WRITTEN, b"two", 0o640)
+    finally:
+        os.umask(old)
+    file = root / WRITTEN.lstrip("/")
+    assert (file.read_bytes(), file.stat().st_mode & 0o777) == (b"two", 0o640)
+    assert [each.stat().st_mode & 0o777 for each in (file.parent, root / "etc")] == [0o755, 0o755]
+    assert os.listdir(file.parent) == ["ca.crt"]
+
+
+def test_a_program_is_copied(writer: RootWriter, root: Path, tmp_path: Path) -> None:
+    (tmp_path / "kubelet").write_bytes(b"program" * 1000)
+    writer.copy(str(tmp_path / "kubelet"), "/usr/local/bin/kubelet", 0o755)
+    assert (root / "usr/local/bin/kubelet").read_bytes() == b"program" * 1000
+    assert writer.is_program("/usr/local/bin/kubelet")
+    assert not writer.is_program("/usr/local/bin")
+    assert not writer.is_program("/usr/local/bin/kubectl")
+
+
+def test_links_are_followed_within_the_root(writer: RootWriter, root: Path) -> None:
+    """As on a merged /usr, where /lib and /bin are links."""
+    (root / "usr/lib").mkdir(parents=True)
+    (root / "lib").symlink_to("/usr/lib")
+    writer.write("/lib/systemd/system/x.service", b"unit")
+    assert (root / "usr/lib/systemd/system/x.service").read_bytes() == b"unit"
+    assert writer.read("/lib/systemd/system/x.service", 4) == b"unit"
+
+
+@pytest.mark.parametrize(
+    "link", ["{host}/etc", "../../../../../../../../../../../../..{host}/etc", "/proc/self/root{host}/etc"]
+)
+@pytest.mark.parametrize("place", ["etc", "etc/kubernetes", "etc/kubernetes/pki"])
+def test_no_link_of_a_directory_leads_out(writer: RootWriter, root: Path, host: Path, place: str, link: str) -> None:
+    directory = root / place
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    directory.symlink_to(link.format(host=host))
+    with pytest.raises(NotADirectoryError, match="a link that leads nowhere") as caught:
+        writer.write(WRITTEN, b"ours")
+    assert caught.value.filename == f"/{place}"
+    assert writer.read(WRITTEN, 100) is None
+    writer.remove(WRITTEN)
+
+
+def test_links_up_lead_to_the_root(writer: RootWriter, root: Path) -> None:
+    (root / "etc").mkdir()
+    (root / "etc/kubernetes").symlink_to("../../../../../../..")
+    writer.write(WRITTEN, b"ours")
+    assert (root / "pki/ca.crt").read_bytes() == b"ours"
+
+
+def fifo(place: Path, host: Path) -> None:
+    os.mkfifo(place)
+
+
+def link_out(place: Path, host: Path) -> None:
+    place.symlink_to(host / "secret")
+
+
+def relative_link_out(place: Path, host: Path) -> None:
+    place.symlink_to(f"../../../../../../../../../../../..{host}/secret")
+
+
+def dangling(place: Path, host: Path) -> None:
+    place.symlink_to(host / "new")
+
+
+def listener(place: Path, host: Path) -> None:
+    # A socket's path has at most 108 bytes.
+    with closing(socket.socket(socket.AF_UNIX)) as server:
+        descriptor = os.open(place.parent, os.O_PATH)
+        server.bind(f"/proc/self/fd/{descriptor}/{place.name}")
+        os.close(descriptor)
+
+
+def hard_link(place: Path, host: Path) -> None:
+    (place.parent / "other").write_text("another of the image's")
+    os.link(place.parent / "other", place)
+
+
+@pytest.mark.parametrize("put", [fifo, link_out, relative_link_out, dangling, listener, hard_link])
+def test_what_is_in_a_files_place_is_replaced(
+    writer: RootWriter, root: Path, host: Path, put: Callable[[Path, Path], None]
+) -> None:
+    """The same holds for the temporary file's place."""
+    file = root / WRITTEN.lstrip("/")
+    file.parent.mkdir(parents=True)
+    put(file, host)
+    if put is not hard_link:
+        put(file.with_name(".ca.crt.unbounded-agent-new"), host)
+    writer.write(WRITTEN, b"ours")
+    assert not file.is_symlink()
+    assert file.read_bytes() == b"ours"
+    if put is hard_link:
+        assert (file.parent / "other").read_text() == "another of the image's"
+
+
+@pytest.mark.parametrize("put", [link_out, relative_link_out, dangling])
+def test_reading_never_leaves_the_root(
+    writer: RootWriter, root: Path, host: Path, put: Callable[[Path, Path], None]
+) -> None:
+    put(root / "file", host)
+    assert writer.read("/file", 100) is None
+    assert not writer.is_program("/file")
+
+
+def test_reading_and_removing(writer: RootWriter, root: Path) -> None:
+    os.mkfifo(root / "fifo")
+    with pytest.raises(OSError, match="not a regular file: '/fifo'"):
+        writer.read("/fifo", 100)
+    writer.write("/file", b"content")
+    with pytest.raises(OSError, match="larger than 6 bytes: '/file'"):
+        writer.read("/file", 6)
+    for _ in range(2):
+        writer.remove("/file")
+        writer.remove("/fifo")
+        writer.remove("/nowhere/file")
+    assert os.listdir(root) == []
+
+
+def test_a_directory_in_a_files_place_is_an_error(writer: RootWriter, root: Path) -> None:
+    (root / "etc/file").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError) as caught:
+        writer.write("/etc/file", b"ours")
+    assert caught.value.filename == "/etc/file"
+    with pytest.raises(IsADirectoryError):
+        writer.remove("/etc/file")
+    assert os.listdir(root / "etc") == ["file"]
+
+
+def test_a_root_that_is_a_link_is_refused(tmp_path: Path, root: Path) -> None:
+    (tmp_path / "link").symlink_to(root)
+    with pytest.raises(NotADirectoryError):
+        RootWriter(str(tmp_path / "link")).write("/file", b"ours")
+
+
+@pytest.mark.parametrize("path", ["/", "/etc/", "/etc/..", "/etc/."])
+def test_only_files_are_written(writer: RootWriter, path: str) -> None:
+    with pytest.raises(ValueError, match="is not the path of a file"):
+        writer.write(path, b"ours")
