@@ -10,7 +10,7 @@ from agent.model.errors import UnsupportedError
 from agent.model.paths import CONFIG_FILE
 from agent.system.dbus import SystemBus
 from agent.system.files import System
-from agent.system.sh_runner import host_runner
+from agent.system.sh_runner import host_runner, tool_runner
 
 READ_ONLY_COMMANDS = ("plan", "status", "doctor")
 AT_START = ("run", "prepare", "load-modules")
@@ -20,7 +20,7 @@ would stay down or get no GPUs."""
 
 def this_host() -> System:
     """Return the host that this process runs on."""
-    return System(host_runner, bus=SystemBus())
+    return System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
 
 
 def load(options: argparse.Namespace, system: System) -> Loaded:

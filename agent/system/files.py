@@ -27,13 +27,19 @@ BUS_LIMIT = 10.0
 class System(Rooted):
     """Files below `root`, programs through `runner`, services through `bus`. Raises OSError as the system calls do."""
 
-    def __init__(self, runner: Runner, root: str = "/", bus: Bus | None = None) -> None:
+    def __init__(
+        self, runner: Runner, root: str = "/", bus: Bus | None = None, tool_runner: Runner | None = None
+    ) -> None:
         super().__init__(root)
-        self._runner, self._bus = runner, bus
+        self._runner, self._bus, self._tool_runner = runner, bus, tool_runner or runner
 
     def run(self, *argv: str, timeout: float = 30.0) -> str:
         """Run a program and return its standard output. Raises CommandError if it fails."""
         return run_checked(self._runner, argv, timeout)
+
+    def run_tool(self, *argv: str, timeout: float) -> str:
+        """Run a program as `run` does. It may write files of any size, and is killed if this process dies."""
+        return run_checked(self._tool_runner, argv, timeout)
 
     def call(
         self, service: str, path: str, method: str, *arguments: object, signature: str = "", timeout: float = BUS_LIMIT

@@ -5,6 +5,7 @@ import os
 import resource
 import select
 import signal
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import BinaryIO
 
@@ -15,23 +16,70 @@ from agent.system.process import ENVIRONMENT, FILE_LIMIT, OUTPUT_LIMIT, Complete
 
 KILL_MARGIN = 3.0
 """Seconds in which a killed program has to exit."""
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+"""Variables that a tool inherits."""
+PR_SET_PDEATHSIG = 1
+"""From linux/prctl.h."""
 
 
 def host_runner(argv: tuple[str, ...], timeout: float) -> Completed:
     """Run a program, as a Runner does. One that SIGKILL does not end is abandoned, and not repeated until it ends."""
     # All threads involved are daemon threads, so none of them keeps this process from exiting.
-    return bounded(" ".join(argv), lambda: _run(argv, timeout), timeout + KILL_MARGIN)
+    return bounded(" ".join(argv), lambda: _run(argv, timeout, ENVIRONMENT, _limit_files), timeout + KILL_MARGIN)
 
 
-def _run(argv: tuple[str, ...], timeout: float) -> Completed:
+def tool_runner(argv: tuple[str, ...], timeout: float) -> Completed:
+    """Run a program that downloads or unpacks files of any size, as a Runner does.
+
+    It inherits the settings of proxies, and is killed if this process dies: it would go on writing.
+    """
+    environment = {**ENVIRONMENT, **{name: os.environ[name] for name in PROXIES if name in os.environ}}
+    return bounded(
+        " ".join(argv), lambda: _run(argv, timeout, environment, _die_with(os.getpid())), timeout + KILL_MARGIN
+    )
+
+
+def _limit_files() -> None:
+    # The output counts towards this unit's memory. Without a limit, the kernel might kill the service.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
+
+
+def _die_with(parent: int) -> Callable[[], None]:
+    """Return a function that, called in a new process, makes the kernel kill it when the thread that made it ends."""
+    # Imported here: few commands run a tool. And before the new process is there: it has no thread that would release
+    # a lock of the importer.
+    import ctypes
+
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def begin() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return begin
+
+
+def _run(
+    argv: tuple[str, ...], timeout: float, environment: Mapping[str, str], prepare: Callable[[], None]
+) -> Completed:
     """Run a program in a new session, without our terminal.
 
     At the time limit, kill it and what it started, except processes with a session or process group of their own.
+    The new process calls `prepare` before it becomes the program.
     """
     with ExitStack() as files:
         # Output goes to memory: pipes would need threads, and stay open while a program's children run.
         stdout, stderr, pid_file = (files.enter_context(_memory(each)) for each in ("stdout", "stderr", "pid"))
-        running = _start(argv, files.enter_context(open(os.devnull, "rb")), stdout, stderr, pid_file)
+        null = files.enter_context(open(os.devnull, "rb"))
+
+        def begin() -> None:
+            prepare()
+            # Python ignores this signal, and programs would inherit that.
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+            os.write(pid_file.fileno(), b"%d" % os.getpid())
+
+        running = _start(argv, (null, stdout, stderr, pid_file), environment, begin)
         in_time = False
         try:
             in_time = _ends_within(running.process.pid, timeout)
@@ -45,24 +93,23 @@ def _run(argv: tuple[str, ...], timeout: float) -> Completed:
 
 
 def _start(
-    argv: tuple[str, ...], null: BinaryIO, stdout: BinaryIO, stderr: BinaryIO, pid_file: BinaryIO
+    argv: tuple[str, ...],
+    files: tuple[BinaryIO, BinaryIO, BinaryIO, BinaryIO],
+    environment: Mapping[str, str],
+    begin: Callable[[], None],
 ) -> sh.RunningCommand:
-    """Start the program, which first writes its process id to `pid_file`. Raises OSError if that fails."""
+    """Start the program, which first calls `begin`. Raises OSError if that fails.
 
-    def begin() -> None:
-        # The output counts towards this unit's memory. Without a limit, the kernel might kill the service.
-        resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT, FILE_LIMIT))
-        # Python ignores this signal, and programs would inherit that.
-        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-        os.write(pid_file.fileno(), b"%d" % os.getpid())
-
+    `files` are its input, output and standard error, and the file to which `begin` writes its process id.
+    """
+    null, stdout, stderr, pid_file = files
     try:
         return sh.Command(argv[0], search_paths=ENVIRONMENT["PATH"].split(":"))(
             *argv[1:],
             _in=null,
             _out=stdout,
             _err=stderr,
-            _env=dict(ENVIRONMENT),
+            _env=dict(environment),
             _cwd="/",
             # By default sh gives programs a terminal, for which some format or page their output.
             _tty_out=False,

@@ -5,8 +5,10 @@ import os
 import pty
 import select
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import pytest
 
 from agent.model.errors import CommandError
 from agent.system.process import ENVIRONMENT, OUTPUT_LIMIT, Runner, TimeLimitError, run_checked
-from agent.system.sh_runner import host_runner
+from agent.system.sh_runner import host_runner, tool_runner
 from agent.system.spawn_runner import MachineRunner
 
 Shell = Callable[..., tuple[int, bytes, bytes]]
@@ -71,6 +73,40 @@ def test_the_environment_of_a_program(runner: Runner, shell: Shell, monkeypatch:
     assert ignored & (1 << signal.SIGPIPE - 1) == 0
 
 
+def test_a_tool_writes_large_files_and_uses_the_proxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image's layer is larger than what other programs may write."""
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example.com:3128")
+    monkeypatch.setenv("LD_PRELOAD", "/nonexistent")
+    place = tmp_path / "layer"
+    script = f"truncate -s 65M {place} && printf x >>{place} && env | grep -v -e PWD= -e SHLVL= -e _="
+    completed = tool_runner(("sh", "-c", script), 20)
+    assert completed.status == 0, completed.stderr
+    assert set(completed.stdout.decode().splitlines()) == {
+        "HTTPS_PROXY=http://proxy.example.com:3128",
+        *(f"{key}={value}" for key, value in ENVIRONMENT.items()),
+    }
+    assert place.stat().st_size == (65 << 20) + 1
+    assert host_runner(("sh", "-c", f"printf y >>{place}"), 20).status != 0
+
+
+def test_a_tool_dies_with_the_agent(tmp_path: Path) -> None:
+    """Otherwise it would still write while the next attempt removes what it wrote."""
+    pid_file = tmp_path / "pid"
+    script = f"echo $$ >{pid_file}; exec sleep 60"
+    code = f"from agent.system.sh_runner import tool_runner; tool_runner(('sh', '-c', '{script}'), 60)"
+    agent = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        while not pid_file.exists() or not pid_file.read_text():
+            assert agent.poll() is None
+            time.sleep(0.01)
+        ended = os.pidfd_open(int(pid_file.read_text()))
+    finally:
+        agent.kill()
+        agent.wait()
+    assert select.select([ended], [], [], 20)[0]
+    os.close(ended)
+
+
 @pytest.mark.parametrize("program", ["nonexistent-program", "/nonexistent/program"])
 def test_a_missing_program(runner: Runner, program: str) -> None:
     before = os.listdir("/proc/self/fd")
@@ -101,7 +137,7 @@ def test_the_time_limit_kills_everything_that_was_started(shell: Shell, tmp_path
 
 AT_A_TERMINAL = """
 import sys
-from agent.system.sh_runner import host_runner
+from agent.system.sh_runner import host_runner, tool_runner
 from agent.system.spawn_runner import MachineRunner
 runner = {"host": host_runner, "machine": MachineRunner()}[sys.argv[1]]
 open("/dev/tty").close()
