@@ -1,0 +1,131 @@
+"""Kubernetes' programs, from a mirror or an offline bundle. Only the configured digest says which file is right.
+
+A cache has verified files under their digests, so a node that is made again needs no network for them.
+"""
+
+import hashlib
+import http.client
+import os
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO
+
+from agent.config.node import BinariesSettings
+from agent.model.errors import ApplyError
+from agent.model.node import NodeBinary
+from agent.system import opening
+from agent.system.files import System, remains
+
+DIRECTORY = "/usr/local/bin"
+"""In the machine."""
+CHUNK = 1 << 20
+SILENCE_LIMIT = 30.0
+"""Seconds without any byte."""
+FETCH_LIMIT = 1800.0
+SIZE_LIMIT = 1 << 30
+"""Bytes; the kubelet of 2026 has 60 million. A mirror must not fill the disk before the digest is known."""
+
+
+def wanted_binaries(settings: BinariesSettings | None, architecture: str) -> tuple[NodeBinary, ...]:
+    """Return the programs that are put into a root file system, for Go's name of an architecture."""
+    if settings is None:
+        return ()
+    release = f"{settings.mirror.rstrip('/')}/release/v{settings.version}/bin/linux/{architecture}"
+    return tuple(
+        NodeBinary(name, f"{settings.bundle or release}/{name}", digest, f"{DIRECTORY}/{name}")
+        for name, digest in sorted(settings.sha256.items())
+    )
+
+
+def fetch(binary: NodeBinary, directory: str, system: System) -> str:
+    """Return the path of a file in the cache `directory` that has the program's digest. Raises ApplyError, OSError."""
+    path = f"{directory}/{binary.sha256}"
+    if _digest_of(path, system) == binary.sha256:
+        return path
+    system.make_directory(directory)
+    # What a killed attempt left, or a file that was damaged.
+    system.remove_remains(path)
+    system.remove_tree(path)
+    temporary = remains(path)
+    try:
+        with opening.new_file(system.place(temporary)) as file:
+            digest = _download(binary, file) if "://" in binary.source else _take(binary, file, system)
+            file.flush()
+            os.fsync(file.fileno())
+        if digest != binary.sha256:
+            raise ApplyError(
+                f"{binary.source}: its SHA-256 digest is {digest}, not {binary.sha256} (sha256.{binary.name})",
+                "check version and sha256 against a source that you trust; if they are right, do not use this file",
+            )
+        system.rename(temporary, path)
+    finally:
+        system.remove_remains(path)
+    return path
+
+
+def _digest_of(path: str, system: System) -> str:
+    try:
+        with opening.plain(system.place(path)) as file:
+            return _copied(path, _chunks(file), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+
+
+def _take(binary: NodeBinary, file: BinaryIO, system: System) -> str:
+    try:
+        source = opening.plain(system.place(binary.source))
+    except OSError as error:
+        raise ApplyError(
+            f"{binary.source}: {error.strerror}", "put the file there, or change binaries.bundle"
+        ) from error
+    with source:
+        return _copied(binary.source, _chunks(source), file)
+
+
+def _download(binary: NodeBinary, file: BinaryIO) -> str:
+    """Write what the URL has to a file, and return its digest. Uses the proxy in the environment, if there is one."""
+    try:
+        with urllib.request.urlopen(binary.source, timeout=SILENCE_LIMIT) as answer:
+            digest = _copied(binary.source, _chunks(answer), file)
+            if answer.length:
+                raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
+            return digest
+    except urllib.error.HTTPError as error:
+        error.close()
+        raise ApplyError(
+            f"{binary.source}: {error.code} {error.reason}", "check binaries.version and binaries.mirror"
+        ) from error
+    except urllib.error.URLError as error:
+        raise _unreachable(binary, str(error.reason)) from error
+    except (http.client.HTTPException, TimeoutError, ConnectionError) as error:
+        raise _unreachable(binary, str(error) or type(error).__name__) from error
+
+
+def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
+    return ApplyError(f"{binary.source}: {why}", "check the network to the mirror, or set binaries.mirror or .bundle")
+
+
+def _chunks(source: BinaryIO | http.client.HTTPResponse) -> Iterator[bytes]:
+    while chunk := source.read(CHUNK):
+        yield chunk
+
+
+def _copied(what: str, chunks: Iterable[bytes], file: BinaryIO | None) -> str:
+    """Write the chunks to a file, and return the SHA-256 digest of all of them. Raises ApplyError for too many."""
+    digest, size, deadline = hashlib.sha256(), 0, time.monotonic() + FETCH_LIMIT
+    for chunk in chunks:
+        size += len(chunk)
+        if size > SIZE_LIMIT:
+            raise ApplyError(
+                f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check binaries.mirror and binaries.bundle"
+            )
+        if time.monotonic() > deadline:
+            raise ApplyError(
+                f"{what}: not complete after {FETCH_LIMIT / 60:.0f} minutes", "use binaries.bundle, or a mirror nearby"
+            )
+        digest.update(chunk)
+        if file:
+            file.write(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,116 @@
+"""Kubernetes' programs: from a mirror, a bundle and the cache, and never one with another digest."""
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from agent.config.node import BinariesSettings
+from agent.host.provision.binaries import fetch, wanted_binaries
+from agent.model.errors import ApplyError
+from agent.model.node import NodeBinary
+from tests.fakes.host import Host
+
+PROGRAM = b"\x7fELF kubelet" * 200_000
+DIGEST = hashlib.sha256(PROGRAM).hexdigest()
+CACHE = "/var/lib/unbounded-agent/binaries"
+
+
+class Mirror(BaseHTTPRequestHandler):
+    """Serves the program, also by a redirect, as dl.k8s.io does; and in part only."""
+
+    asked: list[str]
+
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        name = self.path.rpartition("/")[2]
+        if name == "moved":
+            self.send_response(302)
+            self.send_header("Location", "/kubelet")
+            self.end_headers()
+        elif name in ("kubelet", "cut"):
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(PROGRAM)))
+            self.end_headers()
+            self.wfile.write(PROGRAM if name == "kubelet" else PROGRAM[:1000])
+        else:
+            self.send_error(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def mirror() -> Iterator[str]:
+    Mirror.asked = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def program(source: str, digest: str = DIGEST) -> NodeBinary:
+    return NodeBinary("kubelet", source, digest, "/usr/local/bin/kubelet")
+
+
+def test_where_programs_come_from() -> None:
+    settings = BinariesSettings(version="1.36.3", sha256={"kubelet": DIGEST, "kubectl": "0" * 64})
+    kubectl, kubelet = wanted_binaries(settings, "arm64")
+    assert kubelet == program("https://dl.k8s.io/release/v1.36.3/bin/linux/arm64/kubelet")
+    assert (kubectl.name, kubectl.path, kubectl.sha256) == ("kubectl", "/usr/local/bin/kubectl", "0" * 64)
+    bundle = settings.model_copy(update={"bundle": "/media/usb"})
+    assert wanted_binaries(bundle, "arm64")[1].source == "/media/usb/kubelet"
+    assert wanted_binaries(None, "amd64") == ()
+
+
+@pytest.mark.parametrize("name", ["kubelet", "moved"])
+def test_a_program_is_fetched_once(host: Host, mirror: str, name: str) -> None:
+    path = fetch(program(f"{mirror}/{name}"), CACHE, host)
+    assert host.read(path) == PROGRAM
+    before = len(Mirror.asked)
+    assert fetch(program(f"{mirror}/{name}"), CACHE, host) == path
+    assert len(Mirror.asked) == before
+    assert host.entries(CACHE) == (DIGEST,)
+
+
+def test_a_damaged_cache_is_filled_again(host: Host, mirror: str) -> None:
+    """Also what a killed attempt left, and whatever else is in the file's place."""
+    host.file(f"{CACHE}/{DIGEST}", "damaged")
+    host.file(f"{CACHE}/.{DIGEST}.unbounded-agent-new", "a part")
+    assert host.read(fetch(program(f"{mirror}/kubelet"), CACHE, host)) == PROGRAM
+    assert host.entries(CACHE) == (DIGEST,)
+
+
+def test_a_program_from_a_bundle(host: Host) -> None:
+    host.file("/media/usb/kubelet", PROGRAM)
+    assert host.read(fetch(program("/media/usb/kubelet"), CACHE, host)) == PROGRAM
+
+
+@pytest.mark.parametrize(
+    ("name", "message", "hint"),
+    [
+        ("nothing", "404 Not Found", "binaries.version"),
+        ("cut", "the connection broke [0-9]+ bytes before the end", "network"),
+    ],
+)
+def test_what_goes_wrong_with_a_mirror(host: Host, mirror: str, name: str, message: str, hint: str) -> None:
+    with pytest.raises(ApplyError, match=message) as caught:
+        fetch(program(f"{mirror}/{name}"), CACHE, host)
+    assert f"{mirror}/{name}" in caught.value.message
+    assert hint in caught.value.hint
+    assert host.entries(CACHE) == ()
+
+
+def test_another_digest(host: Host, mirror: str) -> None:
+    with pytest.raises(ApplyError, match=f"digest is {DIGEST}, not {'0' * 64} .sha256.kubelet."):
+        fetch(program(f"{mirror}/kubelet", "0" * 64), CACHE, host)
+    assert host.entries(CACHE) == ()
+
+
+def test_what_cannot_be_reached(host: Host) -> None:
+    with pytest.raises(ApplyError, match=r"http://127.0.0.1:9/kubelet: .*refused.*network to the mirror"):
+        fetch(program("http://127.0.0.1:9/kubelet"), CACHE, host)
+    with pytest.raises(ApplyError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
+        fetch(program("/media/usb/kubelet"), CACHE, host)
