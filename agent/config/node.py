@@ -52,9 +52,11 @@ class ImageSettings(NodeModel):
     credentials: SecretFile | Literal[""] = ""
     """Where the registry's user names and passwords are, in the format of containers-auth.json(5)."""
     ca_directory: AbsolutePath | Literal[""] = ""
-    """A directory with the registry's CA certificates, as in containers-certs.d(5)."""
+    """A directory with the registry's CA certificates, in files `*.crt`. It may also have a client's certificate in
+    `*.cert` with its key in `*.key` (containers-certs.d(5))."""
     mirror: Repository | Literal[""] = ""
-    """A repository to pull from instead. The image must have the same digest there."""
+    """A repository to pull from instead. The image must have the same digest there. The digest comes from `name` or, if
+    that has none, from the registry itself."""
     signature_policy: AbsolutePath | Literal[""] = ""
     """A signature policy, containers-policy.json(5). Without it the host's /etc/containers/policy.json applies, and if
     that is missing too, the digest alone is verified."""

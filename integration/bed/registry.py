@@ -76,13 +76,24 @@ class Registry(Lifetime):
         """Push an image of buildah's storage, and return the digest of its manifest."""
         digest = self.directory / "digest"
         options = [f"--digestfile={digest}"]
-        options.append(f"--cert-dir={self._client_directory()}" if self._tls else "--tls-verify=false")
+        options.append(f"--cert-dir={self.client_directory()}" if self._tls else "--tls-verify=false")
         if self._login:
             options.append(f"--creds={USER}:{PASSWORD}")
         buildah("push", "--quiet", *options, image, f"docker://{self.name(repository, tag)}")
         return digest.read_text()
 
-    def _client_directory(self) -> Path:
+    def copy(self, source: str, repository: str, tag: str = "latest") -> str:
+        """Copy an image of any transport, with all its architectures, and return its digest."""
+        digest = self.directory / "digest"
+        options = ["--all", "--quiet", f"--digestfile={digest}"]
+        options.append(f"--dest-cert-dir={self.client_directory()}" if self._tls else "--dest-tls-verify=false")
+        if self._login:
+            options.append(f"--dest-creds={USER}:{PASSWORD}")
+        name = f"docker://{self.name(repository, tag)}"
+        run(["skopeo", "--insecure-policy", "copy", *options, source, name])
+        return digest.read_text()
+
+    def client_directory(self) -> Path:
         """Return a directory for `--cert-dir`: every file in it that ends in .crt is a CA."""
         directory = self.directory / "client"
         directory.mkdir(exist_ok=True)

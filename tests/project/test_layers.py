@@ -65,6 +65,8 @@ ALLOWED_NAMES = {
     ("config/devices.py", "/dev/nvidia*"),
     ("config/mounts.py", "/etc/nvidia-container-runtime"),
     ("model/device.py", "nvidia-fs"),
+    # The name of an image that containerfiles/ builds.
+    ("host/provision/image.py", "agent-ubuntu2404-nvidia"),
     # A key of the configuration, and names of variables that it may not set.
     ("config/pod_environment.py", "nvidia"),
     ("config/pod_environment.py", "(NVIDIA|NVCT)_.*"),

@@ -1,0 +1,172 @@
+"""The image of a node's root file system: which one it is, and what its source has."""
+
+import hashlib
+import re
+from typing import Any
+
+from agent.config.node import ImageSettings
+from agent.host.provision.image_errors import explained
+from agent.host.provision.secrets import secret_file
+from agent.model.errors import CommandError, ConfigError, ObservationError, UnsupportedError
+from agent.model.json_document import as_object, get, objects, parse_object
+from agent.model.node import NodeImage
+from agent.system.files import System
+
+PLAIN, NVIDIA = "agent-ubuntu2404", "agent-ubuntu2404-nvidia"
+"""The images in a repository; the second one has the NVIDIA Container Toolkit."""
+REGISTRY = "docker://"
+ARCHIVE = "docker-archive:"
+LAYOUT = re.compile(r"oci:(?P<directory>/.*?)(:[^/:]*)?")
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Go's names by the kernel's."""
+SAFE_UMOCI = (0, 4, 7)
+"""In earlier versions, an image can make umoci write anywhere on the host (CVE-2021-29136)."""
+ASK_LIMIT = 60.0
+"""Seconds for a registry to answer."""
+MANIFEST_LIMIT = 4 << 20
+"""Bytes of a manifest; registries accept no larger ones."""
+UNPACKED = 3
+"""Bytes on disk for each compressed byte of a layer. Ubuntu's and CUDA's images have 2.3 to 2.9."""
+
+
+def choose_image(settings: ImageSettings, nvidia: bool) -> str:
+    """Return the configured name of the image for a machine with or without an NVIDIA GPU. It need not be pinned."""
+    return settings.name or f"{settings.repository}/{NVIDIA if nvidia else PLAIN}:{settings.tag}"
+
+
+def go_architecture(system: System) -> str:
+    """Return Go's name of this host's architecture. Raises UnsupportedError."""
+    if name := ARCHITECTURES.get(system.architecture()):
+        return name
+    raise UnsupportedError(f"architecture {system.architecture()} is not supported", "use a host with amd64 or arm64")
+
+
+def inspect(settings: ImageSettings, name: str, system: System) -> NodeImage:
+    """Ask an image's source for its digest, architecture and size. Raises AgentError, also for another architecture.
+
+    With a mirror, the image's own registry says what its tag means, unless the name has a digest. Writes nothing.
+    """
+    architecture = go_architecture(system)
+    _check_umoci(system)
+    source = access(settings, name, "", system)
+    if name.startswith(REGISTRY):
+        place, pin = _split(name)
+        if not pin:
+            pin = _digest(_raw(source, name, system))
+        digest, manifest = _pinned(source, f"{_mirrored(place, settings)}@{pin}", system)
+        if "manifests" in manifest:
+            pin = _instance(name, manifest, architecture)
+            digest, manifest = _pinned(source, f"{_mirrored(place, settings)}@{pin}", system)
+        pinned = f"{_mirrored(place, settings)}@{digest}"
+    else:
+        raw, pinned = _raw(source, name, system), name
+        digest, manifest = _digest(raw), parse_object(name, raw)
+        if "manifests" in manifest:
+            digest = _instance(name, manifest, architecture)
+            manifest = parse_object(name, _blob(name, digest, system))
+    found = get(name, parse_object(name, _ask(source, pinned, system, "--config")), "architecture", str)
+    if found != architecture:
+        raise ObservationError(
+            f"{name} is for {found!a}, and this host is {architecture}", "use an image for this host's architecture"
+        )
+    return NodeImage(pinned, digest, found, _size(name, manifest))
+
+
+def access(settings: ImageSettings, name: str, prefix: str, system: System) -> tuple[str, ...]:
+    """Return skopeo's options for the source. `prefix` is that of the options, such as "src-". Raises ConfigError."""
+    for key, path, found in (
+        ("signature_policy", settings.signature_policy, system.is_file(settings.signature_policy)),
+        ("ca_directory", settings.ca_directory, system.is_directory(settings.ca_directory)),
+    ):
+        if path and not found:
+            raise ConfigError(f"image.{key}: {path} does not exist", "put it there, or leave the key out")
+    if not name.startswith(REGISTRY):
+        return ()
+    login = (f"--{prefix}authfile", secret_file(settings.credentials, system)) if settings.credentials else ()
+    own_ca = (f"--{prefix}cert-dir", settings.ca_directory) if settings.ca_directory else ()
+    return (*(login or (f"--{prefix}no-creds",)), *own_ca)
+
+
+def _check_umoci(system: System) -> None:
+    printed = system.run("umoci", "--version")
+    found = re.search(r"([0-9]+)\.([0-9]+)\.([0-9]+)", printed)
+    if not found or tuple(int(each) for each in found.groups()) < SAFE_UMOCI:
+        version = found[0] if found else f"of unknown version ({printed.strip()[:100]!a})"
+        raise UnsupportedError(
+            f"umoci {version} lets an image write anywhere on the host (CVE-2021-29136)", "install umoci 0.4.7 or later"
+        )
+
+
+def _ask(source: tuple[str, ...], name: str, system: System, what: str) -> bytes:
+    # A tool: for a compressed archive, skopeo writes a temporary file.
+    try:
+        printed = system.run_tool("skopeo", "inspect", what, *source, name, timeout=ASK_LIMIT)
+    except CommandError as error:
+        raise explained(error, name) from error
+    return printed.encode(errors="surrogateescape")
+
+
+def _raw(source: tuple[str, ...], name: str, system: System) -> bytes:
+    return _ask(source, name, system, "--raw")
+
+
+def _pinned(source: tuple[str, ...], name: str, system: System) -> tuple[str, dict[str, Any]]:
+    """Return digest and manifest of an image whose name has a digest."""
+    raw, digest = _raw(source, name, system), name.rpartition("@")[2]
+    if _digest(raw) != digest:
+        raise ObservationError(f"{name}: the registry sent an image with digest {_digest(raw)}", "use another registry")
+    return digest, parse_object(name, raw)
+
+
+def _digest(raw: bytes) -> str:
+    return f"sha256:{hashlib.sha256(raw).hexdigest()}"
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Return the image's name without tag and digest, and the digest or an empty string."""
+    place, _, digest = name.partition("@")
+    directory, slash, last = place.rpartition("/")
+    return f"{directory}{slash}{last.partition(':')[0]}", digest
+
+
+def _mirrored(place: str, settings: ImageSettings) -> str:
+    return f"{settings.mirror}/{place.rpartition('/')[2]}" if settings.mirror else place
+
+
+def _instance(name: str, index: dict[str, Any], architecture: str) -> str:
+    """Return the digest of the image for an architecture in an index of several."""
+
+    def entry(where: str, document: dict[str, Any]) -> tuple[object, object, str]:
+        platform = as_object(f"{where}: platform", document.get("platform", {}))
+        return platform.get("os"), platform.get("architecture"), get(where, document, "digest", str)
+
+    found = objects(name, index, "manifests", entry)
+    digest = next((digest for *platform, digest in found if platform == ["linux", architecture]), "")
+    if not re.fullmatch(r"sha256:[0-9a-f]{64}", digest):
+        others = ", ".join(sorted({f"{system}/{kind}" for system, kind, _ in found if kind and kind != "unknown"}))
+        raise ObservationError(
+            f"{name} is not there for linux/{architecture}, but for {others[:200]!a}",
+            "use an image for this host's architecture",
+        )
+    return digest
+
+
+def _blob(name: str, digest: str, system: System) -> bytes:
+    """Return a manifest in an OCI layout, which skopeo prints only for one without others."""
+    found = LAYOUT.fullmatch(name)
+    assert found, "only layouts and registries have indices"
+    path = f"{found['directory']}/blobs/{digest.replace(':', '/')}"
+    try:
+        content = system.read(path, MANIFEST_LIMIT)
+    except OSError as error:
+        raise ObservationError(f"{name}: {path}: {error.strerror}", "copy the image there again") from error
+    if _digest(content) != digest:
+        raise ObservationError(f"{name}: {path} is damaged", "copy the image there again")
+    return content
+
+
+def _size(name: str, manifest: dict[str, Any]) -> int:
+    sizes = objects(name, manifest, "layers", lambda where, layer: get(where, layer, "size", int))
+    total = sum(max(each, 0) for each in sizes)
+    # Layers in an archive are not compressed.
+    return total // UNPACKED if name.startswith(ARCHIVE) else total

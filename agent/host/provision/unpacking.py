@@ -1,0 +1,147 @@
+"""Makes a root file system from an image: skopeo pulls it, umoci unpacks it.
+
+Both work in `<root>.partial`. Whatever interrupts them leaves only that directory, which the next attempt removes; the
+root file system gets its name by a rename when it is complete and on disk.
+"""
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+from agent.config.node import ImageSettings
+from agent.host.apply.driver_roots import clear
+from agent.host.provision.image import UNPACKED, access
+from agent.host.provision.image_errors import explained
+from agent.model.errors import AgentError, ApplyError, CommandError
+from agent.model.node import NodeImage
+from agent.system.files import System
+from agent.system.root_writer import RootWriter
+
+POLICY = "/etc/containers/policy.json"
+INIT = ("/usr/lib/systemd/systemd", "/lib/systemd/systemd", "/sbin/init")
+"""What systemd-nspawn starts as the machine's init."""
+PULL_LIMIT = 3600.0
+UNPACK_LIMIT = 1800.0
+SYNC_LIMIT = 1800.0
+REMOVE_LIMIT = 300.0
+RETRIES = "3"
+"""How often skopeo repeats what failed because of the network, after 1, 2 and 4 seconds."""
+MARGIN = 256 << 20
+"""Bytes that must stay free."""
+TICK = 1.0
+"""Seconds between two messages on progress."""
+
+Progress = Callable[[str], None]
+"""Takes a sentence for the user."""
+
+
+def unpack(
+    settings: ImageSettings, image: NodeImage, root: str, system: System, progress: Progress = lambda _: None
+) -> None:
+    """Make the directory `root` from an image that `inspect` has found. Raises AgentError, OSError.
+
+    It must not exist, and can be complete only if it does.
+    """
+    partial = f"{root}.partial"
+    if system.exists(root):
+        raise ApplyError(f"{root} exists already", "remove it, or use another name")
+    _make_private(os.path.dirname(root), system)
+    clear((partial,), system, REMOVE_LIMIT)
+    _make_private(partial, system)
+    try:
+        _check_space(image, partial, system)
+        with _watched(f"{partial}/image", image.size, system, progress):
+            _pull(settings, image, partial, system)
+        progress(f"unpacking {image.name}")
+        _unpack(image, partial, system)
+        system.run_tool("sync", "--file-system", system.place(partial), timeout=SYNC_LIMIT)
+        system.rename(f"{partial}/root", root)
+    finally:
+        # What an image of gigabytes has filled is needed for the next attempt, or for the node.
+        with contextlib.suppress(AgentError):
+            clear((partial,), system, REMOVE_LIMIT)
+
+
+def _make_private(directory: str, system: System) -> None:
+    """Make a directory that other users may not enter: programs in it may be setuid, with whatever faults they have."""
+    if not system.is_directory(directory):
+        system.make_directory(directory)
+        os.chmod(system.place(directory), 0o700)
+
+
+def _check_space(image: NodeImage, partial: str, system: System) -> None:
+    needed, free = image.size * (1 + UNPACKED) + MARGIN, system.free_bytes(partial)
+    if free < needed:
+        raise ApplyError(
+            f"{os.path.dirname(partial)}: {image.name} needs {needed >> 20} MiB, but only {free >> 20} MiB are free",
+            "free up space on that file system",
+        )
+
+
+def _pull(settings: ImageSettings, image: NodeImage, partial: str, system: System) -> None:
+    policy = settings.signature_policy or (POLICY if system.is_file(POLICY) else "")
+    # Layers with zstd are compressed by gzip, because umoci 0.4 does not know it; others stay as they are.
+    compression = ("--dest-compress-format", "gzip", "--dest-compress-level", "1")
+    place = system.place(partial)
+    try:
+        system.run_tool(
+            "skopeo",
+            *(("--policy", policy) if policy else ("--insecure-policy",)),
+            *("--tmpdir", place),
+            *("copy", "--quiet", "--retry-times", RETRIES, *access(settings, image.name, "src-", system), *compression),
+            *(image.name, f"oci:{place}/image:node"),
+            timeout=PULL_LIMIT,
+        )
+    except CommandError as error:
+        raise explained(error, image.name) from error
+
+
+def _unpack(image: NodeImage, partial: str, system: System) -> None:
+    place = system.place(partial)
+    try:
+        # Not `umoci unpack`, which reads all files again for digests that nobody needs.
+        system.run_tool(
+            "umoci", "raw", "unpack", "--image", f"{place}/image:node", f"{place}/root", timeout=UNPACK_LIMIT
+        )
+    except CommandError as error:
+        raise explained(error, image.name) from error
+    writer = RootWriter(f"{place}/root")
+    if not any(writer.is_program(path) for path in INIT):
+        raise ApplyError(
+            f"{image.name} has no init ({', '.join(INIT)}): it cannot boot as a machine",
+            "use an image that containerfiles/ builds, or one with systemd",
+        )
+
+
+@contextlib.contextmanager
+def _watched(layout: str, size: int, system: System, progress: Progress) -> Iterator[None]:
+    """Tell how many bytes of a layout are there already, until the body ends."""
+    done = threading.Event()
+
+    def watch() -> None:
+        last = 0
+        while not done.wait(TICK):
+            if (now := _bytes(layout, system) >> 20) != last:
+                progress(f"pulled {now} of {size >> 20} MiB")
+                last = now
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _bytes(layout: str, system: System) -> int:
+    """Return the size of the files in an OCI layout, also of those that skopeo is writing."""
+    total = 0
+    for directory in (layout, f"{layout}/blobs/sha256"):
+        with contextlib.suppress(OSError):
+            for name in system.entries(directory):
+                # A temporary file gets its final name at any moment.
+                with contextlib.suppress(OSError):
+                    total += system.identity(f"{directory}/{name}").size
+    return total

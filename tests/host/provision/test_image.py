@@ -1,0 +1,274 @@
+"""Which image a root file system is made from, what skopeo and umoci are asked, and how failures are explained."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.config.node import ImageSettings
+from agent.host.provision.image import choose_image, inspect
+from agent.host.provision.image_errors import explained
+from agent.host.provision.unpacking import unpack
+from agent.model.errors import AgentError, ApplyError, ConfigError, ExitCodeError, ObservationError, UnsupportedError
+from agent.model.node import NodeImage
+from agent.system.files import System
+from agent.system.process import Completed
+from tests.fakes.host import Host
+
+NODES = ImageSettings(repository="docker://registry.example.com/nodes", tag="1.2")
+NAME = "docker://registry.example.com/nodes/agent:1.2"
+PLACE = "docker://registry.example.com/nodes/agent"
+MANIFEST = json.dumps({"layers": [{"size": 100}, {"size": 20}]})
+ANONYMOUS = ("--no-creds",)
+
+
+def digest(text: str) -> str:
+    return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+PINNED = f"{PLACE}@{digest(MANIFEST)}"
+
+
+@pytest.fixture
+def source(host: Host) -> Host:
+    """A host with umoci, and a registry with the image."""
+    host.command("umoci", "--version", stdout="umoci version 0.4.7+ds-3+b7\n")
+    answer(host, NAME, MANIFEST)
+    answer(host, PINNED, MANIFEST)
+    return host
+
+
+def answer(host: Host, name: str, manifest: str, *options: str, architecture: str = "amd64") -> None:
+    options = options or ANONYMOUS
+    host.command("skopeo", "inspect", "--raw", *options, name, stdout=manifest)
+    host.command("skopeo", "inspect", "--config", *options, name, stdout=json.dumps({"architecture": architecture}))
+
+
+def test_the_image_of_a_machine() -> None:
+    assert choose_image(NODES, nvidia=False) == "docker://registry.example.com/nodes/agent-ubuntu2404:1.2"
+    assert choose_image(NODES, nvidia=True) == "docker://registry.example.com/nodes/agent-ubuntu2404-nvidia:1.2"
+    named = NODES.model_copy(update={"name": "oci:/srv/image:1"})
+    assert choose_image(named, nvidia=True) == "oci:/srv/image:1"
+
+
+def test_an_image_is_pinned(source: Host) -> None:
+    assert inspect(NODES, NAME, source) == NodeImage(PINNED, digest(MANIFEST), "amd64", 120)
+
+
+def test_a_pinned_image_with_a_tag(source: Host) -> None:
+    """skopeo accepts no name with both. What the tag means is not asked."""
+    found = inspect(NODES, f"{NAME}@{digest(MANIFEST)}", source)
+    assert found.name == PINNED
+    assert not [call for call in source.runner.calls if NAME in call]
+
+
+def test_a_port_is_no_tag(source: Host) -> None:
+    answer(source, "docker://localhost:5000/agent", MANIFEST)
+    answer(source, f"docker://localhost:5000/agent@{digest(MANIFEST)}", MANIFEST)
+    assert inspect(NODES, "docker://localhost:5000/agent", source).name.startswith("docker://localhost:5000/agent@")
+
+
+def test_a_registry_that_sends_another_image(source: Host) -> None:
+    pinned = f"{PLACE}@sha256:{'0' * 64}"
+    answer(source, pinned, MANIFEST)
+    with pytest.raises(ObservationError, match=f"sent an image with digest {digest(MANIFEST)}"):
+        inspect(NODES, pinned, source)
+
+
+def test_the_hosts_architecture_of_an_index(source: Host) -> None:
+    entries = [
+        {"digest": digest("x"), "platform": {"os": "unknown", "architecture": "unknown"}},
+        {"digest": digest("y"), "platform": {"os": "linux", "architecture": "arm64", "variant": "v8"}},
+        {"digest": digest(MANIFEST), "platform": {"os": "linux", "architecture": "amd64"}},
+    ]
+    index = json.dumps({"manifests": entries})
+    answer(source, NAME, index)
+    answer(source, f"{PLACE}@{digest(index)}", index)
+    assert inspect(NODES, NAME, source) == NodeImage(PINNED, digest(MANIFEST), "amd64", 120)
+    arm = json.dumps({"manifests": entries[:2]})
+    answer(source, NAME, arm)
+    answer(source, f"{PLACE}@{digest(arm)}", arm)
+    with pytest.raises(ObservationError, match="not there for linux/amd64, but for 'linux/arm64'"):
+        inspect(NODES, NAME, source)
+
+
+def test_an_image_of_another_architecture(source: Host) -> None:
+    answer(source, PINNED, MANIFEST, architecture="arm64")
+    with pytest.raises(ObservationError, match="is for 'arm64', and this host is amd64"):
+        inspect(NODES, NAME, source)
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        "no JSON", "[]", "{}", '{"layers": {}}', '{"layers": [{"size": "1"}]}', '{"manifests": [{"digest": 1}]}',
+        '{"manifests": [{"digest": "sha256:../..", "platform": {"os": "linux", "architecture": "amd64"}}]}',
+    ],
+)  # fmt: skip
+def test_a_strange_manifest_is_an_error(source: Host, manifest: str) -> None:
+    answer(source, NAME, manifest)
+    answer(source, f"{PLACE}@{digest(manifest)}", manifest)
+    with pytest.raises(AgentError, match=r"registry\.example\.com"):
+        inspect(NODES, NAME, source)
+
+
+def test_a_mirror_is_asked_for_the_registrys_digest(source: Host) -> None:
+    mirrored = f"docker://mirror.example.com/copies/agent@{digest(MANIFEST)}"
+    answer(source, mirrored, MANIFEST)
+    settings = NODES.model_copy(update={"mirror": "docker://mirror.example.com/copies"})
+    assert inspect(settings, NAME, source).name == mirrored
+
+
+def test_login_and_own_ca(source: Host) -> None:
+    """The login is a file that only root can read."""
+    source.file("/etc/unbounded-agent/auth.json", '{"auths": {}}')
+    source.owners["/etc/unbounded-agent/auth.json"] = (0o600, 0)
+    source.make_directory("/etc/ca")
+    settings = NODES.model_copy(update={"credentials": "/etc/unbounded-agent/auth.json", "ca_directory": "/etc/ca"})
+    options = ("--authfile", "/etc/unbounded-agent/auth.json", "--cert-dir", "/etc/ca")
+    answer(source, NAME, MANIFEST, *options)
+    answer(source, PINNED, MANIFEST, *options)
+    assert inspect(settings, NAME, source).name == PINNED
+    source.owners["/etc/unbounded-agent/auth.json"] = (0o644, 0)
+    with pytest.raises(ConfigError, match="chmod 0600"):
+        inspect(settings, NAME, source)
+
+
+def test_a_missing_policy_is_never_ignored(source: Host) -> None:
+    settings = NODES.model_copy(update={"signature_policy": "/etc/policy.json"})
+    with pytest.raises(ConfigError, match=r"image.signature_policy: /etc/policy.json does not exist"):
+        inspect(settings, NAME, source)
+
+
+@pytest.mark.parametrize("version", ["0.4.6", "0.3.9+ds", "unknown"])
+def test_an_umoci_that_writes_anywhere_is_refused(source: Host, version: str) -> None:
+    source.command("umoci", "--version", stdout=f"umoci version {version}\n")
+    with pytest.raises(UnsupportedError, match=r"lets an image write anywhere .*install umoci 0.4.7 or later"):
+        inspect(NODES, NAME, source)
+
+
+def test_an_architecture_without_images(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="architecture riscv64"):
+        inspect(NODES, NAME, Host(tmp_path, "riscv64"))
+
+
+FATAL = 'time="2026-01-02T03:04:05Z" level=fatal msg="{}"\n'
+
+
+@pytest.mark.parametrize(
+    ("stderr", "message", "hint"),
+    [
+        (
+            FATAL.format(r"Error reading manifest 1 in x: manifest unknown: manifest unknown"),
+            "image: Error reading manifest 1 in x: manifest unknown: manifest unknown",
+            "image.repository and image.tag",
+        ),
+        (FATAL.format("unauthorized: authentication required"), "image: unauthorized", "image.credentials"),
+        (
+            FATAL.format(r"Get \"https://r/v2/\": x509: certificate signed by unknown authority"),
+            'image: Get "https://r/v2/": x509',
+            "image.ca_directory",
+        ),
+        (FATAL.format("x509: certificate has expired or is not yet valid"), "image: x509", "this host's clock"),
+        (FATAL.format("write /x: no space left on device"), "image: write", "free up space"),
+        (FATAL.format(r"Source image rejected: Running image x is rejected by policy."), "image: Source", "signature"),
+        (
+            "   • unpacking rootfs ...\n   \u2a2f create rootfs: unknown\n",
+            "image: create rootfs: unknown",
+            "correct this",
+        ),
+        ("", "image: umoci raw: exit code 1", "again"),
+    ],
+)
+def test_what_a_program_said(stderr: str, message: str, hint: str) -> None:
+    error = explained(ExitCodeError(("umoci", "raw"), "exit code 1", stderr), "image")
+    assert error.message.startswith(message)
+    assert hint in error.hint
+
+
+def test_a_signed_url_is_not_told() -> None:
+    url = r"https://bucket.example.com/blob?X-Amz-Signature=s3cret&X-Amz-Date=1"
+    error = explained(ExitCodeError(("skopeo",), "exit code 1", FATAL.format(rf"Get \"{url}\": timeout")), "image")
+    assert error.message == 'image: Get "https://bucket.example.com/blob": timeout'
+
+
+class Tools:
+    """Simulates the programs that make a root file system below `tree`."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.calls: list[tuple[str, ...]] = []
+        self.entries: dict[str, Any] = {"sbin/init": 0o755}
+        self.failing = ""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.calls.append(argv)
+        if argv[0] == self.failing:
+            return Completed(1, b"", b"no space left on device\n")
+        if argv[0] == "rm":
+            shutil.rmtree(self.tree / argv[-1].lstrip("/"), ignore_errors=True)
+        if argv[0] == "umoci":
+            for name, mode in self.entries.items():
+                file = Path(argv[-1]) / name
+                file.parent.mkdir(parents=True)
+                file.touch(mode)
+        return Completed(0, b"", b"")
+
+
+ROOT = "/var/lib/machines/.node.unbounded-agent-0123456789abcdef"
+IMAGE = NodeImage(PINNED, digest(MANIFEST), "amd64", 120)
+
+
+@pytest.fixture
+def tools(tmp_path: Path) -> Tools:
+    return Tools(tmp_path)
+
+
+@pytest.fixture
+def system(tools: Tools) -> System:
+    return System(tools, str(tools.tree))
+
+
+def test_a_root_file_system_appears_at_once(system: System, tools: Tools) -> None:
+    told: list[str] = []
+    unpack(NODES, IMAGE, ROOT, system, told.append)
+    assert system.exists(f"{ROOT}/sbin/init")
+    assert system.entries("/var/lib/machines") == (os.path.basename(ROOT),)
+    assert system.mode("/var/lib/machines") == 0o700
+    assert [argv[0] for argv in tools.calls] == ["rm", "skopeo", "umoci", "sync", "rm"]
+    assert tools.calls[1][:2] == ("skopeo", "--insecure-policy")
+    assert told == [f"unpacking {PINNED}"]
+    with pytest.raises(ApplyError, match="exists already"):
+        unpack(NODES, IMAGE, ROOT, system)
+
+
+def test_the_hosts_signature_policy(system: System, tools: Tools) -> None:
+    system.write("/etc/containers/policy.json", b"{}")
+    unpack(NODES, IMAGE, ROOT, system)
+    assert tools.calls[1][1:3] == ("--policy", "/etc/containers/policy.json")
+
+
+@pytest.mark.parametrize("program", ["skopeo", "umoci", "sync"])
+def test_a_failure_leaves_nothing(system: System, tools: Tools, program: str) -> None:
+    tools.failing = program
+    with pytest.raises(AgentError, match="no space left on device"):
+        unpack(NODES, IMAGE, ROOT, system)
+    assert system.entries("/var/lib/machines") == ()
+
+
+def test_an_image_without_init(system: System, tools: Tools) -> None:
+    tools.entries = {"sbin/init": 0o644}
+    with pytest.raises(ApplyError, match="it cannot boot as a machine"):
+        unpack(NODES, IMAGE, ROOT, system)
+    assert system.entries("/var/lib/machines") == ()
+
+
+def test_an_image_that_is_too_large(system: System, tools: Tools) -> None:
+    image = NodeImage(PINNED, digest(MANIFEST), "amd64", 1 << 50)
+    with pytest.raises(ApplyError, match=r"needs 4294967552 MiB, but only [0-9]+ MiB are free"):
+        unpack(NODES, image, ROOT, system)
+    assert "skopeo" not in {argv[0] for argv in tools.calls}
