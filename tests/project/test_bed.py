@@ -17,13 +17,48 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=REPOSITORY, env=os.environ | environment, capture_output=True, text=True)
 
 
-def build(directory: Path, ends_with: str = "true") -> subprocess.CompletedProcess[str]:
-    """Run containerfiles/build with limits of 512, and a buildah that records its arguments."""
-    buildah = directory / "buildah"
-    buildah.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
-    buildah.chmod(0o755)
-    script = "ulimit -n 512 && ulimit -u 512 && exec containerfiles/build agent-ubuntu2404 example.org/base"
-    return run("bash", "-c", script, PATH=f"{directory}:{os.environ['PATH']}")
+def build(
+    directory: Path, ends_with: str = "true", program: str = "buildah", name: str = "agent-ubuntu2404"
+) -> subprocess.CompletedProcess[str]:
+    """Run containerfiles/build with limits of 512, and a program that records its arguments."""
+    builder = directory / program
+    builder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
+    builder.chmod(0o755)
+    command = f"containerfiles/build --with {program} {name} example.org/base"
+    path = f"{directory}:{os.environ['PATH']}"
+    return run("bash", "-c", f"ulimit -n 512 && ulimit -u 512 && exec {command}", PATH=path)
+
+
+def contexts(directory: Path) -> dict[str, Path]:
+    arguments = (directory / "arguments").read_text().splitlines()
+    pairs = [value.partition("=") for option, value in pairwise(arguments) if option == "--build-context"]
+    return {name: Path(path) for name, _, path in pairs}
+
+
+def test_podman_and_docker_build_images_too(tmp_path: Path) -> None:
+    assert build(tmp_path, program="podman").returncode == 0
+    assert (tmp_path / "arguments").read_text().splitlines()[:3] == ["build", "--layers", "--pull=missing"]
+    assert build(tmp_path, program="docker").returncode == 0
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments[:3] == ["buildx", "build", "--load"]
+    assert not {"--layers", "--isolation", "--ulimit"} & set(arguments)
+    assert contexts(tmp_path).keys() == {"agent", "systemd"}
+
+
+def test_the_toolkit_comes_from_packages_unless_it_is_compiled(tmp_path: Path) -> None:
+    look = f'for each; do case $each in toolkit=*) ls "${{each#toolkit=}}" >{tmp_path}/toolkit ;; esac; done'
+    assert build(tmp_path, look, name="agent-ubuntu2404-nvidia").returncode == 0
+    assert (tmp_path / "toolkit").read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("--with",), ("--with", "make", "agent-ubuntu2404"), ("--fast", "agent-ubuntu2404"), ("x",)]
+)
+def test_a_wrong_argument_prints_the_usage(arguments: tuple[str, ...]) -> None:
+    finished = run("containerfiles/build", *arguments)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("Build a machine image")
+    assert "localhost/unbounded-agent/NAME" not in finished.stderr.splitlines()[0]
 
 
 def test_a_base_is_pulled_if_it_is_missing(tmp_path: Path) -> None:

@@ -16,7 +16,9 @@ def buildah(*arguments: Argument) -> str:
 
 def build(name: str, base: str) -> str:
     """Return the image that containerfiles/build makes from containerfiles/NAME on `base`; unchanged layers stay."""
-    run([REPOSITORY / "containerfiles" / "build", name, base], env=_environment())
+    # The toolkit is compiled: NVIDIA's packages are not served everywhere.
+    build = REPOSITORY / "containerfiles" / "build"
+    run([build, "--with", "buildah", "--build-toolkit", name, base], env=_environment())
     # Layers of earlier builds that no image uses now.
     buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"

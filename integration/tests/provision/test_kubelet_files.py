@@ -1,0 +1,167 @@
+"""The real kubelet reads a node's files, and joins a real control plane with them: natively, without containerd.
+
+It asks for its certificate before it looks for a container runtime, so these tests need neither a machine nor root in
+one. They run it in a mount namespace of its own, where /etc and /var/lib are directories of the test.
+"""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.config.node import NodeSettings
+from agent.host.provision.kubelet_files import BOOTSTRAP_KUBECONFIG, CERTIFICATE, KUBECONFIG, UNITS, NodeInputs
+from agent.host.provision.node_files import node_files
+from integration.bed.cluster.control_plane import ControlPlane
+from integration.bed.cluster.kubernetes import kubernetes
+
+pytestmark = pytest.mark.scenario("003")
+
+NODE = "gpu-1"
+SECONDS = 120.0
+OLD_CGROUPS = {"failCgroupV1": False}
+"""The build machine may still have cgroup v1; a node's host never has."""
+COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
+NAMESPACE = 'mount --bind "$0/etc" /etc && mount --bind "$0/var/lib" /var/lib && exec "$@"'
+
+
+class Root:
+    """A directory with a node's files, in which the kubelet runs."""
+
+    def __init__(self, directory: Path, settings: NodeSettings, inputs: NodeInputs) -> None:
+        self.directory = directory
+        for name in ("resolv.conf", "hosts", "passwd", "group", "nsswitch.conf"):
+            self._copy(Path("/etc", name))
+        self.place("/var/lib").mkdir(parents=True)
+        for file in node_files("gpu", settings, inputs):
+            place = self.place(file.path)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.content)
+            place.chmod(file.mode)
+        command = self.place(COMMAND).read_text().partition("ExecStart=kubelet")[2]
+        self.arguments = command.replace("\\\n", "").split()
+
+    def place(self, path: str) -> Path:
+        return self.directory / path.lstrip("/")
+
+    def argv(self) -> list[str]:
+        kubelet = [str(kubernetes() / "kubelet"), "--v=2", *self.arguments]
+        return ["unshare", "--mount", "sh", "-c", NAMESPACE, str(self.directory), *kubelet]
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the kubelet, and start it again whenever it exits, as its unit does."""
+        script = 'while :; do "$@"; sleep 1; done'
+        with (self.directory / "kubelet.log").open("ab") as log:
+            argv = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", script, "sh", *self.argv()]
+            process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+        try:
+            yield
+        finally:
+            subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=False)
+            process.wait()
+
+    def log(self) -> str:
+        return (self.directory / "kubelet.log").read_text(errors="replace")
+
+    def _copy(self, source: Path) -> None:
+        place = self.place(str(source))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if source.exists():
+            shutil.copy(source, place)
+
+
+def settings(server: str = "https://127.0.0.1:1", **kubelet: Any) -> NodeSettings:  # noqa: ANN401
+    overlay = {**OLD_CGROUPS, **kubelet.pop("configuration", {})}
+    return NodeSettings.model_validate(
+        {
+            "server": server,
+            "ca_file": "/unused",
+            "bootstrap_token": "/unused",
+            "image": {"repository": "docker://registry.example.com/nodes"},
+            "kubelet": {**kubelet, "configuration": overlay},
+        }
+    )
+
+
+def root(directory: Path, wanted: NodeSettings, ca: str = "", token: str = "abcdef.0123456789abcdef") -> Root:
+    return Root(directory, wanted, NodeInputs(NODE, "127.0.0.1", ca.encode(), token))
+
+
+def refused(place: Root) -> str:
+    """Run a kubelet that exits at once, and return what it printed."""
+    return subprocess.run(place.argv(), capture_output=True, text=True, timeout=60).stderr
+
+
+def test_the_kubelet_knows_every_field(tmp_path: Path) -> None:
+    """It only warns of unknown ones, and ignores them."""
+    everything = settings(
+        labels={"example.com/rack": "7", "node.kubernetes.io/pool": "a"},
+        taints=["a=b:NoSchedule", "c:PreferNoSchedule"],
+        startup_taint="example.com/not-ready:NoExecute",
+        configuration={"maxPods": 42, "evictionHard": {"memory.available": "1Gi"}},
+    )
+    # Without a CA, this one exits right after it has validated all that it was given.
+    printed = refused(root(tmp_path, everything))
+    assert "strict decoding" not in printed
+    assert "failed to validate" not in printed
+    assert "missing content for CA bundle" in printed
+
+
+def test_a_wrong_field_is_noticed(tmp_path: Path) -> None:
+    """So the test above can fail."""
+    assert "strict decoding error" in refused(root(tmp_path, settings(configuration={"maxPodz": 1})))
+
+
+@pytest.mark.parametrize("label", ["node-role.kubernetes.io/gpu", "example.kubernetes.io/a", "k8s.io/a"])
+def test_the_kubelet_exits_at_labels_that_the_agent_refuses(tmp_path: Path, label: str) -> None:
+    assert "unknown 'kubernetes.io' or 'k8s.io' labels" in refused(root(tmp_path, settings(labels={label: "x"})))
+
+
+def test_a_node_joins_with_the_token_and_goes_on_without_it(tmp_path: Path) -> None:
+    with ControlPlane((NODE,)) as cluster:
+        wanted = settings(f"https://127.0.0.1:{cluster.port}")
+        node = root(tmp_path, wanted, cluster.certificate_authority, cluster.bootstrap_token())
+        with node.running():
+            # A link, whose target is an absolute path in the node.
+            wait_until("the certificate is there", node.place(CERTIFICATE).is_symlink, node)
+        (request,) = {each["spec"]["username"] for each in requests(cluster)}
+        assert request.startswith("system:bootstrap:")
+        issued = node.place(str(node.place(CERTIFICATE).readlink()))
+        subject = ["openssl", "x509", "-noout", "-subject", "-in", str(issued)]
+        assert f"CN = system:node:{NODE}" in subprocess.run(subject, capture_output=True, text=True).stdout
+
+        node.place(BOOTSTRAP_KUBECONFIG).unlink()
+        before = len(node.log())
+        with node.running():
+            wait_until("it uses its certificate", lambda: "no bootstrap necessary" in node.log()[before:], node)
+        assert "unable to load bootstrap kubeconfig" not in node.log()[before:]
+
+
+def test_the_kubeconfig_does_not_show_that_a_node_has_joined(tmp_path: Path) -> None:
+    """A kubelet whose request nobody approves has a kubeconfig, and no certificate."""
+    with ControlPlane((NODE,), controllers=False) as cluster:
+        wanted = settings(f"https://127.0.0.1:{cluster.port}")
+        node = root(tmp_path, wanted, cluster.certificate_authority, cluster.bootstrap_token())
+        with node.running():
+            wait_until("it has asked", lambda: bool(requests(cluster)), node)
+        assert node.place(KUBECONFIG).is_file()
+        assert not node.place(CERTIFICATE).exists()
+
+
+def requests(cluster: ControlPlane) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(cluster.kubectl("get", "csr", "-o", "json"))["items"]
+    return found
+
+
+def wait_until(what: str, reached: Callable[[], bool], node: Root) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not reached():
+        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}\n{node.log()[-3000:]}"
+        time.sleep(0.5)
