@@ -83,7 +83,6 @@ def kubelet_configuration(settings: NodeSettings) -> dict[str, Any]:
         "protectKernelDefaults": True,
         "registerWithTaints": taints(kubelet),
         "rotateCertificates": True,
-        "serverTLSBootstrap": True,
     }
     return _merged(ours, kubelet.configuration)
 

@@ -79,7 +79,7 @@ def test_fields_that_the_agent_needs_are_protected(overlay: dict[str, Any], fiel
 
 
 def test_other_fields_are_free() -> None:
-    overlay = {"maxPods": 200, "authentication": {"anonymous": {"enabled": False}}, "serverTLSBootstrap": False}
+    overlay = {"maxPods": 200, "authentication": {"anonymous": {"enabled": False}}, "serverTLSBootstrap": True}
     assert messages(a={"kubelet": {"configuration": overlay}}) == []
 
 
