@@ -1,0 +1,199 @@
+"""Checks, before anything is changed, what would keep a node from being made. Writes nothing.
+
+Each check returns a sentence if all is well, and otherwise a Problem. All checks are made, whatever the others find.
+"""
+
+import ssl
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from agent.config.node import BinariesSettings, NodeSettings
+from agent.host.provision.image import UNPACKED
+from agent.host.provision.secrets import read_secret
+from agent.model.errors import AgentError
+from agent.model.facts import Facts
+from agent.model.node import NodeBinary, Problem
+from agent.model.paths import MACHINE_ROOTS
+from agent.system.files import System
+from agent.system.https import Answer, ask
+from agent.system.seen import read_seen
+
+Asking = Callable[..., Answer]
+"""agent.system.https.ask."""
+
+CONTROLLERS = "/sys/fs/cgroup/cgroup.controllers"
+NEEDED_CONTROLLERS = {"cpu", "cpuset", "io", "memory", "pids"}
+"""Those that the kubelet needs (cm.validateSystemRequirements, getCgroupSubsystemsV2), with cgroup v2's names."""
+MEMORY = "/proc/meminfo"
+MEMORY_MINIMUM = 1 << 30
+"""Bytes. With less, the kubelet and containerd alone push pods out."""
+DISK_MINIMUM = 2 << 30
+"""Bytes that stay free for the node's pods and logs, in addition to its root file system."""
+CLOCK_LIMIT = 60.0
+"""Seconds by which the clocks may differ: the API server's certificates are made valid a few minutes in the past."""
+PROGRAMS = {"skopeo": "skopeo", "umoci": "umoci", "systemd-nspawn": "systemd-container", "modprobe": "kmod"}
+"""Programs that `up` needs, by the package that has them in Debian and Ubuntu."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The result of one check."""
+
+    name: str
+    message: str
+    advice: str = ""
+    """What to do; empty if all is well."""
+    machine: str = ""
+    """Empty if the check is about the host."""
+    required: bool = True
+    """Whether no node can be made if it fails."""
+
+    @property
+    def passed(self) -> bool:
+        return not self.advice
+
+
+def checked(name: str, check: Callable[[], str | Problem], machine: str = "") -> Check:
+    """Return the result of a check. An error is a problem, too."""
+    try:
+        found = check()
+    except AgentError as error:
+        found = Problem(name, error.message, error.hint or "correct this, then run `unbounded-agent preflight` again")
+    except OSError as error:
+        found = Problem(name, f"{error.filename or ''}: {error.strerror or error}".strip(": "), "correct this first")
+    if isinstance(found, Problem):
+        return Check(found.check, found.message, found.advice, machine)
+    return Check(name, found, machine=machine)
+
+
+def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]:
+    """Return the checks of the host itself. A host on which no root file system is made needs fewer programs."""
+    return [
+        checked("systemd", lambda: _systemd(facts)),
+        checked("cgroups", lambda: _cgroups(system)),
+        checked("memory", lambda: _memory(system)),
+        *([checked("programs", lambda: _programs(system))] if makes_root else []),
+    ]
+
+
+def _systemd(facts: Facts) -> str | Problem:
+    template = facts.template_device_allow
+    if not isinstance(template, tuple):
+        return Problem("systemd", template.why, "install the package systemd-container")
+    if not isinstance(facts.systemd_version, int):
+        return Problem("systemd", facts.systemd_version.why, "run this on the host itself, with systemd as its init")
+    return f"systemd {facts.systemd_version} with systemd-nspawn"
+
+
+def _cgroups(system: System) -> str | Problem:
+    found = read_seen(system.read, CONTROLLERS)
+    if not isinstance(found, bytes):
+        why = f"the host does not use cgroups v2 alone: {found.why}"
+        return Problem("cgroups", why, "boot it with `systemd.unified_cgroup_hierarchy=1` on the kernel's command line")
+    missing = NEEDED_CONTROLLERS - set(found.decode().split())
+    if missing:
+        advice = "remove `cgroup_disable=` from the kernel's command line, or use a kernel that has them"
+        return Problem("cgroups", f"cgroup controllers are missing: {', '.join(sorted(missing))}", advice)
+    return "cgroups v2 with all controllers that the kubelet needs"
+
+
+def _memory(system: System) -> str | Problem:
+    fields = dict(line.split(":", 1) for line in system.read_text(MEMORY).splitlines() if ":" in line)
+    size = int(fields["MemTotal"].split()[0]) << 10
+    if size < MEMORY_MINIMUM:
+        return Problem("memory", f"the host has {size >> 20} MB of memory", "give it 1 GiB or more")
+    return f"{size >> 20} MB of memory"
+
+
+def _programs(system: System) -> str | Problem:
+    missing = [name for name in PROGRAMS if not system.find_program(name)]
+    if missing:
+        packages = " ".join(PROGRAMS[name] for name in missing)
+        return Problem("programs", f"not installed: {', '.join(missing)}", f"run `apt install {packages}`")
+    return "all needed programs are installed"
+
+
+def check_disk(size: int, system: System) -> str | Problem:
+    """Check the free space for a root file system from an image of this compressed size."""
+    needed, place = size * (1 + UNPACKED) + DISK_MINIMUM, MACHINE_ROOTS
+    while not system.is_directory(place):
+        place = place.rpartition("/")[0] or "/"
+    free = system.free_bytes(place)
+    if free < needed:
+        what = f"{MACHINE_ROOTS} has {free >> 20} MB free, and the node needs {needed >> 20} MB"
+        return Problem("disk", what, "free some space, or mount a larger file system there")
+    return f"{free >> 20} MB free in {MACHINE_ROOTS}"
+
+
+def check_server(settings: NodeSettings, system: System, ask: Asking = ask) -> list[Check]:
+    """Return the checks of the API server: whether it answers, its CA, the bootstrap token, and the clocks."""
+    results: list[Check] = []
+    token = ""
+    if settings.bootstrap_token:
+
+        def read() -> str:
+            nonlocal token
+            token = read_secret(settings.bootstrap_token, system)
+            return "the bootstrap token can be read"
+
+        results.append(checked("token", read))
+        if not token:
+            return results
+    return [*results, *_server(settings, system, token, ask)]
+
+
+def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> Iterable[Check]:
+    server = settings.server
+    ca = read_seen(system.read, settings.ca_file)
+    if not isinstance(ca, bytes):
+        return [Check("ca_file", ca.why, "put the cluster's CA there")]
+    try:
+        answer = ask(f"{server}/api", ca=ca, token=token)
+    except ssl.SSLCertVerificationError as error:
+        advice = f"put the cluster's CA into {settings.ca_file}, and check the host's clock: it is {time.ctime()}"
+        return [Check("server", f"{server}: its certificate is not accepted: {_why(error)}", advice)]
+    except ValueError as error:
+        return [Check("ca_file", f"{settings.ca_file}: {error}", "put the cluster's CA there")]
+    except OSError as error:
+        advice = "check the address, routes and firewalls between this host and the API server"
+        return [Check("server", f"{server} does not answer: {error.strerror or error}", advice)]
+    return [Check("server", f"{server} answers with a certificate of {settings.ca_file}"), *_judge(answer, token)]
+
+
+def _why(error: ssl.SSLCertVerificationError) -> str:
+    # The attribute is missing if the error does not come from OpenSSL.
+    return getattr(error, "verify_message", "") or str(error)
+
+
+def _judge(answer: Answer, token: str) -> Iterable[Check]:
+    if token and answer.status == 401:
+        advice = "make a new one: `kubeadm token create`, and put it into the file of bootstrap_token"
+        yield Check("token", "the API server does not accept the bootstrap token: it is wrong or has expired", advice)
+    elif token:
+        yield Check("token", "the API server accepts the bootstrap token")
+    if answer.date is not None:
+        apart = abs(answer.date - time.time())
+        if apart > CLOCK_LIMIT:
+            advice = "set this host's clock, best with systemd-timesyncd or chrony"
+            yield Check("clock", f"the clocks of host and API server differ by {apart:.0f} s", advice)
+        else:
+            yield Check("clock", "the clocks of host and API server agree")
+
+
+def check_binaries(
+    binaries: Iterable[NodeBinary], settings: BinariesSettings, system: System, ask: Asking = ask
+) -> str | Problem:
+    """Check that the programs are where they will be fetched from. Their digests are verified when they are fetched."""
+    for binary in binaries:
+        if binary.source.startswith("/"):
+            if not system.is_file(binary.source):
+                advice = "put the file there, or correct binaries.bundle"
+                return Problem("binaries", f"{binary.source}: no such file", advice)
+            continue
+        answer = ask(binary.source, method="HEAD")
+        # A mirror may redirect, as dl.k8s.io does.
+        if answer.status >= 400:
+            advice = "correct binaries.version or binaries.mirror, or use binaries.bundle"
+            return Problem("binaries", f"{binary.source}: HTTP status {answer.status}", advice)
+    return f"Kubernetes {settings.version} can be fetched"

@@ -1,0 +1,66 @@
+"""Asks a web server one question by HTTPS, bounded in time and size. No proxy, no redirect, nothing inherited."""
+
+import email.utils
+import http.client
+import ssl
+import urllib.parse
+from dataclasses import dataclass, field
+
+from agent.system.deadlines import bounded
+
+ANSWER_LIMIT = 1 << 16
+"""Bytes of an answer that are read."""
+TIME_LIMIT = 10.0
+MARGIN = 5.0
+"""Seconds in addition to the time limit, because looking up a name has no limit of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the server said."""
+
+    status: int
+    date: float | None
+    """The server's clock, in seconds since the epoch."""
+    body: bytes = field(repr=False, default=b"")
+
+
+def ask(url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
+    """Return the answer. Raises OSError: ssl.SSLCertVerificationError if the server's certificate is not accepted.
+
+    `ca` has the accepted CA certificates in PEM format; without it, they are the host's. Raises ValueError for one that
+    has none.
+    """
+    return bounded(f"{method} {url}", lambda: _ask(url, method, ca, token), TIME_LIMIT + MARGIN)
+
+
+def _ask(url: str, method: str, ca: bytes, token: str) -> Answer:
+    connection = _connection(url, ca)
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        connection.request(method, urllib.parse.urlsplit(url).path or "/", headers=headers)
+        response = connection.getresponse()
+        return Answer(response.status, _date(response.headers["Date"]), response.read(ANSWER_LIMIT))
+    except http.client.HTTPException as error:
+        raise OSError(f"not an answer by HTTP: {type(error).__name__}") from error
+    finally:
+        connection.close()
+
+
+def _connection(url: str, ca: bytes) -> http.client.HTTPConnection:
+    parts = urllib.parse.urlsplit(url)
+    host = parts.hostname or ""
+    if parts.scheme != "https":
+        return http.client.HTTPConnection(host, parts.port, timeout=TIME_LIMIT)
+    try:
+        context = ssl.create_default_context(cadata=ca.decode("ascii") if ca else None)
+    except (ssl.SSLError, UnicodeDecodeError) as error:
+        raise ValueError("it has no certificate in PEM format") from error
+    return http.client.HTTPSConnection(host, parts.port, timeout=TIME_LIMIT, context=context)
+
+
+def _date(text: str | None) -> float | None:
+    try:
+        return email.utils.parsedate_to_datetime(text).timestamp() if text else None
+    except ValueError:
+        return None

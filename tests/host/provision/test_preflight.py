@@ -1,0 +1,169 @@
+"""Each thing that would keep a node from being made has its own sentence with the next step."""
+
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.config.node import NodeSettings
+from agent.host.provision.preflight import PROGRAMS, Check, check_binaries, check_disk, check_host, check_server
+from agent.model.facts import Facts
+from agent.model.node import NodeBinary, Problem
+from agent.model.paths import MACHINE_ROOTS
+from agent.system.https import Answer
+from tests.fakes.gpu_host import reconciler
+from tests.fakes.host import Host
+
+SERVER, CA, TOKEN = "https://192.0.2.1:6443", "/etc/kubernetes/ca.crt", "/etc/unbounded-agent/token"
+SECRET = "abcdef.0123456789abcdef"
+
+
+def settings(**changes: object) -> NodeSettings:
+    image = {"name": "docker://registry.example.com/nodes/agent:1"}
+    values = {"server": SERVER, "ca_file": CA, "bootstrap_token": TOKEN, "image": image, **changes}
+    return NodeSettings.model_validate(values)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path)
+    host.file(CA, "PEM")
+    host.file(TOKEN, f"{SECRET}\n")
+    host.owners[TOKEN] = (0o600, 0, 0)
+    return host
+
+
+class Server:
+    """An API server."""
+
+    def __init__(self, result: Answer | Exception) -> None:
+        self.result = result
+        self.asked: list[tuple[str, str, bytes, str]] = []
+
+    def __call__(self, url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
+        self.asked.append((method, url, ca, token))
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def prepare(host: Host) -> None:
+    """Add what a node needs of its host."""
+    host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory hugetlb pids rdma misc\n")
+    host.file("/proc/meminfo", "MemTotal:       16000000 kB\nMemFree: 1 kB\n")
+    for name in PROGRAMS:
+        host.file(f"/usr/bin/{name}", executable=True)
+
+
+def facts(host: Host) -> Facts:
+    return reconciler(host).preview()[0]
+
+
+def failed(checks: list[Check]) -> dict[str, str]:
+    return {check.name: f"{check.message} ({check.advice})" for check in checks if not check.passed}
+
+
+# ---- the API server
+
+
+def test_a_good_server_accepts_the_token_over_its_own_ca(host: Host) -> None:
+    server = Server(Answer(200, time.time()))
+    checks = check_server(settings(), host, server)
+    assert [check.name for check in checks] == ["token", "server", "token", "clock"]
+    assert failed(checks) == {}
+    assert server.asked == [("GET", f"{SERVER}/api", b"PEM", SECRET)]
+
+
+def test_without_a_token_only_the_server_is_checked(host: Host) -> None:
+    server = Server(Answer(403, None))
+    checks = check_server(settings(bootstrap_token="", exec_credential=["/usr/bin/login"]), host, server)
+    assert [check.name for check in checks] == ["server"]
+    assert failed(checks) == {}
+
+
+@pytest.mark.parametrize(
+    ("result", "check", "sentence"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), "server", "does not answer: Connection refused"),
+        (TimeoutError(110, "no answer within 15 s", SERVER), "server", "does not answer: no answer within 15 s"),
+        (
+            ssl.SSLCertVerificationError(1, "verify failed"),
+            "server",
+            "put the cluster's CA into /etc/kubernetes/ca.crt",
+        ),
+        (ValueError("it has no certificate in PEM format"), "ca_file", "no certificate"),
+        (Answer(401, None), "token", "kubeadm token create"),
+        (Answer(200, time.time() - 3600), "clock", "clocks of host and API server differ by"),
+    ],
+)
+def test_what_is_wrong_with_the_server_is_said(
+    host: Host, result: Answer | Exception, check: str, sentence: str
+) -> None:
+    found = failed(check_server(settings(), host, Server(result)))
+    assert list(found) == [check]
+    assert sentence in found[check]
+    assert SECRET not in str(found)
+
+
+def test_a_token_that_others_can_read_is_not_sent_anywhere(host: Host) -> None:
+    host.owners[TOKEN] = (0o644, 0, 0)
+    server = Server(Answer(200, None))
+    assert list(failed(check_server(settings(), host, server))) == ["token"]
+    host.remove(TOKEN)
+    assert list(failed(check_server(settings(), host, server))) == ["token"]
+    assert server.asked == []
+
+
+def test_a_missing_ca_is_named(host: Host) -> None:
+    host.remove(CA)
+    assert CA in failed(check_server(settings(), host, Server(Answer(200, None))))["ca_file"]
+
+
+# ---- programs and disk
+
+
+def test_binaries_are_looked_for_where_they_will_be_fetched(host: Host) -> None:
+    binaries = settings(binaries={"version": "1.36.3", "sha256": {"kubelet": "b2" * 32}}).binaries
+    assert binaries
+    online = NodeBinary("kubelet", "https://dl.k8s.io/release/v1.36.3/bin/linux/amd64/kubelet", "b2" * 32, "/usr/x")
+    server = Server(Answer(302, None))
+    assert isinstance(check_binaries([online], binaries, host, server), str)
+    assert server.asked == [("HEAD", online.source, b"", "")]
+    found = check_binaries([online], binaries, host, Server(Answer(404, None)))
+    assert isinstance(found, Problem)
+    assert "404" in found.message
+    offline = NodeBinary("kubelet", "/srv/kubelet", "b2" * 32, "/usr/x")
+    assert isinstance(check_binaries([offline], binaries, host), Problem)
+    host.file("/srv/kubelet")
+    assert isinstance(check_binaries([offline], binaries, host), str)
+
+
+def test_a_full_disk_is_noticed_before_the_image_is_pulled(host: Host) -> None:
+    assert isinstance(check_disk(0, host), str)
+    found = check_disk(1 << 60, host)
+    assert isinstance(found, Problem)
+    assert MACHINE_ROOTS in found.message
+
+
+# ---- the host
+
+
+def test_a_good_host(gpu_host: Host) -> None:
+    prepare(gpu_host)
+    assert failed(check_host(facts(gpu_host), gpu_host, makes_root=True)) == {}
+
+
+def test_everything_that_is_wrong_is_said_at_once(gpu_host: Host) -> None:
+    gpu_host.file("/proc/meminfo", "MemTotal:  500000 kB\n")
+    gpu_host.remove("/usr/lib/systemd/system/systemd-nspawn@.service")
+    found = failed(check_host(facts(gpu_host), gpu_host, makes_root=True))
+    assert set(found) == {"systemd", "cgroups", "memory", "programs"}
+    assert "apt install skopeo umoci systemd-container kmod" in found["programs"]
+    assert "programs" not in failed(check_host(facts(gpu_host), gpu_host, makes_root=False))
+
+
+def test_a_missing_controller_is_named(gpu_host: Host) -> None:
+    prepare(gpu_host)
+    gpu_host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io pids")
+    assert "missing: memory" in failed(check_host(facts(gpu_host), gpu_host, makes_root=False))["cgroups"]

@@ -1,0 +1,81 @@
+"""Questions by HTTPS to a real server on this host, with a CA of its own."""
+
+import http.server
+import socket
+import ssl
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from agent.system.https import ask
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Accepts one token."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.headers["Authorization"] == "Bearer good" else 401)
+        self.end_headers()
+        self.wfile.write(b"x" * 100_000)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, bytes]]:
+    directory = tmp_path_factory.mktemp("tls")
+    certificate, key = directory / "crt", directory / "key"
+    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    out = ("-keyout", str(key), "-out", str(certificate))
+    subprocess.run(["openssl", "req", "-x509", *new, *name, *out], check=True, capture_output=True)
+    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    listening.socket = context.wrap_socket(listening.socket, server_side=True)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    yield f"https://127.0.0.1:{listening.server_address[1]}", certificate.read_bytes()
+    listening.shutdown()
+    listening.server_close()
+
+
+@pytest.mark.processes
+def test_the_token_decides_and_the_clock_is_read(server: tuple[str, bytes]) -> None:
+    url, ca = server
+    good = ask(f"{url}/api", ca=ca, token="good")
+    assert (good.status, len(good.body)) == (200, 1 << 16)
+    assert good.date is not None
+    assert abs(good.date - time.time()) < 10
+    assert ask(f"{url}/api", ca=ca, token="bad").status == 401
+    assert ask(url, method="HEAD", ca=ca, token="good").body == b""
+
+
+@pytest.mark.processes
+def test_a_certificate_of_another_ca_is_refused(server: tuple[str, bytes]) -> None:
+    with pytest.raises(ssl.SSLCertVerificationError):
+        ask(server[0])
+
+
+@pytest.mark.processes
+def test_a_file_without_a_certificate_is_named_so(server: tuple[str, bytes]) -> None:
+    for content in (b"no certificate", b"\xff"):
+        with pytest.raises(ValueError, match="PEM"):
+            ask(server[0], ca=content)
+
+
+def test_a_server_that_does_not_listen() -> None:
+    with pytest.raises(ConnectionRefusedError):
+        ask("https://127.0.0.1:1/api")
+    with pytest.raises(socket.gaierror):
+        ask("https://nowhere.invalid/api")
+
+
+def test_a_secret_is_not_in_what_an_answer_prints(server: tuple[str, bytes]) -> None:
+    url, ca = server
+    assert "good" not in repr(ask(url, ca=ca, token="good"))
