@@ -31,6 +31,8 @@ AS_FOUND = (f"{STATE}/as-found.json", f"{STATE}/as-found.copy.json")
 """Two copies of the record of the host as it was before `up` first changed it, in the order of writing."""
 NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
+BINARIES = f"{STATE}/binaries"
+"""Kubernetes' programs that were downloaded and verified, by digest."""
 
 RUNTIME = "/run/unbounded-agent"
 INSTANCE_LOCK = f"{RUNTIME}/instance.lock"
@@ -142,6 +144,11 @@ def staged_root(machine: str, digest: str) -> str:
 def node_record(machine: str) -> str:
     """Return the record of what the machine's root file system was made from."""
     return f"{NODES}/{machine}.json"
+
+
+def cordoned_file(machine: str) -> str:
+    """Return the note that `stop` has cordoned the machine's node. It contains the name of the Node object."""
+    return f"{NODES}/{machine}.cordoned"
 
 
 def machine_unit(machine: str) -> str:

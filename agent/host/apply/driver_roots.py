@@ -5,8 +5,8 @@ import os
 from collections.abc import Callable
 from typing import BinaryIO
 
-from agent.host.apply.publishing import mount_parent, unpublish
-from agent.host.observe.driver_roots import OVERLAY
+from agent.host.apply.publishing import mount_parent, unpublish, unpublish_parent
+from agent.host.observe.driver_roots import OVERLAY, observe_staged
 from agent.host.state.driver_roots import render_manifest
 from agent.model.errors import AgentError, ApplyError
 from agent.model.facts import Library, StagedRoot
@@ -27,6 +27,7 @@ from agent.system.mounts import mounted
 MARGIN = 64 << 20
 """Bytes that must stay free on the file system after staging, for the agent's state."""
 
+RELOAD_LIMIT = 60.0
 REMOVAL_LIMIT = 10.0
 """Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
 LEFTOVERS_LIMIT = 1.0
@@ -118,6 +119,15 @@ def remove_root(index: int, system: System) -> None:
     # The manifest is removed after the move to REMOVED: without it, a plain directory would never be found again.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
+
+
+def remove_all(system: System) -> None:
+    """Remove all driver roots, and what mounts them. Raises AgentError, OSError. No machine may run or start."""
+    staged = observe_staged(system)
+    for index in sorted({*(root.index for root in staged.roots), *staged.corrupt}):
+        remove_root(index, system)
+    unpublish_parent(system)
+    system.run("systemctl", "daemon-reload", timeout=RELOAD_LIMIT)
 
 
 def protect(indices: tuple[int, ...], system: System) -> None:

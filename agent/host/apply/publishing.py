@@ -94,6 +94,19 @@ def unpublish(index: int, system: System) -> None:
     _remove_unit(path, system)
 
 
+def unpublish_parent(system: System) -> None:
+    """Unmount HOST_NVIDIA, below which no driver root may be mounted any longer. Raises ApplyError."""
+    if HOST_NVIDIA in mounted(system, OVERLAY):
+        failure = _run_job("StopUnit", mount_unit(HOST_NVIDIA), system)
+        if HOST_NVIDIA in mounted(system, OVERLAY):
+            advice = f"see what uses it: `fuser -vm {HOST_NVIDIA}`"
+            raise ApplyError(f"{HOST_NVIDIA} cannot be unmounted{failure}", advice)
+    _remove_unit(HOST_NVIDIA, system)
+    wants = posixpath.dirname(_wants_link(mount_unit(HOST_NVIDIA)))
+    if system.is_directory(wants) and not system.entries(wants):
+        system.remove_empty_directory(wants)
+
+
 def _mount(index: int, system: System) -> str:
     """Mount driver root `index`. Return why that failed; empty if it worked. Raises AgentError for other errors."""
     if HOST_NVIDIA not in mounted(system, OVERLAY):

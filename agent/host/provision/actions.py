@@ -107,6 +107,24 @@ class RemoveRoot:
 
 
 @dataclass(frozen=True, slots=True)
+class RemoveEmptyDirectory:
+    """Remove a directory that was made for a file, unless others have put files there."""
+
+    path: str
+
+    def describe(self) -> str:
+        return f"remove {self.path}"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveDriverRoots:
+    """Remove all staged drivers, which no machine needs any longer."""
+
+    def describe(self) -> str:
+        return "remove the staged drivers"
+
+
+@dataclass(frozen=True, slots=True)
 class EnableUnit:
     """Let the host start a unit at each boot, also without the agent."""
 
@@ -141,6 +159,7 @@ class RestoreHost:
     """Set the host's settings back to what they were."""
 
     found: HostState
+    now: HostState
 
     def describe(self) -> str:
         return "restore the host's settings"
@@ -174,6 +193,8 @@ Action: TypeAlias = (
     | PublishRoot
     | RemoveTree
     | RemoveRoot
+    | RemoveDriverRoots
+    | RemoveEmptyDirectory
     | EnableUnit
     | DisableUnit
     | ForgetNode

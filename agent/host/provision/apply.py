@@ -1,0 +1,199 @@
+"""Runs the steps of `up` and `reset`. Each can be repeated after it was interrupted anywhere."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import assert_never
+
+from agent.config.node import BinariesSettings, ImageSettings
+from agent.host.apply.driver_roots import clear, remove_all
+from agent.host.provision.actions import (
+    Action,
+    ChangeHost,
+    DisableUnit,
+    EnableUnit,
+    FetchBinaries,
+    FillRoot,
+    ForgetHost,
+    ForgetNode,
+    PublishRoot,
+    RecordHost,
+    RemoveDriverRoots,
+    RemoveEmptyDirectory,
+    RemoveLeftover,
+    RemoveRoot,
+    RemoveTree,
+    RestoreHost,
+    StageRoot,
+    StopMachine,
+)
+from agent.host.provision.binaries import fetch
+from agent.host.provision.host_settings import apply_host, undo_host
+from agent.host.provision.observe import HOST_RECORD
+from agent.host.provision.record import NODE_RECORDS, record_paths
+from agent.host.provision.unpacking import unpack
+from agent.host.reconcile import BUSY
+from agent.host.state.locks import locked
+from agent.model.errors import AgentError, ApplyError
+from agent.model.paths import (
+    AS_FOUND,
+    BINARIES,
+    MACHINES_RUNTIME,
+    MACHINES_STATE,
+    PASS_LOCK,
+    cordoned_file,
+    machine_root,
+    machine_unit,
+    report_directory,
+    staged_prefix,
+)
+from agent.system.files import System
+from agent.system.network import NetworkSource
+from agent.system.root_writer import RootWriter
+
+STOP_LIMIT = 300.0
+"""Seconds in which a machine has to stop. Its pods have 30 s by default, its services 90 s."""
+REMOVE_LIMIT = 600.0
+LOCK_WAIT = 60.0
+"""Seconds to wait for a pass to end."""
+UNIT_LIMIT = 60.0
+"""Seconds for systemd to enable a unit, which reloads all of them."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the steps work with."""
+
+    system: System
+    network: NetworkSource
+    image: ImageSettings | None = None
+    """Where images come from; None for `reset`, which needs none."""
+    binaries: BinariesSettings | None = None
+
+
+def run(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
+    """Run the steps one after another. Raises AgentError for the first that fails."""
+    for action in actions:
+        _run(action, tools, progress)
+
+
+def run_together(actions: Sequence[Action], tools: Tools, progress: Progress) -> None:
+    """Run steps that do not depend on each other at the same time. Raises AgentError for the first that fails.
+
+    The others are completed nevertheless, so that the next attempt finds their results.
+    """
+    failures: list[BaseException] = []
+
+    def call(action: Action) -> None:
+        try:
+            _run(action, tools, progress)
+        except BaseException as error:
+            failures.append(error)
+
+    # Daemon threads, so that an interrupted command ends.
+    threads = [threading.Thread(target=call, args=(action,), daemon=True) for action in actions[1:]]
+    for thread in threads:
+        thread.start()
+    for action in actions[:1]:
+        call(action)
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+def _run(action: Action, tools: Tools, progress: Progress) -> None:
+    progress(action.describe())
+    try:
+        perform(action, tools, progress)
+    except AgentError as error:
+        raise ApplyError(f"cannot {action.describe()}: {error.message}", error.hint) from error
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        raise ApplyError(f"cannot {action.describe()}: {place}{error.strerror or error}") from error
+
+
+def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -> None:  # noqa: C901
+    """Perform one step. Raises OSError or an AgentError."""
+    system = tools.system
+    match action:
+        case RecordHost(found):
+            HOST_RECORD.write(AS_FOUND, found, system)
+        case ChangeHost(goal, before):
+            apply_host(goal, before, system)
+        case RestoreHost(found, _):
+            undo_host(found, system)
+        case StageRoot(image, staged):
+            assert tools.image, "reset makes no root file system"
+            unpack(tools.image, image, staged, system, progress)
+        case FetchBinaries(binaries):
+            for binary in binaries:
+                fetch(binary, BINARIES, system)
+        case FillRoot():
+            _fill(action, system)
+        case PublishRoot():
+            _publish(action, system)
+        case StopMachine(machine):
+            system.run("systemctl", "stop", machine_unit(machine), timeout=STOP_LIMIT)
+        case RemoveRoot(machine):
+            _remove_root(machine, system)
+        case RemoveTree(path):
+            clear((path,), system, REMOVE_LIMIT)
+        case RemoveDriverRoots():
+            with locked(system, PASS_LOCK, LOCK_WAIT, BUSY):
+                remove_all(system)
+        case RemoveEmptyDirectory(path):
+            if system.is_directory(path) and not system.entries(path):
+                system.remove_empty_directory(path)
+        case EnableUnit(unit):
+            system.run("systemctl", "enable", unit, timeout=UNIT_LIMIT)
+        case DisableUnit(unit):
+            system.run("systemctl", "disable", unit, timeout=UNIT_LIMIT)
+        case RemoveLeftover(leftover):
+            tools.network.remove(leftover)
+        case ForgetNode(machine):
+            _forget_node(machine, system)
+        case ForgetHost():
+            clear((BINARIES,), system, REMOVE_LIMIT)
+            HOST_RECORD.remove(AS_FOUND, system)
+        case _:
+            assert_never(action)
+
+
+def _fill(action: FillRoot, system: System) -> None:
+    writer = RootWriter(system.place(action.staged))
+    for binary in action.binaries:
+        writer.copy(system.place(fetch(binary, BINARIES, system)), binary.path, 0o755)
+    for file in action.files:
+        writer.write(file.path, file.content, file.mode)
+
+
+def _publish(action: PublishRoot, system: System) -> None:
+    """Record the node, then rename its root file system: whatever has that name is recorded, complete and synced."""
+    inode = system.link_inode(action.staged)
+    if inode is None:
+        raise ApplyError(f"{action.staged} has disappeared", "run `unbounded-agent up` again")
+    record = replace(action.record, inode=inode, made=time.time())
+    NODE_RECORDS.write(record_paths(action.machine), record, system)
+    system.run("sync", "--file-system", system.place(action.staged), timeout=STOP_LIMIT)
+    system.rename(action.staged, machine_root(action.machine))
+
+
+def _remove_root(machine: str, system: System) -> None:
+    """Rename the directory first: no machine may start from a half removed one, and the rest can be done again."""
+    aside = f"{staged_prefix(machine)}removed"
+    clear((aside,), system, REMOVE_LIMIT)
+    system.rename(machine_root(machine), aside)
+    clear((aside,), system, REMOVE_LIMIT)
+
+
+def _forget_node(machine: str, system: System) -> None:
+    report = report_directory(machine)
+    if system.is_mount(report):
+        # The machine's unit mounted it before each start.
+        system.run("umount", "--lazy", report)
+    clear((f"{MACHINES_STATE}/{machine}", f"{MACHINES_RUNTIME}/{machine}"), system, REMOVE_LIMIT)
+    system.remove(cordoned_file(machine))
+    NODE_RECORDS.remove(record_paths(machine), system)

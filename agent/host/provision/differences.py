@@ -1,0 +1,21 @@
+"""Compares the host's settings with those that it had before its first node. Pure."""
+
+from agent.model.node import HostState
+
+
+def since_found(found: HostState, now: HostState) -> tuple[str, ...]:
+    """Return what differs from the host as it was found, one sentence each.
+
+    A module that is in use stays, with its parameters, and a directory stays if others have put files there.
+    """
+    differences = [
+        f"{name} is {now.sysctls.get(name)}, and was {value}"
+        for name, value in found.sysctls.items()
+        if value is not None and now.sysctls.get(name) != value
+    ]
+    swaps = {swap.path for swap in now.swaps}
+    differences += [f"{swap.path} is no longer used as swap" for swap in found.swaps if swap.path not in swaps]
+    for path, file in found.files.items():
+        if now.files.get(path) != file:
+            differences.append(f"{path} still exists" if file is None else f"{path} is not as it was")
+    return tuple(differences)

@@ -1,0 +1,96 @@
+"""Observes what `up` and `reset` act on: root file systems, records and units. Never opens a root file system."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from agent.host.provision.actions import boot_units
+from agent.host.provision.durable import Durable
+from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.model.as_found import AsFound
+from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, UNITS, joined_file, machine_root, staged_prefix
+from agent.system.files import System
+from agent.system.seen import read_seen
+
+HOST_RECORD = Durable(AsFound)
+JOINED_LIMIT = 1024
+"""Bytes of the file that says that the kubelet has joined."""
+WANTED_BY = {"machines.target": "multi-user.target"}
+"""Which target wants a unit that `up` enables; machines.target wants the units of machines."""
+COPY = ".copy.json"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """One machine that `up` makes."""
+
+    machine: str
+    root: Seen[int]
+    """Inode number of its root directory; Broken if something else is in its place."""
+    record: Seen[NodeRecord]
+    staged: tuple[str, ...]
+    """Root file systems in the making, complete or not, and such that are being removed."""
+    enabled: Mapping[str, bool]
+    """Whether the host starts the units at each boot."""
+    joined: str
+    """Name of the Node object as which the running machine's kubelet has joined; empty if it has not, or not yet."""
+
+
+def observe_node(machine: str, system: System) -> NodeFacts:
+    """Return the facts of one machine. Raises OSError if directories of systemd cannot be listed."""
+    return NodeFacts(
+        machine=machine,
+        root=_root(machine, system),
+        record=NODE_RECORDS.read(record_paths(machine), system),
+        staged=_staged(machine, system),
+        enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
+        joined=observe_joined(machine, system),
+    )
+
+
+def observe_joined(machine: str, system: System) -> str:
+    """Return the name of the Node object in the machine's file, which root in the machine can write."""
+    found = read_seen(lambda path: system.read_untrusted(path, JOINED_LIMIT), joined_file(machine))
+    text = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
+    return text if text.isprintable() else ""
+
+
+def observe_found(system: System) -> Seen[AsFound]:
+    """Return the record of the host as it was found."""
+    return HOST_RECORD.read(AS_FOUND, system)
+
+
+def made_nodes(system: System) -> tuple[str, ...]:
+    """Return the machines that have a record. Raises OSError if the records cannot be listed."""
+    try:
+        names = system.entries(NODES)
+    except FileNotFoundError:
+        return ()
+    bases = {name.removesuffix(COPY).removesuffix(".json") for name in names if name.endswith(".json")}
+    return tuple(sorted(name for name in bases if not name.startswith(".")))
+
+
+def is_enabled(unit: str, system: System) -> bool:
+    """Return whether a target wants the unit at each boot, by the link that `systemctl enable` makes."""
+    target = WANTED_BY.get(unit, "machines.target")
+    return system.exists(f"{UNITS}/{target}.wants/{unit}")
+
+
+def _root(machine: str, system: System) -> Seen[int]:
+    path = machine_root(machine)
+    found = read_seen(system.owner, path)
+    if isinstance(found, Absent | Broken | Unseen):
+        return found
+    if system.read_link(path) is not None or not system.is_directory(path):
+        return Broken(f"{path} is not a directory")
+    inode = system.link_inode(path)
+    return Absent(f"{path} does not exist") if inode is None else inode
+
+
+def _staged(machine: str, system: System) -> tuple[str, ...]:
+    prefix = staged_prefix(machine)
+    try:
+        names = system.entries(MACHINE_ROOTS)
+    except FileNotFoundError:
+        return ()
+    return tuple(path for name in names if (path := f"{MACHINE_ROOTS}/{name}").startswith(prefix))

@@ -1,0 +1,175 @@
+"""Compares what is there with what a node needs: returns the steps of `up` and `reset`. Pure."""
+
+import posixpath
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from agent.host.provision.actions import (
+    Action,
+    ChangeHost,
+    DisableUnit,
+    EnableUnit,
+    FetchBinaries,
+    FillRoot,
+    ForgetHost,
+    ForgetNode,
+    PublishRoot,
+    RecordHost,
+    RemoveEmptyDirectory,
+    RemoveLeftover,
+    RemoveRoot,
+    RemoveTree,
+    RestoreHost,
+    StageRoot,
+    StopMachine,
+)
+from agent.host.provision.differences import since_found
+from agent.host.provision.leftovers import Leftovers
+from agent.host.provision.observe import NodeFacts
+from agent.host.provision.record import NodeRecord
+from agent.model.as_found import AsFound
+from agent.model.facts import Absent, Broken, Seen, Unseen
+from agent.model.network import Network
+from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
+from agent.model.paths import AS_FOUND, machine_root, machine_unit, node_record, staged_root, unit_drop_in
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What `up` and `reset` need to know of the host."""
+
+    state: HostState
+    units: Mapping[str, bool]
+    """Whether the units are enabled that `up` enables."""
+    network: Network
+    found: Seen[AsFound]
+    others: tuple[str, ...]
+    """Other machines that have a record."""
+
+
+@dataclass(frozen=True, slots=True)
+class RootGoal:
+    """What a root file system is made from."""
+
+    image: NodeImage
+    binaries: tuple[NodeBinary, ...]
+    files: tuple[NodeFile, ...]
+    record: NodeRecord
+
+
+@dataclass(frozen=True, slots=True)
+class RootSteps:
+    """The steps that make a root file system."""
+
+    first: tuple[Action, ...]
+    parallel: tuple[Action, ...]
+    """Steps that do not depend on each other."""
+    last: tuple[Action, ...]
+
+
+def needs_root(facts: NodeFacts, *, rebuild: bool = False) -> bool | Problem:
+    """Return whether the root file system must be made, or why `up` must not touch what is there."""
+    path, again = machine_root(facts.machine), f"run `unbounded-agent up --rebuild {facts.machine}`"
+    root, record = facts.root, facts.record
+    if isinstance(root, Unseen | Broken):
+        return Problem("root", root.why, "correct this, then run `unbounded-agent up` again")
+    if isinstance(root, Absent):
+        return True
+    if isinstance(record, Absent):
+        return Problem(
+            "root", f"{path} exists, and `up` did not make it", "move it to another place, or use another name"
+        )
+    if rebuild:
+        return True
+    if isinstance(record, Broken | Unseen):
+        return Problem("record", record.why, f"restore {node_record(facts.machine)} from a backup, or {again}")
+    if record.inode != root:
+        return Problem("root", f"{path} was replaced since `up` made it", again)
+    return False
+
+
+def plan_host(goal: HostSettings, facts: HostFacts, now: float, *, changes: bool) -> tuple[Action, ...] | Problem:
+    """Return the steps that record the host as it was found and, if the goal `changes` it, then change it.
+
+    A record that is damaged, or lost after a node was made, is never replaced.
+    """
+    steps: list[Action] = []
+    match facts.found:
+        case AsFound() as found:
+            recorded = found.extended(facts.state, facts.units)
+            steps += [RecordHost(recorded)] if recorded != found else []
+        case Absent() if not facts.others:
+            steps.append(RecordHost(AsFound(facts.state, facts.units, facts.network, now)))
+        case Absent():
+            return _unknown_host(f"{AS_FOUND[0]} is missing, although there are nodes: {', '.join(facts.others)}")
+        case Broken(why) | Unseen(why):
+            return _unknown_host(why)
+    return (*steps, *([ChangeHost(goal, facts.state)] if changes else []))
+
+
+def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
+    """Return the steps that make a root file system. A machine that runs goes on until the new one is complete."""
+    staged = staged_root(facts.machine, goal.image.digest)
+    stale = tuple(RemoveTree(path) for path in facts.staged if path != staged)
+    fetch: list[Action] = [] if staged in facts.staged else [StageRoot(goal.image, staged)]
+    fetch += [FetchBinaries(goal.binaries)] if goal.binaries else []
+    last: list[Action] = [FillRoot(staged, goal.binaries, goal.files)]
+    if not isinstance(facts.root, Absent):
+        last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
+    return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
+
+
+def plan_boot(facts: NodeFacts) -> tuple[Action, ...]:
+    """Return the steps that let the machine start with the host, also without the agent."""
+    return tuple(EnableUnit(unit) for unit, enabled in facts.enabled.items() if not enabled)
+
+
+def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] | Problem:
+    """Return the first steps of `reset`: the machine stops, and is no machine any longer."""
+    path = machine_root(facts.machine)
+    if isinstance(facts.record, Broken | Unseen):
+        copies = f"restore {node_record(facts.machine)} from a backup, or stop the machine and remove {path} by hand"
+        return Problem("record", f"it is unknown what `up` made: {facts.record.why}", copies)
+    if isinstance(facts.root, Unseen):
+        return Problem("root", facts.root.why, "correct this, then run `unbounded-agent reset` again")
+    if isinstance(facts.record, Absent) and not isinstance(facts.root, Absent):
+        return Problem("root", f"`up` did not make {path}", "stop the machine and remove the directory yourself")
+    if isinstance(facts.record, NodeRecord) and isinstance(facts.root, int) and facts.root != facts.record.inode:
+        return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
+    steps: list[Action] = []
+    unit = machine_unit(facts.machine)
+    if facts.enabled.get(unit):
+        steps.append(DisableUnit(unit))
+    if unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
+        steps.append(StopMachine(facts.machine))
+    if not isinstance(facts.root, Absent):
+        steps.append(RemoveRoot(facts.machine))
+    return (*steps, *(RemoveTree(path) for path in facts.staged))
+
+
+def plan_tidying(machine: str, exists: Callable[[str], bool]) -> tuple[Action, ...]:
+    """Return the steps that remove the directory in which the machine's drop-in was."""
+    directory = posixpath.dirname(unit_drop_in(machine))
+    return (RemoveEmptyDirectory(directory),) if exists(directory) else ()
+
+
+def plan_restoration(facts: HostFacts, left: Leftovers) -> tuple[Action, ...] | Problem:
+    """Return the steps of `reset` that restore the host; none while another node needs its settings."""
+    if facts.others or isinstance(facts.found, Absent):
+        return ()
+    if isinstance(facts.found, Broken | Unseen):
+        return _unknown_host(facts.found.why)
+    found = facts.found
+    units = [DisableUnit(unit) for unit, on in facts.units.items() if on and found.units.get(unit) is False]
+    settings = [RestoreHost(found.host, facts.state)] if since_found(found.host, facts.state) else []
+    return (*units, *settings, *(RemoveLeftover(each) for each in left.remove))
+
+
+def plan_forgetting(machine: str, facts: HostFacts) -> tuple[Action, ...]:
+    """Return the last steps of `reset`. Until then it can be repeated."""
+    return (ForgetNode(machine), *((ForgetHost(),) if not facts.others and not isinstance(facts.found, Absent) else ()))
+
+
+def _unknown_host(why: str) -> Problem:
+    advice = f"restore {AS_FOUND[0]} from a backup; without it, nobody knows which settings of the host to go back to"
+    return Problem("record", f"it is unknown how the host was before its first node: {why}", advice)

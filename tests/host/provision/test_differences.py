@@ -1,0 +1,31 @@
+"""What differs from the host as it was found."""
+
+from dataclasses import replace
+
+from agent.host.provision.differences import since_found
+from agent.model.node import FoundFile, HostState
+from tests.host.provision.test_durable import FOUND
+
+CHANGED = HostState(
+    sysctls={"kernel.panic": "10", "net.bridge.bridge-nf-call-iptables": "1"},
+    modules={"overlay": True, "br_netfilter": True},
+    swaps=(),
+    files={"/etc/a": FoundFile(b"ours", 0o644), "/etc/b": None},
+)
+
+
+def test_each_difference_is_a_sentence() -> None:
+    assert since_found(FOUND.host, CHANGED) == (
+        "kernel.panic is 10, and was 0",
+        "/dev/sda2 is no longer used as swap",
+        "/etc/a still exists",
+        "/etc/b is not as it was",
+    )
+
+
+def test_modules_that_were_loaded_and_their_parameters_may_stay() -> None:
+    sysctls = {**FOUND.host.sysctls, "net.bridge.bridge-nf-call-iptables": "1"}
+    assert (
+        since_found(FOUND.host, replace(FOUND.host, sysctls=sysctls, modules={"overlay": True, "br_netfilter": True}))
+        == ()
+    )

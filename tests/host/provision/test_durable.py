@@ -1,0 +1,94 @@
+"""Records in two copies: one good copy is enough, and nobody guesses without one."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from agent.host.provision.durable import Durable
+from agent.model.as_found import AsFound
+from agent.model.facts import Absent, Broken, Unseen
+from agent.model.network import Link, Network, Route, Rule
+from agent.model.node import FoundFile, HostState, Swap
+from agent.model.paths import AS_FOUND
+from tests.fakes.host import Host
+
+NETWORK = Network((Link("lo", ""),), (Route(2, 254, 1, "", "192.0.2.1", "eth0", 16, 100),), (Rule(2, 0, 1, 255),))
+FOUND = AsFound(
+    host=HostState(
+        sysctls={"kernel.panic": "0", "net.bridge.bridge-nf-call-iptables": None},
+        modules={"overlay": True},
+        swaps=(Swap("/dev/sda2", -2),),
+        files={"/etc/a": None, "/etc/b": FoundFile(b"\xff\0not text", 0o600)},
+        absent_directories=("/etc/c",),
+    ),
+    units={"machines.target": False},
+    network=NETWORK,
+    recorded=1.5e9,
+)
+RECORD = Durable(AsFound)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Host:
+    host = Host(tmp_path)
+    RECORD.write(AS_FOUND, FOUND, host)
+    return host
+
+
+def test_what_is_written_is_read(host: Host) -> None:
+    assert RECORD.read(AS_FOUND, host) == FOUND
+
+
+@pytest.mark.parametrize("copy", AS_FOUND)
+@pytest.mark.parametrize("content", [b"", b"\0" * 500, b"{}", b"[]"])
+def test_one_good_copy_is_enough(host: Host, copy: str, content: bytes) -> None:
+    host.file(copy, content)
+    assert RECORD.read(AS_FOUND, host) == FOUND
+    host.remove(copy)
+    assert RECORD.read(AS_FOUND, host) == FOUND
+
+
+def test_a_changed_value_does_not_match_the_digest(host: Host) -> None:
+    for path in AS_FOUND:
+        host.file(path, host.read(path).replace(b'"kernel.panic": "0"', b'"kernel.panic": "9"'))
+    found = RECORD.read(AS_FOUND, host)
+    assert isinstance(found, Broken)
+    assert "does not match its digest" in found.why
+
+
+def test_damage_to_both_copies_is_not_absence(host: Host) -> None:
+    host.file(AS_FOUND[0], b"{")
+    host.remove(AS_FOUND[1])
+    assert isinstance(RECORD.read(AS_FOUND, host), Broken)
+    host.failing[AS_FOUND[1]] = PermissionError(13, "Permission denied", AS_FOUND[1])
+    assert isinstance(RECORD.read(AS_FOUND, host), Unseen)
+
+
+def test_a_later_release_is_not_understood(host: Host) -> None:
+    for path in AS_FOUND:
+        host.file(path, json.dumps(json.loads(host.read(path)) | {"version": 2}))
+    assert isinstance(RECORD.read(AS_FOUND, host), Broken)
+
+
+def test_removal_leaves_nothing(host: Host) -> None:
+    RECORD.remove(AS_FOUND, host)
+    assert isinstance(RECORD.read(AS_FOUND, host), Absent)
+
+
+def test_a_second_node_adds_what_it_changes_and_keeps_the_older_values() -> None:
+    later = HostState(
+        sysctls={"kernel.panic": "10", "vm.swappiness": "60"},
+        modules={"overlay": True, "br_netfilter": True},
+        swaps=(),
+        files={"/etc/a": FoundFile(b"ours", 0o644), "/etc/d": None},
+    )
+    both = FOUND.extended(later, {"machines.target": True, "other.target": False})
+    assert both.host.sysctls["kernel.panic"] == "0"
+    assert both.host.sysctls["vm.swappiness"] == "60"
+    assert both.host.files["/etc/a"] is None
+    assert both.host.files["/etc/d"] is None
+    assert both.host.swaps == FOUND.host.swaps
+    assert both.units == {"machines.target": False, "other.target": False}
+    assert both.network == FOUND.network
+    assert FOUND.extended(FOUND.host, FOUND.units) == FOUND

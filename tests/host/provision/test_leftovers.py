@@ -1,0 +1,52 @@
+"""What a node left in the host's network is removed; what may be somebody else's is only reported."""
+
+from socket import AF_INET
+
+from agent.host.provision.leftovers import leftovers
+from agent.model.network import Link, Network, Route, Rule
+
+BOOT, DHCP, BIRD = 3, 16, 12
+LO, ETH0 = Link("lo", ""), Link("eth0", "")
+DEFAULT = Route(AF_INET, 254, 1, "", "192.0.2.1", "eth0", DHCP, 100)
+LOCAL = Rule(AF_INET, 0, 1, 255)
+FOUND = Network((ETH0, LO), (DEFAULT,), (LOCAL,))
+
+
+def plus(*added: Link | Route | Rule) -> Network:
+    return Network(
+        (*FOUND.links, *(each for each in added if isinstance(each, Link))),
+        (*FOUND.routes, *(each for each in added if isinstance(each, Route))),
+        (*FOUND.rules, *(each for each in added if isinstance(each, Rule))),
+    )
+
+
+def test_nothing_new_is_nothing_left() -> None:
+    assert leftovers(FOUND, FOUND) == leftovers(FOUND, plus())
+    assert leftovers(FOUND, plus()).remove == ()
+
+
+def test_what_pods_networking_made_is_removed_rules_first_links_last() -> None:
+    bridge, veth = Link("cni0", "bridge"), Link("veth0a1b2c3d", "veth")
+    over_gateway = Route(AF_INET, 254, 1, "10.244.3.0/24", "192.0.2.7", "eth0", BOOT, 0)
+    blackhole = Route(AF_INET, 254, 6, "10.244.9.0/26", "", "", BIRD, 0)
+    on_bridge = Route(AF_INET, 254, 1, "10.9.0.0/24", "", "cni0", BOOT, 0)
+    rule = Rule(AF_INET, 500, 1, 2004, mark=0x200, mask=0xF00)
+    found = leftovers(FOUND, plus(bridge, veth, over_gateway, blackhole, on_bridge, rule))
+    assert found.remove == (rule, over_gateway, blackhole, bridge, veth)
+    assert found.keep == ()
+
+
+def test_what_others_added_since_stays() -> None:
+    wireguard, docker, hardware = Link("wg0", "wireguard"), Link("docker0", "bridge"), Link("cni-looks-like-it", "")
+    by_wireguard = Route(AF_INET, 51820, 1, "", "", "wg0", BOOT, 0)
+    to_wireguard = Rule(AF_INET, 32764, 1, 51820, mark=0xCA6C, mask=0xFFFFFFFF)
+    lease = Route(AF_INET, 254, 1, "", "192.0.2.254", "eth0", DHCP, 100)
+    to_main = Rule(AF_INET, 32765, 1, 254)
+    found = leftovers(FOUND, plus(wireguard, docker, hardware, by_wireguard, to_wireguard, lease, to_main))
+    assert found.remove == ()
+    assert set(found.keep) == {wireguard, docker, hardware, lease, to_wireguard, to_main}
+
+
+def test_what_was_there_before_stays_whatever_its_name() -> None:
+    before = plus(Link("cni0", "bridge"), Route(AF_INET, 254, 1, "10.9.0.0/24", "", "cni0", BOOT, 0))
+    assert leftovers(before, before).remove == ()

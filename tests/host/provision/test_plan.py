@@ -1,0 +1,175 @@
+"""The steps of up and reset follow from what is there: nothing foreign is touched, nothing unknown is guessed."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent.host.provision.actions import (
+    ChangeHost,
+    DisableUnit,
+    EnableUnit,
+    FetchBinaries,
+    FillRoot,
+    ForgetHost,
+    ForgetNode,
+    PublishRoot,
+    RecordHost,
+    RemoveLeftover,
+    RemoveRoot,
+    RemoveTree,
+    RestoreHost,
+    StageRoot,
+    StopMachine,
+)
+from agent.host.provision.leftovers import Leftovers
+from agent.host.provision.observe import NodeFacts
+from agent.host.provision.plan import (
+    HostFacts,
+    RootGoal,
+    needs_root,
+    plan_boot,
+    plan_forgetting,
+    plan_host,
+    plan_removal,
+    plan_restoration,
+    plan_root,
+)
+from agent.host.provision.record import NodeRecord
+from agent.model.facts import Absent, Broken, Unseen
+from agent.model.network import Link
+from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage, Problem
+from tests.host.provision.test_durable import FOUND, NETWORK
+
+DIGEST = "sha256:" + "a1" * 32
+IMAGE = NodeImage(f"docker://registry.example.com/nodes/agent@{DIGEST}", DIGEST, "amd64", 100_000_000)
+STAGED = "/var/lib/machines/.gpu-node.unbounded-agent-a1a1a1a1a1a1a1a1"
+RECORD = NodeRecord("node-1", IMAGE, 77, {}, {}, {}, 1.0)
+UNIT = "systemd-nspawn@gpu-node.service"
+NEW = NodeFacts("gpu-node", Absent("no root"), Absent("no record"), (), {UNIT: False, "machines.target": True}, "")
+MADE = replace(NEW, root=77, record=RECORD)
+BINARIES = (NodeBinary("kubelet", "https://dl.k8s.io/kubelet", "b2" * 32, "/usr/local/bin/kubelet"),)
+FILES = (NodeFile("/etc/kubernetes/kubelet.json", b"{}"),)
+GOAL = RootGoal(IMAGE, BINARIES, FILES, RECORD)
+HOST = HostFacts(FOUND.host, FOUND.units, NETWORK, FOUND, ())
+SETTINGS = HostSettings({"kernel.panic": "10"}, (), swap_off=True, files=())
+
+
+# ---- what up does to a root file system
+
+
+def test_a_new_node_is_complete_before_it_has_its_name() -> None:
+    assert needs_root(NEW) is True
+    steps = plan_root(GOAL, NEW)
+    assert steps.first == ()
+    assert steps.parallel == (StageRoot(IMAGE, STAGED), FetchBinaries(BINARIES))
+    assert steps.last == (FillRoot(STAGED, BINARIES, FILES), PublishRoot("gpu-node", STAGED, RECORD))
+
+
+def test_an_interrupted_attempt_goes_on_with_what_is_unpacked() -> None:
+    stale = f"{STAGED[:-16]}removed"
+    steps = plan_root(GOAL, replace(NEW, staged=(STAGED, stale)))
+    assert steps.first == (RemoveTree(stale),)
+    assert steps.parallel == (FetchBinaries(BINARIES),)
+
+
+def test_a_finished_node_stays_as_it_is() -> None:
+    assert needs_root(MADE) is False
+    assert plan_boot(replace(MADE, enabled={UNIT: True})) == ()
+    assert plan_boot(MADE) == (EnableUnit(UNIT),)
+
+
+def test_a_deleted_node_is_made_again() -> None:
+    assert needs_root(replace(MADE, root=Absent("deleted"))) is True
+
+
+def test_a_rebuild_stops_the_machine_when_the_new_root_is_complete() -> None:
+    assert needs_root(MADE, rebuild=True) is True
+    kinds = [type(step) for step in plan_root(GOAL, MADE).last]
+    assert kinds == [FillRoot, StopMachine, RemoveRoot, PublishRoot]
+
+
+@pytest.mark.parametrize("rebuild", [False, True])
+@pytest.mark.parametrize("root", [77, Broken("a link"), Unseen("permission denied")])
+def test_a_root_that_up_did_not_make_is_never_touched(root: int | Broken | Unseen, rebuild: bool) -> None:
+    assert isinstance(needs_root(replace(NEW, root=root), rebuild=rebuild), Problem)
+
+
+def test_a_replaced_root_and_a_damaged_record_are_reported() -> None:
+    for facts in (replace(MADE, root=78), replace(MADE, record=Broken("damaged"))):
+        problem = needs_root(facts)
+        assert isinstance(problem, Problem)
+        assert "unbounded-agent up --rebuild gpu-node" in problem.advice
+        assert needs_root(facts, rebuild=True) is True
+
+
+# ---- what up does to the host
+
+
+def test_the_host_is_recorded_before_it_changes() -> None:
+    facts = replace(HOST, found=Absent("no record"))
+    steps = plan_host(SETTINGS, facts, 5.0, changes=True)
+    assert not isinstance(steps, Problem)
+    record, change = steps
+    assert record == RecordHost(replace(FOUND, recorded=5.0))
+    assert change == ChangeHost(SETTINGS, FOUND.host)
+
+
+def test_what_a_further_node_changes_is_added_to_the_record() -> None:
+    state = HostState({"kernel.panic": "10", "vm.swappiness": "60"}, {}, (), {})
+    steps = plan_host(SETTINGS, replace(HOST, state=state), 5.0, changes=False)
+    assert steps == (RecordHost(FOUND.extended(state, FOUND.units)),)
+    assert plan_host(SETTINGS, HOST, 5.0, changes=False) == ()
+
+
+@pytest.mark.parametrize("found", [Broken("damaged"), Unseen("no permission"), Absent("lost")])
+def test_a_lost_record_is_not_replaced_by_the_changed_host(found: Broken | Unseen | Absent) -> None:
+    facts = replace(HOST, found=found, others=("gpu-node",))
+    assert isinstance(plan_host(SETTINGS, facts, 5.0, changes=True), Problem)
+
+
+# ---- what reset does
+
+
+def test_reset_removes_the_machine_before_anything_else() -> None:
+    facts = replace(MADE, enabled={UNIT: True, "machines.target": True}, staged=(STAGED,))
+    removed = (DisableUnit(UNIT), StopMachine("gpu-node"), RemoveRoot("gpu-node"), RemoveTree(STAGED))
+    assert plan_removal(facts, "active") == removed
+    assert plan_removal(MADE, "inactive") == (RemoveRoot("gpu-node"),)
+
+
+def test_reset_can_be_repeated() -> None:
+    assert plan_removal(NEW, "inactive") == ()
+    assert plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        replace(NEW, root=77),
+        replace(MADE, root=78),
+        replace(MADE, root=Unseen("no permission")),
+        replace(MADE, record=Broken("damaged")),
+        replace(MADE, record=Unseen("no permission")),
+    ],
+)
+def test_reset_refuses_to_guess_what_up_made(facts: NodeFacts) -> None:
+    assert isinstance(plan_removal(facts, "inactive"), Problem)
+
+
+def test_reset_restores_the_host_after_the_last_node() -> None:
+    left, now = Link("cni0", "bridge"), HostState({"kernel.panic": "10"}, {}, (), {})
+    facts = replace(HOST, state=now, units={"machines.target": True})
+    steps = plan_restoration(facts, Leftovers((left,), ()))
+    assert steps == (DisableUnit("machines.target"), RestoreHost(FOUND.host, now), RemoveLeftover(left))
+    assert plan_restoration(HOST, Leftovers((), ())) == ()
+    assert plan_restoration(replace(facts, others=("other",)), Leftovers((left,), ())) == ()
+
+
+def test_reset_refuses_to_guess_how_the_host_was() -> None:
+    for found in (Broken("damaged"), Unseen("no permission")):
+        assert isinstance(plan_restoration(replace(HOST, found=found), Leftovers((), ())), Problem)
+
+
+def test_the_records_go_last() -> None:
+    assert plan_forgetting("gpu-node", HOST) == (ForgetNode("gpu-node"), ForgetHost())
+    assert plan_forgetting("gpu-node", replace(HOST, others=("other",))) == (ForgetNode("gpu-node"),)
