@@ -32,7 +32,7 @@ def load(options: argparse.Namespace, system: System) -> Loaded:
     standard = options.config == CONFIG_FILE
     if options.command not in AT_START or not standard:
         config = load_config(system, options.config)
-        if options.command == "apply" and standard:
+        if options.command in ("apply", "up") and standard:
             keep(config, system)
         return Loaded(config)
     loaded = load_or_last_good(system)

@@ -60,11 +60,8 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.wiring import reconciler_for
 
             return apply(reconciler_for(options))
-        case "prepare":
-            from agent.cli.prepare import prepare
-            from agent.cli.wiring import reconciler_for
-
-            return report_failures(prepare(options.machine, reconciler_for(options)).failures)
+        case "up" | "preflight" | "reset" | "start" | "stop" | "restart":
+            return _run_for_nodes(options)
         case "gpus":
             from agent.cli.gpus import gpus
             from agent.cli.wiring import reconciler_for
@@ -75,6 +72,20 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.kube import manifests
 
             return manifests(options.names, options.out, this_host())
+        case "prepare" | "load-modules" | "run":
+            return _run_for_units(options)
+        case command:
+            raise ConfigError(f"unknown command {command}")
+
+
+def _run_for_units(options: argparse.Namespace) -> int:
+    """Run a command that is run by a unit."""
+    match options.command:
+        case "prepare":
+            from agent.cli.prepare import prepare
+            from agent.cli.wiring import reconciler_for
+
+            return report_failures(prepare(options.machine, reconciler_for(options)).failures)
         case "load-modules":
             from agent.cli.host import load, this_host
             from agent.cli.load_modules import load_modules
@@ -83,12 +94,34 @@ def _run(options: argparse.Namespace) -> int:
             system = this_host()
             load_modules(load(options, system).config, system, Udev(), progress)
             return 0
-        case "run":
+        case _:
             from agent.cli.service import run
 
             return run(options)
-        case command:
-            raise ConfigError(f"unknown command {command}")
+
+
+def _run_for_nodes(options: argparse.Namespace) -> int:
+    """Run a command that makes, removes, starts or stops nodes."""
+    match options.command:
+        case "up":
+            from agent.cli.up import up
+            from agent.cli.wiring import reconciler_for
+
+            return up(reconciler_for(options), options.machine, rebuild=options.rebuild, for_programs=options.json)
+        case "preflight":
+            from agent.cli.preflight import preflight
+            from agent.cli.wiring import reconciler_for
+
+            return preflight(reconciler_for(options), for_programs=options.json)
+        case "reset":
+            from agent.cli.reset import reset
+
+            return reset(options)
+        case _:
+            from agent.cli.lifecycle import lifecycle
+            from agent.cli.wiring import reconciler_for
+
+            return lifecycle(options, reconciler_for(options))
 
 
 if __name__ == "__main__":

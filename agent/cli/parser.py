@@ -60,6 +60,49 @@ COMMANDS = {
         "unbounded-agent doctor",
         {0: "the host has no fault and every machine is ready", 1: "there is a fault, or a machine is not ready"},
     ),
+    "up": Command(
+        "make the Kubernetes nodes of the configuration, and wait until they have joined",
+        "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
+        "the host as it was found, sets what the kubelet needs, makes the root file system from the image, starts the "
+        "machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. Does "
+        "nothing on a finished node.",
+        "sudo unbounded-agent up",
+        {0: "every node is ready and has joined", 1: "a check or a step failed, or a node is not ready"},
+    ),
+    "preflight": Command(
+        "check what would keep `up` from making the nodes",
+        "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
+        "Changes nothing.",
+        "sudo unbounded-agent preflight",
+        {0: "`up` can make the nodes", 1: "a check failed"},
+    ),
+    "reset": Command(
+        "remove a node, and restore the host as it was found",
+        "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
+        "one, restores the host's settings and network as they were before the first `up`, and compares them.",
+        "sudo unbounded-agent reset gpu-node",
+        {0: "the machine is removed", 1: "a step failed, or the host differs from the host as it was found"},
+    ),
+    "start": Command(
+        "start a machine, and wait until it is ready",
+        "Starts a machine and waits until it is ready and, if `up` made it, has joined. Lets pods run there again if "
+        "`stop` had cordoned its node.",
+        "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+    ),
+    "stop": Command(
+        "drain a machine's node, and stop the machine",
+        "Moves the pods of a machine's node to other nodes, if a kubeconfig is given, and stops the machine. It stays "
+        "stopped until `start`, `apply` or the host's next boot.",
+        "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is stopped", 1: "the pods could not be moved, or the machine could not be stopped"},
+    ),
+    "restart": Command(
+        "drain, stop and start a machine",
+        "Does what `stop` and then `start` do.",
+        "sudo unbounded-agent restart gpu-node --no-drain",
+        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+    ),
     "gpus": Command(
         "detach, attach and inspect GPUs",
         "Takes a GPU out of use before you remove it, gives it back, and shows who uses it.",
@@ -156,6 +199,16 @@ def make_parser() -> argparse.ArgumentParser:
     commands = _add(parser, "command", COMMANDS)
     commands["status"].add_argument("--json", action="store_true", help="print JSON: Kubernetes conditions by machine")
     commands["doctor"].add_argument("--json", action="store_true", help="print one JSON object")
+    commands["up"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this one")
+    commands["up"].add_argument("--rebuild", action="store_true", help="make the root file system again")
+    commands["up"].add_argument("--json", action="store_true", help="print one JSON object per line")
+    commands["preflight"].add_argument("--json", action="store_true", help="print one JSON object")
+    for name in ("reset", "start", "stop", "restart"):
+        commands[name].add_argument("machine", metavar="MACHINE", help="its name")
+    for name in ("start", "stop", "restart"):
+        commands[name].add_argument("--kubeconfig", default="", metavar="FILE", help="of a user who may drain nodes")
+    for name in ("stop", "restart"):
+        commands[name].add_argument("--no-drain", action="store_true", help="do not move the pods first")
     commands["prepare"].add_argument("machine", metavar="MACHINE", help="its name in the configuration")
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS).items():
         count = "?" if name in ADDRESS_OPTIONAL else None

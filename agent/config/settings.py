@@ -123,8 +123,8 @@ class MachineSettings(Model):
 
     @property
     def has_extras(self) -> bool:
-        """Whether the machine gets devices or mounts even on a host without GPUs."""
-        return bool(self.devices or self.extra_devices or self.extra_mounts)
+        """Whether the machine gets devices, mounts or a node's settings even on a host without GPUs."""
+        return bool(self.devices or self.extra_devices or self.extra_mounts or self.node)
 
     @field_validator("gpus")
     @classmethod

@@ -118,7 +118,7 @@ class Reconciler:
         # pass itself.
         for machine in outcome.machines:
             if machine.stopped and machine.startable and (by_hand or not machine.has_run):
-                failures += self._start(machine.name)
+                failures += self.start(machine.name)
                 machine = replace(machine, pending=True)
             machines.append(machine)
         return replace(outcome, machines=tuple(machines), failures=failures)
@@ -206,7 +206,8 @@ class Reconciler:
         self.logged_faults = tuple(sentences.values())
         return self.logged_faults
 
-    def _start(self, name: str) -> tuple[str, ...]:
+    def start(self, name: str) -> tuple[str, ...]:
+        """Start a machine without waiting. Return failures, one sentence each. The caller must not hold PASS_LOCK."""
         self.progress(f"start machine {name}")
         clear_report(self.system, name)
         try:

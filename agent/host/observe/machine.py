@@ -19,6 +19,7 @@ from agent.model.paths import (
     granted_file,
     handed_roots_file,
     live_file,
+    node_record,
     nspawn_file,
     report_directory,
     started_drop_in,
@@ -83,6 +84,8 @@ def _root(name: str, system: System) -> Seen[str]:
     match read_seen(system.is_directory, path):
         case True:
             return path
+        case False if read_seen(system.exists, node_record(name)) is True:
+            return Absent(f"{path} was deleted since `up` made it; run `unbounded-agent up {name}`")
         case False:
             return Absent(f"{path} does not exist; unpack the machine's image into that directory")
         case unseen:

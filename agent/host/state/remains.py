@@ -16,6 +16,7 @@ from agent.model.paths import (
     conditions_file,
     granted_file,
     handed_roots_file,
+    joined_file,
     live_file,
     machine_files,
     report_directory,
@@ -44,8 +45,9 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 def clear_report(system: System, machine: str) -> None:
     """Remove an old report before the machine starts: the last run, or an earlier machine of this name, left it."""
-    with suppress(OSError):
-        system.remove(f"{report_directory(machine)}/{REPORT_NAME}")
+    for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
+        with suppress(OSError):
+            system.remove(path)
 
 
 def _machines(system: System, configured: tuple[str, ...]) -> set[str]:

@@ -1,0 +1,104 @@
+"""`unbounded-agent start`, `stop` and `restart`: a machine, with its pods moved away before it stops."""
+
+import argparse
+
+from agent.cli.output import print_machines
+from agent.cli.printing import report_failures
+from agent.cli.waiting import Watch
+from agent.host.provision.apply import STOP_LIMIT
+from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
+from agent.host.reconcile import Reconciler
+from agent.model.errors import ConfigError, ExitCodeError
+from agent.model.facts import Absent
+from agent.model.paths import cordoned_file, machine_unit
+
+DRAIN_LIMIT = 600.0
+"""Seconds that pods get to move to other nodes. kubectl waits for their disruption budgets."""
+ANSWER_LIMIT = 60.0
+
+
+def lifecycle(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Run one of the three commands, and return its exit code."""
+    name, kubeconfig = options.machine, options.kubeconfig
+    match options.command:
+        case "start":
+            return start(name, reconciler, kubeconfig)
+        case "stop":
+            return stop(name, reconciler, kubeconfig, drain=not options.no_drain)
+        case _:
+            return restart(name, reconciler, kubeconfig, drain=not options.no_drain)
+
+
+def start(name: str, reconciler: Reconciler, kubeconfig: str) -> int:
+    """Start a machine and wait for it; let pods run there again if `stop` had cordoned its node."""
+    _known(name, reconciler)
+    watch = Watch(reconciler, (name,))
+    outcome, failures = watch.start()
+    print_machines(watch.machines(outcome), reconciler)
+    failures += _uncordon(name, reconciler, kubeconfig)
+    return report_failures(failures) or (0 if watch.all_ready(outcome) else 1)
+
+
+def stop(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+    """Drain a machine's node if a kubeconfig is given, and stop the machine. Raises AgentError."""
+    _known(name, reconciler)
+    if drain and kubeconfig:
+        _drain(name, reconciler, kubeconfig)
+    elif drain:
+        reconciler.progress("its pods end with it: --kubeconfig FILE would move them to other nodes first")
+    reconciler.progress(f"stop machine {name}")
+    reconciler.system.run("systemctl", "stop", machine_unit(name), timeout=STOP_LIMIT)
+    return 0
+
+
+def restart(name: str, reconciler: Reconciler, kubeconfig: str, *, drain: bool) -> int:
+    """Stop a machine and start it again."""
+    return stop(name, reconciler, kubeconfig, drain=drain) or start(name, reconciler, kubeconfig)
+
+
+def _known(name: str, reconciler: Reconciler) -> None:
+    if name not in reconciler.config.machines:
+        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
+
+
+def _node(name: str, reconciler: Reconciler) -> str:
+    record = NODE_RECORDS.read(record_paths(name), reconciler.system)
+    if isinstance(record, NodeRecord):
+        return record.node
+    what = "it is unknown which Node object the machine has"
+    why = record.why if not isinstance(record, Absent) else "`up` did not make the machine"
+    raise ConfigError(f"{name}: {what}: {why}", "drain it with kubectl, then use --no-drain")
+
+
+def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
+    """Keep new pods off the node, and move its pods. A note says that the next start has to undo the first."""
+    node, system = _node(name, reconciler), reconciler.system
+    query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")
+    if _kubectl(reconciler, kubeconfig, *query).strip() != "true":
+        system.write(cordoned_file(name), f"{node}\n".encode())
+        reconciler.progress(f"cordon node {node}")
+        _kubectl(reconciler, kubeconfig, "cordon", node)
+    reconciler.progress(f"drain node {node}, up to {DRAIN_LIMIT:.0f} s")
+    arguments = ("--ignore-daemonsets", "--delete-emptydir-data", f"--timeout={DRAIN_LIMIT:.0f}s")
+    try:
+        _kubectl(reconciler, kubeconfig, "drain", node, *arguments, timeout=DRAIN_LIMIT + ANSWER_LIMIT)
+    except ExitCodeError as error:
+        hint = f"the machine still runs; repeat this, or use --no-drain, or undo it: `kubectl uncordon {node}`"
+        raise ExitCodeError(error.argv, "the node's pods could not be moved", error.stderr, hint) from error
+
+
+def _uncordon(name: str, reconciler: Reconciler, kubeconfig: str) -> tuple[str, ...]:
+    system, note = reconciler.system, cordoned_file(name)
+    if not system.exists(note):
+        return ()
+    node = system.read_text(note).strip()
+    if not kubeconfig:
+        return (f"node {node} is still cordoned: run `kubectl uncordon {node}`, or repeat this with --kubeconfig FILE",)
+    reconciler.progress(f"uncordon node {node}")
+    _kubectl(reconciler, kubeconfig, "uncordon", node)
+    system.remove(note)
+    return ()
+
+
+def _kubectl(reconciler: Reconciler, kubeconfig: str, *arguments: str, timeout: float = ANSWER_LIMIT) -> str:
+    return reconciler.system.run("kubectl", f"--kubeconfig={kubeconfig}", *arguments, timeout=timeout)

@@ -1,0 +1,24 @@
+"""`unbounded-agent preflight`: checks what would keep the nodes of the configuration from being made."""
+
+import json
+
+from agent.cli.printing import report, say
+from agent.cli.up import as_object, chosen, in_words
+from agent.host.provision.up import Provisioner
+from agent.host.reconcile import Reconciler
+from agent.system.network import HostNetwork
+
+
+def preflight(reconciler: Reconciler, *, for_programs: bool) -> int:
+    """Print all checks. Return 1 if one failed that keeps a node from being made."""
+    names = chosen(reconciler, "")
+    facts = reconciler.preview()[0]
+    work = Provisioner(reconciler.config, reconciler.system, HostNetwork(), reconciler.progress).work(names, facts)
+    if for_programs:
+        document = {"ok": not work.failed, "checks": [as_object(check) for check in work.checks]}
+        say([json.dumps(document, indent=2)])
+    else:
+        say(in_words(check) for check in work.checks)
+    for remark in work.remarks:
+        report(f"note: {remark}")
+    return 1 if work.failed else 0

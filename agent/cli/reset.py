@@ -1,0 +1,59 @@
+"""`unbounded-agent reset`: takes a node off the host, and restores the host."""
+
+import argparse
+
+from agent.cli.host import load, this_host
+from agent.cli.printing import progress, report, report_failures, say
+from agent.cli.up import BUSY, LOCK_WAIT
+from agent.cli.wiring import make_reconciler
+from agent.config.last_good import Loaded
+from agent.config.settings import Config
+from agent.host.provision.reset import Ending, Reset
+from agent.host.reconcile import Reconciler
+from agent.host.state.locks import locked
+from agent.model.errors import NoMachinesError
+from agent.model.paths import PROVISION_LOCK
+from agent.system.network import HostNetwork, NetworkSource
+
+
+def reset(options: argparse.Namespace) -> int:
+    """Remove the node of this name, which may still be configured or not. Return the exit code."""
+    system = this_host()
+    try:
+        loaded = load(options, system)
+    except NoMachinesError:
+        # The last machine may have been taken out of the configuration, and the file with it.
+        loaded = Loaded(Config(machines={}))
+    return reset_machine(options.machine, make_reconciler(loaded, system), HostNetwork())
+
+
+def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) -> int:
+    """Remove the node, and say what is left to do. Return 1 if the host differs from the host as it was found."""
+    others = {name: each for name, each in reconciler.config.machines.items() if name != machine}
+    without = Reconciler(
+        reconciler.config.model_copy(update={"machines": others}),
+        reconciler.system,
+        reconciler.devices,
+        reconciler.progress,
+    )
+
+    def remove_files() -> tuple[str, ...]:
+        return without.reconcile().failures
+
+    with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
+        ending = Reset(machine, reconciler.system, network, remove_files, not others, progress).run()
+    for remark in ending.remarks:
+        report(f"note: {remark}")
+    say(_advice(machine, ending, configured=machine in reconciler.config.machines))
+    return report_failures(ending.differences)
+
+
+def _advice(machine: str, ending: Ending, *, configured: bool) -> list[str]:
+    if not ending.done:
+        return [f"machine {machine}: nothing to do"]
+    lines = [f"machine {machine} is removed" + ("" if ending.differences else "; the host is as it was found")]
+    if ending.node:
+        lines.append(f"its Node object stays: run `kubectl delete node {ending.node}` where you have the right to")
+    if configured:
+        lines.append(f"it is still configured: `unbounded-agent up {machine}` would make it again")
+    return lines

@@ -1,0 +1,150 @@
+"""`unbounded-agent up`: makes the Kubernetes nodes of the configuration, and waits until they have joined."""
+
+import json
+import time
+from collections.abc import Iterable
+
+from agent.cli.output import print_machines
+from agent.cli.printing import progress, report, say
+from agent.cli.waiting import Watch
+from agent.host.outcome import Outcome
+from agent.host.provision.preflight import Asking, Check
+from agent.host.provision.up import Provisioner, Work
+from agent.host.reconcile import Reconciler
+from agent.host.state.locks import locked
+from agent.model.errors import ConfigError
+from agent.model.paths import PROVISION_LOCK
+from agent.system.https import ask
+from agent.system.network import HostNetwork, NetworkSource
+
+BUSY = "another `unbounded-agent up` or `reset` is still running"
+LOCK_WAIT = 5.0
+
+
+class Output:
+    """What `up` prints: sentences for people, or one JSON object per line for programs."""
+
+    def __init__(self, *, for_programs: bool) -> None:
+        self._for_programs = for_programs
+
+    def step(self, sentence: str) -> None:
+        """Report that a step begins."""
+        if not self._for_programs:
+            progress(sentence)
+        elif sentence:
+            self._event("step", message=sentence)
+
+    def check(self, check: Check) -> None:
+        """Report a failed check."""
+        if self._for_programs:
+            self._event("check", **as_object(check))
+        else:
+            say([in_words(check)])
+
+    def remark(self, sentence: str) -> None:
+        """Report what the user should know, although nothing failed."""
+        if self._for_programs:
+            self._event("remark", message=sentence)
+        else:
+            report(f"note: {sentence}")
+
+    def result(self, outcome: Outcome, watch: Watch, failures: Iterable[str]) -> None:
+        """Report how it ended."""
+        machines, failures = watch.machines(outcome), list(failures)
+        if self._for_programs:
+            states = {
+                each.name: {"ready": each.ready.status, "reason": each.ready.reason, "node": watch.node(each.name)}
+                for each in machines
+            }
+            self._event("result", machines=states, failures=failures)
+            return
+        print_machines(machines, watch.reconciler)
+        for failure in failures:
+            report(failure)
+
+    def _event(self, event: str, **values: object) -> None:
+        say([json.dumps({"event": event, "time": round(time.time(), 3), **values})])
+
+
+def as_object(check: Check) -> dict[str, object]:
+    """Return a check for programs."""
+    return {
+        "check": check.name,
+        "machine": check.machine,
+        "ok": check.passed,
+        "required": check.required,
+        "message": check.message,
+        "advice": check.advice,
+    }
+
+
+def in_words(check: Check) -> str:
+    """Return a check as a line for people."""
+    state = "ok" if check.passed else "FAILED" if check.required else "warning"
+    where = f"{check.machine}: " if check.machine else ""
+    advice = f" ({check.advice})" if check.advice else ""
+    return f"{state:>7}  {check.name}: {where}{check.message}{advice}"
+
+
+def chosen(reconciler: Reconciler, name: str) -> tuple[str, ...]:
+    """Return the machines with node settings, or the one of this name. Raises ConfigError."""
+    machines = reconciler.config.machines
+    nodes = tuple(sorted(each for each, settings in machines.items() if settings.node))
+    if name and name not in machines:
+        raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}.node]")
+    if name and name not in nodes:
+        raise ConfigError(f"machine {name} has no node settings", f"add a table [machines.{name}.node]")
+    if not nodes:
+        raise ConfigError("no machine has node settings", "add a table [machines.NAME.node] (docs/bootstrap.md)")
+    return (name,) if name else nodes
+
+
+def up(
+    reconciler: Reconciler,
+    name: str,
+    *,
+    rebuild: bool,
+    for_programs: bool,
+    network: NetworkSource | None = None,
+    ask: Asking = ask,
+) -> int:
+    """Make the nodes that are not made yet, and wait until they are ready and have joined. Return the exit code."""
+    if rebuild and not name:
+        raise ConfigError("--rebuild needs the name of a machine", "it removes all that is in the node")
+    names, output = chosen(reconciler, name), Output(for_programs=for_programs)
+    reconciler.progress = output.step
+    with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
+        again = frozenset(names) if rebuild else frozenset[str]()
+        network = network or HostNetwork()
+        provisioner = Provisioner(reconciler.config, reconciler.system, network, output.step, ask, again)
+        facts, planned, difference = reconciler.preview()
+        work = provisioner.work(names, facts)
+        for check in work.checks:
+            if not check.passed:
+                output.check(check)
+        for remark in work.remarks:
+            output.remark(remark)
+        if work.failed:
+            return 1
+        outcome, watch = Outcome(facts, reconciler.evaluate(facts, planned, difference)), Watch(reconciler, names)
+        if work.finished and not difference.actions and not watch.waiting(outcome) and watch.all_ready(outcome):
+            output.result(outcome, watch, ())
+            return 0
+        return _make(work, provisioner, watch, output)
+
+
+def _make(work: Work, provisioner: Provisioner, watch: Watch, output: Output) -> int:
+    provisioner.run(work.record)
+    host = work.host
+    for node in work.nodes:
+        if node.make:
+            # The host's settings change while the first image is pulled.
+            provisioner.make_root(node, host)
+            host = ()
+    provisioner.run(host)
+    outcome, failures = watch.start()
+    for node in work.nodes:
+        # Not before: a machine that starts with the host needs its settings.
+        provisioner.enable(node.machine)
+    output.result(outcome, watch, failures)
+    return 0 if not failures and watch.all_ready(outcome) else 1

@@ -1,0 +1,119 @@
+"""Takes a node off the host, and leaves the host as it was found before its first node."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from agent.host.observe.units import observe_units
+from agent.host.provision.actions import Action, RemoveDriverRoots
+from agent.host.provision.apply import Progress, Tools, run
+from agent.host.provision.differences import since_found
+from agent.host.provision.host_settings import observe_host
+from agent.host.provision.leftovers import Leftovers, leftovers
+from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
+from agent.host.provision.plan import HostFacts, plan_forgetting, plan_removal, plan_restoration, plan_tidying
+from agent.host.provision.record import NodeRecord
+from agent.model.as_found import AsFound
+from agent.model.errors import AgentError
+from agent.model.facts import Absent
+from agent.model.network import Network
+from agent.model.node import HostSettings, HostState, NodeFile, Problem
+from agent.model.paths import machine_unit
+from agent.system.files import System
+from agent.system.network import NetworkSource
+
+NO_STATE = HostState({}, {}, (), {})
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What `reset` did."""
+
+    node: str
+    """Name of the Node object, which stays; empty if it is unknown."""
+    done: tuple[str, ...]
+    """Sentences on the steps."""
+    differences: tuple[str, ...]
+    """What still differs from the host as it was found."""
+    remarks: tuple[str, ...]
+    """What is new on the host, and may be somebody else's."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """Removes one machine."""
+
+    machine: str
+    system: System
+    network: NetworkSource
+    remove_files: Callable[[], tuple[str, ...]]
+    """Makes a pass as if the machine were not configured, and returns failures."""
+    only_machine: bool
+    """Whether no other machine is configured, which would need the host's drivers."""
+    progress: Progress = lambda _: None
+
+    def run(self) -> Ending:
+        """Remove the node, and compare the host with the record. Raises AgentError, before or between two steps."""
+        facts, host = observe_node(self.machine, self.system), self._host()
+        removal, restoration = self._removal(facts), plan_restoration(host, Leftovers((), ()))
+        for each in (removal, restoration):
+            # Both before anything changes: without a record, `reset` must not stop halfway.
+            if isinstance(each, Problem):
+                raise AgentError(each.message, each.advice)
+        if not removal and isinstance(facts.record, Absent) and (host.others or isinstance(host.found, Absent)):
+            return Ending("", (), (), ())
+        done = self._run(removal)
+        if failures := self.remove_files():
+            raise AgentError(
+                "; ".join(failures), f"correct this, then run `unbounded-agent reset {self.machine}` again"
+            )
+        done += self._run(plan_tidying(self.machine, self.system.is_directory))
+        if self.only_machine and not host.others and isinstance(host.found, AsFound):
+            done += self._run((RemoveDriverRoots(),))
+        done += self._run(plan_restoration(self._host(), self._left()))
+        differences, remarks = self._compare()
+        if not differences:
+            done += self._run(plan_forgetting(self.machine, host))
+        node = facts.record.node if isinstance(facts.record, NodeRecord) else ""
+        return Ending(node, done, differences, remarks)
+
+    def _run(self, steps: tuple[Action, ...] | Problem) -> tuple[str, ...]:
+        if isinstance(steps, Problem):
+            raise AgentError(steps.message, steps.advice)
+        run(steps, Tools(self.system, self.network), self.progress)
+        return tuple(step.describe() for step in steps)
+
+    def _removal(self, facts: NodeFacts) -> tuple[Action, ...] | Problem:
+        unit = machine_unit(self.machine)
+        return plan_removal(facts, observe_units([unit], self.system)[unit].state)
+
+    def _host(self) -> HostFacts:
+        found = observe_found(self.system)
+        others = tuple(name for name in made_nodes(self.system) if name != self.machine)
+        if not isinstance(found, AsFound):
+            return HostFacts(NO_STATE, {}, Network(), found, others)
+        units = {unit: is_enabled(unit, self.system) for unit in found.units}
+        return HostFacts(observe_host(_same(found.host), self.system), units, Network(), found, others)
+
+    def _left(self) -> Leftovers:
+        found = observe_found(self.system)
+        return leftovers(found.network, self.network.observe()) if isinstance(found, AsFound) else Leftovers((), ())
+
+    def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return what differs from the host as it was found, and what is new but may be somebody else's."""
+        host = self._host()
+        if host.others or isinstance(host.found, Absent):
+            return (), ()
+        found, left = host.found, self._left()
+        assert isinstance(found, AsFound), "it was when this began"
+        units = [f"{unit} is enabled" for unit, on in host.units.items() if on and found.units.get(unit) is False]
+        differences = [*since_found(found.host, host.state), *units]
+        differences += [f"{each.describe()} is there again" for each in left.remove]
+        kept = tuple(f"{each.describe()} is new; remove it if the node made it" for each in left.keep)
+        return tuple(differences), kept
+
+
+def _same(found: HostState) -> HostSettings:
+    """Return a goal that touches what the record has, to observe the same values."""
+    files = tuple(NodeFile(path, b"") for path in found.files)
+    values = {name: value or "" for name, value in found.sysctls.items()}
+    return HostSettings(values, tuple(found.modules), swap_off=True, files=files)

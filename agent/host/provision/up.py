@@ -1,0 +1,218 @@
+"""Makes the nodes of the configuration: checks all that could keep them from being made, then runs the steps."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from agent.config.node import NodeSettings
+from agent.config.settings import Config
+from agent.host.plan.goal import Plan, plan
+from agent.host.provision import preflight
+from agent.host.provision.actions import Action, RecordHost, boot_units
+from agent.host.provision.apply import Progress, Tools, run, run_together
+from agent.host.provision.binaries import wanted_binaries
+from agent.host.provision.host_goal import host_changes, host_goal, host_problems
+from agent.host.provision.host_settings import observe_host
+from agent.host.provision.image import choose_image, inspect
+from agent.host.provision.inputs import node_inputs
+from agent.host.provision.node_files import node_files
+from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
+from agent.host.provision.plan import HostFacts, RootGoal, needs_root, plan_boot, plan_host, plan_root
+from agent.host.provision.preflight import Asking, Check, checked
+from agent.host.provision.record import NodeRecord, changed_settings, make_record
+from agent.host.provision.refusals import refusals
+from agent.host.vendors import host_vendor
+from agent.host.verify.readiness import FROM_VENDORS, evaluate
+from agent.model.conditions import Status
+from agent.model.facts import Absent, Facts
+from agent.model.network import Network
+from agent.model.node import HostSettings, NodeImage, Problem
+from agent.model.paths import machine_root
+from agent.system.files import System
+from agent.system.https import ask
+from agent.system.network import NetworkSource
+
+PLAIN_IMAGE = "agent-ubuntu2404"
+"""The image for machines whose GPUs need no programs of their vendor (agent.vendors.host_vendor)."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeWork:
+    """What there is to do for one node."""
+
+    machine: str
+    settings: NodeSettings
+    facts: NodeFacts
+    make: bool
+    """Whether the root file system has to be made."""
+    checks: tuple[Check, ...] = ()
+    image: NodeImage | None = None
+    remarks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What there is to do on the host."""
+
+    checks: tuple[Check, ...]
+    """All checks, those of the nodes too."""
+    record: tuple[Action, ...]
+    """Steps that record the host as it was found, before anything changes."""
+    host: tuple[Action, ...]
+    """Steps that change the host's settings."""
+    nodes: tuple[NodeWork, ...]
+
+    @property
+    def failed(self) -> tuple[Check, ...]:
+        return tuple(check for check in self.checks if check.required and not check.passed)
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing has to be made or changed."""
+        made = all(not node.make and all(node.facts.enabled.values()) for node in self.nodes)
+        return made and not self.record and not self.host
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return tuple(remark for node in self.nodes for remark in node.remarks)
+
+
+@dataclass(frozen=True, slots=True)
+class Provisioner:
+    """Makes nodes on a host."""
+
+    config: Config
+    system: System
+    network: NetworkSource
+    progress: Progress = lambda _: None
+    ask: Asking = ask
+    rebuild: frozenset[str] = field(default_factory=frozenset)
+    """Machines whose root file system is made again."""
+
+    def work(self, names: tuple[str, ...], facts: Facts) -> Work:
+        """Observe the nodes, and make all checks of what is to be done. Changes nothing."""
+        facts = _as_if_made(names, facts)
+        planned = plan(self.config, facts)
+        nodes = tuple(self._node(name, facts, planned) for name in names)
+        makes_root = any(node.make for node in nodes)
+        checks = preflight.check_host(facts, self.system, makes_root=makes_root)
+        checks += [Check(each.check, each.message, each.advice) for each in refusals(self.config)]
+        size = sum(node.image.size for node in nodes if node.image)
+        if makes_root:
+            checks.append(checked("disk", lambda: preflight.check_disk(size, self.system)))
+        goal = host_goal(self.config)
+        host = self._host_facts(goal, names)
+        steps = plan_host(goal, host, time.time(), changes=bool(host_changes(goal, host.state)))
+        problems = [*host_problems(goal, host.state), *([steps] if isinstance(steps, Problem) else [])]
+        checks += [Check(each.check, each.message, each.advice) for each in problems]
+        steps = () if isinstance(steps, Problem) else steps
+        record = tuple(each for each in steps if isinstance(each, RecordHost))
+        change = tuple(each for each in steps if each not in record)
+        return Work((*checks, *(check for node in nodes for check in node.checks)), record, change, nodes)
+
+    def run(self, steps: tuple[Action, ...]) -> None:
+        """Run steps for the host. Raises AgentError for one that fails."""
+        run(steps, self._tools(None), self.progress)
+
+    def make_root(self, node: NodeWork, host: tuple[Action, ...]) -> None:
+        """Make a node's root file system; run steps for the host at the same time. Raises AgentError."""
+        assert node.image, "the checks passed"
+        inputs = node_inputs(node.machine, self.config, self.system)
+        files = node_files(node.machine, node.settings, inputs)
+        binaries = wanted_binaries(node.settings.binaries, node.image.architecture)
+        record = make_record(node.settings, inputs.name, node.image, binaries, files)
+        steps = plan_root(RootGoal(node.image, binaries, files, record), node.facts)
+        tools = self._tools(node.settings)
+        run(steps.first, tools, self.progress)
+        run_together((*steps.parallel, *host), tools, self.progress)
+        run(steps.last, tools, self.progress)
+
+    def enable(self, machine: str) -> None:
+        """Let the machine start with the host. Raises AgentError."""
+        self.run(plan_boot(observe_node(machine, self.system)))
+
+    def _node(self, name: str, facts: Facts, planned: Plan) -> NodeWork:
+        settings = self.config.machines[name].node
+        assert settings, "the caller chose machines with nodes"
+        found = observe_node(name, self.system)
+        make = needs_root(found, rebuild=name in self.rebuild)
+        if isinstance(make, Problem):
+            check = Check(make.check, make.message, make.advice, name)
+            return NodeWork(name, settings, found, False, (check,))
+        work = NodeWork(name, settings, found, make)
+        if make:
+            return self._checked(work, facts, planned)
+        return replace(work, remarks=tuple(self._remarks(work)))
+
+    def _checked(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
+        """Make the checks of a root file system that has to be made."""
+        settings, name = work.settings, work.machine
+        image_name = choose_image(settings.image, _needs_vendor_image(name, planned))
+        image: list[NodeImage] = []
+
+        def inspected() -> str:
+            image.append(inspect(settings.image, image_name, self.system))
+            return f"{image[0].name} ({image[0].architecture})"
+
+        checks = [checked("image", inspected, name), *_drivers(name, self.config, facts, planned)]
+        checks += [replace(each, machine=name) for each in preflight.check_server(settings, self.system, self.ask)]
+
+        def complete() -> str:
+            inputs = node_inputs(name, self.config, self.system)
+            node_files(name, settings, inputs)
+            return f"the node is {inputs.name}"
+
+        checks.append(checked("node", complete, name))
+        if settings.binaries and image:
+            binaries = wanted_binaries(settings.binaries, image[0].architecture)
+            look = (binaries, settings.binaries, self.system, self.ask)
+            checks.append(checked("binaries", lambda: preflight.check_binaries(*look), name))
+        return replace(work, checks=tuple(checks), image=image[0] if image else None)
+
+    def _remarks(self, work: NodeWork) -> Iterator[str]:
+        record = work.facts.record
+        if isinstance(record, NodeRecord) and (changed := changed_settings(record, work.settings)):
+            again = f"run `unbounded-agent up --rebuild {work.machine}`"
+            yield f"node {record.node} was made with other settings: {', '.join(changed)}; {again}"
+
+    def _host_facts(self, goal: HostSettings, names: tuple[str, ...]) -> HostFacts:
+        found = observe_found(self.system)
+        units = {unit: is_enabled(unit, self.system) for name in names for unit in boot_units(name)[1:]}
+        return HostFacts(
+            state=observe_host(goal, self.system),
+            units=units,
+            # Only the first record needs it, and loading the library takes longer than all else.
+            network=self.network.observe() if isinstance(found, Absent) else Network(),
+            found=found,
+            others=made_nodes(self.system),
+        )
+
+    def _tools(self, settings: NodeSettings | None) -> Tools:
+        return Tools(self.system, self.network, settings.image if settings else None)
+
+
+def _as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
+    """Return the facts as they will be when the machines have root file systems, to plan which GPUs they get."""
+    machines = (
+        replace(each, root=machine_root(each.name)) if each.name in names and isinstance(each.root, Absent) else each
+        for each in facts.machines
+    )
+    return replace(facts, machines=tuple(machines))
+
+
+def _needs_vendor_image(machine: str, planned: Plan) -> bool:
+    """Return whether the machine's GPUs need programs of their vendor in the machine."""
+    grants = [grant for goal in planned.goal.machines if goal.name == machine for grant in goal.grants if grant.gpus]
+    return any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in grants)
+
+
+def _drivers(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
+    """Return what is wrong with the drivers of the machine's GPUs. That costs the node its GPUs, but not the node."""
+    goals = [goal for goal in planned.goal.machines if goal.name == machine]
+    report = Absent("the machine is not made yet")
+    found = [each for goal in goals for each in evaluate(config.machines[machine], goal, facts, report, "")]
+    return [
+        Check("driver", f"{each.type}: {each.message}", "see `unbounded-agent doctor`", machine, required=False)
+        for each in found
+        if each.type in FROM_VENDORS and each.status is Status.FALSE
+    ]

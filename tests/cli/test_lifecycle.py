@@ -1,0 +1,84 @@
+"""`start`, `stop` and `restart`: pods are moved away first where a kubeconfig allows it, and may return."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.cli.lifecycle import restart, start, stop
+from agent.cli.up import up
+from agent.host.reconcile import Reconciler
+from agent.model.errors import ConfigError, ExitCodeError
+from agent.model.paths import cordoned_file
+from tests.fakes.gpu_host import MACHINE, UNITS
+from tests.fakes.node_host import NODE, NodeHost, node_host, node_reconciler
+
+ADMIN = "/root/.kube/config"
+KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
+QUERY = (*KUBECTL, "get", "node", NODE, "--output", "jsonpath={.spec.unschedulable}")
+CORDON, UNCORDON = (*KUBECTL, "cordon", NODE), (*KUBECTL, "uncordon", NODE)
+DRAIN = (*KUBECTL, "drain", NODE, "--ignore-daemonsets", "--delete-emptydir-data", "--timeout=600s")
+STOP = ("systemctl", "stop", UNITS[0])
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> NodeHost:
+    host = node_host(tmp_path / "host")
+    assert up(node_reconciler(host), "", rebuild=False, for_programs=False, network=host.network, ask=host.ask) == 0
+    for argv in (QUERY, CORDON, UNCORDON, DRAIN):
+        host.command(*argv)
+    host.runner.calls.clear()
+    return host
+
+
+@pytest.fixture
+def agent(host: NodeHost) -> Reconciler:
+    return node_reconciler(host)
+
+
+def kubectl(host: NodeHost) -> list[tuple[str, ...]]:
+    return [argv for argv in host.runner.calls if argv[0] == "kubectl" or argv == STOP]
+
+
+def test_pods_are_moved_before_the_machine_stops_and_may_return(host: NodeHost, agent: Reconciler) -> None:
+    assert stop(MACHINE, agent, ADMIN, drain=True) == 0
+    assert kubectl(host) == [QUERY, CORDON, DRAIN, STOP]
+    assert start(MACHINE, agent, ADMIN) == 0
+    assert kubectl(host)[-1] == UNCORDON
+    assert not host.exists(cordoned_file(MACHINE))
+
+
+def test_a_node_that_somebody_cordoned_stays_cordoned(host: NodeHost, agent: Reconciler) -> None:
+    host.command(*QUERY, stdout="true")
+    assert restart(MACHINE, agent, ADMIN, drain=True) == 0
+    assert kubectl(host) == [QUERY, DRAIN, STOP]
+
+
+def test_without_a_kubeconfig_the_pods_end_with_the_machine(host: NodeHost, agent: Reconciler) -> None:
+    said: list[str] = []
+    agent.progress = said.append
+    assert stop(MACHINE, agent, "", drain=True) == 0
+    assert kubectl(host) == [STOP]
+    assert "--kubeconfig FILE" in said[0]
+    assert restart(MACHINE, agent, ADMIN, drain=False) == 0
+    assert kubectl(host) == [STOP, STOP]
+
+
+def test_pods_that_cannot_be_moved_keep_the_machine_running(host: NodeHost, agent: Reconciler) -> None:
+    host.command(*DRAIN, stderr="Cannot evict pod as it would violate the pod's disruption budget.", status=1)
+    with pytest.raises(ExitCodeError, match="disruption budget") as error:
+        stop(MACHINE, agent, ADMIN, drain=True)
+    assert f"kubectl uncordon {NODE}" in error.value.hint
+    assert STOP not in host.runner.calls
+
+
+def test_a_start_without_a_kubeconfig_says_that_no_pod_will_come(
+    host: NodeHost, agent: Reconciler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop(MACHINE, agent, ADMIN, drain=True)
+    assert start(MACHINE, agent, "") == 1
+    assert f"node {NODE} is still cordoned" in capsys.readouterr().err
+
+
+def test_an_unknown_machine(agent: Reconciler) -> None:
+    with pytest.raises(ConfigError, match="machine nowhere is not configured"):
+        stop("nowhere", agent, "", drain=False)

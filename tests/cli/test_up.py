@@ -1,0 +1,233 @@
+"""From a bare host to a node and back: `up`, what it does when it is repeated, and `reset`."""
+
+import json
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agent.cli.reset import reset_machine
+from agent.cli.up import up
+from agent.model.errors import AgentError
+from agent.model.network import Link
+from agent.model.paths import AS_FOUND, STATE, machine_root, node_record, nspawn_file, unit_drop_in
+from tests.fakes.gpu_host import MACHINE, UNITS
+from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
+
+ENABLED = (wanted(UNITS[0]), wanted("machines.target"))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> NodeHost:
+    return node_host(tmp_path / "host")
+
+
+def run(host: NodeHost, *, rebuild: bool = False, for_programs: bool = False, **node: object) -> int:
+    agent = node_reconciler(host, **node)
+    return up(agent, MACHINE, rebuild=rebuild, for_programs=for_programs, network=host.network, ask=host.ask)
+
+
+def undo(host: NodeHost) -> int:
+    return reset_machine(MACHINE, node_reconciler(host), host.network)
+
+
+def tree(host: NodeHost) -> dict[str, bytes]:
+    """Return all files of the host, but for the agent's own state and what is in /run."""
+    root = Path(host.root)
+    files = {str(path.relative_to(root)): path for path in root.rglob("*") if path.is_file() or path.is_symlink()}
+    return {
+        name: str(path.readlink()).encode() if path.is_symlink() else path.read_bytes()
+        for name, path in files.items()
+        if not name.startswith((STATE.lstrip("/"), "run/"))
+    }
+
+
+def test_a_bare_host_becomes_a_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(host) == 0
+    root = machine_root(MACHINE)
+    assert host.is_file(f"{root}/usr/lib/systemd/systemd")
+    assert host.is_file(f"{root}/etc/kubernetes/kubelet.json")
+    assert all(host.exists(link) for link in ENABLED)
+    assert all(host.exists(path) for path in (*AS_FOUND, node_record(MACHINE), nspawn_file(MACHINE)))
+    assert host.read("/proc/sys/vm/overcommit_memory").strip() == b"1"
+    assert [name for name in host.entries("/var/lib/machines") if name != MACHINE] == []
+    assert "Ready  True" in capsys.readouterr().out
+
+
+def test_the_image_follows_from_the_gpus(host: NodeHost) -> None:
+    assert run(host) == 0
+    record = host.read(node_record(MACHINE)).decode()
+    assert f"nodes/agent-ubuntu2404-nvidia@{DIGEST}" in record
+
+
+def test_a_host_without_gpus_becomes_a_node_too(host: NodeHost) -> None:
+    for gpu in ("0000:01:00.0", "0000:02:00.0"):
+        host.unplug(gpu)
+    host.pci = ()
+    assert run(host) == 0
+    assert "nodes/agent-ubuntu2404@" in host.read(node_record(MACHINE)).decode()
+    assert host.exists(nspawn_file(MACHINE)), "the template's -U would change the owners of all files"
+
+
+def test_a_finished_node_costs_nothing(host: NodeHost) -> None:
+    assert run(host) == 0
+    before, calls = tree(host), len(host.runner.calls)
+    changes = {path: path.lstat().st_mtime_ns for path in Path(host.root).rglob("*")}
+    assert run(host) == 0
+    started = [argv for argv in host.runner.calls[calls:] if argv[0].rpartition("/")[2] != "ldconfig"]
+    assert started == []
+    assert tree(host) == before
+    written = [
+        path
+        for path in Path(host.root).rglob("*")
+        if changes.get(path) != path.lstat().st_mtime_ns and "provision.lock" not in path.name
+    ]
+    assert written == []
+
+
+def test_programs_get_one_object_per_line(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(host, for_programs=True) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {event["event"] for event in events} == {"step", "result"}
+    assert all(isinstance(event["time"], float) for event in events)
+    assert events[-1]["machines"] == {MACHINE: {"ready": "True", "reason": "AllConditionsTrue", "node": NODE}}
+    assert events[-1]["failures"] == []
+
+
+def test_no_secret_is_printed_or_recorded(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(host) == 0
+    printed = "".join(capsys.readouterr())
+    secret = "0123456789abcdef"
+    assert secret not in printed
+    assert not [argv for argv in host.runner.calls if secret in " ".join(argv)]
+    for path in Path(host.root + STATE).rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path
+
+
+def test_a_failed_check_changes_nothing(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    before = tree(host)
+    host.file("/etc/unbounded-agent/token", "fedcba.fedcba9876543210\n")
+    host.remove_file("/usr/bin/umoci")
+    assert run(host) == 1
+    printed = capsys.readouterr().out
+    assert "FAILED  token: gpu-node: the API server does not accept the bootstrap token" in printed
+    assert "FAILED  programs: not installed: umoci" in printed
+    host.file("/etc/unbounded-agent/token", before["etc/unbounded-agent/token"])
+    host.file("/usr/bin/umoci", executable=True)
+    assert tree(host) == before
+    assert not host.exists(AS_FOUND[0])
+
+
+def test_changed_settings_are_reported_and_a_rebuild_applies_them(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(host) == 0
+    kubelet = {"node_ip": "192.0.2.10", "labels": {"role": "gpu"}}
+    assert run(host, kubelet=kubelet) == 0
+    assert "was made with other settings: kubelet.labels; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+    assert run(host, rebuild=True, kubelet=kubelet) == 0
+    drop_in = f"{machine_root(MACHINE)}/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
+    assert b"role=gpu" in host.read(drop_in)
+    assert ("systemctl", "stop", UNITS[0]) in host.runner.calls
+
+
+def test_a_deleted_machine_is_noticed_and_made_again(host: NodeHost) -> None:
+    assert run(host) == 0
+    host.tools(("systemctl", "stop", UNITS[0]), 1)
+    host.remove_tree(machine_root(MACHINE))
+    (machine,) = node_reconciler(host).reconcile().machines
+    assert "was deleted since `up` made it; run `unbounded-agent up gpu-node`" in machine.ready.message
+    assert run(host) == 0
+    assert host.is_file(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json")
+
+
+# ---- interrupted anywhere
+
+
+class Killed(BaseException):
+    """SIGKILL."""
+
+
+def kill_at(host: NodeHost, place: int) -> None:
+    """Kill the agent before the n-th program that it starts."""
+    left = iter(range(place, -1, -1))
+
+    def before(argv: tuple[str, ...]) -> None:
+        # Once it is killed, none of its threads starts anything.
+        if next(left, 0) == 0:
+            raise Killed
+
+    host.tools.before = before
+
+
+@pytest.mark.parametrize("place", range(16))
+def test_the_next_up_ends_in_the_same_state(tmp_path: Path, host: NodeHost, place: int) -> None:
+    undisturbed = node_host(tmp_path / "undisturbed")
+    assert run(undisturbed) == 0
+    kill_at(host, place)
+    with suppress(Killed):
+        run(host)
+    host.tools.before = lambda argv: None
+    assert run(host) == 0
+    assert tree(host) == tree(undisturbed)
+    assert host.read(AS_FOUND[0]).count(b'"kernel.panic": "0"') == 1, "the host was recorded after it had changed"
+
+
+# ---- reset
+
+
+def test_reset_leaves_the_host_as_it_was_found(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    before, network = tree(host), host.network.now
+    assert run(host) == 0
+    assert undo(host) == 0
+    assert tree(host) == before
+    assert host.network.now == network
+    assert not host.exists(AS_FOUND[0])
+    assert not host.exists(node_record(MACHINE))
+    assert not host.exists(f"/run/unbounded-agent/machines/{MACHINE}")
+    printed = capsys.readouterr().out
+    assert "machine gpu-node is removed; the host is as it was found" in printed
+    assert f"kubectl delete node {NODE}" in printed
+    assert undo(host) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert run(host) == 0
+
+
+def test_reset_keeps_what_others_added_and_says_so(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(host) == 0
+    foreign = Link("wg0", "wireguard")
+    host.network.now = type(host.network.now)((*host.network.now.links, foreign), (), host.network.now.rules)
+    assert undo(host) == 0
+    assert host.network.removed == [Link("cni0", "bridge")]
+    assert "interface wg0 (wireguard) is new" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_an_interrupted_reset_can_be_repeated(host: NodeHost, place: int) -> None:
+    before = tree(host)
+    assert run(host) == 0
+    kill_at(host, place)
+    with suppress(Killed):
+        undo(host)
+    host.tools.before = lambda argv: None
+    assert undo(host) == 0
+    assert tree(host) == before
+    assert not host.exists(AS_FOUND[0])
+
+
+def test_the_kernel_has_its_values_again(host: NodeHost) -> None:
+    assert run(host) == 0
+    assert undo(host) == 0
+    for name, value in SYSCTLS.items():
+        assert host.read(f"/proc/sys/{name}").decode().strip() == value
+
+
+def test_reset_refuses_to_guess(host: NodeHost) -> None:
+    assert run(host) == 0
+    for path in AS_FOUND:
+        host.file(path, b"damaged")
+    calls = len(host.runner.calls)
+    with pytest.raises(AgentError, match="how the host was before its first node"):
+        undo(host)
+    assert ("systemctl", "stop", UNITS[0]) not in host.runner.calls[calls:]
+    assert host.exists(unit_drop_in(MACHINE))

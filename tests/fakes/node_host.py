@@ -1,0 +1,206 @@
+"""A bare host that becomes a node: programs that act on its tree as the real ones do, an API server, and a kubelet.
+
+Synthetic: the image's content (its init alone), the registry's answers, systemd's and the machine's behaviour.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from agent import __version__
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import render_live
+from agent.model.network import Link, Network, Route, Rule
+from agent.model.paths import handoff_file, joined_file, live_file, machine_root, report_directory
+from agent.system.https import Answer
+from agent.system.process import Completed
+from tests.fakes.gpu_host import MACHINE, UNITS, set_up, units
+from tests.fakes.host import Host, ScriptedRunner
+
+NODE, SERVER, TOKEN = "node-1", "https://192.0.2.1:6443", "abcdef.0123456789abcdef"
+CA_FILE, TOKEN_FILE = "/etc/unbounded-agent/ca.crt", "/etc/unbounded-agent/token"
+REPOSITORY = "docker://registry.example.com/nodes"
+NETWORK = Network((Link("eth0", ""), Link("lo", "")), (), (Rule(2, 0, 1, 255),))
+BOOT_ID = "4e6f4e6f-0000-0000-0000-000000000000"
+SYSCTLS = {
+    "kernel/panic": "0",
+    "kernel/panic_on_oops": "0",
+    "kernel/keys/root_maxkeys": "1000000",
+    "kernel/keys/root_maxbytes": "25000000",
+    "vm/overcommit_memory": "0",
+    "vm/panic_on_oom": "0",
+    "net/ipv4/ip_forward": "0",
+}
+
+
+def wanted(unit: str) -> str:
+    """Return the link by which systemd starts a unit at boot."""
+    target = "multi-user.target" if unit == "machines.target" else "machines.target"
+    return f"/etc/systemd/system/{target}.wants/{unit}"
+
+
+class HostTools(ScriptedRunner):
+    """Programs of a host. What they change, they change in its tree."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host: NodeHost
+        self.before: Callable[[tuple[str, ...]], None] = lambda argv: None
+        """Called with each program that is about to run."""
+
+    def __call__(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.before(argv)
+        self.calls.append(argv)
+        if argv in self.answers:
+            return self.answers[argv]
+        return Completed(0, self._run(argv).encode(), b"")
+
+    def _run(self, argv: tuple[str, ...]) -> str:  # noqa: C901
+        host = self.host
+        match argv:
+            case ("umoci", "--version"):
+                return "umoci version 0.4.7\n"
+            case ("skopeo", "inspect", "--raw", *_):
+                return MANIFEST
+            case ("skopeo", "inspect", "--config", *_):
+                return json.dumps({"architecture": "amd64", "os": "linux"})
+            case ("skopeo", *words) if "copy" in words:
+                Path(words[-1].removeprefix("oci:").removesuffix(":node")).mkdir()
+            case ("umoci", "raw", "unpack", *_, root):
+                init = Path(root) / "usr/lib/systemd/systemd"
+                init.parent.mkdir(parents=True)
+                init.write_bytes(b"")
+                init.chmod(0o755)
+            case ("rm", "--recursive", "--force", "--one-file-system", "--", *paths):
+                for path in paths:
+                    host.remove_tree(path)
+            case ("sync", *_) | ("systemctl", "daemon-reload"):
+                pass
+            case ("modprobe", "--use-blacklist", module):
+                host.file(f"/sys/module/{module}/refcnt", "0\n")
+                if module == "br_netfilter":
+                    for name in ("iptables", "ip6tables"):
+                        host.file(f"/proc/sys/net/bridge/bridge-nf-call-{name}", "1\n")
+            case ("modprobe", "--remove", module):
+                host.remove_tree(f"/sys/module/{module}")
+                host.remove_tree("/proc/sys/net/bridge")
+            case ("swapoff", _):
+                host.file("/proc/swaps", SWAPS.splitlines()[0] + "\n")
+            case ("swapon", *_):
+                host.file("/proc/swaps", SWAPS)
+            case ("systemctl", "enable", unit):
+                host.symlink(wanted(unit), f"/usr/lib/systemd/system/{unit}")
+            case ("systemctl", "disable", unit):
+                host.remove(wanted(unit))
+            case ("systemctl", "start", "--no-block", unit):
+                assert unit == UNITS[0]
+                host.boot()
+            case ("systemctl", "stop", unit):
+                assert unit == UNITS[0]
+                units(host, "inactive", stopped_at=1)
+            case _:
+                raise AssertionError(f"nobody expected {' '.join(argv)}")
+        return ""
+
+
+SWAPS = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/dev/sda2 partition 1048572 0 -2\n"
+LAYER = {"mediaType": "application/vnd.oci.image.layer.v1.tar+gzip", "digest": f"sha256:{'c3' * 32}", "size": 1000}
+MANIFEST = json.dumps({"schemaVersion": 2, "layers": [LAYER]})
+DIGEST = f"sha256:{hashlib.sha256(MANIFEST.encode()).hexdigest()}"
+
+
+class Namespace:
+    """The host's network."""
+
+    def __init__(self) -> None:
+        self.now = NETWORK
+        self.removed: list[Link | Route | Rule] = []
+
+    def observe(self) -> Network:
+        return self.now
+
+    def remove(self, leftover: Link | Route | Rule) -> None:
+        self.removed.append(leftover)
+        self.now = Network(
+            tuple(each for each in self.now.links if each != leftover),
+            tuple(each for each in self.now.routes if each != leftover),
+            tuple(each for each in self.now.rules if each != leftover),
+        )
+
+
+class NodeHost(Host):
+    """A host with a driver and two GPUs, without any machine."""
+
+    def __init__(self, tree: Path) -> None:
+        tools = HostTools()
+        super().__init__(tree, runner=tools)
+        self.tools, tools.host = tools, self
+        self.network = Namespace()
+        self.joins = True
+        """Whether the kubelet of a machine that boots joins the cluster."""
+
+    def boot(self) -> None:
+        """Boot the machine, which must be complete: it answers its handoff, and makes a bridge for its pods."""
+        assert self.exists(f"{machine_root(MACHINE)}/etc/kubernetes/kubelet.json"), "the root is not complete"
+        (machine,) = node_reconciler(self).reconcile().machines
+        assert machine.start_settings, "the machine's settings are not written"
+        self.write(live_file(MACHINE), render_live(machine.start_settings))
+        units(self, "active")
+        self.answer()
+        link = Link("cni0", "bridge")
+        if link not in self.network.now.links:
+            self.network.now = Network((link, *NETWORK.links), NETWORK.routes, NETWORK.rules)
+
+    def answer(self) -> None:
+        """Report that all is well in the machine."""
+        kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+        conditions = tuple(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in kinds)
+        generation = parse_handoff(self.read(handoff_file(MACHINE))).generation
+        report = render_report(generation, conditions, (), BOOT_ID, __version__, {})
+        self.write(f"{report_directory(MACHINE)}/report.json", report)
+        if self.joins:
+            self.write(joined_file(MACHINE), NODE.encode())
+
+    def ask(self, url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
+        """Answer as the API server."""
+        assert url == f"{SERVER}/api"
+        return Answer(200 if token == TOKEN else 401, None)
+
+
+def node_host(tree: Path) -> NodeHost:
+    """Return a host with all that `up` needs."""
+    host = NodeHost(tree)
+    set_up(host)
+    for argv in [argv for argv in host.runner.answers if argv[0] == "systemctl"]:
+        del host.runner.answers[argv]
+    host.remove_tree(machine_root(MACHINE))
+    for name, value in SYSCTLS.items():
+        host.file(f"/proc/sys/{name}", value)
+    host.file("/proc/sys/kernel/hostname", f"{NODE}\n")
+    host.file("/proc/sys/kernel/osrelease", "6.12.0\n")
+    host.file("/proc/swaps", SWAPS)
+    host.file("/proc/meminfo", "MemTotal:       16000000 kB\n")
+    host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n")
+    for program in ("skopeo", "umoci", "systemd-nspawn", "modprobe"):
+        host.file(f"/usr/bin/{program}", executable=True)
+    host.file(CA_FILE, "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")
+    host.file(TOKEN_FILE, f"{TOKEN}\n")
+    host.owners[TOKEN_FILE] = (0o600, 0, 0)
+    return host
+
+
+def node_reconciler(host: NodeHost, **node: object) -> Reconciler:
+    """Return a reconciler with one machine that is a node."""
+    settings = {
+        "server": SERVER,
+        "ca_file": CA_FILE,
+        "bootstrap_token": TOKEN_FILE,
+        "image": {"repository": REPOSITORY},
+        "kubelet": {"node_ip": "192.0.2.10"},
+        **node,
+    }
+    return Reconciler(Config.model_validate({"machines": {MACHINE: {"node": settings}}}), host, host)
