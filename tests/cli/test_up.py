@@ -1,5 +1,6 @@
 """From a bare host to a node and back: `up`, what it does when it is repeated, and `reset`."""
 
+import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
@@ -8,12 +9,14 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
-from agent.model.errors import AgentError
+from agent.model.errors import AgentError, ApplyError
 from agent.model.network import Link
-from agent.model.paths import AS_FOUND, STATE, machine_root, node_record, nspawn_file, unit_drop_in
+from agent.model.paths import AS_FOUND, BINARIES, STATE, machine_root, node_record, nspawn_file, unit_drop_in
+from tests.cli.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
+COMMAND = "/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
 ENABLED = (wanted(UNITS[0]), wanted("machines.target"))
 
 
@@ -67,6 +70,33 @@ def test_a_host_without_gpus_becomes_a_node_too(host: NodeHost) -> None:
     assert run(host) == 0
     assert "nodes/agent-ubuntu2404@" in host.read(node_record(MACHINE)).decode()
     assert host.exists(nspawn_file(MACHINE)), "the template's -U would change the owners of all files"
+
+
+def test_the_node_gets_labels_for_its_gpus(host: NodeHost) -> None:
+    answer_of_libcuda(host, "12040\n")
+    assert run(host, kubelet={"node_ip": "192.0.2.10", "gpu_labels": True}) == 0
+    assert b"nvidia.com/gpu.present=true" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
+
+
+def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.file("/srv/kubelet", b"a program")
+    digest = hashlib.sha256(b"a program").hexdigest()
+    binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": digest}}
+    assert run(host, binaries=binaries) == 0
+    assert f'/kubelet": "{digest}"' in host.read(node_record(MACHINE)).decode()
+    (program,) = Path(host.root + machine_root(MACHINE)).rglob("kubelet")
+    assert (program.read_bytes(), program.stat().st_mode & 0o777) == (b"a program", 0o755)
+    assert undo(host) == 0
+    assert not host.exists(BINARIES)
+
+
+def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost) -> None:
+    host.file("/srv/kubelet", b"something else")
+    binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": "a1" * 32}}
+    with pytest.raises(ApplyError, match="its SHA-256 digest is"):
+        run(host, binaries=binaries)
+    assert not host.exists(machine_root(MACHINE))
+    assert run(host) == 0
 
 
 def test_a_finished_node_costs_nothing(host: NodeHost) -> None:
@@ -126,8 +156,7 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(
     assert run(host, kubelet=kubelet) == 0
     assert "was made with other settings: kubelet.labels; run `unbounded-agent up --rebuild" in capsys.readouterr().err
     assert run(host, rebuild=True, kubelet=kubelet) == 0
-    drop_in = f"{machine_root(MACHINE)}/etc/systemd/system/kubelet.service.d/99-unbounded-agent.conf"
-    assert b"role=gpu" in host.read(drop_in)
+    assert b"role=gpu" in host.read(f"{machine_root(MACHINE)}{COMMAND}")
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls
 
 

@@ -28,7 +28,7 @@ from agent.host.provision.actions import (
     StageRoot,
     StopMachine,
 )
-from agent.host.provision.binaries import fetch
+from agent.host.provision.binaries import cached, fetch
 from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.observe import HOST_RECORD
 from agent.host.provision.record import NODE_RECORDS, record_paths
@@ -165,7 +165,7 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 def _fill(action: FillRoot, system: System) -> None:
     writer = RootWriter(system.place(action.staged))
     for binary in action.binaries:
-        writer.copy(system.place(fetch(binary, BINARIES, system)), binary.path, 0o755)
+        writer.copy(system.place(cached(binary, BINARIES)), binary.path, 0o755)
     for file in action.files:
         writer.write(file.path, file.content, file.mode)
 

@@ -39,9 +39,14 @@ def wanted_binaries(settings: BinariesSettings | None, architecture: str) -> tup
     )
 
 
+def cached(binary: NodeBinary, directory: str) -> str:
+    """Return where `fetch` puts a program."""
+    return f"{directory}/{binary.sha256}"
+
+
 def fetch(binary: NodeBinary, directory: str, system: System) -> str:
     """Return the path of a file in the cache `directory` that has the program's digest. Raises ApplyError, OSError."""
-    path = f"{directory}/{binary.sha256}"
+    path = cached(binary, directory)
     if _digest_of(path, system) == binary.sha256:
         return path
     system.make_directory(directory)

@@ -1,7 +1,7 @@
 """Makes the nodes of the configuration: checks all that could keep them from being made, then runs the steps."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from agent.config.node import NodeSettings
@@ -11,6 +11,7 @@ from agent.host.provision import preflight
 from agent.host.provision.actions import Action, RecordHost, boot_units
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
+from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
 from agent.host.provision.image import choose_image, inspect
@@ -25,6 +26,7 @@ from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, evaluate
 from agent.model.conditions import Status
 from agent.model.facts import Absent, Facts
+from agent.model.goal import Grant
 from agent.model.network import Network
 from agent.model.node import HostSettings, NodeImage, Problem
 from agent.model.paths import machine_root
@@ -47,6 +49,8 @@ class NodeWork:
     """Whether the root file system has to be made."""
     checks: tuple[Check, ...] = ()
     image: NodeImage | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels for its GPUs."""
     remarks: tuple[str, ...] = ()
 
 
@@ -117,7 +121,7 @@ class Provisioner:
     def make_root(self, node: NodeWork, host: tuple[Action, ...]) -> None:
         """Make a node's root file system; run steps for the host at the same time. Raises AgentError."""
         assert node.image, "the checks passed"
-        inputs = node_inputs(node.machine, self.config, self.system)
+        inputs = replace(node_inputs(node.machine, self.config, self.system), labels=node.labels)
         files = node_files(node.machine, node.settings, inputs)
         binaries = wanted_binaries(node.settings.binaries, node.image.architecture)
         record = make_record(node.settings, inputs.name, node.image, binaries, files)
@@ -167,7 +171,8 @@ class Provisioner:
             binaries = wanted_binaries(settings.binaries, image[0].architecture)
             look = (binaries, settings.binaries, self.system, self.ask)
             checks.append(checked("binaries", lambda: preflight.check_binaries(*look), name))
-        return replace(work, checks=tuple(checks), image=image[0] if image else None)
+        labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
+        return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
 
     def _remarks(self, work: NodeWork) -> Iterator[str]:
         record = work.facts.record
@@ -202,8 +207,11 @@ def _as_if_made(names: tuple[str, ...], facts: Facts) -> Facts:
 
 def _needs_vendor_image(machine: str, planned: Plan) -> bool:
     """Return whether the machine's GPUs need programs of their vendor in the machine."""
-    grants = [grant for goal in planned.goal.machines if goal.name == machine for grant in goal.grants if grant.gpus]
-    return any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in grants)
+    return any(host_vendor(grant.vendor).image != PLAIN_IMAGE for grant in _grants(machine, planned) if grant.gpus)
+
+
+def _grants(machine: str, planned: Plan) -> list[Grant]:
+    return [grant for goal in planned.goal.machines if goal.name == machine for grant in goal.grants]
 
 
 def _drivers(machine: str, config: Config, facts: Facts, planned: Plan) -> list[Check]:
