@@ -138,9 +138,10 @@ def plan_removal(facts: NodeFacts, unit_state: Seen[str]) -> tuple[Action, ...] 
         return Problem("root", f"{path} was replaced since `up` made it", "move it to another place")
     steps: list[Action] = []
     unit = machine_unit(facts.machine)
-    if facts.enabled.get(unit):
+    known = isinstance(facts.record, NodeRecord)
+    if facts.enabled.get(unit) and known:
         steps.append(DisableUnit(unit))
-    if unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
+    if known and unit_state not in ("inactive", "failed") and not isinstance(unit_state, Absent):
         steps.append(StopMachine(facts.machine))
     if not isinstance(facts.root, Absent):
         steps.append(RemoveRoot(facts.machine))

@@ -80,7 +80,7 @@ def check_host(facts: Facts, system: System, *, makes_root: bool) -> list[Check]
 def _systemd(facts: Facts) -> str | Problem:
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        return Problem("systemd", template.why, "install the package systemd-container")
+        return Problem("systemd", template.why, "no machine can start without it")
     if not isinstance(facts.systemd_version, int):
         return Problem("systemd", facts.systemd_version.why, "run this on the host itself, with systemd as its init")
     return f"systemd {facts.systemd_version} with systemd-nspawn"

@@ -139,6 +139,7 @@ def test_reset_removes_the_machine_before_anything_else() -> None:
 
 def test_reset_can_be_repeated() -> None:
     assert plan_removal(NEW, "inactive") == ()
+    assert plan_removal(NEW, Unseen("no answer")) == (), "nothing that up made can run"
     assert plan_removal(replace(MADE, root=Absent("removed")), Absent("no unit")) == ()
 
 
