@@ -30,8 +30,8 @@ INSTALLED = "installed"
 """The host half is installed and configured; neither it nor a machine runs."""
 READY = "ready"
 """The service runs, and the machine is Ready."""
-HOSTS = frozenset({"simulated_host", "other"})
-"""Fixtures with a virtual machine; `other` belongs to test_hosts."""
+HOSTS = frozenset({"simulated_host", "other", "empty_host"})
+"""Fixtures with a virtual machine; `other` belongs to test_hosts, and `empty_host` to test_join."""
 
 
 @dataclass
@@ -114,7 +114,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Tests of the cluster come last: by then, tests without a virtual machine have built Kubernetes (ten minutes).
     """
-    items.sort(key=lambda item: "cluster" in fixtures(item))
+    items.sort(key=lambda item: bool({"cluster", "empty_host"}.intersection(fixtures(item))))
     for item in items:
         if HOSTS.intersection(fixtures(item)):
             item.add_marker(pytest.mark.host)

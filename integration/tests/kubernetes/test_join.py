@@ -1,0 +1,82 @@
+"""One command makes a node of an empty host, and one command takes it off again."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from integration.bed.cluster.empty_host import NODE, TOKEN, EmptyHost, pod_network
+from integration.bed.machine.node import MACHINE, Node
+
+pytestmark = pytest.mark.scenario("003")
+
+HOST = r"""
+cd /
+find etc usr/local usr/lib/systemd opt var/lib/machines -xdev ! -type d -printf '%p %M %U:%G %l\n' | sort
+find etc -xdev -type f -exec sha256sum {} + | sort
+find var/lib/unbounded-agent run/unbounded-agent/machines -xdev -mindepth 1 -maxdepth 2 2>/dev/null | sort
+systemctl list-unit-files --state=enabled --plain --no-legend | sort
+findmnt --noheadings --raw --output TARGET,SOURCE | grep -v ^/run/credentials | sort
+ip -oneline link show | cut -d ' ' -f 2 | sort
+ip -oneline address show scope global | tr -s ' ' | cut -d ' ' -f 2-4 | sort
+ip route show table all | grep -v fe80 | sed 's, expires [0-9]*sec,,' | sort
+ip rule show | sort
+cat /proc/swaps
+sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops kernel.keys net.ipv4.ip_forward
+"""
+"""Prints what `up` changes on a host, and what its node's pods do."""
+
+
+@pytest.fixture(scope="module")
+def empty_host() -> Iterator[EmptyHost]:
+    with EmptyHost() as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def found(empty_host: EmptyHost) -> set[str]:
+    """The host as it was before the first `up`."""
+    return described(empty_host)
+
+
+def described(host: EmptyHost) -> set[str]:
+    return set(host.guest.run(["sh", "-c", HOST], timeout=240, check=False).stdout.splitlines())
+
+
+def changed(host: EmptyHost, before: set[str]) -> tuple[list[str], list[str]]:
+    """Return what is new and what is missing since `before`."""
+    now = described(host)
+    return sorted(now - before), sorted(before - now)
+
+
+def test_one_command_makes_a_node_that_runs_a_gpu_pod(empty_host: EmptyHost, found: set[str]) -> None:
+    """From a host with a driver and nothing else to a pod on a GPU. The bootstrap token is gone from the machine."""
+    checked = json.loads(empty_host.guest.run(["unbounded-agent", "preflight", "--json"], timeout=300).stdout)
+    assert checked["ok"], checked
+    assert changed(empty_host, found) == ([], [])
+    made = empty_host.guest.run(["unbounded-agent", "up"], timeout=1500)
+    secret = empty_host.guest.read(TOKEN).decode().strip().partition(".")[2]
+    assert secret not in made.stdout + made.stderr
+    empty_host.kubectl("apply", "-f", "-", stdin=json.dumps(pod_network()))
+    empty_host.wait("the node is Ready", empty_host.node_is_ready)
+    empty_host.offer_gpus()
+    assert empty_host.run_gpu_pod().count("GPU-") == 1
+    node = Node(empty_host.guest)
+    held = node.run("grep", "-rls", secret, "/etc", "/var/lib/kubelet", "/run", check=False).stdout
+    assert not held
+
+
+def test_up_again_changes_nothing(empty_host: EmptyHost) -> None:
+    before = described(empty_host)
+    again = empty_host.guest.run(["unbounded-agent", "up", "--json"], timeout=300)
+    (result,) = map(json.loads, again.stdout.splitlines())
+    assert result["machines"][MACHINE]["node"] == NODE
+    assert result["machines"][MACHINE]["ready"] == "True"
+    assert changed(empty_host, before) == ([], [])
+
+
+def test_reset_leaves_the_host_as_it_was(empty_host: EmptyHost, found: set[str]) -> None:
+    """Files, units, mounts, kernel parameters, and what the pod network left in the host's network namespace."""
+    ended = empty_host.guest.run(["unbounded-agent", "reset", MACHINE], timeout=600)
+    assert f"kubectl delete node {NODE}" in ended.stdout
+    assert changed(empty_host, found) == ([], [])
