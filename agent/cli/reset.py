@@ -5,6 +5,7 @@ import argparse
 from agent.cli.host import load, this_host
 from agent.cli.printing import progress, report, report_failures, say
 from agent.cli.up import BUSY, LOCK_WAIT
+from agent.cli.waiting import PASS_WAIT
 from agent.cli.wiring import make_reconciler
 from agent.config.last_good import Loaded
 from agent.config.settings import Config
@@ -38,7 +39,7 @@ def reset_machine(machine: str, reconciler: Reconciler, network: NetworkSource) 
     )
 
     def remove_files() -> tuple[str, ...]:
-        return without.reconcile().failures
+        return without.reconcile(PASS_WAIT).failures
 
     with locked(reconciler.system, PROVISION_LOCK, LOCK_WAIT, BUSY):
         ending = Reset(machine, reconciler.system, network, remove_files, not others, progress).run()

@@ -7,16 +7,20 @@ from collections.abc import Iterable
 from agent.cli.output import print_machines
 from agent.cli.printing import progress, report, say
 from agent.cli.waiting import Watch
+from agent.host.observe.units import observe_units
 from agent.host.outcome import Outcome
 from agent.host.provision.preflight import Asking, Check
 from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
 from agent.host.state.locks import locked
-from agent.model.errors import ConfigError
+from agent.model.errors import AgentError, ConfigError
 from agent.model.paths import PROVISION_LOCK
+from agent.system.files import System
 from agent.system.https import ask
 from agent.system.network import HostNetwork, NetworkSource
 
+SERVICE = "unbounded-agent.service"
+RELOAD_LIMIT = 30.0
 BUSY = "another `unbounded-agent up` or `reset` is still running"
 LOCK_WAIT = 5.0
 
@@ -61,6 +65,13 @@ class Output:
         print_machines(machines, watch.reconciler)
         for failure in failures:
             report(failure)
+
+    def failure(self, sentence: str) -> None:
+        """Report the error that ended the command."""
+        if self._for_programs:
+            self._event("result", machines={}, failures=[sentence])
+        else:
+            report(sentence)
 
     def _event(self, event: str, **values: object) -> None:
         say([json.dumps({"event": event, "time": round(time.time(), 3), **values})])
@@ -134,6 +145,14 @@ def up(
 
 
 def _make(work: Work, provisioner: Provisioner, watch: Watch, output: Output) -> int:
+    try:
+        return _make_nodes(work, provisioner, watch, output)
+    except AgentError as error:
+        output.failure(str(error))
+        return 1
+
+
+def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Output) -> int:
     provisioner.run(work.record)
     host = work.host
     for node in work.nodes:
@@ -142,9 +161,18 @@ def _make(work: Work, provisioner: Provisioner, watch: Watch, output: Output) ->
             provisioner.make_root(node, host)
             host = ()
     provisioner.run(host)
+    _reload_service(provisioner.system, output)
     outcome, failures = watch.start()
     for node in work.nodes:
         # Not before: a machine that starts with the host needs its settings.
         provisioner.enable(node.machine)
     output.result(outcome, watch, failures)
     return 0 if not failures and watch.all_ready(outcome) else 1
+
+
+def _reload_service(system: System, output: Output) -> None:
+    """Let the service read the configuration: a machine that it does not know would lose its settings again."""
+    if observe_units([SERVICE], system)[SERVICE].state == "active":
+        system.run("systemctl", "reload", SERVICE, timeout=RELOAD_LIMIT)
+    else:
+        output.remark(f"{SERVICE} is not running, so nothing follows changes: run `systemctl enable --now {SERVICE}`")

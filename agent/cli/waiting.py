@@ -10,6 +10,8 @@ from agent.model.conditions import Status
 
 JOIN_LIMIT = 300.0
 """Seconds to wait for machines to boot, report and join, in addition to their longest driver_wait."""
+PASS_WAIT = 60.0
+"""Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLL = 0.5
 """Seconds between two passes while machines boot."""
 
@@ -47,7 +49,7 @@ class Watch:
 
     def start(self) -> tuple[Outcome, tuple[str, ...]]:
         """Make a pass, start what is stopped, and wait. Return the last outcome, and failures."""
-        outcome = self.reconciler.reconcile()
+        outcome = self.reconciler.reconcile(PASS_WAIT)
         failures = outcome.failures
         for machine in self.machines(outcome):
             if machine.stopped and machine.startable:
@@ -61,7 +63,7 @@ class Watch:
         started, said = time.monotonic(), ""
         while True:
             time.sleep(POLL)
-            outcome = self.reconciler.reconcile()
+            outcome = self.reconciler.reconcile(PASS_WAIT)
             waiting = self.waiting(outcome)
             if outcome.failures or not waiting:
                 return outcome, outcome.failures

@@ -9,7 +9,7 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
-from agent.model.errors import AgentError, ApplyError
+from agent.model.errors import AgentError
 from agent.model.network import Link
 from agent.model.paths import AS_FOUND, BINARIES, STATE, machine_root, node_record, nspawn_file, unit_drop_in
 from tests.cli.test_doctor import answer_of_libcuda
@@ -90,13 +90,29 @@ def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pyte
     assert not host.exists(BINARIES)
 
 
-def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost) -> None:
+def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
     host.file("/srv/kubelet", b"something else")
     binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": "a1" * 32}}
-    with pytest.raises(ApplyError, match="its SHA-256 digest is"):
-        run(host, binaries=binaries)
+    assert run(host, for_programs=True, binaries=binaries) == 1
+    *_, last = capsys.readouterr().out.splitlines()
+    (failure,) = json.loads(last)["failures"]
+    assert "its SHA-256 digest is" in failure
     assert not host.exists(machine_root(MACHINE))
     assert run(host) == 0
+
+
+def test_the_service_reads_the_configuration_before_the_machine_has_settings(
+    host: NodeHost, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A service that does not know the machine would remove its settings, and it would start without them."""
+    reload = ("systemctl", "reload", "unbounded-agent.service")
+    settings: list[bool] = []
+    host.tools.before = lambda argv: settings.append(host.exists(nspawn_file(MACHINE))) if argv == reload else None
+    assert run(host) == 0
+    assert settings == [False]
+    host.bus.unit("unbounded-agent.service", "inactive")
+    assert run(host, rebuild=True) == 0
+    assert "systemctl enable --now unbounded-agent.service" in capsys.readouterr().err
 
 
 def test_a_finished_node_costs_nothing(host: NodeHost) -> None:

@@ -99,6 +99,8 @@ class HostTools(ScriptedRunner):
             case ("systemctl", "start", "--no-block", unit):
                 assert unit == UNITS[0]
                 host.boot()
+            case ("systemctl", "reload", "unbounded-agent.service"):
+                pass
             case ("systemctl", "stop", unit):
                 assert unit == UNITS[0]
                 units(host, "inactive", stopped_at=1)
@@ -187,6 +189,7 @@ def node_host(tree: Path) -> NodeHost:
     host.file("/sys/fs/cgroup/cgroup.controllers", "cpuset cpu io memory pids\n")
     for program in ("skopeo", "umoci", "systemd-nspawn", "modprobe"):
         host.file(f"/usr/bin/{program}", executable=True)
+    host.bus.unit("unbounded-agent.service")
     host.file(CA_FILE, "-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n")
     host.file(TOKEN_FILE, f"{TOKEN}\n")
     host.owners[TOKEN_FILE] = (0o600, 0, 0)
