@@ -205,16 +205,22 @@ def kill_at(host: NodeHost, place: int) -> None:
     host.tools.before = before
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Return the files of a host on which nothing interrupted `up`."""
+    host = node_host(tmp_path_factory.mktemp("undisturbed") / "host")
+    assert run(host) == 0
+    return tree(host)
+
+
 @pytest.mark.parametrize("place", range(16))
-def test_the_next_up_ends_in_the_same_state(tmp_path: Path, host: NodeHost, place: int) -> None:
-    undisturbed = node_host(tmp_path / "undisturbed")
-    assert run(undisturbed) == 0
+def test_the_next_up_ends_in_the_same_state(undisturbed: dict[str, bytes], host: NodeHost, place: int) -> None:
     kill_at(host, place)
     with suppress(Killed):
         run(host)
     host.tools.before = lambda argv: None
     assert run(host) == 0
-    assert tree(host) == tree(undisturbed)
+    assert tree(host) == undisturbed
     assert host.read(AS_FOUND[0]).count(b'"kernel.panic": "0"') == 1, "the host was recorded after it had changed"
 
 
