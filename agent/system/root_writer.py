@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from agent.system import opening
 from agent.system.copy import copy_content
+from agent.system.files import NEW
 
 SYS_OPENAT2 = 437
 """The number is the same on all architectures."""
@@ -20,8 +21,6 @@ RESOLVE_NO_MAGICLINKS = 0x02
 RESOLVE_IN_ROOT = 0x10
 ATTEMPTS = 100
 """With `..` in a path or a link, openat2 fails with EAGAIN while anything on the host is renamed or mounted."""
-NEW = ".unbounded-agent-new"
-"""Suffix of the temporary file that replaces a file when it is complete."""
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
