@@ -1,12 +1,13 @@
 """The real kubelet reads a node's files, and joins a real control plane with them: natively, without containerd.
 
-It asks for its certificate before it looks for a container runtime, so these tests need neither a machine nor root in
-one. They run it in a mount namespace of its own, where /etc and /var/lib are directories of the test.
+It asks for its certificate while it waits for its container runtime, so these tests need neither a machine nor root in
+one. They run it in a mount namespace of its own, where /etc, /run and /var/lib are directories of the test.
 """
 
 import contextlib
 import json
 import shutil
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +29,8 @@ SECONDS = 120.0
 OLD_CGROUPS = {"failCgroupV1": False}
 """The build machine may still have cgroup v1; a node's host never has."""
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
-NAMESPACE = 'mount --bind "$0/etc" /etc && mount --bind "$0/var/lib" /var/lib && exec "$@"'
+NAMESPACE = 'for each in etc run var/lib; do mount --bind "$0/$each" "/$each" || exit; done; exec "$@"'
+RUNTIME = "/run/containerd/containerd.sock"
 
 
 class Root:
@@ -39,6 +41,7 @@ class Root:
         for name in ("resolv.conf", "hosts", "passwd", "group", "nsswitch.conf"):
             self._copy(Path("/etc", name))
         self.place("/var/lib").mkdir(parents=True)
+        self.place("/run").mkdir()
         for file in node_files("gpu", settings, inputs):
             place = self.place(file.path)
             place.parent.mkdir(parents=True, exist_ok=True)
@@ -56,16 +59,33 @@ class Root:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the kubelet, and start it again whenever it exits, as its unit does."""
+        """Run the kubelet, and start it again whenever it exits, as its unit does.
+
+        Its container runtime never answers. Without one, the kubelet exits within milliseconds, often before it has
+        asked for a certificate.
+        """
         script = 'while :; do "$@"; sleep 1; done'
         with (self.directory / "kubelet.log").open("ab") as log:
             argv = ["setpriv", "--pdeathsig", "KILL", "sh", "-c", script, "sh", *self.argv()]
             process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         try:
-            yield
+            with self._silent_runtime():
+                yield
         finally:
             subprocess.run(["kill", "-KILL", "--", f"-{process.pid}"], check=False)
             process.wait()
+
+    @contextlib.contextmanager
+    def _silent_runtime(self) -> Iterator[None]:
+        place = self.place(RUNTIME)
+        place.parent.mkdir(exist_ok=True)
+        place.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listening:
+            # The name of a socket may have 107 bytes (unix(7)), and the test's directory has a long one.
+            with contextlib.chdir(place.parent):
+                listening.bind(place.name)
+            listening.listen()
+            yield
 
     def log(self) -> str:
         return (self.directory / "kubelet.log").read_text(errors="replace")
