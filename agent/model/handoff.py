@@ -28,6 +28,10 @@ SINCE_2 = (
     "validation_markers",
 )
 """Keys that version 1 does not know."""
+LEFT_OUT = (*SINCE_2, "withdrawn")
+"""Keys that are left out of a document if they are empty."""
+UNCOUNTED = ("restart_device_plugin", "withdrawn")
+"""Keys that are not part of the digest, because older halves compute the digest without them."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
@@ -109,10 +113,13 @@ class Handoff:
     """Path of the agent's part of containerd's configuration; empty for the usual path. Since version 2."""
     validation_markers: bool = False
     """Whether to make the files that a vendor's components wait for. Since version 2."""
+    withdrawn: tuple[str, ...] = ()
+    """Nodes that the host bound into the running machine, and that are no longer granted. The machine half may never
+    have seen a handoff that grants them."""
 
     @property
     def generation(self) -> str:
-        """Return a digest of the content except `restart_device_plugin`: equal content is never a new generation."""
+        """Return a digest of the content except the UNCOUNTED keys: equal content is never a new generation."""
         return _digest(_content(self))
 
 
@@ -135,15 +142,13 @@ def _needs_2(request: Request) -> bool:
 
 
 def _content(handoff: Handoff) -> dict[str, Any]:
-    """Return the content, without those keys that are empty and unknown to version 1."""
     return asdict(
-        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in SINCE_2}
+        handoff, dict_factory=lambda pairs: {key: value for key, value in pairs if value or key not in LEFT_OUT}
     )
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    # An older half does not know this key, and so computes the digest without it. Both digests must agree.
-    known = {key: value for key, value in content.items() if key != "restart_device_plugin"}
+    known = {key: value for key, value in content.items() if key not in UNCOUNTED}
     return hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -162,6 +167,7 @@ def parse_handoff(data: bytes) -> Handoff:
         else None,
         containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
         validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
+        withdrawn=strings(where, document, "withdrawn") if "withdrawn" in document else (),
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")

@@ -35,6 +35,9 @@ class LiveSettings:
     """The owner of each device in `allow` when it was permitted: a GPU's PCI address, or the path of a shared node."""
     mounts: tuple[str, ...] = ()
     """Targets of the configured mounts that the machine has: those whose sources existed when the machine started."""
+    withdrawn: tuple[str, ...] = ()
+    """Nodes that were bound since the machine's start and are no longer granted, sorted. The machine half removes them,
+    but keeps no record that it did."""
 
 
 def render_live(live: LiveSettings) -> bytes:
@@ -56,4 +59,5 @@ def parse_live(data: bytes) -> LiveSettings:
         unsure=get(LIVE_NAME, {"unsure": False} | document, "unsure", bool),
         owners=mapping(LIVE_NAME, {"owners": {}} | document, "owners", str),
         mounts=strings(LIVE_NAME, {"mounts": []} | document, "mounts"),
+        withdrawn=strings(LIVE_NAME, {"withdrawn": []} | document, "withdrawn"),
     )

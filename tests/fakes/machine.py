@@ -147,10 +147,11 @@ class Machine(System):
         restart_device_plugin: bool = False,
         containerd_drop_in: str = "",
         validation_markers: bool = False,
+        withdrawn: tuple[str, ...] = (),
     ) -> Handoff:
         """Publish a handoff."""
         flags = (default_runtime, restart_device_plugin, containerd_drop_in, validation_markers)
-        handoff = Handoff("kube1", "x86_64", requests, *flags)
+        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

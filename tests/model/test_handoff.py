@@ -47,6 +47,7 @@ def version_1() -> dict[str, Any]:
     del content["restart_device_plugin"]
     del content["containerd_drop_in"]
     del content["validation_markers"]
+    del content["withdrawn"]
     (request,) = content["requests"]
     del request["sockets"], request["environment"], request["cdi_modes"], request["cdi_hooks"]
     for device in request["devices"]:
@@ -63,6 +64,15 @@ def test_halves_that_do_not_know_the_restart_key() -> None:
     assert parse_handoff(changed(restart_device_plugin=None)) == replace(HANDOFF, restart_device_plugin=None)
     assert replace(HANDOFF, restart_device_plugin=True).generation == HANDOFF.generation
     assert json.loads(render_handoff(HANDOFF))["generation"] == digest(version_1())
+
+
+def test_halves_that_do_not_know_withdrawn_nodes() -> None:
+    """An older machine half ignores the key, and computes its digest without it."""
+    withdrawn = replace(HANDOFF, withdrawn=("/dev/kvm",))
+    assert parse_handoff(render_handoff(withdrawn)) == withdrawn
+    assert json.loads(render_handoff(withdrawn))["version"] == 1
+    assert withdrawn.generation == HANDOFF.generation
+    assert "withdrawn" not in json.loads(render_handoff(HANDOFF))
 
 
 @pytest.mark.parametrize(

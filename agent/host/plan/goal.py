@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from agent.config.settings import Config, MachineSettings
 from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
-from agent.host.plan.live_devices import owners, permissions_to_keep
+from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
 from agent.host.plan.mounts import split_mounts
 from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
 from agent.host.plan.remembered import remember
@@ -152,6 +152,7 @@ def _machine(
         restart_device_plugin=settings.restart_device_plugin,
         containerd_drop_in=settings.containerd_drop_in,
         validation_markers=settings.validation_markers,
+        withdrawn=withdrawn_nodes(name, facts, {node.path for node in nodes}),
     )
     return MachineGoal(
         name=name,
@@ -177,6 +178,7 @@ def _machine(
             },
             owners=owners(allow, facts),
             mounts=tuple(mount.target for mount in mounts.found),
+            withdrawn=handoff.withdrawn,
         ),
         missing=mounts.missing,
     )

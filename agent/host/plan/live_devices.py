@@ -8,7 +8,7 @@ from agent.model.actions import ChangeDevices
 from agent.model.device_allow import DeviceAllow
 from agent.model.facts import DeviceNode, Facts
 from agent.model.goal import MachineGoal
-from agent.model.live import LiveSettings
+from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 
 
 def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_nodes: bool) -> list[ChangeDevices]:
@@ -32,8 +32,18 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
     if same and noted == before.owners and not before.unsure:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
-    after = LiveSettings(before.fixed, allow, goal.live.nodes, rebound, owners=noted, mounts=before.mounts)
+    after = replace(goal.live, fixed=before.fixed, allow=allow, rebound=rebound, owners=noted, mounts=before.mounts)
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
+
+
+def withdrawn_nodes(name: str, facts: Facts, granted: Collection[str]) -> tuple[str, ...]:
+    """Return the nodes that the running machine still has, or may have, although they are no longer granted."""
+    running = (each.live for each in facts.machines if each.name == name and each.unit_state == "active")
+    live = next(running, None)
+    if live is None:
+        return ()
+    nodes = (path for path, value in live.nodes.items() if not value.startswith((READ_ONLY, READ_WRITE)))
+    return tuple(sorted({*live.withdrawn, *nodes}.difference(granted)))
 
 
 def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:

@@ -16,7 +16,7 @@ from agent.system.files import System
 def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
     """Add mounted nodes that the handoff does not name to the notes of granted nodes, so that they are withdrawn.
 
-    There are such nodes if the host withdrew a GPU after nspawn had bound its nodes, but before the first run could
+    There are such nodes if the host withdrew a device after it or nspawn had bound the nodes, but before a run could
     note them. Returns a condition if nodes cannot be found or noted.
     """
     requests = context.handoff.requests
@@ -29,6 +29,10 @@ def note_unknown_nodes(context: Context) -> tuple[Condition, ...]:
             if found:
                 _note(context, vendor, found)
                 known |= found
+        # GPU nodes are known by their names. Of other nodes, only the host knows which of them it bound.
+        withdrawn = {path for path in context.handoff.withdrawn if _is_bound_node(context.system, path)}
+        if withdrawn - known:
+            _note(context, OTHER_DEVICES, withdrawn - known)
     except OSError as error:
         return (not_withdrawn(f"cannot tell what is mounted in /dev: {error}"),)
     return ()
@@ -46,7 +50,11 @@ def _bound_nodes(system: System, pattern: str) -> list[str]:
     directory, _, name = f"/dev/{pattern}".rpartition("/")
     entries = system.entries(directory) if system.is_directory(directory) else ()
     paths = [f"{directory}/{each}" for each in fnmatch.filter(entries, name)]
-    return [path for path in paths if system.is_mount(path) and not system.is_directory(path)]
+    return [path for path in paths if _is_bound_node(system, path)]
+
+
+def _is_bound_node(system: System, path: str) -> bool:
+    return system.is_mount(path) and not system.is_directory(path)
 
 
 def withdrawn_requests(context: Context) -> list[Request]:

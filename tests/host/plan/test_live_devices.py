@@ -250,6 +250,29 @@ def test_a_removed_gpu_is_forbidden_at_once() -> None:
     assert "/dev/nvidia1" not in change.after.nodes
 
 
+def test_the_handoff_names_withdrawn_nodes_until_they_are_granted_again() -> None:
+    """The machine half may never have read the handoff that granted them."""
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    seen = running(facts(without_second_gpu()), before)
+    withdrawn = plan(CONFIG, seen).goal.machines[0].handoff.withdrawn
+    assert "/dev/nvidia1" in withdrawn
+    assert not {"/dev/nvidia0", "/dev/nvidiactl"} & set(withdrawn)
+    (change,) = changes(seen)
+    later = running(facts(without_second_gpu()), change.after)
+    assert plan(CONFIG, later).goal.machines[0].handoff.withdrawn == withdrawn
+    assert changes(later) == []
+    again = running(facts(), change.after)
+    assert plan(CONFIG, again).goal.machines[0].handoff.withdrawn == ()
+    assert changes(again)[0].after.withdrawn == ()
+
+
+def test_a_machine_that_starts_again_has_no_withdrawn_nodes() -> None:
+    before = plan(CONFIG, facts()).goal.machines[0].live
+    seen = running(facts(without_second_gpu()), before)
+    stopped = replace(seen, machines=(replace(seen.machines[0], unit_state="activating"),))
+    assert plan(CONFIG, stopped).goal.machines[0].handoff.withdrawn == ()
+
+
 def test_a_withdrawn_gpu_is_forbidden_once_no_pod_can_get_it() -> None:
     """The machine half removes it from the CDI specification first, and confirms that in its report."""
     before = plan(CONFIG, facts()).goal.machines[0].live

@@ -312,6 +312,17 @@ def test_a_withdrawn_node_and_its_link_are_removed(machine: Machine) -> None:
     assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
 
 
+def test_a_node_that_was_withdrawn_before_any_run_saw_it_is_removed(machine: Machine) -> None:
+    """The host withdrew it so soon that it replaced the handoff before a run read it: only the host knows the node."""
+    machine.node("/dev/tun", 10, 200)
+    machine.mounts.append("/dev/tun")
+    machine.hand(REQUEST, withdrawn=("/dev/kvm", "/dev/absent"))
+    run(machine)
+    assert not machine.exists("/dev/kvm")
+    assert machine.conditions()["DevicesAllowed"] == ("True", "Opened")
+    assert machine.exists("/dev/tun"), "somebody else bound it"
+
+
 def test_a_machine_without_gpus_reports_only_other_devices(machine: Machine) -> None:
     machine.hand(EMPTY, OTHERS)
     run(machine)
