@@ -103,7 +103,7 @@ class SimulatedHost(Lifetime):
         self._snapshots[name] = frozenset(self.qemu.plugged)
 
     def pause(self) -> None:
-        """Stop the guest's processors until the next `restore`: two emulated machines starve each other."""
+        """Stop the guest's processors until the next `restore`: other emulated machines need the time."""
         self.qemu.execute("stop")
 
     def restore(self, name: str) -> None:
