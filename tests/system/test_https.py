@@ -3,14 +3,13 @@
 import http.server
 import socket
 import ssl
-import subprocess
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from agent.system.https import ask
+from tests.fakes.web_server import certificate, serving
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
@@ -29,20 +28,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, bytes]]:
-    directory = tmp_path_factory.mktemp("tls")
-    certificate, key = directory / "crt", directory / "key"
-    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1")
-    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
-    out = ("-keyout", str(key), "-out", str(certificate))
-    subprocess.run(["openssl", "req", "-x509", *new, *name, *out], check=True, capture_output=True)
-    listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate, key)
-    listening.socket = context.wrap_socket(listening.socket, server_side=True)
-    threading.Thread(target=listening.serve_forever, daemon=True).start()
-    yield f"https://127.0.0.1:{listening.server_address[1]}", certificate.read_bytes()
-    listening.shutdown()
-    listening.server_close()
+    made = certificate(tmp_path_factory.mktemp("tls"))
+    with serving(Handler, made) as port:
+        yield f"https://127.0.0.1:{port}", made.read_bytes()
 
 
 @pytest.mark.processes

@@ -3,19 +3,21 @@
 A cache has verified files under their digests, so a node that is made again needs no network for them.
 """
 
+import contextlib
 import hashlib
 import http.client
 import os
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterable, Iterator
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from agent.config.node import BinariesSettings
 from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
 from agent.system import opening
+from agent.system.deadlines import bounded
+from agent.system.download import open_url
 from agent.system.files import System, remains
 
 DIRECTORY = "/usr/local/bin"
@@ -23,6 +25,7 @@ DIRECTORY = "/usr/local/bin"
 CHUNK = 1 << 20
 SILENCE_LIMIT = 30.0
 """Seconds without any byte."""
+LOOK_LIMIT = 60.0
 FETCH_LIMIT = 1800.0
 SIZE_LIMIT = 1 << 30
 """Bytes; the kubelet of 2026 has 60 million. A mirror must not fill the disk before the digest is known."""
@@ -42,6 +45,21 @@ def wanted_binaries(settings: BinariesSettings | None, architecture: str) -> tup
 def cached(binary: NodeBinary, directory: str) -> str:
     """Return where `fetch` puts a program."""
     return f"{directory}/{binary.sha256}"
+
+
+def look(binary: NodeBinary, system: System) -> None:
+    """Look whether the program is where `fetch` would take it from. Raises ApplyError or OSError."""
+    if "://" not in binary.source:
+        if not system.is_file(binary.source):
+            raise ApplyError(f"{binary.source}: no such file", "put the file there, or correct binaries.bundle")
+        return
+
+    def ask() -> None:
+        with _answer(binary, "HEAD"):
+            pass
+
+    # Looking up a name has no limit of its own.
+    bounded(f"HEAD {binary.source}", ask, LOOK_LIMIT)
 
 
 def fetch(binary: NodeBinary, directory: str, system: System) -> str:
@@ -90,17 +108,25 @@ def _take(binary: NodeBinary, file: BinaryIO, system: System) -> str:
 
 
 def _download(binary: NodeBinary, file: BinaryIO) -> str:
-    """Write what the URL has to a file, and return its digest. Uses the proxy in the environment, if there is one."""
+    """Write what the URL has to a file, and return its digest."""
+    with _answer(binary, "GET") as answer:
+        digest = _copied(binary.source, _chunks(answer), file)
+        if answer.length:
+            raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
+        return digest
+
+
+@contextlib.contextmanager
+def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http.client.HTTPResponse]:
+    """Yield what the program's URL answers. Raises ApplyError, also for what fails while the answer is read."""
     try:
-        with urllib.request.urlopen(binary.source, timeout=SILENCE_LIMIT) as answer:
-            digest = _copied(binary.source, _chunks(answer), file)
-            if answer.length:
-                raise _unreachable(binary, f"the connection broke {answer.length} bytes before the end")
-            return digest
+        with open_url(binary.source, SILENCE_LIMIT, method) as answer:
+            yield answer
     except urllib.error.HTTPError as error:
         error.close()
         raise ApplyError(
-            f"{binary.source}: {error.code} {error.reason}", "check binaries.version and binaries.mirror"
+            f"{binary.source}: {error.code} {error.reason}",
+            "correct binaries.version or binaries.mirror, or use binaries.bundle",
         ) from error
     except urllib.error.URLError as error:
         raise _unreachable(binary, str(error.reason)) from error

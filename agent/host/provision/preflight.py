@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from agent.config.node import BinariesSettings, NodeSettings
+from agent.host.provision.binaries import look
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.secrets import read_secret
 from agent.model.errors import AgentError
@@ -181,19 +182,11 @@ def _judge(answer: Answer, token: str) -> Iterable[Check]:
             yield Check("clock", "the clocks of host and API server agree")
 
 
-def check_binaries(
-    binaries: Iterable[NodeBinary], settings: BinariesSettings, system: System, ask: Asking = ask
-) -> str | Problem:
-    """Check that the programs are where they will be fetched from. Their digests are verified when they are fetched."""
+def check_binaries(binaries: Iterable[NodeBinary], settings: BinariesSettings, system: System) -> str:
+    """Check that the programs are where they will be fetched from. Their digests are verified when they are fetched.
+
+    Raises ApplyError or OSError.
+    """
     for binary in binaries:
-        if binary.source.startswith("/"):
-            if not system.is_file(binary.source):
-                advice = "put the file there, or correct binaries.bundle"
-                return Problem("binaries", f"{binary.source}: no such file", advice)
-            continue
-        answer = ask(binary.source, method="HEAD")
-        # A mirror may redirect, as dl.k8s.io does.
-        if answer.status >= 400:
-            advice = "correct binaries.version or binaries.mirror, or use binaries.bundle"
-            return Problem("binaries", f"{binary.source}: HTTP status {answer.status}", advice)
+        look(binary, system)
     return f"Kubernetes {settings.version} can be fetched"

@@ -169,7 +169,7 @@ class Provisioner:
         checks.append(checked("node", complete, name))
         if settings.binaries and image:
             binaries = wanted_binaries(settings.binaries, image[0].architecture)
-            look = (binaries, settings.binaries, self.system, self.ask)
+            look = (binaries, settings.binaries, self.system)
             checks.append(checked("binaries", lambda: preflight.check_binaries(*look), name))
         labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)

@@ -1,17 +1,17 @@
 """Kubernetes' programs: from a mirror, a bundle and the cache, and never one with another digest."""
 
 import hashlib
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
 from agent.config.node import BinariesSettings
-from agent.host.provision.binaries import fetch, wanted_binaries
+from agent.host.provision.binaries import fetch, look, wanted_binaries
 from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
 from tests.fakes.host import Host
+from tests.fakes.web_server import serving
 
 PROGRAM = b"\x7fELF kubelet" * 200_000
 DIGEST = hashlib.sha256(PROGRAM).hexdigest()
@@ -24,7 +24,7 @@ class Mirror(BaseHTTPRequestHandler):
     asked: list[str]
 
     def do_GET(self) -> None:
-        self.asked.append(self.path)
+        self.asked.append(f"{self.command} {self.path}")
         name = self.path.rpartition("/")[2]
         if name == "moved":
             self.send_response(302)
@@ -34,9 +34,12 @@ class Mirror(BaseHTTPRequestHandler):
             self.send_response(200)
             self.send_header("Content-Length", str(len(PROGRAM)))
             self.end_headers()
-            self.wfile.write(PROGRAM if name == "kubelet" else PROGRAM[:1000])
+            if self.command == "GET":
+                self.wfile.write(PROGRAM if name == "kubelet" else PROGRAM[:1000])
         else:
             self.send_error(404)
+
+    do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -45,10 +48,8 @@ class Mirror(BaseHTTPRequestHandler):
 @pytest.fixture
 def mirror() -> Iterator[str]:
     Mirror.asked = []
-    with ThreadingHTTPServer(("127.0.0.1", 0), Mirror) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with serving(Mirror) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def program(source: str, digest: str = DIGEST) -> NodeBinary:
@@ -114,3 +115,18 @@ def test_what_cannot_be_reached(host: Host) -> None:
         fetch(program("http://127.0.0.1:9/kubelet"), CACHE, host)
     with pytest.raises(ApplyError, match=r"/media/usb/kubelet: No such file or directory .*binaries.bundle"):
         fetch(program("/media/usb/kubelet"), CACHE, host)
+
+
+def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:
+    for name in ("kubelet", "moved"):
+        look(program(f"{mirror}/{name}"), host)
+    assert Mirror.asked == ["HEAD /kubelet", "HEAD /moved", "HEAD /kubelet"]
+    with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.version"):
+        look(program(f"{mirror}/nothing"), host)
+    with pytest.raises(ApplyError, match=r"refused .*network to the mirror"):
+        look(program("http://127.0.0.1:9/kubelet"), host)
+    with pytest.raises(ApplyError, match=r"/srv/kubelet: no such file .*binaries.bundle"):
+        look(program("/srv/kubelet"), host)
+    host.file("/srv/kubelet")
+    look(program("/srv/kubelet"), host)
+    assert not host.exists(CACHE)

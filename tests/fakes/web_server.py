@@ -1,0 +1,32 @@
+"""Web servers of a test on this host, with TLS if they have a certificate."""
+
+import contextlib
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+
+def certificate(directory: Path) -> Path:
+    """Make a certificate for 127.0.0.1 and localhost, with its key next to it. Starts a process."""
+    made, key = directory / "crt", directory / "key"
+    name = ("-subj", "/CN=test", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    new = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1")
+    out = ("-keyout", str(key), "-out", str(made))
+    subprocess.run(["openssl", "req", "-x509", *new, *name, *out], check=True, capture_output=True)
+    return made
+
+
+@contextlib.contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], certificate: Path | None = None) -> Iterator[int]:
+    """Serve on 127.0.0.1, and yield the port."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if certificate:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, certificate.with_name("key"))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()
