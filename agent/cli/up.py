@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from agent.cli.output import print_machines
 from agent.cli.printing import progress, report, say
-from agent.cli.waiting import Watch
+from agent.cli.waiting import Watch, wait_for_servers
 from agent.host.observe.units import observe_units
 from agent.host.outcome import Outcome
 from agent.host.provision.preflight import Asking, Check
@@ -128,8 +128,14 @@ def up(
         again = frozenset(names) if rebuild else frozenset[str]()
         network = network or HostNetwork()
         provisioner = Provisioner(reconciler.config, reconciler.system, network, output.step, ask, again)
-        facts, planned, difference = reconciler.preview()
-        work = provisioner.work(names, facts)
+        previews = []
+
+        def look() -> Work:
+            previews.append(reconciler.preview())
+            return provisioner.work(names, previews[-1][0])
+
+        work = wait_for_servers(provisioner, look, output.step)
+        facts, planned, difference = previews[-1]
         for check in work.checks:
             if not check.passed:
                 output.check(check)
@@ -137,7 +143,10 @@ def up(
             output.remark(remark)
         if work.failed:
             return 1
-        outcome, watch = Outcome(facts, reconciler.evaluate(facts, planned, difference)), Watch(reconciler, names)
+        outcome, watch = (
+            Outcome(facts, reconciler.evaluate(facts, planned, difference)),
+            Watch(reconciler, names, ask=ask),
+        )
         if work.finished and not difference.actions and not watch.waiting(outcome) and watch.all_ready(outcome):
             output.result(outcome, watch, ())
             return 0
@@ -160,6 +169,7 @@ def _make_nodes(work: Work, provisioner: Provisioner, watch: Watch, output: Outp
             # The host's settings change while the first image is pulled.
             provisioner.make_root(node, host)
             host = ()
+        provisioner.replace_token(node)
     provisioner.run(host)
     _reload_service(provisioner.system, output)
     outcome, failures = watch.start()

@@ -1,19 +1,56 @@
-"""Starts machines, and waits until they have reported and, if they are nodes, joined."""
+"""Waits: for API servers that are not there yet, and for machines that report and, if they are nodes, join."""
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
+from agent.host.observe.joined import observe_joined
 from agent.host.outcome import MachineOutcome, Outcome
-from agent.host.provision.observe import observe_joined
+from agent.host.provision.preflight import Asking, Check, check_server
+from agent.host.provision.up import Provisioner, Work
 from agent.host.reconcile import Reconciler
 from agent.model.conditions import Status
+from agent.model.paths import token_file
+from agent.system.https import ask
 
 JOIN_LIMIT = 300.0
 """Seconds to wait for machines to boot, report and join, in addition to their longest driver_wait."""
+SERVER_LIMIT = 900.0
+"""Seconds to wait for an API server that does not answer: clusters and their nodes are often made at the same time."""
+SERVER_POLL = 5.0
+"""Seconds between two questions to an API server."""
 PASS_WAIT = 60.0
 """Seconds to wait for another pass to end: the service may be staging a driver root."""
 POLL = 0.5
 """Seconds between two passes while machines boot."""
+MOST = f"`up` waits {SERVER_LIMIT / 60:.0f} minutes at most"
+
+
+def wait_for_servers(provisioner: Provisioner, look: Callable[[], Work], progress: Callable[[str], None]) -> Work:
+    """Return what `look` returns when all API servers answer; at once if another check fails.
+
+    After SERVER_LIMIT, the checks of the servers stay failed.
+    """
+    started, said = time.monotonic(), ""
+    while True:
+        work = look()
+        late = tuple(check for check in work.failed if check.late)
+        if not late or late != work.failed:
+            return work
+        while late:
+            if time.monotonic() - started > SERVER_LIMIT:
+                return replace(work, checks=tuple(_waited(check) for check in work.checks))
+            sentence = f"waiting: {'; '.join(dict.fromkeys(check.message for check in late))}; {MOST}"
+            if sentence != said:
+                progress(sentence)
+                said = sentence
+            time.sleep(SERVER_POLL)
+            late = provisioner.late(work)
+
+
+def _waited(check: Check) -> Check:
+    message = f"{check.message}, and did not for {SERVER_LIMIT / 60:.0f} minutes"
+    return replace(check, message=message) if check.late else check
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +60,7 @@ class Watch:
     reconciler: Reconciler
     names: tuple[str, ...]
     limit: float = JOIN_LIMIT
+    ask: Asking = ask
 
     def machines(self, outcome: Outcome) -> tuple[MachineOutcome, ...]:
         """Return the machines' outcomes."""
@@ -39,7 +77,7 @@ class Watch:
             if machine.pending or machine.stopped:
                 found[machine.name] = machine.ready.message
             elif not self._joined(machine.name):
-                found[machine.name] = "its kubelet has not joined the cluster yet"
+                found[machine.name] = NOT_JOINED
         return found
 
     def all_ready(self, outcome: Outcome) -> bool:
@@ -60,27 +98,66 @@ class Watch:
 
     def _wait(self) -> tuple[Outcome, tuple[str, ...]]:
         limit = self.limit + max(self.reconciler.config.machines[name].driver_wait for name in self.names)
-        started, said = time.monotonic(), ""
+        started = counted = time.monotonic()
+        said, servers = "", _Servers(self.reconciler, self.ask)
         while True:
             time.sleep(POLL)
             outcome = self.reconciler.reconcile(PASS_WAIT)
             waiting = self.waiting(outcome)
             if outcome.failures or not waiting:
                 return outcome, outcome.failures
-            if time.monotonic() - started > limit:
-                return outcome, tuple(_late(name, why, limit) for name, why in waiting.items())
-            sentence = "; ".join(f"{name}: waiting: {why}" for name, why in waiting.items())
+            problems = {name: servers.problem(name) for name, why in waiting.items() if why == NOT_JOINED}
+            now, silent = time.monotonic(), any(each and each.late for each in problems.values())
+            if silent and now - started <= SERVER_LIMIT:
+                # When the API server answers, the kubelet has as much time as if it had always answered.
+                counted = now
+            elif silent or now - counted > limit:
+                late = (_late(name, why, problems.get(name), now - started) for name, why in waiting.items())
+                return outcome, tuple(late)
+            sentence = "; ".join(_progress(name, why, problems.get(name)) for name, why in waiting.items())
             if sentence != said:
                 self.reconciler.progress(sentence)
                 said = sentence
 
     def _joined(self, name: str) -> bool:
-        return self.reconciler.config.machines[name].node is None or bool(self.node(name))
+        """Return whether the machine has joined, and has no bootstrap token any longer."""
+        if self.reconciler.config.machines[name].node is None:
+            return True
+        return bool(self.node(name)) and not self.reconciler.system.exists(token_file(name))
 
 
-def _late(name: str, why: str, limit: float) -> str:
-    advice = (
-        f"see `journalctl -M {name} -u kubelet`; if the bootstrap token has expired meanwhile, make a new one and run "
-        f"`unbounded-agent up --rebuild {name}`"
-    )
-    return f"machine {name} is not ready within {limit:.0f} s: {why} ({advice})"
+NOT_JOINED = "its kubelet has not joined the cluster yet"
+
+
+@dataclass(slots=True)
+class _Servers:
+    """The API servers of machines that have not joined, asked from time to time."""
+
+    reconciler: Reconciler
+    ask: Asking
+    asked: dict[str, float] = field(default_factory=dict)
+    found: dict[str, Check | None] = field(default_factory=dict)
+
+    def problem(self, name: str) -> Check | None:
+        """Return what keeps a machine from joining, as far as this host can see it."""
+        node, now = self.reconciler.config.machines[name].node, time.monotonic()
+        if node and now - self.asked.get(name, now - SERVER_POLL) >= SERVER_POLL:
+            checks = check_server(node, self.reconciler.system, self.ask)
+            self.asked[name] = now
+            self.found[name] = next((check for check in checks if not check.passed), None)
+        return self.found.get(name)
+
+
+def _progress(name: str, why: str, problem: Check | None) -> str:
+    if problem is None:
+        return f"{name}: waiting: {why}"
+    return f"{name}: waiting: {why}: {problem.message} ({MOST if problem.late else problem.advice})"
+
+
+def _late(name: str, why: str, problem: Check | None, limit: float) -> str:
+    what = f"machine {name} is not ready within {limit:.0f} s: {why}"
+    if problem is None:
+        return f"{what} (see `journalctl -M {name} -u kubelet`, then run `unbounded-agent up {name}` again)"
+    if problem.late:
+        return f"{what}: {problem.message} ({problem.advice}; then run `unbounded-agent up {name}`, which goes on)"
+    return f"{what}: {problem.message} ({problem.advice})"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agent.config.settings import Config
+from agent.host.apply.bootstrap_token import take_used_tokens
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
 from agent.host.observe.ages import Ages
@@ -136,6 +137,8 @@ class Reconciler:
             failures = applied.failures + write_history(self.system, {each.name: each.conditions for each in machines})
             ready = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
             unpublished = publish_host_status(self.system, ready, time.time())
+            nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
+            failures += take_used_tokens(nodes, self.system)
         problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),

@@ -37,13 +37,7 @@ class NodeFile:
 
     path: str
     content: bytes = field(repr=False)
-    """Not in the file's representation, which may get into a log: it may be a secret."""
     mode: int = 0o644
-
-    @property
-    def secret(self) -> bool:
-        """Whether only root may read it. Its content is then never printed or logged, nor its digest recorded."""
-        return not self.mode & 0o077
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,8 @@ CDI_DIRECTORIES = ("/etc/cdi", "/var/run/cdi")
 HANDOFF_NAME = "handoff.json"
 CONDITIONS_NAME = "conditions.json"
 REPORT_NAME = "report.json"
+TOKEN_NAME = "bootstrap-token"
+"""A file next to the handoff: the bootstrap token, until the kubelet has joined the cluster. Only root may read it."""
 JOINED_NAME = "joined"
 """A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
 LIVE_NAME = "live.json"
@@ -189,6 +191,11 @@ def granted_file(machine: str) -> str:
 def conditions_file(machine: str) -> str:
     """Return the file with the host status for the machine's Node object. It exists only if `node_condition` is set."""
     return f"{handoff_directory(machine)}/{CONDITIONS_NAME}"
+
+
+def token_file(machine: str) -> str:
+    """Return the machine's bootstrap token. It exists only until the machine's kubelet has joined."""
+    return f"{handoff_directory(machine)}/{TOKEN_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

@@ -157,6 +157,10 @@ class NodeHost(Host):
         if link not in self.network.now.links:
             self.network.now = Network((link, *NETWORK.links), NETWORK.routes, NETWORK.rules)
 
+    def is_running(self) -> bool:
+        """Return whether the machine was booted."""
+        return self.exists(live_file(MACHINE))
+
     def answer(self) -> None:
         """Report that all is well in the machine."""
         kinds = (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)

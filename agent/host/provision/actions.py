@@ -87,6 +87,18 @@ class PublishRoot:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveToken:
+    """Give a machine that has not joined its bootstrap token, which need not be its first one."""
+
+    machine: str
+    where: str
+    """Its file, or `credential:NAME`."""
+
+    def describe(self) -> str:
+        return f"give machine {self.machine} the bootstrap token of {self.where}"
+
+
+@dataclass(frozen=True, slots=True)
 class RemoveTree:
     """Remove a root file system that is not a machine, or no longer one."""
 
@@ -190,6 +202,7 @@ Action: TypeAlias = (
     | FetchBinaries
     | FillRoot
     | StopMachine
+    | GiveToken
     | PublishRoot
     | RemoveTree
     | RemoveRoot

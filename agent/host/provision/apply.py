@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from agent.config.node import BinariesSettings, ImageSettings
+from agent.host.apply.bootstrap_token import give_token
 from agent.host.apply.driver_roots import clear, remove_all
 from agent.host.provision.actions import (
     Action,
@@ -17,6 +18,7 @@ from agent.host.provision.actions import (
     FillRoot,
     ForgetHost,
     ForgetNode,
+    GiveToken,
     PublishRoot,
     RecordHost,
     RemoveDriverRoots,
@@ -32,6 +34,7 @@ from agent.host.provision.binaries import cached, fetch
 from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.observe import HOST_RECORD
 from agent.host.provision.record import NODE_RECORDS, record_paths
+from agent.host.provision.secrets import read_token
 from agent.host.provision.unpacking import unpack
 from agent.host.reconcile import BUSY
 from agent.host.state.locks import locked
@@ -133,6 +136,8 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
                 fetch(binary, BINARIES, system)
         case FillRoot():
             _fill(action, system)
+        case GiveToken(machine, where):
+            give_token(machine, read_token(where, system), system)
         case PublishRoot():
             _publish(action, system)
         case StopMachine(machine):

@@ -1,23 +1,19 @@
-"""Collects what a node's files contain that is not in its settings: names, addresses, the CA, the token."""
+"""Collects what a node's files contain that is not in its settings: names, addresses, the CA."""
 
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from agent.config.kubernetes_names import SUBDOMAIN, SUBDOMAIN_LIMIT
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
 from agent.host.plan.nspawn import own_network
 from agent.host.provision.kubelet_files import NodeInputs
-from agent.host.provision.secrets import read_secret
 from agent.model.errors import ConfigError
 from agent.system.default_route import default_address
 from agent.system.files import System
 
 HOST_NAME = "/proc/sys/kernel/hostname"
 CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
-TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
-"""A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
 
 
 def node_inputs(
@@ -25,7 +21,6 @@ def node_inputs(
     config: Config,
     system: System,
     address: Callable[[], str] = default_address,
-    environment: Mapping[str, str] = os.environ,
 ) -> NodeInputs:
     """Return the inputs of a machine's node. Raises AgentError or OSError."""
     settings = config.machines[machine]
@@ -36,7 +31,6 @@ def node_inputs(
         name=node_names(config, system)[machine],
         address=node.kubelet.node_ip or ("" if own else address()),
         ca=_ca(node, system),
-        token=_token(node, system, environment) if node.bootstrap_token else "",
         own_network=own,
     )
 
@@ -76,13 +70,3 @@ def _ca(node: NodeSettings, system: System) -> bytes:
     if b"PRIVATE KEY-----" in content:
         raise ConfigError(f"{node.ca_file}: it has a private key, which no node may get", "remove the key from it")
     return content
-
-
-def _token(node: NodeSettings, system: System, environment: Mapping[str, str]) -> str:
-    token = read_secret(node.bootstrap_token, system, environment)
-    if not TOKEN.fullmatch(token):
-        raise ConfigError(
-            f"{node.bootstrap_token}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
-            "make one with `kubeadm token create`, and write it there",
-        )
-    return token

@@ -12,13 +12,14 @@ from typing import Any
 from agent.config.kubernetes_names import split_taint
 from agent.config.node import KubeletSettings, NodeSettings
 from agent.model.node import NodeFile
-from agent.model.paths import JOINED_NAME, MACHINE_REPORT_DIRECTORY
+from agent.model.paths import JOINED_NAME, MACHINE_HANDOFF_DIRECTORY, MACHINE_REPORT_DIRECTORY, TOKEN_NAME
 
 CA_FILE = "/etc/kubernetes/pki/ca.crt"
 CONFIGURATION = "/etc/kubernetes/kubelet.json"
 KUBECONFIG = "/etc/kubernetes/kubelet.conf"
 """The kubelet writes it before it has a certificate, so its existence does not show that the node has joined."""
 BOOTSTRAP_KUBECONFIG = "/etc/kubernetes/bootstrap-kubelet.conf"
+TOKEN_FILE = f"{MACHINE_HANDOFF_DIRECTORY}/{TOKEN_NAME}"
 CERTIFICATE = "/var/lib/kubelet/pki/kubelet-client-current.pem"
 """The kubelet makes it when the cluster has issued its certificate."""
 CONTAINERD_SOCKET = "unix:///run/containerd/containerd.sock"
@@ -36,8 +37,6 @@ class NodeInputs:
     """IP addresses for --node-ip; empty if the kubelet is to find its own."""
     ca: bytes
     """The CA certificate of the API server, in PEM format."""
-    token: str = field(default="", repr=False)
-    """The bootstrap token; empty with `exec_credential`."""
     own_network: bool = False
     """Whether the machine has a network namespace of its own."""
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -51,13 +50,12 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
         "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
         "multi-user.target.d/50-kubelet.conf": WANTED,
         f"{JOINED}.path": JOINED_PATH,
-        f"{JOINED}.service": JOINED_SERVICE + _after_the_join(inputs),
+        f"{JOINED}.service": JOINED_SERVICE + _report(inputs),
     }
     return (
         NodeFile(CA_FILE, inputs.ca),
         NodeFile(CONFIGURATION, _json(kubelet_configuration(settings))),
-        # With a program that gives the credential, the file has no secret, and the kubelet may need it again.
-        NodeFile(BOOTSTRAP_KUBECONFIG, _json(_bootstrap(settings, inputs)), 0o600 if inputs.token else 0o644),
+        NodeFile(BOOTSTRAP_KUBECONFIG, _json(_bootstrap(settings))),
         *(NodeFile(f"{UNITS}/{name}", (header + text).encode()) for name, text in units.items()),
     )
 
@@ -101,9 +99,10 @@ def _merged(ours: Mapping[str, Any], overlay: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def _bootstrap(settings: NodeSettings, inputs: NodeInputs) -> dict[str, Any]:
+def _bootstrap(settings: NodeSettings) -> dict[str, Any]:
     """Return the kubeconfig with which the kubelet asks for its certificate."""
-    user: dict[str, Any] = {"token": inputs.token}
+    # The kubelet reads the file each minute, so that a token can be replaced (client-go's NewCachedFileTokenSource).
+    user: dict[str, Any] = {"tokenFile": TOKEN_FILE}
     if settings.exec_credential:
         command, *arguments = settings.exec_credential
         user = {
@@ -180,12 +179,10 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
     return f"[Service]\nExecStart=\nExecStart={command}\n"
 
 
-def _after_the_join(inputs: NodeInputs) -> str:
-    """Return the commands that remove the token after the join, and report the join to the host."""
+def _report(inputs: NodeInputs) -> str:
+    """Return the command that reports the join to the host, which then takes the bootstrap token back."""
     there, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
-    # First the token: when the host reads of the join, it is gone.
-    remove = f"ExecStart=/bin/rm -f {BOOTSTRAP_KUBECONFIG}\n" if inputs.token else ""
-    return f"{remove}ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
+    return f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

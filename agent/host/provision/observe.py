@@ -3,18 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from agent.host.observe.joined import observe_joined
 from agent.host.provision.actions import boot_units
 from agent.host.provision.durable import Durable
 from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.as_found import AsFound
 from agent.model.facts import Absent, Broken, Seen, Unseen
-from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, UNITS, joined_file, machine_root, staged_prefix
+from agent.model.paths import AS_FOUND, MACHINE_ROOTS, NODES, UNITS, machine_root, staged_prefix, token_file
 from agent.system.files import System
 from agent.system.seen import read_seen
 
 HOST_RECORD = Durable(AsFound)
-JOINED_LIMIT = 1024
-"""Bytes of the file that says that the kubelet has joined."""
 WANTED_BY = {"machines.target": "multi-user.target"}
 """Which target wants a unit that `up` enables; machines.target wants the units of machines."""
 COPY = ".copy.json"
@@ -34,6 +33,13 @@ class NodeFacts:
     """Whether the host starts the units at each boot."""
     joined: str
     """Name of the Node object as which the running machine's kubelet has joined; empty if it has not, or not yet."""
+    has_token: bool = False
+    """Whether the machine has a bootstrap token: it is removed once the kubelet has joined."""
+
+    @property
+    def unjoined(self) -> bool:
+        """Whether the machine still needs a valid bootstrap token, as far as the host knows."""
+        return self.has_token and not self.joined
 
 
 def observe_node(machine: str, system: System) -> NodeFacts:
@@ -45,14 +51,8 @@ def observe_node(machine: str, system: System) -> NodeFacts:
         staged=_staged(machine, system),
         enabled={unit: is_enabled(unit, system) for unit in boot_units(machine)},
         joined=observe_joined(machine, system),
+        has_token=system.exists(token_file(machine)),
     )
-
-
-def observe_joined(machine: str, system: System) -> str:
-    """Return the name of the Node object in the machine's file, which root in the machine can write."""
-    found = read_seen(lambda path: system.read_untrusted(path, JOINED_LIMIT), joined_file(machine))
-    text = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
-    return text if text.isprintable() else ""
 
 
 def observe_found(system: System) -> Seen[AsFound]:

@@ -13,6 +13,7 @@ from agent.host.provision.actions import (
     FillRoot,
     ForgetHost,
     ForgetNode,
+    GiveToken,
     PublishRoot,
     RecordHost,
     RemoveEmptyDirectory,
@@ -55,6 +56,8 @@ class RootGoal:
     binaries: tuple[NodeBinary, ...]
     files: tuple[NodeFile, ...]
     record: NodeRecord
+    token: str = ""
+    """Where the bootstrap token is; empty if the node joins without one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +119,8 @@ def plan_root(goal: RootGoal, facts: NodeFacts) -> RootSteps:
     last: list[Action] = [FillRoot(staged, goal.binaries, goal.files)]
     if not isinstance(facts.root, Absent):
         last += [StopMachine(facts.machine), RemoveRoot(facts.machine)]
+    # Before the root file system has its name: a node that exists has its token, or has joined.
+    last += [GiveToken(facts.machine, goal.token)] if goal.token else []
     return RootSteps(stale, tuple(fetch), (*last, PublishRoot(facts.machine, staged, goal.record)))
 
 

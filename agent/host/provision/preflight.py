@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from agent.config.node import BinariesSettings, NodeSettings
 from agent.host.provision.binaries import look
 from agent.host.provision.image import UNPACKED
-from agent.host.provision.secrets import read_secret
+from agent.host.provision.secrets import read_token
 from agent.model.errors import AgentError
 from agent.model.facts import Facts
 from agent.model.node import NodeBinary, Problem
@@ -49,6 +49,8 @@ class Check:
     """Empty if the check is about the host."""
     required: bool = True
     """Whether no node can be made if it fails."""
+    late: bool = False
+    """Whether it may pass by itself soon: the API server may not be there yet."""
 
     @property
     def passed(self) -> bool:
@@ -135,7 +137,7 @@ def check_server(settings: NodeSettings, system: System, ask: Asking = ask) -> l
 
         def read() -> str:
             nonlocal token
-            token = read_secret(settings.bootstrap_token, system)
+            token = read_token(settings.bootstrap_token, system)
             return "the bootstrap token can be read"
 
         results.append(checked("token", read))
@@ -158,8 +160,9 @@ def _server(settings: NodeSettings, system: System, token: str, ask: Asking) -> 
         return [Check("ca_file", f"{settings.ca_file}: {error}", "put the cluster's CA there")]
     except OSError as error:
         advice = "check the address, routes and firewalls between this host and the API server"
-        return [Check("server", f"{server} does not answer: {error.strerror or error}", advice)]
-    return [Check("server", f"{server} answers with a certificate of {settings.ca_file}"), *_judge(answer, token)]
+        return [Check("server", f"{server} does not answer: {error.strerror or error}", advice, late=True)]
+    answers = Check("server", f"{server} answers with a certificate of {settings.ca_file}")
+    return [answers, *_judge(answer, token, settings.bootstrap_token)]
 
 
 def _why(error: ssl.SSLCertVerificationError) -> str:
@@ -167,10 +170,11 @@ def _why(error: ssl.SSLCertVerificationError) -> str:
     return getattr(error, "verify_message", "") or str(error)
 
 
-def _judge(answer: Answer, token: str) -> Iterable[Check]:
+def _judge(answer: Answer, token: str, where: str) -> Iterable[Check]:
     if token and answer.status == 401:
-        advice = "make a new one: `kubeadm token create`, and put it into the file of bootstrap_token"
-        yield Check("token", "the API server does not accept the bootstrap token: it is wrong or has expired", advice)
+        advice = f"make a new one with `kubeadm token create`, write it to {where}, then run `unbounded-agent up` again"
+        what = f"the API server does not accept the bootstrap token of {where}: it is wrong, revoked or expired"
+        yield Check("token", what, advice)
     elif token:
         yield Check("token", "the API server accepts the bootstrap token")
     if answer.date is not None:

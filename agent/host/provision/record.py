@@ -37,7 +37,7 @@ class NodeRecord:
     binaries: dict[str, str]
     """SHA-256 digests by path in the machine."""
     files: dict[str, str]
-    """SHA-256 digests by path in the machine, without files that only root may read."""
+    """SHA-256 digests by path in the machine."""
     settings: dict[str, str]
     """The settings that the root file system depends on, as JSON by key."""
     made: float
@@ -62,7 +62,7 @@ def make_record(
         image=image,
         inode=0,
         binaries={each.path: each.sha256 for each in binaries},
-        files={each.path: hashlib.sha256(each.content).hexdigest() for each in files if not each.secret},
+        files={each.path: hashlib.sha256(each.content).hexdigest() for each in files},
         settings=settings_of_root(settings),
         made=0.0,
     )

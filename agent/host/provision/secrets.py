@@ -4,6 +4,7 @@ No error, log or record contains a secret.
 """
 
 import os
+import re
 import stat
 from collections.abc import Mapping
 
@@ -14,6 +15,8 @@ from agent.system.path_trust import settings_fault
 CREDENTIAL = "credential:"
 DIRECTORY = "CREDENTIALS_DIRECTORY"
 """The variable in which systemd names the directory of a service's credentials."""
+TOKEN = re.compile(r"[a-z0-9]{6}\.[a-z0-9]{16}")
+"""A bootstrap token (BootstrapTokenPattern in k8s.io/cluster-bootstrap)."""
 LIMIT = 1 << 16
 """Bytes of the largest secret: a registry's file with many logins."""
 
@@ -53,6 +56,17 @@ def read_secret(where: str, system: System, environment: Mapping[str, str] = os.
     if not secret:
         raise ConfigError(f"{where}: the secret is empty", "write it there")
     return secret
+
+
+def read_token(where: str, system: System, environment: Mapping[str, str] = os.environ) -> str:
+    """Return a bootstrap token. Raises ConfigError, also for what cannot be one."""
+    token = read_secret(where, system, environment)
+    if not TOKEN.fullmatch(token):
+        raise ConfigError(
+            f"{where}: this is not a bootstrap token (6 characters, a dot, 16 characters)",
+            "make one with `kubeadm token create`, and write it there",
+        )
+    return token
 
 
 def _credential(name: str, system: System, environment: Mapping[str, str]) -> str:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from agent.config.node import NodeSettings
 from agent.config.settings import Config
+from agent.host.apply.bootstrap_token import given_token
 from agent.host.plan.goal import Plan, plan
 from agent.host.provision import preflight
-from agent.host.provision.actions import Action, RecordHost, boot_units
+from agent.host.provision.actions import Action, GiveToken, RecordHost, boot_units
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
 from agent.host.provision.gpu_labels import gpu_labels
@@ -22,6 +23,7 @@ from agent.host.provision.plan import HostFacts, RootGoal, needs_root, plan_boot
 from agent.host.provision.preflight import Asking, Check, checked
 from agent.host.provision.record import NodeRecord, changed_settings, make_record
 from agent.host.provision.refusals import refusals
+from agent.host.provision.secrets import read_token
 from agent.host.vendors import host_vendor
 from agent.host.verify.readiness import FROM_VENDORS, evaluate
 from agent.model.conditions import Status
@@ -48,6 +50,8 @@ class NodeWork:
     make: bool
     """Whether the root file system has to be made."""
     checks: tuple[Check, ...] = ()
+    new_token: bool = False
+    """Whether the machine has not joined, and has another bootstrap token than the configured one."""
     image: NodeImage | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Labels for its GPUs."""
@@ -125,11 +129,23 @@ class Provisioner:
         files = node_files(node.machine, node.settings, inputs)
         binaries = wanted_binaries(node.settings.binaries, node.image.architecture)
         record = make_record(node.settings, inputs.name, node.image, binaries, files)
-        steps = plan_root(RootGoal(node.image, binaries, files, record), node.facts)
+        goal = RootGoal(node.image, binaries, files, record, node.settings.bootstrap_token)
+        steps = plan_root(goal, node.facts)
         tools = self._tools(node.settings)
         run(steps.first, tools, self.progress)
         run_together((*steps.parallel, *host), tools, self.progress)
         run(steps.last, tools, self.progress)
+
+    def replace_token(self, node: NodeWork) -> None:
+        """Give the token to a node that has not joined with its old one. Raises AgentError."""
+        if node.new_token:
+            self.run((GiveToken(node.machine, node.settings.bootstrap_token),))
+
+    def late(self, work: Work) -> tuple[Check, ...]:
+        """Return the checks of API servers that fail and may soon pass."""
+        waiting = {check.machine for check in work.failed if check.late}
+        nodes = [node for node in work.nodes if node.machine in waiting]
+        return tuple(check for node in nodes for check in self._server_checks(node) if check.late)
 
     def enable(self, machine: str) -> None:
         """Let the machine start with the host. Raises AgentError."""
@@ -146,6 +162,8 @@ class Provisioner:
         work = NodeWork(name, settings, found, make)
         if make:
             return self._checked(work, facts, planned)
+        if found.unjoined and settings.bootstrap_token:
+            work = self._unjoined(work)
         return replace(work, remarks=tuple(self._remarks(work)))
 
     def _checked(self, work: NodeWork, facts: Facts, planned: Plan) -> NodeWork:
@@ -159,7 +177,7 @@ class Provisioner:
             return f"{image[0].name} ({image[0].architecture})"
 
         checks = [checked("image", inspected, name), *_drivers(name, self.config, facts, planned)]
-        checks += [replace(each, machine=name) for each in preflight.check_server(settings, self.system, self.ask)]
+        checks += self._server_checks(work)
 
         def complete() -> str:
             inputs = node_inputs(name, self.config, self.system)
@@ -173,6 +191,18 @@ class Provisioner:
             checks.append(checked("binaries", lambda: preflight.check_binaries(*look), name))
         labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
+
+    def _unjoined(self, work: NodeWork) -> NodeWork:
+        """Make the checks of a node that was made, and has not joined."""
+        checks = tuple(self._server_checks(work))
+        if any(check.required and not check.passed for check in checks):
+            return replace(work, checks=checks)
+        wanted = read_token(work.settings.bootstrap_token, self.system)
+        return replace(work, checks=checks, new_token=given_token(work.machine, self.system) != wanted)
+
+    def _server_checks(self, work: NodeWork) -> list[Check]:
+        found = preflight.check_server(work.settings, self.system, self.ask)
+        return [replace(check, machine=work.machine) for check in found]
 
     def _remarks(self, work: NodeWork) -> Iterator[str]:
         record = work.facts.record

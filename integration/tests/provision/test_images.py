@@ -30,7 +30,7 @@ from integration.bed.machine.oci_layout import INIT, Entry, Layout, directory, l
 from integration.bed.process import run
 from integration.bed.registry import PASSWORD, Registry, credentials
 from integration.tests.provision.interrupted_unpack import STAGES
-from tests.fakes.node_settings import CA, TOKEN, node_settings
+from tests.fakes.node_settings import CA, node_settings
 
 pytestmark = pytest.mark.scenario("003")
 
@@ -279,7 +279,7 @@ def _running(place: str) -> list[str]:
     return lines
 
 
-INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, TOKEN, own_network=True)
+INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, own_network=True)
 FILES = node_files("gpu", node_settings(), INPUTS)
 WRITTEN = [f"{BINARIES}/kubelet", *(file.path for file in FILES)]
 """Every path that `up` writes."""

@@ -17,20 +17,32 @@ from typing import Any
 import pytest
 
 from agent.config.node import NodeSettings
-from agent.host.provision.kubelet_files import BOOTSTRAP_KUBECONFIG, CERTIFICATE, KUBECONFIG, UNITS, NodeInputs
+from agent.host.apply.bootstrap_token import give_token
+from agent.host.provision.kubelet_files import CERTIFICATE, CONTAINERD_SOCKET, KUBECONFIG, UNITS, NodeInputs
 from agent.host.provision.node_files import node_files
+from agent.host.provision.preflight import check_server
+from agent.model.paths import MACHINE_HANDOFF_DIRECTORY, handoff_directory, token_file
+from agent.system.files import System
+from agent.system.spawn_runner import MachineRunner
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.kubernetes import kubernetes
 
 pytestmark = pytest.mark.scenario("003")
 
-NODE = "gpu-1"
+NODE, MACHINE = "gpu-1", "gpu"
+STARTED = "Kubelet version"
+"""What each start of the kubelet logs once."""
 SECONDS = 120.0
 OLD_CGROUPS = {"failCgroupV1": False}
 """The build machine may still have cgroup v1; a node's host never has."""
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
-NAMESPACE = 'for each in etc run var/lib; do mount --bind "$0/$each" "/$each" || exit; done; exec "$@"'
-RUNTIME = "/run/containerd/containerd.sock"
+HANDOFF = handoff_directory(MACHINE)
+NAMESPACE = f"""
+for each in etc var/lib run; do mount --bind "$0/$each" /$each || exit; done
+mount --bind "$0/host{HANDOFF}" {MACHINE_HANDOFF_DIRECTORY} &&
+mount -o remount,bind,ro {MACHINE_HANDOFF_DIRECTORY} && exec "$@"
+"""
+"""What systemd-nspawn does for a machine, as far as its kubelet needs it to join."""
 
 
 class Root:
@@ -40,9 +52,10 @@ class Root:
         self.directory = directory
         for name in ("resolv.conf", "hosts", "passwd", "group", "nsswitch.conf"):
             self._copy(Path("/etc", name))
-        self.place("/var/lib").mkdir(parents=True)
-        self.place("/run").mkdir()
-        for file in node_files("gpu", settings, inputs):
+        for name in ("/var/lib", MACHINE_HANDOFF_DIRECTORY, f"host/{HANDOFF}"):
+            self.place(name).mkdir(parents=True)
+        self.host = System(MachineRunner(), str(self.place("host")))
+        for file in node_files(MACHINE, settings, inputs):
             place = self.place(file.path)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.content)
@@ -77,7 +90,7 @@ class Root:
 
     @contextlib.contextmanager
     def _silent_runtime(self) -> Iterator[None]:
-        place = self.place(RUNTIME)
+        place = self.place(CONTAINERD_SOCKET.removeprefix("unix://"))
         place.parent.mkdir(exist_ok=True)
         place.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as listening:
@@ -102,8 +115,8 @@ def settings(server: str = "https://127.0.0.1:1", **kubelet: Any) -> NodeSetting
     return NodeSettings.model_validate(
         {
             "server": server,
-            "ca_file": "/unused",
-            "bootstrap_token": "/unused",
+            "ca_file": "/ca.crt",
+            "bootstrap_token": "/token",
             "image": {"repository": "docker://registry.example.com/nodes"},
             "kubelet": {**kubelet, "configuration": overlay},
         }
@@ -111,7 +124,9 @@ def settings(server: str = "https://127.0.0.1:1", **kubelet: Any) -> NodeSetting
 
 
 def root(directory: Path, wanted: NodeSettings, ca: str = "", token: str = "abcdef.0123456789abcdef") -> Root:
-    return Root(directory, wanted, NodeInputs(NODE, "127.0.0.1", ca.encode(), token))
+    made = Root(directory, wanted, NodeInputs(NODE, "127.0.0.1", ca.encode()))
+    give_token(MACHINE, token, made.host)
+    return made
 
 
 def refused(place: Root) -> str:
@@ -157,7 +172,9 @@ def test_a_node_joins_with_the_token_and_goes_on_without_it(tmp_path: Path) -> N
         subject = ["openssl", "x509", "-noout", "-subject", "-in", str(issued)]
         assert f"CN = system:node:{NODE}" in subprocess.run(subject, capture_output=True, text=True).stdout
 
-        node.place(BOOTSTRAP_KUBECONFIG).unlink()
+        used = node.place(f"host{token_file(MACHINE)}")
+        assert used.read_text().partition(".")[2].strip() not in everything(node)
+        used.unlink()
         before = len(node.log())
         with node.running():
             wait_until("it uses its certificate", lambda: "no bootstrap necessary" in node.log()[before:], node)
@@ -173,6 +190,39 @@ def test_the_kubeconfig_does_not_show_that_a_node_has_joined(tmp_path: Path) -> 
             wait_until("it has asked", lambda: bool(requests(cluster)), node)
         assert node.place(KUBECONFIG).is_file()
         assert not node.place(CERTIFICATE).exists()
+
+
+def test_a_new_token_reaches_a_kubelet_whose_token_has_expired(tmp_path: Path) -> None:
+    """Without a restart of anything in the machine. Nothing in its root file system changes either."""
+    with ControlPlane((NODE,)) as cluster:
+        expired = cluster.bootstrap_token(valid_until="2020-01-01T00:00:00Z")
+        node = root(tmp_path, settings(f"https://127.0.0.1:{cluster.port}"), cluster.certificate_authority, expired)
+        with node.running():
+            wait_until("the token is refused", lambda: "Unauthorized" in node.log(), node)
+            assert not node.place(CERTIFICATE).exists()
+            starts = node.log().count(STARTED)
+            advice = failed(node, cluster, expired)["token"]
+            assert "`kubeadm token create`, write it to /token, then run `unbounded-agent up`" in advice
+            valid = cluster.bootstrap_token()
+            assert failed(node, cluster, valid) == {}
+            give_token(MACHINE, valid, node.host)
+            wait_until("the certificate is there", node.place(CERTIFICATE).is_symlink, node)
+            assert node.log().count(STARTED) == starts == 1
+
+
+def failed(node: Root, cluster: ControlPlane, token: str) -> dict[str, str]:
+    """Return what `up` says before it does anything, by check, if this is the configured token."""
+    node.host.write("/ca.crt", cluster.certificate_authority.encode())
+    node.host.write("/token", token.encode(), 0o600)
+    checks = check_server(settings(f"https://127.0.0.1:{cluster.port}"), node.host)
+    return {check.name: check.advice for check in checks if not check.passed}
+
+
+def everything(node: Root) -> str:
+    """Return the content of all files of the node, as root in the machine sees them."""
+    places = (node.place(name) for name in ("etc", "var"))
+    files = [path for place in places for path in place.rglob("*") if path.is_file()]
+    return "".join(path.read_text(errors="replace") for path in files)
 
 
 def requests(cluster: ControlPlane) -> list[dict[str, Any]]:

@@ -8,15 +8,13 @@ from agent.host.provision.inputs import HOST_NAME, node_inputs, node_names
 from agent.host.provision.kubelet_files import NodeInputs
 from agent.model.errors import ConfigError
 from tests.fakes.host import Host
-from tests.fakes.node_settings import CA, CA_FILE, TOKEN, TOKEN_FILE, config
+from tests.fakes.node_settings import CA, CA_FILE, config
 
 
 @pytest.fixture
 def ready(host: Host) -> Host:
     host.file(HOST_NAME, "GPU-Host.example.com\n")
     host.file(CA_FILE, CA)
-    host.file(TOKEN_FILE, TOKEN)
-    host.owners[TOKEN_FILE] = (0o600, 0)
     return host
 
 
@@ -25,36 +23,23 @@ def no_route() -> str:
 
 
 def inputs(host: Host, **settings: Any) -> NodeInputs:  # noqa: ANN401
-    return node_inputs("a", config(a=settings), host, lambda: "10.0.0.7", {})
+    return node_inputs("a", config(a=settings), host, lambda: "10.0.0.7")
 
 
 def test_a_node_has_the_hosts_name_and_address(ready: Host) -> None:
-    assert inputs(ready) == NodeInputs("gpu-host.example.com", "10.0.0.7", CA, TOKEN)
+    assert inputs(ready) == NodeInputs("gpu-host.example.com", "10.0.0.7", CA)
 
 
 def test_settings_come_first(ready: Host) -> None:
     wanted = config(a={"name": "gpu-1", "kubelet": {"node_ip": "10.0.0.9"}})
-    found = node_inputs("a", wanted, ready, no_route, {})
+    found = node_inputs("a", wanted, ready, no_route)
     assert (found.name, found.address) == ("gpu-1", "10.0.0.9")
 
 
 def test_a_machine_with_its_own_network_does_not_have_the_hosts_address(ready: Host) -> None:
-    found = node_inputs("a", config(a={"nspawn": {"virtual_ethernet": True}}), ready, no_route, {})
+    found = node_inputs("a", config(a={"nspawn": {"virtual_ethernet": True}}), ready, no_route)
     assert found.own_network
     assert found.address == ""
-
-
-def test_a_program_needs_no_token(ready: Host) -> None:
-    ready.remove_file(TOKEN_FILE)
-    assert inputs(ready, exec_credential=["/usr/bin/login"]).token == ""
-
-
-@pytest.mark.parametrize("token", ["abcdef", "abcdef.0123456789ABCDEF", f"{TOKEN}\n{TOKEN}"])
-def test_what_is_not_a_token_is_not_repeated(ready: Host, token: str) -> None:
-    ready.file(TOKEN_FILE, token)
-    with pytest.raises(ConfigError, match="this is not a bootstrap token") as caught:
-        inputs(ready)
-    assert token not in str(caught.value)
 
 
 @pytest.mark.parametrize(

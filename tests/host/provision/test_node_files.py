@@ -1,4 +1,4 @@
-"""The files of a node: formats that the kubelet, systemd and containerd read, and no secret in the wrong place."""
+"""The files of a node: formats that the kubelet, systemd and containerd read."""
 
 import json
 import tomllib
@@ -19,10 +19,10 @@ from agent.host.provision.node_files import node_files
 from agent.machine.containerd.tables import CRI_2, Configuration, problems, render
 from agent.model.node import NodeFile
 from agent.vendors.machine_vendor import RuntimeHandler
-from tests.fakes.node_settings import CA, TOKEN, node_settings
+from tests.fakes.node_settings import CA, node_settings
 
 COMMAND = f"{UNITS}/kubelet.service.d/99-unbounded-agent.conf"
-INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA, TOKEN)
+INPUTS = NodeInputs("gpu-1", "10.0.0.7", CA)
 
 
 def made(inputs: NodeInputs = INPUTS, **settings: Any) -> Mapping[str, NodeFile]:  # noqa: ANN401
@@ -39,18 +39,12 @@ def arguments(files: Mapping[str, NodeFile]) -> list[str]:
     return command.replace("\\\n", "").split()
 
 
-def test_only_the_bootstrap_kubeconfig_has_the_token() -> None:
-    files = made()
-    assert [path for path, file in files.items() if TOKEN.encode() in file.content] == [BOOTSTRAP_KUBECONFIG]
-    assert [path for path, file in files.items() if file.secret] == [BOOTSTRAP_KUBECONFIG]
-    assert TOKEN not in repr((files, INPUTS))
-
-
 def test_the_bootstrap_kubeconfig_names_server_ca_and_token() -> None:
     kubeconfig = json.loads(made()[BOOTSTRAP_KUBECONFIG].content)
     (cluster,), (user,) = kubeconfig["clusters"], kubeconfig["users"]
     assert cluster["cluster"] == {"server": "https://10.0.0.1:6443", "certificate-authority": CA_FILE}
-    assert user["user"] == {"token": TOKEN}
+    # The host puts it there, and takes it away after the join: the root file system never has it.
+    assert user["user"] == {"tokenFile": "/run/unbounded-agent/handoff/bootstrap-token"}
     assert made()[CA_FILE].content == CA
 
 
@@ -59,17 +53,11 @@ def test_a_program_gives_the_credential_instead_of_a_token() -> None:
     (user,) = json.loads(files[BOOTSTRAP_KUBECONFIG].content)["users"]
     assert user["user"]["exec"]["command"] == "/usr/bin/login"
     assert user["user"]["exec"]["args"] == ["--node", "a b"]
-    assert not any(file.secret for file in files.values())
-    # The kubelet may need it again, for example if the machine was off until its certificate had expired.
-    assert "rm -f" not in files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
 
 
-def test_the_token_is_removed_before_the_join_is_reported() -> None:
+def test_the_certificate_shows_that_a_node_has_joined() -> None:
     """The kubeconfig does not show that a kubelet has joined: it writes that before it has a certificate."""
     files = made()
-    service = files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
-    remove, report = (service.index(text) for text in (f"ExecStart=/bin/rm -f {BOOTSTRAP_KUBECONFIG}", "printf"))
-    assert remove < report
     assert f"PathExists={CERTIFICATE}" in files[f"{UNITS}/unbounded-agent-joined.path"].content.decode()
     assert "unbounded-agent-joined.path" in files[f"{UNITS}/multi-user.target.d/50-kubelet.conf"].content.decode()
 
@@ -87,12 +75,12 @@ def test_the_command_of_the_kubelet() -> None:
 
 
 def test_settings_override_the_labels_that_the_host_knows() -> None:
-    inputs = NodeInputs("gpu-1", "", CA, TOKEN, labels={"gpu": "yes", "rack": "unknown"})
+    inputs = NodeInputs("gpu-1", "", CA, labels={"gpu": "yes", "rack": "unknown"})
     assert arguments(made(inputs, kubelet={"labels": {"rack": "7"}}))[-1] == "--node-labels=gpu=yes,rack=7"
 
 
 def test_a_kubelet_without_a_known_address_finds_its_own() -> None:
-    assert not [each for each in arguments(made(NodeInputs("gpu-1", "", CA, TOKEN))) if "node-ip" in each]
+    assert not [each for each in arguments(made(NodeInputs("gpu-1", "", CA))) if "node-ip" in each]
 
 
 def test_certificates_are_rotated_and_taints_are_registered() -> None:
@@ -166,7 +154,7 @@ def test_the_machine_half_keeps_every_setting_of_containerd() -> None:
 
 
 def test_a_machine_with_its_own_network_forwards_in_it() -> None:
-    own = NodeInputs("gpu-1", "", CA, TOKEN, own_network=True)
+    own = NodeInputs("gpu-1", "", CA, own_network=True)
     path = "/etc/sysctl.d/90-unbounded-agent.conf"
     assert b"-net.ipv4.ip_forward = 1" in made(own)[path].content
     assert path not in made()

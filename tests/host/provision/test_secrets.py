@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.host.provision.secrets import read_secret, secret_file
+from agent.host.provision.secrets import read_secret, read_token, secret_file
 from agent.model.errors import ConfigError
 from tests.fakes.host import Host
 from tests.fakes.node_settings import TOKEN, TOKEN_FILE
@@ -75,3 +75,12 @@ def test_a_credential_of_systemd(host: Host) -> None:
         read_secret("credential:..", host, environment)
     with pytest.raises(ConfigError, match="LoadCredential=token:FILE"):
         read_secret("credential:token", host, {})
+
+
+@pytest.mark.parametrize("token", ["abcdef", "abcdef.0123456789ABCDEF", f"{TOKEN}\n{TOKEN}"])
+def test_what_is_not_a_token_is_not_repeated(secret: Host, token: str) -> None:
+    assert read_token(TOKEN_FILE, secret) == TOKEN
+    secret.file(TOKEN_FILE, token)
+    with pytest.raises(ConfigError, match="this is not a bootstrap token") as caught:
+        read_token(TOKEN_FILE, secret)
+    assert token not in str(caught.value)

@@ -1,0 +1,48 @@
+"""Gives a machine its bootstrap token, and takes it back when the machine's kubelet has joined the cluster.
+
+The token is next to the handoff, outside the root file system, which the host never opens after the machine has booted.
+So a new token reaches a running machine, whose kubelet reads the file each minute, and none is left in the machine.
+"""
+
+from collections.abc import Iterable
+
+from agent.host.apply.driver_roots import make_way
+from agent.host.observe.joined import observe_joined
+from agent.model.facts import Absent
+from agent.model.paths import joined_file, token_file
+from agent.system.files import System
+from agent.system.seen import read_seen
+
+LIMIT = 1024
+"""Bytes of a token's file."""
+
+
+def given_token(machine: str, system: System) -> str | None:
+    """Return the token that the machine has; None if it has none. An unreadable one is an empty text."""
+    found = read_seen(lambda path: system.read_untrusted(path, LIMIT)[0], token_file(machine))
+    if isinstance(found, Absent):
+        return None
+    return found.decode(errors="replace").strip() if isinstance(found, bytes) else ""
+
+
+def give_token(machine: str, token: str, system: System) -> None:
+    """Write the token for the machine. Raises OSError."""
+    path = token_file(machine)
+    # An earlier machine of this name may have joined.
+    system.remove(joined_file(machine))
+    make_way(path, system)
+    system.write(path, f"{token}\n".encode(), 0o600)
+
+
+def take_used_tokens(nodes: Iterable[str], system: System) -> tuple[str, ...]:
+    """Remove the tokens of machines that have joined. Return failures, one sentence each."""
+    failures = []
+    for machine in nodes:
+        path = token_file(machine)
+        try:
+            if system.exists(path) and observe_joined(machine, system):
+                make_way(path, system)
+                system.remove(path)
+        except OSError as error:
+            failures.append(f"cannot remove the used bootstrap token {path}: {error.strerror}")
+    return tuple(failures)

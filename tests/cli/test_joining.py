@@ -1,0 +1,197 @@
+"""`up` waits for an API server that comes late, and brings a new bootstrap token to a machine that runs already."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.cli.up import up
+from agent.cli.waiting import JOIN_LIMIT, SERVER_LIMIT
+from agent.host.apply.bootstrap_token import give_token, given_token
+from agent.model.paths import joined_file, machine_root, token_file
+from agent.system.https import Answer
+from tests.fakes.gpu_host import MACHINE, UNITS
+from tests.fakes.node_host import NODE, TOKEN, TOKEN_FILE, NodeHost, node_host, node_reconciler
+
+OTHER = "fedcba.fedcba9876543210"
+SILENT = ConnectionRefusedError(111, "Connection refused")
+
+
+class Clock:
+    """A clock that only sleeping moves, and an API server that changes with the time."""
+
+    def __init__(self, host: NodeHost) -> None:
+        self.host, self.now = host, 1000.0
+        self.answers_at = 0.0
+        """Seconds after the start."""
+        self.accepted = {TOKEN}
+        self.sent: set[str] = set()
+
+    def sleep(self, seconds: float) -> None:
+        # In long steps: each poll of a machine is a whole pass.
+        self.now += max(seconds, 20.0)
+        if self.passed > self.answers_at and self.given() in self.accepted and self.host.is_running():
+            self.host.write(joined_file(MACHINE), NODE.encode())
+
+    @property
+    def passed(self) -> float:
+        return self.now - 1000.0
+
+    def given(self) -> str | None:
+        return given_token(MACHINE, self.host)
+
+    def ask(self, url: str, *, method: str = "GET", ca: bytes = b"", token: str = "") -> Answer:
+        if self.passed < self.answers_at:
+            raise SILENT
+        self.sent.add(token)
+        return Answer(200 if token in self.accepted else 401, None)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> NodeHost:
+    host = node_host(tmp_path / "host")
+    host.joins = False
+    return host
+
+
+@pytest.fixture
+def clock(host: NodeHost, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(host)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+def run(host: NodeHost, clock: Clock, *, for_programs: bool = False) -> int:
+    agent = node_reconciler(host)
+    return up(agent, MACHINE, rebuild=False, for_programs=for_programs, network=host.network, ask=clock.ask)
+
+
+def write_token(host: NodeHost, token: str) -> None:
+    host.file(TOKEN_FILE, f"{token}\n")
+
+
+def test_the_token_is_gone_after_the_join(host: NodeHost, clock: Clock) -> None:
+    given: list[str | None] = []
+    host.tools.before = lambda argv: given.append(clock.given()) if argv[1] == "start" else None
+    assert run(host, clock) == 0
+    assert given == [TOKEN], "the machine started without its token"
+    assert not host.exists(token_file(MACHINE))
+    assert host.owners.get(token_file(MACHINE)) is None
+
+
+def test_only_root_may_read_the_token(host: NodeHost) -> None:
+    give_token(MACHINE, TOKEN, host)
+    assert Path(host.root + token_file(MACHINE)).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_server_that_comes_ten_minutes_late(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing changes before it answers, and one line says what is waited for and for how long."""
+    clock.answers_at = 600.0
+    made: list[float] = []
+    host.tools.before = lambda argv: made.append(clock.passed) if argv[0] == "umoci" and argv[1] == "raw" else None
+    assert run(host, clock) == 0
+    assert made
+    assert min(made) >= 600
+    lines = [line for line in capsys.readouterr().err.splitlines() if "does not answer" in line]
+    assert len(lines) == 1
+    assert "Connection refused; `up` waits 15 minutes at most" in lines[0]
+
+
+def test_a_server_that_does_not_come(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    clock.answers_at = 1e9
+    assert run(host, clock) == 1
+    assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
+    assert "does not answer: Connection refused, and did not for 15 minutes" in capsys.readouterr().out
+    assert not host.exists(machine_root(MACHINE))
+
+
+def test_another_failed_check_is_said_at_once(host: NodeHost, clock: Clock) -> None:
+    clock.answers_at = 1e9
+    host.remove_file("/usr/bin/umoci")
+    assert run(host, clock) == 1
+    assert clock.passed == 0
+
+
+def test_a_server_that_goes_away_while_the_node_is_made(
+    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def gone(argv: tuple[str, ...]) -> None:
+        if argv[:2] == ("systemctl", "start"):
+            clock.answers_at = clock.passed + 600.0
+
+    host.tools.before = gone
+    assert run(host, clock) == 0
+    assert clock.passed > JOIN_LIMIT
+    assert "has not joined the cluster yet: https://192.0.2.1:6443 does not answer" in capsys.readouterr().err
+
+
+def test_a_server_that_goes_away_for_good(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    def gone(argv: tuple[str, ...]) -> None:
+        clock.answers_at = 1e9 if argv[:2] == ("systemctl", "start") else clock.answers_at
+
+    host.tools.before = gone
+    assert run(host, clock) == 1
+    assert SERVER_LIMIT <= clock.passed < SERVER_LIMIT + 60
+    assert "then run `unbounded-agent up gpu-node`, which goes on" in capsys.readouterr().err
+    clock.answers_at = 0.0
+    assert run(host, clock) == 0
+
+
+def test_a_new_token_reaches_the_running_machine(
+    host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From a token that is revoked before the machine's first boot: the same root file system, the same machine."""
+    host.tools.before = lambda argv: clock.accepted.discard(TOKEN) if argv[:2] == ("systemctl", "start") else None
+    assert run(host, clock) == 1
+    assert JOIN_LIMIT <= clock.passed < SERVER_LIMIT
+    printed = "".join(capsys.readouterr())
+    assert f"does not accept the bootstrap token of {TOKEN_FILE}: it is wrong, revoked or expired" in printed
+    assert f"write it to {TOKEN_FILE}, then run `unbounded-agent up` again" in printed
+    inode = host.link_inode(machine_root(MACHINE))
+
+    before = clock.passed
+    assert run(host, clock) == 1
+    assert clock.passed == before, "a token that is not accepted is waited for"
+    assert f"FAILED  token: {MACHINE}: the API server does not accept" in capsys.readouterr().out
+
+    clock.accepted.add(OTHER)
+    write_token(host, OTHER)
+    host.runner.calls.clear()
+    assert run(host, clock) == 0
+    assert f"give machine {MACHINE} the bootstrap token of {TOKEN_FILE}" in capsys.readouterr().err
+    assert host.link_inode(machine_root(MACHINE)) == inode
+    assert not [argv for argv in host.runner.calls if argv[0] == "systemctl" and argv[-1] == UNITS[0]]
+    assert not host.exists(token_file(MACHINE))
+
+
+def test_a_node_that_has_joined_needs_no_token(host: NodeHost, clock: Clock) -> None:
+    """Not even if the machine's report of that is lost: it is in memory, and written again at the machine's boot."""
+    assert run(host, clock) == 0
+    clock.accepted.clear()
+    host.remove_file(TOKEN_FILE)
+    assert run(host, clock) == 0
+    host.joins = True
+    host.boot()
+    assert run(host, clock) == 0
+
+
+def test_a_pass_of_the_service_takes_a_used_token_back(host: NodeHost) -> None:
+    """`up` may have been killed before it could."""
+    give_token(MACHINE, TOKEN, host)
+    node_reconciler(host).reconcile()
+    assert host.exists(token_file(MACHINE))
+    host.write(joined_file(MACHINE), NODE.encode())
+    node_reconciler(host).reconcile()
+    assert not host.exists(token_file(MACHINE))
+
+
+def test_no_secret_is_printed_while_waiting(host: NodeHost, clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    host.tools.before = lambda argv: clock.accepted.clear() if argv[:2] == ("systemctl", "start") else None
+    assert run(host, clock, for_programs=True) == 1
+    output = capsys.readouterr()
+    assert TOKEN.partition(".")[2] not in output.out + output.err
+    *_, last = output.out.splitlines()
+    (failure,) = json.loads(last)["failures"]
+    assert "kubeadm token create" in failure
