@@ -176,6 +176,13 @@ def test_changed_settings_are_reported_and_a_rebuild_applies_them(
     assert ("systemctl", "stop", UNITS[0]) in host.runner.calls
 
 
+def test_another_api_server_needs_a_rebuild(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    """The node's kubeconfig has the address: a new one in the configuration does not move the node."""
+    assert run(host) == 0
+    assert run(host, server="https://192.0.2.2:6443") == 0
+    assert "was made with other settings: server; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+
+
 def test_a_deleted_machine_is_noticed_and_made_again(host: NodeHost) -> None:
     assert run(host) == 0
     host.tools(("systemctl", "stop", UNITS[0]), 1)

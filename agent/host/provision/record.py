@@ -11,7 +11,6 @@ from agent.model.node import NodeBinary, NodeFile, NodeImage
 from agent.model.paths import node_record
 
 NOT_IN_ROOT = (
-    "server",
     "bootstrap_token",
     "image.credentials",
     "image.ca_directory",
