@@ -10,6 +10,7 @@ from agent.host.observe.loader_cache import Listing, LoaderCache
 from agent.host.observe.machine import observe_machine, unread_settings, unseen_machine
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
+from agent.host.observe.resolver import uses_stub_resolver
 from agent.host.observe.same_content import with_times
 from agent.host.observe.units import Unit, observe_template, observe_units, observe_version, with_properties
 from agent.host.state.detached_gpus import observe_detached
@@ -85,6 +86,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         draining=detached.draining,
         mount_sources=observe_sources(config, system),
         problems=tuple(filter(None, problems)),
+        stub_resolver=uses_stub_resolver(system),
         # If this is unknown, systemd reloads its units once more than needed.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,
         files=observe_files(names, owned, system),

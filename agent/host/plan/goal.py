@@ -9,7 +9,7 @@ from agent.host.plan.before_start import CONFIGURED
 from agent.host.plan.driver_roots import named_roots
 from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_nodes
 from agent.host.plan.mounts import split_mounts
-from agent.host.plan.nspawn import SYS_MODULE, bindable, render_nspawn
+from agent.host.plan.nspawn import SYS_MODULE, bindable, own_network, render_nspawn
 from agent.host.plan.remembered import remember
 from agent.host.plan.selection import Selection, other_driver, select
 from agent.host.plan.shares import Shares, in_turn, unknown_grants
@@ -140,7 +140,9 @@ def _machine(
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
-    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found)
+    nspawn = render_nspawn(
+        name, settings.nspawn, nodes, directories, mounts.found, uplink=_needs_uplink(settings, facts)
+    )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
@@ -182,6 +184,14 @@ def _machine(
         ),
         missing=mounts.missing,
     )
+
+
+def _needs_uplink(settings: MachineSettings, facts: Facts) -> bool:
+    """Return whether the machine must not ask systemd-resolved on the host: its pods have its DNS servers.
+
+    A machine with a network of its own has DNS servers of its own.
+    """
+    return settings.node is not None and facts.stub_resolver and not own_network(settings.nspawn)
 
 
 def _grants(

@@ -41,14 +41,17 @@ def render_nspawn(
     nodes: tuple[DeviceNode, ...],
     directories: tuple[ServiceDirectory, ...] = (),
     mounts: tuple[ExtraMount, ...] = (),
+    *,
+    uplink: bool = False,
 ) -> bytes:
-    """Return the machine's .nspawn file."""
+    """Return the machine's .nspawn file. With `uplink`, the machine asks the DNS servers that systemd-resolved asks."""
     sections: dict[str, list[str]] = {
         "Exec": [
             "Boot=yes",
             "PrivateUsers=no",
             f"Capability={settings.capability}",
             f"SystemCallFilter={settings.system_call_filter}",
+            *(["ResolvConf=replace-uplink"] if uplink else []),
         ],
         "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
         "Files": [

@@ -12,6 +12,7 @@ from agent.host.provision import preflight
 from agent.host.provision.actions import Action, GiveToken, RecordHost, boot_units
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
+from agent.host.provision.dns import check_dns
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
 from agent.host.provision.host_settings import observe_host
@@ -178,6 +179,7 @@ class Provisioner:
 
         checks = [checked("image", inspected, name), *_drivers(name, self.config, facts, planned)]
         checks += self._server_checks(work)
+        checks += check_dns(name, self.config.machines[name], facts, self.system)
 
         def complete() -> str:
             inputs = node_inputs(name, self.config, self.system)

@@ -1,0 +1,89 @@
+"""A node's DNS servers are such that its pods can reach them."""
+
+from dataclasses import replace
+
+import pytest
+
+from agent.config.settings import Config
+from agent.host.observe.resolver import SETTINGS, STUB, UPLINK, uses_stub_resolver
+from agent.host.plan.goal import plan
+from agent.host.provision.dns import check_dns
+from agent.host.provision.preflight import Check
+from tests.fakes.facts import facts
+from tests.fakes.host import Host
+from tests.fakes.node_settings import config
+
+RESOLVED = "nameserver 127.0.0.53\noptions edns0 trust-ad\nsearch example.com\n"
+
+
+def with_resolved(host: Host, uplink: str = "nameserver 192.0.2.53\nnameserver fe80::1%eth0\n") -> None:
+    host.symlink(SETTINGS, f"..{STUB}")
+    host.file(STUB, RESOLVED)
+    host.file(UPLINK, uplink)
+
+
+def checked(host: Host, **settings: object) -> list[Check]:
+    wanted = config(gpu=settings).machines["gpu"]
+    return check_dns("gpu", wanted, replace(facts(), stub_resolver=uses_stub_resolver(host)), host)
+
+
+def nspawn_lines(settings: Config, *, stub_resolver: bool) -> list[bytes]:
+    (goal,) = plan(settings, replace(facts(machine="gpu"), stub_resolver=stub_resolver)).goal.machines
+    return [line for line in goal.nspawn.content.splitlines() if line.startswith(b"ResolvConf")]
+
+
+@pytest.mark.parametrize("target", [STUB, f"..{STUB}"])
+def test_the_link_shows_systemd_resolved_also_before_it_runs(host: Host, target: str) -> None:
+    assert not uses_stub_resolver(host)
+    host.symlink(SETTINGS, target)
+    assert uses_stub_resolver(host)
+
+
+def test_a_node_asks_the_servers_behind_systemd_resolved() -> None:
+    assert nspawn_lines(config(gpu={}), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
+    assert nspawn_lines(config(gpu={}), stub_resolver=False) == []
+    own = {"nspawn": {"virtual_ethernet": True}}
+    assert nspawn_lines(config(gpu=own), stub_resolver=True) == []
+    assert nspawn_lines(Config.model_validate({"machines": {"gpu": {}}}), stub_resolver=True) == []
+
+
+def test_the_users_own_setting_comes_last() -> None:
+    """systemd-nspawn uses the last assignment."""
+    mine = {"nspawn": {"extra": {"Exec": {"ResolvConf": "bind-static"}}}}
+    assert nspawn_lines(config(gpu=mine), stub_resolver=True)[-1] == b"ResolvConf=bind-static"
+
+
+def test_servers_that_pods_can_reach(host: Host) -> None:
+    with_resolved(host)
+    (check,) = checked(host)
+    assert check.passed
+    assert "192.0.2.53, fe80::1%eth0" in check.message
+    host.remove(SETTINGS)
+    host.symlink(SETTINGS, "/etc/static-resolv.conf")
+    host.file("/etc/static-resolv.conf", "# by hand\nnameserver 192.0.2.1\n")
+    assert checked(host)[0].passed
+
+
+@pytest.mark.parametrize(
+    ("uplink", "what"),
+    [
+        ("nameserver 127.0.0.1\nnameserver ::1\n", "names only 127.0.0.1, ::1, which pods cannot reach"),
+        ("# none\n", "names no DNS server"),
+    ],
+)
+def test_servers_that_pods_cannot_reach(host: Host, uplink: str, what: str) -> None:
+    """They cost pods their DNS, but not the node."""
+    with_resolved(host, uplink)
+    (check,) = checked(host)
+    assert (check.passed, check.required) == (False, False)
+    assert what in check.message
+    assert "node.kubelet.configuration.resolvConf" in check.advice
+    host.remove(SETTINGS)
+    host.file(SETTINGS, uplink)
+    assert what in checked(host)[0].message
+
+
+def test_chosen_servers_are_not_judged(host: Host) -> None:
+    assert checked(host, kubelet={"configuration": {"resolvConf": "/etc/my-resolv.conf"}}) == []
+    assert checked(host, nspawn={"extra": {"Exec": {"ResolvConf": "bind-static"}}}) == []
+    assert checked(host, nspawn={"virtual_ethernet": True}) == []
