@@ -1,6 +1,7 @@
-"""The part of the host's network that programs change at run time: links, routes and rules."""
+"""The part of the host's network that programs change at run time: links, routes, rules and chains."""
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -61,6 +62,24 @@ class Rule:
         return f"rule {self.priority} {what or 'for all'} (table {self.table})"
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Chains:
+    """Chains of the packet filter that Kubernetes' programs make, in one table."""
+
+    program: str
+    """Which iptables has them, such as `iptables-nft`."""
+    table: str
+    """Empty if the program could not list them."""
+    names: tuple[str, ...]
+
+    def describe(self) -> str:
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f"chain {''.join(self.names[:1])}{more} ({self.program}, table {self.table})"
+
+
+Leftover: TypeAlias = Link | Route | Rule | Chains
+
+
 @dataclass(frozen=True, slots=True)
 class Network:
     """The network of the host's own namespace."""
@@ -68,3 +87,4 @@ class Network:
     links: tuple[Link, ...] = ()
     routes: tuple[Route, ...] = ()
     rules: tuple[Rule, ...] = ()
+    chains: tuple[Chains, ...] = ()

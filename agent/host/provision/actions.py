@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from agent.host.provision.record import NodeRecord
 from agent.model.as_found import AsFound
-from agent.model.network import Link, Route, Rule
+from agent.model.network import Leftover
 from agent.model.node import HostSettings, HostState, NodeBinary, NodeFile, NodeImage
 from agent.model.paths import machine_root, machine_unit
 
@@ -181,7 +181,7 @@ class RestoreHost:
 class RemoveLeftover:
     """Remove what pods' networking left in the host's network."""
 
-    leftover: Link | Route | Rule
+    leftover: Leftover
 
     def describe(self) -> str:
         return f"remove {self.leftover.describe()}"

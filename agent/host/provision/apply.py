@@ -31,6 +31,7 @@ from agent.host.provision.actions import (
     StopMachine,
 )
 from agent.host.provision.binaries import cached, fetch
+from agent.host.provision.chains import remove_chains
 from agent.host.provision.host_settings import apply_host, undo_host
 from agent.host.provision.observe import HOST_RECORD
 from agent.host.provision.record import NODE_RECORDS, record_paths
@@ -39,6 +40,7 @@ from agent.host.provision.unpacking import unpack
 from agent.host.reconcile import BUSY
 from agent.host.state.locks import locked
 from agent.model.errors import AgentError, ApplyError
+from agent.model.network import Chains
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,
@@ -157,7 +159,10 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
         case DisableUnit(unit):
             system.run("systemctl", "disable", unit, timeout=UNIT_LIMIT)
         case RemoveLeftover(leftover):
-            tools.network.remove(leftover)
+            if isinstance(leftover, Chains):
+                remove_chains(leftover, system)
+            else:
+                tools.network.remove(leftover)
         case ForgetNode(machine):
             _forget_node(machine, system)
         case ForgetHost():

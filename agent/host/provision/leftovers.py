@@ -7,7 +7,7 @@ must also be virtual and have a name that CNI plugins or kube-proxy use; other n
 import re
 from dataclasses import dataclass
 
-from agent.model.network import Link, Network, Route, Rule
+from agent.model.network import Leftover, Network
 
 NAMES = re.compile(
     r"(cni|cbr|kube-|cali|tunl0|vxlan|flannel|cilium|lxc|weave|vethwe|antrea|gw0|genev_sys|nodelocaldns|dummy-kube|"
@@ -25,9 +25,9 @@ MAIN_TABLES = {253, 254, 255}
 class Leftovers:
     """What is new in the host's network."""
 
-    remove: tuple[Link | Route | Rule, ...]
-    """What a node made, in the order of removal: rules first, interfaces last."""
-    keep: tuple[Link | Route | Rule, ...]
+    remove: tuple[Leftover, ...]
+    """What a node made, in the order of removal: chains and rules first, interfaces last."""
+    keep: tuple[Leftover, ...]
     """What may be somebody else's."""
 
 
@@ -45,6 +45,11 @@ def leftovers(found: Network, now: Network) -> Leftovers:
     rules = [each for each in now.rules if each not in found.rules]
     unused = [each for each in rules if names & {each.incoming, each.outgoing} or each.table not in used | MAIN_TABLES]
     foreign = [[each for each in new if each not in gone] for new, gone in ((links, ours), (single, made))]
-    kept: list[Link | Route | Rule] = [each for new in foreign for each in new]
+    kept: list[Leftover] = [each for new in foreign for each in new]
     kept += [each for each in rules if each not in unused]
-    return Leftovers((*unused, *made, *ours), tuple(kept))
+    # Chains of a Kubernetes that was there before, or of an unknown one, stay with all that is in them.
+    known = {each.program for each in found.chains}
+    chains = [each for each in now.chains if each.table and each not in found.chains]
+    kept += [each for each in chains if each.program in known]
+    filters = [each for each in chains if each.program not in known]
+    return Leftovers((*filters, *unused, *made, *ours), tuple(kept))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from agent.host.observe.units import observe_units
 from agent.host.provision.actions import Action, RemoveDriverRoots
 from agent.host.provision.apply import Progress, Tools, run
+from agent.host.provision.chains import observe_network
 from agent.host.provision.differences import since_found
 from agent.host.provision.host_settings import observe_host
 from agent.host.provision.leftovers import Leftovers, leftovers
@@ -96,7 +97,11 @@ class Reset:
 
     def _left(self) -> Leftovers:
         found = observe_found(self.system)
-        return leftovers(found.network, self.network.observe()) if isinstance(found, AsFound) else Leftovers((), ())
+        return (
+            leftovers(found.network, observe_network(self.network, self.system))
+            if isinstance(found, AsFound)
+            else Leftovers((), ())
+        )
 
     def _compare(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return what differs from the host as it was found, and what is new but may be somebody else's."""

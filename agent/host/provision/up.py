@@ -12,6 +12,7 @@ from agent.host.provision import preflight
 from agent.host.provision.actions import Action, GiveToken, RecordHost, boot_units
 from agent.host.provision.apply import Progress, Tools, run, run_together
 from agent.host.provision.binaries import wanted_binaries
+from agent.host.provision.chains import observe_network
 from agent.host.provision.dns import check_dns
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.host.provision.host_goal import host_changes, host_goal, host_problems
@@ -219,7 +220,7 @@ class Provisioner:
             state=observe_host(goal, self.system),
             units=units,
             # Only the first record needs it, and loading the library takes longer than all else.
-            network=self.network.observe() if isinstance(found, Absent) else Network(),
+            network=observe_network(self.network, self.system) if isinstance(found, Absent) else Network(),
             found=found,
             others=made_nodes(self.system),
         )

@@ -25,6 +25,7 @@ ip -oneline link show | cut -d ' ' -f 2 | sort
 ip -oneline address show scope global | tr -s ' ' | cut -d ' ' -f 2-4 | sort
 ip route show table all | grep -v fe80 | sed 's, expires [0-9]*sec,,' | sort
 ip rule show | sort
+(iptables-save; ip6tables-save) 2>/dev/null | grep -e KUBE- -e CNI-
 cat /proc/swaps
 sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops kernel.keys net.ipv4.ip_forward
 """

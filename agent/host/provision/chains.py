@@ -1,0 +1,77 @@
+"""Lists and removes the packet filter's chains that kube-proxy, the kubelet and CNI plugins make.
+
+iptables itself does both, because only it can read its rules in the kernel's tables of nftables.
+"""
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import replace
+
+from agent.model.errors import CommandError
+from agent.model.network import Chains, Network
+from agent.model.paths import CHAINS_REMOVAL
+from agent.system.files import System
+from agent.system.network import NetworkSource
+
+FAMILIES = ("iptables", "ip6tables")
+KINDS = ("nft", "legacy")
+"""Each has rules of its own, and a host may have both. Without these names, there is only one program."""
+OURS = re.compile(r"(KUBE|CNI)-\S+")
+CHAIN = re.compile(r":(\S+) ")
+LIMIT = 120.0
+
+
+def observe_network(network: NetworkSource, system: System) -> Network:
+    """Return the host's network with these chains. Raises OSError."""
+    return replace(network.observe(), chains=observe_chains(system))
+
+
+def observe_chains(system: System) -> tuple[Chains, ...]:
+    """Return the chains of Kubernetes. For a program that fails, there is an entry without a table."""
+    return tuple(each for program in _programs(system) for each in _chains(program, system))
+
+
+def remove_chains(chains: Chains, system: System) -> None:
+    """Remove chains, and the rules that jump to them. Raises CommandError or OSError."""
+    saved = system.run(f"{chains.program}-save", "--table", chains.table, timeout=LIMIT).splitlines()
+    present = {found[1] for line in saved if (found := CHAIN.match(line))}
+    names = [name for name in chains.names if name in present]
+    jumps = [line for line in saved if line.startswith("-A ") and _jumps(line, {*names})]
+    # All at once: a cluster with many services has thousands of chains.
+    changes = [f"-D{line.removeprefix('-A')}" for line in jumps]
+    changes += [f"{flag} {name}" for flag in ("-F", "-X") for name in names]
+    system.write(CHAINS_REMOVAL, "\n".join([f"*{chains.table}", *changes, "COMMIT", ""]).encode(), 0o600)
+    try:
+        system.run(f"{chains.program}-restore", "--noflush", system.place(CHAINS_REMOVAL), timeout=LIMIT)
+    finally:
+        system.remove(CHAINS_REMOVAL)
+
+
+def _jumps(rule: str, names: set[str]) -> bool:
+    """Return whether a rule of another chain leads to one of these chains."""
+    _, chain, *words = shlex.split(rule)
+    return chain not in names and any(words[at - 1] in ("-j", "-g") for at, word in enumerate(words) if word in names)
+
+
+def _programs(system: System) -> Iterator[str]:
+    for family in FAMILIES:
+        kinds = [f"{family}-{kind}" for kind in KINDS]
+        found = [program for program in kinds if system.find_program(f"{program}-save")]
+        yield from found or ([family] if system.find_program(f"{family}-save") else [])
+
+
+def _chains(program: str, system: System) -> Iterator[Chains]:
+    try:
+        saved = system.run(f"{program}-save", timeout=LIMIT)
+    except CommandError:
+        yield Chains(program, "", ())
+        return
+    tables: dict[str, list[str]] = {}
+    names: list[str] = []
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            names = tables.setdefault(line[1:], [])
+        elif (found := CHAIN.match(line)) and OURS.fullmatch(found[1]):
+            names.append(found[1])
+    yield from (Chains(program, table, tuple(sorted(names))) for table, names in sorted(tables.items()) if names)
