@@ -5,9 +5,10 @@ from collections.abc import Iterable, Sequence
 
 
 def say(lines: Iterable[str]) -> None:
-    """Print the lines of a command's result."""
+    """Print the lines of a command's result. A program that reads them from a pipe gets them at once."""
     for line in lines:
         print(line)
+    sys.stdout.flush()
 
 
 def report(sentence: str) -> None:
