@@ -151,6 +151,7 @@ class Reason(StrEnum):
     KUBELET_NOT_RUNNING = "KubeletNotRunning"
     NO_KUBECONFIG = "NoKubeconfig"
     BAD_NODE_NAME = "BadNodeName"
+    NODE_DELETED = "NodeDeleted"
     NODE_NOT_REGISTERED = "NodeNotRegistered"
     REFUSED = "Refused"
     API_UNREACHABLE = "APIUnreachable"

@@ -2,26 +2,18 @@
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
 from agent.cli.printing import say
 
 
-def test_a_line_reaches_a_pipe_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    pipe = io.BytesIO()
-    # As Python opens a pipe: with a buffer, which is not written at the end of a line.
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(_Raw(pipe))))
-    say(["one", "two"])
-    assert pipe.getvalue() == b"one\ntwo\n"
-
-
-class _Raw(io.RawIOBase):
-    def __init__(self, pipe: io.BytesIO) -> None:
-        self._pipe = pipe
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        return self._pipe.write(bytes(data))  # type: ignore[call-overload, no-any-return]
+def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has a buffer for a pipe, as for a file, and does not write it at the end of a line."""
+    place = tmp_path / "output"
+    with place.open("wb") as file:
+        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+        say(["one", "two"])
+        assert place.read_bytes() == b"one\ntwo\n"
+        monkeypatch.undo()

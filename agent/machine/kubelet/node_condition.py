@@ -36,6 +36,9 @@ KUBECTL_LIMIT = 15
 """Seconds for one run of kubectl, which makes one request to the API server."""
 NOTE = NODE_CONDITION
 NODE = f"{MACHINE_STATE}/node.json"
+RESTART = (
+    "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
+)
 ATTEMPTS = 3
 """How many times to try to change the Node if others change it at the same time."""
 
@@ -122,6 +125,8 @@ def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied |
     target = _target(identity, wanted, applied, now)
     if target != applied:
         refusal = _claim_and_set(system, identity, target)
+        if refusal and refusal.reason == Reason.NODE_NOT_REGISTERED and applied:
+            return applied, false(KIND, Reason.NODE_DELETED, f"node {identity.node} was deleted: {RESTART}")
         if refusal:
             return applied, refusal
     done = true(KIND, Reason.SET, f"condition {TYPE} of node {identity.node} is {wanted.status} {wanted.reason}")

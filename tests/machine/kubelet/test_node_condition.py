@@ -260,6 +260,18 @@ def test_refusals_are_quoted_and_retried(node: Node, stderr: str, reason: str) -
     assert node.outcome() == ("True", "Set")
 
 
+def test_a_deleted_node_is_named_so(node: Node) -> None:
+    """Its kubelet does not register again by itself."""
+    run(node, NOW)
+    node.program("kubectl", "", 1, 'Error from server (NotFound): nodes "gpu-node" not found')
+    run(node, NOW + HEARTBEAT)
+    assert node.outcome() == ("False", "NodeDeleted")
+    assert "node gpu-node was deleted: a kubelet registers only when it starts" in node.outcome_message()
+    node.program("kubectl", node.kubectl)
+    run(node, NOW + HEARTBEAT + 60)
+    assert node.outcome() == ("True", "Set")
+
+
 def test_a_conflicting_change_is_retried(node: Node) -> None:
     """The kubelet writes the same status; conflicts that never end are reported."""
     conflict = Completed(1, b"", b"Error from server (Conflict): the object has been modified")
