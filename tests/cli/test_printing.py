@@ -1,6 +1,5 @@
 """Programs that follow a command get each of its lines when it is printed."""
 
-import io
 import sys
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from agent.cli.printing import say
 def test_a_line_reaches_a_pipe_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python has a buffer for a pipe, as for a file, and does not write it at the end of a line."""
     place = tmp_path / "output"
-    with place.open("wb") as file:
-        monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file))
+    with place.open("w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", file)
         say(["one", "two"])
         assert place.read_bytes() == b"one\ntwo\n"
-        monkeypatch.undo()

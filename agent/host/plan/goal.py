@@ -140,9 +140,7 @@ def _machine(
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
-    nspawn = render_nspawn(
-        name, settings.nspawn, nodes, directories, mounts.found, uplink=_needs_uplink(settings, facts)
-    )
+    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found, dns=_dns(settings, facts))
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
@@ -186,12 +184,14 @@ def _machine(
     )
 
 
-def _needs_uplink(settings: MachineSettings, facts: Facts) -> bool:
-    """Return whether the machine must not ask systemd-resolved on the host: its pods have its DNS servers.
+def _dns(settings: MachineSettings, facts: Facts) -> str:
+    """Return where a node gets its DNS servers, which its pods get too: not systemd-resolved on the host.
 
-    A machine with a network of its own has DNS servers of its own.
+    nspawn itself gives none to a machine with a network of its own.
     """
-    return settings.node is not None and facts.stub_resolver and not own_network(settings.nspawn)
+    if settings.node is None:
+        return ""
+    return "replace-uplink" if facts.stub_resolver else "replace-host" if own_network(settings.nspawn) else ""
 
 
 def _grants(

@@ -42,16 +42,16 @@ def render_nspawn(
     directories: tuple[ServiceDirectory, ...] = (),
     mounts: tuple[ExtraMount, ...] = (),
     *,
-    uplink: bool = False,
+    dns: str = "",
 ) -> bytes:
-    """Return the machine's .nspawn file. With `uplink`, the machine asks the DNS servers that systemd-resolved asks."""
+    """Return the machine's .nspawn file. `dns` is the value of ResolvConf=; empty means nspawn's own choice."""
     sections: dict[str, list[str]] = {
         "Exec": [
             "Boot=yes",
             "PrivateUsers=no",
             f"Capability={settings.capability}",
             f"SystemCallFilter={settings.system_call_filter}",
-            *(["ResolvConf=replace-uplink"] if uplink else []),
+            *([f"ResolvConf={dns}"] if dns else []),
         ],
         "Network": [f"VirtualEthernet={_yes(settings.virtual_ethernet)}"],
         "Files": [

@@ -2,21 +2,20 @@
 
 from agent.config.settings import MachineSettings
 from agent.host.observe.resolver import SETTINGS, UPLINK, remote_servers
-from agent.host.plan.nspawn import own_network
 from agent.host.provision.preflight import Check
 from agent.model.facts import Facts
 from agent.system.files import System
 
 
 def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: System) -> list[Check]:
-    """Return the check; none if the machine has its own network, or the settings name the DNS servers.
+    """Return the check; none if the settings name the DNS servers.
 
     A node without DNS joins nevertheless, so this keeps no node from being made.
     """
     node = settings.node
     assert node, "the machine is a node"
     chosen = "resolvConf" in node.kubelet.configuration or "ResolvConf" in settings.nspawn.extra.get("Exec", {})
-    if chosen or own_network(settings.nspawn):
+    if chosen:
         return []
     path = UPLINK if facts.stub_resolver else SETTINGS
     servers, remote = remote_servers(path, system)

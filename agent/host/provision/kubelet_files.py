@@ -49,6 +49,7 @@ def kubelet_files(settings: NodeSettings, inputs: NodeInputs, header: str) -> tu
         "kubelet.service": UNIT,
         "kubelet.service.d/99-unbounded-agent.conf": _command(settings, inputs),
         "multi-user.target.d/50-kubelet.conf": WANTED,
+        **({"multi-user.target.d/50-network.conf": NETWORK} if inputs.own_network else {}),
         f"{JOINED}.path": JOINED_PATH,
         f"{JOINED}.service": JOINED_SERVICE + _report(inputs),
     }
@@ -144,6 +145,12 @@ WANTED = """\
 Wants=kubelet.service unbounded-agent-joined.path
 """
 """Does what `systemctl enable` does by a link."""
+
+NETWORK = """\
+[Unit]
+# Asks for an address on host0 (80-container-host0.network). Images do not enable it: the host's network needs none.
+Wants=systemd-networkd.service
+"""
 
 JOINED_PATH = f"""\
 [Unit]

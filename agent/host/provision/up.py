@@ -19,6 +19,7 @@ from agent.host.provision.host_goal import host_changes, host_goal, host_problem
 from agent.host.provision.host_settings import observe_host
 from agent.host.provision.image import choose_image, inspect
 from agent.host.provision.inputs import node_inputs
+from agent.host.provision.machine_network import check_network
 from agent.host.provision.node_files import node_files
 from agent.host.provision.observe import NodeFacts, is_enabled, made_nodes, observe_found, observe_node
 from agent.host.provision.plan import HostFacts, RootGoal, needs_root, plan_boot, plan_host, plan_root
@@ -180,6 +181,7 @@ class Provisioner:
 
         checks = [checked("image", inspected, name), *_drivers(name, self.config, facts, planned)]
         checks += self._server_checks(work)
+        checks += check_network(name, self.config.machines[name], self.system)
         checks += check_dns(name, self.config.machines[name], facts, self.system)
 
         def complete() -> str:

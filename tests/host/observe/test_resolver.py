@@ -43,7 +43,9 @@ def test_a_node_asks_the_servers_behind_systemd_resolved() -> None:
     assert nspawn_lines(config(gpu={}), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
     assert nspawn_lines(config(gpu={}), stub_resolver=False) == []
     own = {"nspawn": {"virtual_ethernet": True}}
-    assert nspawn_lines(config(gpu=own), stub_resolver=True) == []
+    assert nspawn_lines(config(gpu=own), stub_resolver=True) == [b"ResolvConf=replace-uplink"]
+    own = {"nspawn": {"virtual_ethernet": True}}
+    assert nspawn_lines(config(gpu=own), stub_resolver=False) == [b"ResolvConf=replace-host"]
     assert nspawn_lines(Config.model_validate({"machines": {"gpu": {}}}), stub_resolver=True) == []
 
 
@@ -86,4 +88,3 @@ def test_servers_that_pods_cannot_reach(host: Host, uplink: str, what: str) -> N
 def test_chosen_servers_are_not_judged(host: Host) -> None:
     assert checked(host, kubelet={"configuration": {"resolvConf": "/etc/my-resolv.conf"}}) == []
     assert checked(host, nspawn={"extra": {"Exec": {"ResolvConf": "bind-static"}}}) == []
-    assert checked(host, nspawn={"virtual_ethernet": True}) == []

@@ -83,6 +83,13 @@ def test_a_kubelet_without_a_known_address_finds_its_own() -> None:
     assert not [each for each in arguments(made(NodeInputs("gpu-1", "", CA))) if "node-ip" in each]
 
 
+def test_only_a_network_of_its_own_needs_an_address() -> None:
+    unit = f"{UNITS}/multi-user.target.d/50-network.conf"
+    own = made(NodeInputs("gpu-1", "", CA, own_network=True))
+    assert b"\nWants=systemd-networkd.service\n" in own[unit].content
+    assert unit not in made()
+
+
 def test_certificates_are_rotated_and_taints_are_registered() -> None:
     found = kubelet_configuration(
         kubelet={"taints": ["a=b:NoSchedule", "c:NoExecute"], "startup_taint": "example.com/not-ready:NoSchedule"}
