@@ -82,9 +82,10 @@ class Mirror(Lifetime):
 
 
 class EmptyHost(Lifetime):
-    """The host, with the agent installed and configured, and its surroundings."""
+    """The host, with the agent installed and configured, and its surroundings; `nodes` may join."""
 
-    def __init__(self, *, memory_mib: int = 4096) -> None:
+    def __init__(self, *nodes: str, memory_mib: int = 4096) -> None:
+        self._nodes = nodes or (NODE,)
         self._memory_mib = memory_mib
         self._stack = ExitStack()
         (self.kubelet_port,) = free_ports(1)
@@ -94,7 +95,7 @@ class EmptyHost(Lifetime):
         enter = self._stack.enter_context
         # Builds come first: the virtual machine would slow them.
         image = host_image(wheels.dependencies())
-        self.control_plane = enter(ControlPlane([NODE]))
+        self.control_plane = enter(ControlPlane(self._nodes))
         self.mirror = enter(Mirror(self.control_plane.binaries))
         self.registry, self.pod_registry = enter(Registry(login=True)), enter(Registry(tls=False))
         with step("push images to the registries"):
@@ -135,22 +136,27 @@ class EmptyHost(Lifetime):
             time.sleep(0.5)
 
     def node_is_ready(self) -> bool:
-        """Return whether the node has registered and is Ready."""
-        nodes = self.get("nodes")["items"]
-        conditions = [each for node in nodes for each in node["status"].get("conditions", ())]
-        return any(each["type"] == "Ready" and each["status"] == "True" for each in conditions)
+        """Return whether all nodes have registered and are Ready."""
+        nodes = {node["metadata"]["name"]: node for node in self.get("nodes")["items"]}
+        conditions = [each for node in nodes.values() for each in node["status"].get("conditions", ())]
+        ready = [each for each in conditions if each["type"] == "Ready" and each["status"] == "True"]
+        return set(nodes) == set(self._nodes) and len(ready) == len(nodes)
 
     def offer_gpus(self, gpus: int = 8) -> None:
-        """Deploy NVIDIA's device plugin with the users' manifests, and wait until the node offers that many GPUs."""
+        """Deploy NVIDIA's device plugin with the users' manifests, and wait until each node offers that many GPUs."""
         plugin = yaml.safe_load(manifest("device-plugin"))
         plugin["spec"]["template"]["spec"]["containers"][0]["image"] = DEVICE_PLUGIN
         self.kubectl("apply", "-f", "-", stdin=manifest("runtime-class"))
         self.kubectl("apply", "-f", "-", stdin=json.dumps(plugin))
-        self.wait(f"the node offers {gpus} GPUs", lambda: self.allocatable() == gpus)
 
-    def allocatable(self) -> int:
-        """Return how many GPUs the node offers to pods."""
-        return int(self.get("node", NODE)["status"].get("allocatable", {}).get(RESOURCE, 0))
+        def offered() -> bool:
+            return all(self.allocatable(node) == gpus for node in self._nodes)
+
+        self.wait(f"each node offers {gpus} GPUs", offered)
+
+    def allocatable(self, node: str = NODE) -> int:
+        """Return how many GPUs a node offers to pods."""
+        return int(self.get("node", node)["status"].get("allocatable", {}).get(RESOURCE, 0))
 
     def run_gpu_pod(self) -> str:
         """Run a pod with one GPU to its end and return what nvidia-smi lists in it."""
@@ -161,28 +167,29 @@ class EmptyHost(Lifetime):
         self.kubectl("delete", "pod", name)
         return log
 
-    def configuration(self) -> str:
-        """Return the agent's configuration of a node."""
+    def configuration(self, machine: str = MACHINE, settings: str = "") -> str:
+        """Return the agent's configuration of a node; `settings` are the first lines of its table."""
         sha256 = ", ".join(f'{name} = "{digest}"' for name, digest in self.mirror.digests.items())
-        return f"""[machines.{MACHINE}.node]
+        return f"""[machines.{machine}.node]
+{settings}
 server = "https://{HOST_FROM_GUEST}:{self.control_plane.port}"
 ca_file = "{CLUSTER_CA}"
 bootstrap_token = "{TOKEN}"
 
-[machines.{MACHINE}.node.image]
+[machines.{machine}.node.image]
 repository = "docker://{HOST_FROM_GUEST}:{self.registry.port}/nodes"
 credentials = "{REGISTRY_LOGIN}"
 ca_directory = "{REGISTRY_CA}"
 
-[machines.{MACHINE}.node.binaries]
+[machines.{machine}.node.binaries]
 version = "{self.mirror.version}"
 mirror = "{self.mirror.url}"
 sha256 = {{ {sha256} }}
 
-[machines.{MACHINE}.node.kubelet]
+[machines.{machine}.node.kubelet]
 configuration = {{ port = {self.kubelet_port}, nodeStatusUpdateFrequency = "2s" }}
 
-[machines.{MACHINE}.node.containerd]
+[machines.{machine}.node.containerd]
 sandbox_image = "{PAUSE}"
 mirrors = {{ "registry.invalid" = ["{self.pod_registry.url(HOST_FROM_GUEST)}"] }}
 """

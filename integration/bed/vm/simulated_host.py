@@ -84,6 +84,16 @@ class SimulatedHost(Lifetime):
         before = self._boot_id()
         # Not run(): its query of the process's status could reach the agent of the next boot.
         self.guest.start(["systemctl", "--no-block", "reboot"])
+        self._wait_for_next_boot(before, timeout, may_fail)
+
+    def cut_power(self, timeout: float = BOOT_SECONDS, may_fail: str = "") -> None:
+        """Cut the guest's power, and wait until it is up again: what it has not written to a disk is lost."""
+        before = self._boot_id()
+        self.qemu.execute("system_reset")
+        self.guest.close()
+        self._wait_for_next_boot(before, timeout, may_fail)
+
+    def _wait_for_next_boot(self, before: bytes, timeout: float, may_fail: str) -> None:
         deadline = time.monotonic() + timeout
         while True:
             time.sleep(1)
