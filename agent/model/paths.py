@@ -84,6 +84,18 @@ TOKEN_NAME = "bootstrap-token"
 """A file next to the handoff: the bootstrap token, until the kubelet has joined the cluster. Only root may read it."""
 JOINED_NAME = "joined"
 """A file next to the report: the kubelet has joined the cluster. It contains the name of the Node object."""
+GPU_STATES_NAME = "gpus.json"
+"""A file next to the handoff: the states of the granted GPUs (agent.model.gpu_states)."""
+ALLOCATABLE_NAME = "allocatable.json"
+ALLOCATABLE = f"{MACHINE_STATE}/{ALLOCATABLE_NAME}"
+"""The devices in the machine that pods may be given by claims (agent.model.allocatable)."""
+DRA_STATUS_NAME = "dra-status.json"
+DRA_STATUS = f"{MACHINE_STATE}/{DRA_STATUS_NAME}"
+"""What agent.dra offers to the cluster (agent.model.dra_status)."""
+DRA_STATE = f"{STATE}/dra"
+"""A directory in the machine, on disk: which claims agent.dra has prepared."""
+DRA_DRIVER = "gpu.unbounded-agent.io"
+"""The name of the driver for Dynamic Resource Allocation, for the GPUs of all vendors. DeviceClasses select by it."""
 LIVE_NAME = "live.json"
 GRANTED_NAME = "granted.json"
 NODE_CONDITION_MARK = f"{STATE}/node-condition"
@@ -198,6 +210,11 @@ def conditions_file(machine: str) -> str:
 def token_file(machine: str) -> str:
     """Return the machine's bootstrap token. It exists only until the machine's kubelet has joined."""
     return f"{handoff_directory(machine)}/{TOKEN_NAME}"
+
+
+def gpu_states_file(machine: str) -> str:
+    """Return the file with the states of the machine's GPUs. It exists only if the machine allocates by claims."""
+    return f"{handoff_directory(machine)}/{GPU_STATES_NAME}"
 
 
 def machine_files(machine: str) -> tuple[str, str, str]:

@@ -1,6 +1,6 @@
 """Imports point one way, pure modules touch nothing, and a vendor's name stays with the vendor.
 
-The layer rule: model <- system <- config <- vendors <- host | machine <- cli.
+The layer rule: model <- system <- config <- vendors <- host | machine | dra <- cli.
 """
 
 import ast
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "agent"
 
 Order: TypeAlias = tuple[str | tuple[str, ...], ...]
 """Lowest first: a module imports from its own room and from lower rooms. Rooms in one tuple never import each other."""
-ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine"), "cli")
+ORDER: Order = ("model", "system", "config", "vendors", ("host", "machine", "dra"), "cli")
 ROOMS: Mapping[str, Order] = {
     "host": (
         ("state", "vendors"),
@@ -39,7 +39,7 @@ ROOMS: Mapping[str, Order] = {
     ),
 }
 """The order of rooms within each half."""
-NEVER = {("machine", "config")}
+NEVER = {("machine", "config"), ("dra", "config")}
 """Imports from a lower room that are still forbidden: settings are the host's, and a machine gets a handoff."""
 
 PURE = ("model/", "host/plan/", "host/verify/", "host/state/driver_roots.py", "host/state/owned_files.py")
@@ -166,6 +166,9 @@ def test_imports_point_one_way(path: Path) -> None:
         ("host/plan/goal.py", "agent.machine.vendors.VENDOR_NAMES", False),
         ("machine/run.py", "agent.host.vendors.HOST_VENDORS", False),
         ("machine/run.py", "agent.config.settings.Config", False),
+        ("dra/service.py", "agent.config.settings.Config", False),
+        ("machine/run.py", "agent.dra.service.main", False),
+        ("dra/service.py", "agent.machine.run.main", False),
         ("host/plan/goal.py", "agent.host.observe.host.observe", False),
         ("host/reconcile.py", "agent.host.daemon.loop.run", False),
         ("host/daemon/loop.py", "agent.host.outcome.Outcome", True),

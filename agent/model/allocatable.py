@@ -1,0 +1,112 @@
+"""The allocatable devices: what pods may be given by Dynamic Resource Allocation, by names of verified specifications.
+
+The machine half writes this document after it published a verified CDI specification. agent.dra offers only what is in
+the document, and prepares no claim for anything else.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.paths import ALLOCATABLE_NAME
+from agent.model.pci_address import PCI_ADDRESS
+
+VERSION = 1
+SIZE_LIMIT = 1 << 20
+"""Bytes of the largest document that is read. A device takes some 200 bytes."""
+QUALIFIED = re.compile(r"(?=.{1,512}\Z)[A-Za-z][A-Za-z0-9_.-]*/[A-Za-z0-9_-]+=[A-Za-z0-9][A-Za-z0-9_.:-]*")
+"""A qualified name `vendor.com/class=name` (pkg/parser/parser.go of container-device-interface)."""
+VENDOR = re.compile(r"[a-z][a-z0-9-]{0,62}")
+WORKS_FOR_ALL = "all"
+"""The CDI name that stands for all devices at once. It is no device that one claim could have."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AllocatableDevice:
+    """A GPU, or a partition of one (a MIG device), that can be given to a pod."""
+
+    pci_address: str
+    """The GPU's address, as sysfs writes it. A partition has that of its parent."""
+    cdi_names: tuple[str, ...]
+    """The qualified CDI names that a container needs to use the device, best by UUID: numbers change."""
+    partition: tuple[int, ...] = ()
+    """The numbers that identify a partition in its GPU: GPU instance and compute instance. Empty for a whole GPU."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AllocatableVendor:
+    """One vendor's devices."""
+
+    vendor: str
+    devices: tuple[AllocatableDevice, ...] = ()
+    problem: str = ""
+    """Why no device of this vendor is allocatable, or fewer than granted; empty if all are. A sentence for people."""
+    driver_version: str = ""
+    """The driver's version, as the handoff has it; empty if unknown."""
+
+
+def render_allocatable(vendors: Iterable[AllocatableVendor]) -> bytes:
+    """Return the document; the same devices give the same bytes."""
+    return json.dumps({"version": VERSION, "vendors": [asdict(each) for each in vendors]}, indent=1).encode() + b"\n"
+
+
+def parse_allocatable(data: bytes) -> tuple[AllocatableVendor, ...]:
+    """Return the devices by vendor. Raises DocumentError, which names the key.
+
+    A device that is listed twice, or a CDI name that two devices share, is an error: two claims would get one device.
+    """
+    where = ALLOCATABLE_NAME
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    found = objects(where, document, "vendors", _vendor)
+    devices = [each for vendor in found for each in vendor.devices]
+    names = [name for each in devices for name in each.cdi_names]
+    _refuse_twice(where, "vendor", [each.vendor for each in found])
+    _refuse_twice(where, "device", [(each.pci_address, each.partition) for each in devices])
+    _refuse_twice(where, "CDI name", names)
+    return found
+
+
+def _refuse_twice(where: str, what: str, items: Iterable[object]) -> None:
+    twice = next((item for item, count in Counter(items).items() if count > 1), None)
+    if twice is not None:
+        raise DocumentError(f"{where}: {what} {twice} is listed twice", "the machine half writes the document again")
+
+
+def _vendor(where: str, item: dict[str, Any]) -> AllocatableVendor:
+    vendor = get(where, item, "vendor", str)
+    if not VENDOR.fullmatch(vendor):
+        raise DocumentError(f"{where}: key vendor must be a vendor's name, not {vendor[:40]!a}")
+    return AllocatableVendor(
+        vendor,
+        objects(where, item, "devices", _device),
+        get(where, item, "problem", str),
+        get(where, item, "driver_version", str),
+    )
+
+
+def _device(where: str, item: dict[str, Any]) -> AllocatableDevice:
+    address, names = get(where, item, "pci_address", str), strings(where, item, "cdi_names")
+    if not PCI_ADDRESS.fullmatch(address):
+        raise DocumentError(f"{where}: key pci_address must be a PCI address, not {address[:40]!a}")
+    wrong = [name for name in names if not QUALIFIED.fullmatch(name) or name.endswith(f"={WORKS_FOR_ALL}")]
+    if wrong or not names:
+        shown = f"{wrong[0][:80]!a}" if wrong else "an empty list"
+        raise DocumentError(
+            f"{where}: key cdi_names must have names of one device, `vendor.com/class=name`, not {shown}"
+        )
+    return AllocatableDevice(address, names, _partition(where, item))
+
+
+def _partition(where: str, item: dict[str, Any]) -> tuple[int, ...]:
+    numbers = get(where, item, "partition", list)
+    if not all(type(each) is int and 0 <= each < 1 << 16 for each in numbers) or len(numbers) > 4:
+        raise DocumentError(
+            f"{where}: key partition must be a list of up to 4 small numbers, not {str(numbers)[:40]!a}"
+        )
+    return tuple(numbers)

@@ -1,0 +1,88 @@
+"""The status of agent.dra: what it offers to the cluster, or why it offers nothing. The machine half reports it."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.paths import DRA_STATUS_NAME
+from agent.model.text import one_line
+
+VERSION = 1
+SIZE_LIMIT = 1 << 18
+"""Bytes of the largest document that is read."""
+SILENT_AFTER = 120.0
+"""Seconds after which a status is stale: agent.dra writes it again every RENEWED_AFTER seconds."""
+RENEWED_AFTER = 30.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class VendorOffer:
+    """What the cluster's API server has of one vendor."""
+
+    vendor: str
+    gpus: tuple[str, ...] = ()
+    """PCI addresses of the GPUs that are offered, whole or in partitions, tainted or not."""
+    devices: tuple[str, ...] = ()
+    """Names of the devices in the node's ResourceSlices."""
+    tainted: tuple[str, ...] = ()
+    """Names of those devices that new pods do not get."""
+    reason: str = ""
+    """A Reason why the offer is not what it should be; empty if it is."""
+    message: str = ""
+    """A sentence on that reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraStatus:
+    """What agent.dra did last."""
+
+    at: float
+    """When this was written, in seconds since the epoch."""
+    node: str = ""
+    """The name of the Node object; empty if unknown."""
+    registered: bool = False
+    """Whether the kubelet has accepted the driver. Without that, no pod can start with a GPU."""
+    offers: tuple[VendorOffer, ...] = ()
+    reason: str = ""
+    """A Reason why nothing can be offered at all, such as a missing kubeconfig; empty if there is none."""
+    message: str = ""
+    """A sentence on that reason."""
+
+
+def render_dra_status(status: DraStatus) -> bytes:
+    """Return the document."""
+    document = asdict(status)
+    for item in (document, *document["offers"]):
+        item["message"] = one_line(item["message"])
+    return json.dumps({"version": VERSION, **document}, indent=1).encode() + b"\n"
+
+
+def parse_dra_status(data: bytes) -> DraStatus:
+    """Return the status in a document. Raises DocumentError, which names the key."""
+    where = DRA_STATUS_NAME
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    at = document.get("at")
+    if isinstance(at, bool) or not isinstance(at, int | float) or not 0 <= at < 1 << 36:
+        raise DocumentError(f"{where}: key at must be a time in seconds, not {str(at)[:40]!a}")
+    return DraStatus(
+        float(at),
+        get(where, document, "node", str),
+        get(where, document, "registered", bool),
+        objects(where, document, "offers", _offer),
+        get(where, document, "reason", str),
+        get(where, document, "message", str),
+    )
+
+
+def _offer(where: str, item: dict[str, Any]) -> VendorOffer:
+    return VendorOffer(
+        get(where, item, "vendor", str),
+        strings(where, item, "gpus"),
+        strings(where, item, "devices"),
+        strings(where, item, "tainted"),
+        get(where, item, "reason", str),
+        get(where, item, "message", str),
+    )

@@ -1,0 +1,128 @@
+"""The GPU states: what the host knows of the granted GPUs, for their offer by Dynamic Resource Allocation.
+
+They are not part of the handoff, because a GPU's health changes when the machine half has nothing to set up, and must
+then not start a new generation. The host half writes this document for machines that allocate so.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object
+from agent.model.paths import GPU_STATES_NAME
+from agent.model.pci_address import PCI_ADDRESS
+from agent.model.text import one_line
+
+VERSION = 1
+SIZE_LIMIT = 1 << 18
+"""Bytes of the largest document that is read. A GPU takes up to 3 KiB, nearly all of it the message."""
+REASON = re.compile(r"([A-Za-z][A-Za-z0-9]{0,62})?")
+"""A reason is one word: it is also the value of a taint, which must be a label's value."""
+PCIE_ROOT = re.compile(r"(pci[0-9a-f]{4,8}:[0-9a-f]{2})?")
+"""A root complex as sysfs names it, `pci0000:00` (pci_create_root_bus in the kernel)."""
+DRIVER = re.compile(r"[A-Za-z0-9_-]{0,63}")
+MESSAGE_LIMIT = 500
+"""Characters of a message: kubelet and API server cut or refuse longer ones in a pod's status."""
+
+
+class GpuState(StrEnum):
+    """Whether pods may be given a GPU."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    """It failed, and is still there."""
+    DRAINING = "draining"
+    """It is being detached."""
+    LOST = "lost"
+    """It is gone from the bus."""
+
+
+class Effect(StrEnum):
+    """What a state does to pods, as effects of device taints (resource.k8s.io)."""
+
+    NONE = ""
+    NO_SCHEDULE = "NoSchedule"
+    """No new pod gets the GPU."""
+    NO_EXECUTE = "NoExecute"
+    """Also, pods that have it are evicted."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GpuStatus:
+    """One granted GPU."""
+
+    pci_address: str
+    vendor: str
+    state: GpuState
+    reason: str = ""
+    """One word such as `Xid79` or `Detaching`; empty if the GPU is healthy."""
+    message: str = ""
+    """What happened, and what it means, for people; empty if the GPU is healthy."""
+    effect: Effect = Effect.NONE
+    since: int = 0
+    """When the GPU got into this state, in seconds since the epoch; 0 if it is healthy."""
+    kernel_driver: str = ""
+    """The name of the bound kernel driver; empty without one."""
+    numa_node: int = -1
+    """-1 if the platform does not say."""
+    pcie_root: str = ""
+    """The root complex, such as `pci0000:00`; empty if unknown."""
+
+
+def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
+    """Return the document; the same states give the same bytes."""
+    items = [{**asdict(each), "message": one_line(each.message)[:MESSAGE_LIMIT]} for each in sorted(gpus)]
+    return json.dumps({"version": VERSION, "gpus": items}, indent=1).encode() + b"\n"
+
+
+def parse_gpu_states(data: bytes) -> dict[str, GpuStatus]:
+    """Return the states by PCI address. Raises DocumentError, which names the key."""
+    where = GPU_STATES_NAME
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    found: dict[str, GpuStatus] = {}
+    for each in objects(where, document, "gpus", _gpu):
+        if each.pci_address in found:
+            raise DocumentError(f"{where}: GPU {each.pci_address} is listed twice")
+        found[each.pci_address] = each
+    return found
+
+
+def _gpu(where: str, item: dict[str, Any]) -> GpuStatus:
+    gpu = GpuStatus(
+        pci_address=_matching(where, item, "pci_address", PCI_ADDRESS),
+        vendor=get(where, item, "vendor", str),
+        state=GpuState(_one_of(where, item, "state", tuple(GpuState))),
+        reason=_matching(where, item, "reason", REASON),
+        message=one_line(get(where, item, "message", str))[:MESSAGE_LIMIT],
+        effect=Effect(_one_of(where, item, "effect", tuple(Effect))),
+        since=get(where, item, "since", int),
+        kernel_driver=_matching(where, item, "kernel_driver", DRIVER),
+        numa_node=get(where, item, "numa_node", int),
+        pcie_root=_matching(where, item, "pcie_root", PCIE_ROOT),
+    )
+    if not 0 <= gpu.since < 1 << 36:
+        raise DocumentError(f"{where}: key since must be a time in seconds, not {gpu.since}")
+    if gpu.effect and gpu.state is GpuState.HEALTHY:
+        raise DocumentError(f"{where}: a healthy GPU cannot have the effect {gpu.effect}")
+    return gpu
+
+
+def _matching(where: str, item: dict[str, Any], key: str, pattern: re.Pattern[str]) -> str:
+    value = get(where, item, key, str)
+    if not pattern.fullmatch(value):
+        raise DocumentError(f"{where}: key {key} has an unexpected form: {value[:80]!a}")
+    return value
+
+
+def _one_of(where: str, item: dict[str, Any], key: str, accepted: tuple[str, ...]) -> str:
+    value = get(where, item, key, str)
+    if value not in accepted:
+        raise DocumentError(
+            f"{where}: key {key} must be one of {', '.join(map(repr, map(str, accepted)))}, not {value[:40]!a}"
+        )
+    return value
