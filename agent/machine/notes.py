@@ -10,11 +10,11 @@ import json
 import stat
 from typing import Any
 
-from agent.machine.journal import WARNING, say
 from agent.model.errors import ApplyError
 from agent.model.paths import MACHINE_STATE, OWNED
 from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
+from agent.system.journal import WARNING, say
 
 NODE_CONDITION = "node-condition"
 """Name of the only note that another service writes (unbounded-agent-node-condition.service)."""

@@ -2,9 +2,9 @@
 
 import contextlib
 
-from agent.machine.journal import WARNING, say
 from agent.machine.notes import Notes
 from agent.model.handoff import Repair
+from agent.system.journal import WARNING, say
 
 NOTE = "repairs"
 

@@ -19,7 +19,6 @@ from agent.machine.devices.nodes import (
     with_hidden_driver,
     withdraw_nodes,
 )
-from agent.machine.journal import ERROR, INFO, say, say_changes
 from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised, used_plugins
 from agent.machine.kubelet.validation_markers import settle_markers
 from agent.machine.libraries.link import link_libraries
@@ -47,6 +46,7 @@ from agent.model.paths import (
 )
 from agent.model.reasons import Reason
 from agent.system.files import System
+from agent.system.journal import ERROR, INFO, say, say_changes
 from agent.system.process import Runner
 from agent.vendors.machine_vendor import MachineVendor
 

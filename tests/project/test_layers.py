@@ -28,7 +28,7 @@ ROOMS: Mapping[str, Order] = {
         "daemon",
     ),
     "machine": (
-        ("journal", "steps", "vendors"),
+        ("steps", "vendors"),
         "notes",
         ("repairs", "context"),
         ("devices", "libraries", "containerd"),

@@ -16,7 +16,6 @@ from agent.machine.cdi.foreign_specs import Foreign
 from agent.machine.containerd.active import containerd_state
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
-from agent.machine.journal import INFO, WARNING, say
 from agent.machine.notes import remove_remains
 from agent.machine.repairs import repaired
 from agent.machine.vendors import VENDOR_NAMES
@@ -28,6 +27,7 @@ from agent.model.paths import CDI_DIRECTORIES, mode_spec_file, spec_directory, s
 from agent.model.reasons import Reason
 from agent.system.errnos import UNUSABLE
 from agent.system.files import System
+from agent.system.journal import INFO, WARNING, say
 from agent.vendors.machine_vendor import MachineVendor, Verdict
 
 KIND = ConditionType.CDI_SPEC_CURRENT

@@ -9,8 +9,8 @@ import posixpath
 
 from agent.machine.context import Context
 from agent.machine.devices.nodes import live_numbers
-from agent.machine.journal import WARNING, say
 from agent.model.handoff import Request
+from agent.system.journal import WARNING, say
 
 DIRECTORY = "/dev/char"
 

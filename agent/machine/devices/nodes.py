@@ -10,13 +10,13 @@ from typing import Any
 
 import agent.machine.devices.open_nodes
 from agent.machine.context import Context
-from agent.machine.journal import WARNING, say
 from agent.model.conditions import Condition, ConditionType, false, not_applicable, true
 from agent.model.device import DeviceNumber
 from agent.model.errors import AgentError, ApplyError
 from agent.model.handoff import GrantedDevice, Handoff, Request
 from agent.model.reasons import Reason
 from agent.system.files import System
+from agent.system.journal import WARNING, say
 
 OPEN_LIMIT = 30
 """Seconds to open all nodes. Without a persistence daemon, the first open initialises the GPU."""

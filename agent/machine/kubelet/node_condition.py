@@ -13,8 +13,6 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from agent.machine.journal import ERROR, INFO, say, say_changes
-from agent.machine.kubelet.identity import Identity, find_identity
 from agent.machine.notes import NODE_CONDITION, Notes
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.errors import AgentError, CommandError, DocumentError
@@ -24,6 +22,8 @@ from agent.model.paths import CONDITIONS_NAME, MACHINE_HANDOFF_DIRECTORY, MACHIN
 from agent.model.reasons import Reason
 from agent.model.text import rfc3339
 from agent.system.files import System
+from agent.system.journal import ERROR, INFO, say, say_changes
+from agent.system.kubelet_identity import Identity, find_identity
 from agent.system.spawn_runner import MachineRunner
 
 KIND = ConditionType.NODE_CONDITION_SET
@@ -117,7 +117,7 @@ def reported(system: System, notes: Notes, now: float) -> Condition | None:
 
 def _set(system: System, applied: Applied | None, now: float) -> tuple[Applied | None, Condition]:
     wanted, problem = _wanted(system, now)
-    identity = find_identity(system)
+    identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if applied and applied.node != identity.node:
@@ -187,7 +187,7 @@ def _withdraw(system: System, applied: Applied | None) -> tuple[Applied | None, 
     marked = _marked_node(system)
     if marked is None:
         return None, done
-    identity = find_identity(system)
+    identity = find_identity(system, KIND)
     if isinstance(identity, Condition):
         return applied, identity
     if identity.node == marked:

@@ -13,7 +13,6 @@ from agent.model.conditions import Condition, ConditionType, false
 from agent.model.reasons import Reason
 from agent.system.files import System
 
-KIND = ConditionType.NODE_CONDITION_SET
 COMMAND_LINE_LIMIT = 1 << 20
 HOST_NAME = "/proc/sys/kernel/hostname"
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
@@ -22,31 +21,31 @@ NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What kubectl needs to act as the kubelet."""
+    """What a client of the API server needs to act as the kubelet."""
 
     node: str
     kubeconfig: str
 
 
-def find_identity(system: System) -> Identity | Condition:
-    """Return the running kubelet's identity, or the condition NodeConditionSet with the reason why it is unknown."""
+def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
+    """Return the running kubelet's identity, or a condition of this kind with the reason why it is unknown."""
     arguments = _kubelet(system)
     if arguments is None:
         return false(
-            KIND,
+            kind,
             Reason.KUBELET_NOT_RUNNING,
             "no kubelet is running as a service in this machine: see `systemctl status kubelet`",
         )
     kubeconfig = _option(arguments, "--kubeconfig")
     if not kubeconfig.startswith("/"):
         what = f"a relative path ({kubeconfig})" if kubeconfig else "not set, so it has no API server"
-        return false(KIND, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: set it to an absolute path")
+        return false(kind, Reason.NO_KUBECONFIG, f"the kubelet's --kubeconfig is {what}: set it to an absolute path")
     # As in nodeutil.GetHostname of k8s.io/component-helpers, the name is trimmed and in lower case.
     name = _option(arguments, "--hostname-override") or system.read(HOST_NAME, 256).decode(errors="replace")
     node = name.strip().lower()
     if not NODE_NAME.fullmatch(node):
         return false(
-            KIND, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: correct the host name"
+            kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: correct the host name"
         )
     return Identity(node, kubeconfig)
 
