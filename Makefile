@@ -13,7 +13,7 @@ lock:  ## pin the dependencies again (needs uv)
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \
 		--no-emit-find-links --custom-compile-command "make lock" pyproject.toml -o requirements.lock
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \
-		--no-emit-find-links --custom-compile-command "make lock" pyproject.toml --group dev -o requirements-dev.lock
+		--no-emit-find-links --custom-compile-command "make lock" pyproject.toml --group dev --extra dra -o requirements-dev.lock
 	$(PYTHON) -c 'import tomllib; \
 			print(*tomllib.load(open("pyproject.toml", "rb"))["build-system"]["requires"], sep="\n")' | \
 		uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \

@@ -1,0 +1,255 @@
+"""One client's gRPC connection: HTTP/2 in, calls out, and responses back. It does no I/O and has no threads.
+
+h2 implements HTTP/2 (RFC 9113) and HPACK. This module adds gRPC's rules for requests, and sends no more than the
+client's flow control windows allow.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.errors import ErrorCodes
+from h2.events import (
+    ConnectionTerminated,
+    DataReceived,
+    Event,
+    RemoteSettingsChanged,
+    RequestReceived,
+    StreamEnded,
+    StreamReset,
+    WindowUpdated,
+)
+from h2.exceptions import ProtocolError
+
+from agent.dra.grpc_wire import (
+    CONTENT_TYPE,
+    PREFIX,
+    Code,
+    Headers,
+    RpcError,
+    Service,
+    framed,
+    message_size,
+    only_message,
+    time_limit,
+    trailers,
+)
+
+RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
+
+
+class ConnectionLostError(Exception):
+    """The connection cannot be used any longer. Bytes that are still to be sent may explain why to the client."""
+
+
+class _Http2(H2Connection):
+    """h2's connection with lower limits: it serves one kubelet, and lives as long as that."""
+
+    DEFAULT_MAX_HEADER_LIST_SIZE = 1 << 14
+    MAX_CLOSED_STREAMS = 1 << 10
+
+
+@dataclass(slots=True)
+class Call:
+    """A call, from its headers until its trailers are sent."""
+
+    service: Service | None = None
+    deadline: float | None = None
+    """When the client stops waiting, by time.monotonic()."""
+    body: bytearray = field(default_factory=bytearray)
+    complete: bool = False
+    """Whether the client has sent the whole request."""
+    answered: bool = False
+    """Whether the response's headers are sent."""
+    waiting: bytearray = field(default_factory=bytearray)
+    """Bytes of the response that the flow control windows have held back."""
+    trailers: Headers | None = None
+    """Sent after everything that is waiting; None while the call runs."""
+
+
+class Caller(Protocol):
+    """Runs calls."""
+
+    def start(self, connection: "Connection", stream: int, service: Service, request: bytes) -> None:
+        """Run a call whose request is complete. Raises RpcError if it cannot."""
+
+    def sent(self, connection: "Connection", stream: int) -> None:
+        """Note that all responses of a call so far are on their way."""
+
+    def ended(self, connection: "Connection", stream: int) -> None:
+        """Note that nobody waits for further responses of a call."""
+
+
+class Connection:
+    """The server's end of a connection."""
+
+    def __init__(self, services: Mapping[str, Service], caller: Caller, message_limit: int) -> None:
+        self.calls: dict[int, Call] = {}
+        """Open calls by HTTP/2 stream."""
+        self.greeted = False
+        """Whether the client has sent its settings, with which HTTP/2 begins."""
+        self._services, self._caller, self._message_limit = services, caller, message_limit
+        self._http2 = _Http2(H2Configuration(client_side=False, header_encoding=None))
+        self._http2.initiate_connection()
+
+    def receive(self, data: bytes, now: float) -> None:
+        """Handle bytes from the client. Raises ConnectionLostError."""
+        try:
+            for event in self._http2.receive_data(data):
+                self._handle(event, now)
+        except ConnectionLostError:
+            raise
+        # h2 raises a ProtocolError for nearly everything that a client can do wrong. A bug must cost one connection.
+        except Exception as error:
+            raise ConnectionLostError(f"{type(error).__name__}: {error}") from error
+
+    def to_send(self) -> bytes:
+        """Return, once, the bytes that have become ready for the client."""
+        return self._http2.data_to_send()
+
+    def send(self, stream: int, message: bytes) -> None:
+        """Send a message of a response, unless the call has ended."""
+        call = self.calls.get(stream)
+        if call is None or call.trailers is not None:
+            return
+        try:
+            if not call.answered:
+                self._http2.send_headers(stream, RESPONSE)
+        except ProtocolError:
+            self._drop(stream)
+            return
+        call.answered = True
+        call.waiting += framed(message)
+        self._flush(stream, call)
+
+    def finish(self, stream: int, code: Code, message: str = "") -> None:
+        """End a call after what is waiting, unless it has ended."""
+        call = self.calls.get(stream)
+        if call and call.trailers is None:
+            call.trailers = trailers(code, message)
+            self._flush(stream, call)
+
+    def expire(self, now: float) -> None:
+        """End the calls whose clients wait no longer."""
+        for stream, call in list(self.calls.items()):
+            if call.deadline is not None and call.deadline <= now and call.trailers is None:
+                # What is waiting would only delay the error.
+                call.waiting.clear()
+                self.finish(stream, Code.DEADLINE_EXCEEDED, "the call's time limit has passed")
+
+    def refuse(self, code: Code, message: str) -> None:
+        """End all calls, and tell the client that no further one is served (GOAWAY). Nothing can be sent after that."""
+        for stream, call in list(self.calls.items()):
+            call.waiting.clear()
+            self.finish(stream, code, message)
+        with contextlib.suppress(ProtocolError):
+            self._http2.close_connection()
+
+    def forget(self) -> None:
+        """Forget all calls: the client is gone."""
+        for stream in list(self.calls):
+            self._drop(stream)
+
+    def _handle(self, event: Event, now: float) -> None:
+        match event:
+            case RequestReceived():
+                self._open(event, now)
+            case DataReceived():
+                self._http2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                self._receive_body(event.stream_id, event.data)
+            case StreamEnded():
+                self._receive_end(event.stream_id)
+            case StreamReset():
+                self._drop(event.stream_id)
+            case RemoteSettingsChanged() | WindowUpdated():
+                self.greeted = True
+                for stream, call in list(self.calls.items()):
+                    self._flush(stream, call)
+            case ConnectionTerminated():
+                raise ConnectionLostError("the client has ended the connection")
+            case _:
+                # Such as acknowledged pings and settings, and priorities.
+                pass
+
+    def _open(self, event: RequestReceived, now: float) -> None:
+        stream = event.stream_id
+        headers = {bytes(name): bytes(value) for name, value in event.headers}
+        self.calls[stream] = call = Call()
+        if headers.get(b":method") != b"POST":
+            self._end(stream, call, [(":status", "405")])
+        elif not CONTENT_TYPE.fullmatch(headers.get(b"content-type", b"")):
+            self._end(stream, call, [(":status", "415")])
+        else:
+            try:
+                self._check(call, headers, now)
+            except RpcError as error:
+                self.finish(stream, error.code, error.message)
+
+    def _check(self, call: Call, headers: Mapping[bytes, bytes], now: float) -> None:
+        """Take method and time limit from a request's headers. Raises RpcError."""
+        path = headers.get(b":path", b"").decode(errors="replace")
+        call.service = self._services.get(path)
+        if call.service is None:
+            raise RpcError(Code.UNIMPLEMENTED, f"there is no method {path[:200]}")
+        if headers.get(b"grpc-encoding", b"identity") != b"identity":
+            raise RpcError(Code.UNIMPLEMENTED, "only the encoding identity is supported")
+        if b"grpc-timeout" in headers:
+            call.deadline = now + time_limit(headers[b"grpc-timeout"])
+
+    def _receive_body(self, stream: int, data: bytes) -> None:
+        call = self.calls.get(stream)
+        if call is None or call.trailers is not None:
+            return
+        call.body += data
+        try:
+            size = message_size(call.body, self._message_limit)
+            if size is not None and len(call.body) > PREFIX + size:
+                raise RpcError(Code.INTERNAL, "the request has more than one message")
+        except RpcError as error:
+            self.finish(stream, error.code, error.message)
+
+    def _receive_end(self, stream: int) -> None:
+        call = self.calls.get(stream)
+        if call is None or call.trailers is not None or call.service is None:
+            return
+        call.complete = True
+        try:
+            request = only_message(call.body, self._message_limit)
+            call.body.clear()
+            self._caller.start(self, stream, call.service, request)
+        except RpcError as error:
+            self.finish(stream, error.code, error.message)
+
+    def _flush(self, stream: int, call: Call) -> None:
+        """Send as much as the client's windows allow, and the trailers if nothing is left."""
+        try:
+            while call.waiting:
+                size = min(self._http2.local_flow_control_window(stream), self._http2.max_outbound_frame_size)
+                if size <= 0:
+                    return
+                self._http2.send_data(stream, bytes(call.waiting[:size]))
+                del call.waiting[:size]
+        except ProtocolError:
+            self._drop(stream)
+            return
+        self._caller.sent(self, stream)
+        if call.trailers is not None:
+            self._end(stream, call, call.trailers if call.answered else [*RESPONSE, *call.trailers])
+
+    def _end(self, stream: int, call: Call, headers: Headers) -> None:
+        """Send the headers that end a response."""
+        self._drop(stream)
+        # The client may have reset the stream: one read can bring a request and its reset.
+        with contextlib.suppress(ProtocolError):
+            self._http2.send_headers(stream, headers, end_stream=True)
+            if not call.complete:
+                # RFC 9113 section 8.1: the client need not send the rest of the request.
+                self._http2.reset_stream(stream, ErrorCodes.NO_ERROR)
+
+    def _drop(self, stream: int) -> None:
+        """Forget a call."""
+        if self.calls.pop(stream, None):
+            self._caller.ended(self, stream)

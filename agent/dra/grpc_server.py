@@ -1,0 +1,218 @@
+"""Serves gRPC on a Unix socket: one thread for all connections, and one for each running call.
+
+Clients are processes of root, such as the kubelet. What one does wrong costs its connection, never the service.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from agent.dra.grpc_calls import Calls
+from agent.dra.grpc_connection import Connection, ConnectionLostError
+from agent.dra.grpc_wire import Code, Service
+from agent.dra.unix_socket import ListeningSocket, peer_user
+
+log = logging.getLogger(__name__)
+
+READ = 1 << 16
+"""Bytes that are read from a connection at a time."""
+TICK = 0.1
+"""Seconds to the next try if no connection can be accepted, such as for lack of descriptors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What clients may use. Times are in seconds."""
+
+    connections: int = 16
+    calls: int = 32
+    """Calls that run at the same time, of all clients. A further one fails with RESOURCE_EXHAUSTED."""
+    message: int = 1 << 20
+    """Bytes of a request."""
+    unsent: int = 4 << 20
+    """Bytes that wait for a client that does not read. With more, its connection is closed."""
+    greeting: float = 5.0
+    """How long a client may take to begin HTTP/2."""
+    stall: float = 30.0
+    """How long a client may read nothing although something waits for it."""
+
+
+class _Peer:
+    """A client's connection."""
+
+    def __init__(self, stream: socket.socket, connection: Connection, now: float) -> None:
+        self.stream, self.connection = stream, connection
+        self.unsent = bytearray()
+        self.connected = self.progress = now
+        """When the client connected, and when it last read something or had nothing to read, by time.monotonic()."""
+
+
+class Server:
+    """A server that listens as soon as it is created."""
+
+    def __init__(self, path: str, services: Mapping[str, Service], limits: Limits) -> None:
+        self._services, self._limits = services, limits
+        self._listener = ListeningSocket(path, limits.connections)
+        self._calls = Calls(limits.calls, self._post)
+        self._peers: dict[Connection, _Peer] = {}
+        self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()
+        self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self._end = math.inf
+        """When connections are closed because the server stops, by time.monotonic()."""
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
+        self._thread = threading.Thread(target=self._serve, name="grpc", daemon=True)
+        self._thread.start()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether clients can connect: the server runs, and its path still leads to its socket."""
+        return self._thread.is_alive() and self._listener.in_place
+
+    @property
+    def clients(self) -> int:
+        """How many clients are connected."""
+        return sum(connection.greeted for connection in tuple(self._peers))
+
+    def stop(self, grace: float = 2.0) -> None:
+        """Stop, and remove the socket. Calls with one response may run on for `grace` seconds."""
+        self._end = time.monotonic() + grace
+        self._calls.stopping = True
+        self._wake()
+        self._thread.join(grace + 1)
+
+    def _serve(self) -> None:
+        """Serve until `stop`. After an unexpected error, `healthy` is false."""
+        try:
+            while not self._calls.stopping or (self._calls.unary and time.monotonic() < self._end):
+                for key, _ in self._selector.select(self._pause()):
+                    key.data()
+                while self._posted:
+                    self._guarded(*self._posted.popleft())
+                for connection, peer in tuple(self._peers.items()):
+                    self._guarded(connection, lambda peer=peer: self._tend(peer))  # type: ignore[misc]
+        finally:
+            for connection, peer in tuple(self._peers.items()):
+                connection.refuse(Code.UNAVAILABLE, "the server is stopping")
+                self._guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
+                self._hang_up(connection)
+            self._listener.close()
+            for each in (self._selector, self._waker, self._woken):
+                each.close()
+
+    def _pause(self) -> float | None:
+        """Return the seconds until something is due without a client's doing; None if nothing is."""
+        due = [self._end] if self._calls.stopping else []
+        for peer in self._peers.values():
+            due += [call.deadline for call in peer.connection.calls.values() if call.deadline is not None]
+            if peer.unsent:
+                due.append(peer.progress + self._limits.stall)
+            if not peer.connection.greeted:
+                due.append(peer.connected + self._limits.greeting)
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _guarded(self, connection: Connection, action: Callable[[], None]) -> None:
+        """Do something for a connection. An error ends the connection."""
+        if connection not in self._peers:
+            return
+        try:
+            action()
+        except (ConnectionLostError, OSError) as error:
+            log.debug("connection closed: %s", error)
+            with contextlib.suppress(OSError):
+                # HTTP/2's GOAWAY, which says what the client did wrong.
+                self._peers[connection].stream.send(connection.to_send())
+            self._hang_up(connection)
+        except Exception:
+            log.exception("a connection has failed")
+            self._hang_up(connection)
+
+    def _accept(self) -> None:
+        try:
+            stream = self._listener.socket.accept()[0]
+        except OSError as error:
+            log.warning("cannot accept a connection: %s", error)
+            time.sleep(TICK)
+            return
+        try:
+            user = peer_user(stream)
+            if user != os.geteuid() or len(self._peers) >= self._limits.connections:
+                log.warning("refused a connection of user %s with %s connections open", user, len(self._peers))
+                stream.close()
+                return
+            stream.setblocking(False)
+            connection = Connection(self._services, self._calls, self._limits.message)
+            peer = self._peers[connection] = _Peer(stream, connection, time.monotonic())
+            self._selector.register(
+                stream, selectors.EVENT_READ, lambda: self._guarded(connection, lambda: self._read(peer))
+            )
+        except OSError as error:
+            log.debug("connection closed: %s", error)
+            stream.close()
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            data = peer.stream.recv(READ)
+        except BlockingIOError:
+            # It is ready for writing only.
+            return
+        if not data:
+            raise ConnectionLostError("the client has hung up")
+        peer.connection.receive(data, time.monotonic())
+
+    def _tend(self, peer: _Peer) -> None:
+        """End expired calls, send what is ready, and close the connection if the client is too slow."""
+        now = time.monotonic()
+        peer.connection.expire(now)
+        self._write(peer)
+        if not peer.connection.greeted and now >= peer.connected + self._limits.greeting:
+            raise ConnectionLostError("the client has not begun HTTP/2")
+        if len(peer.unsent) > self._limits.unsent or (peer.unsent and now >= peer.progress + self._limits.stall):
+            raise ConnectionLostError("the client does not read")
+        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        key = self._selector.get_key(peer.stream)
+        if key.events != mask:
+            self._selector.modify(peer.stream, mask, key.data)
+
+    def _write(self, peer: _Peer) -> None:
+        """Send as much as the client takes."""
+        if not peer.unsent:
+            peer.progress = time.monotonic()
+        peer.unsent += peer.connection.to_send()
+        with contextlib.suppress(BlockingIOError):
+            while peer.unsent:
+                del peer.unsent[: peer.stream.send(peer.unsent)]
+                peer.progress = time.monotonic()
+
+    def _hang_up(self, connection: Connection) -> None:
+        peer = self._peers.pop(connection, None)
+        if peer:
+            self._selector.unregister(peer.stream)
+            peer.stream.close()
+            connection.forget()
+
+    def _post(self, connection: Connection, action: Callable[[], None]) -> None:
+        self._posted.append((connection, action))
+        self._wake()
+
+    def _wake(self) -> None:
+        # If the buffer is full, the server's thread is about to wake up anyway; if it is closed, the server has ended.
+        with contextlib.suppress(OSError):
+            self._waker.send(b"\0")
+
+
+def serve(path: str, services: Mapping[str, Service], limits: Limits = Limits()) -> Server:
+    """Serve gRPC on a Unix socket at a path. `services` has the methods by path, `/package.Service/Method`.
+
+    Raises AgentError if the socket cannot be created.
+    """
+    return Server(path, services, limits)

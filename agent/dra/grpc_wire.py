@@ -1,0 +1,109 @@
+"""gRPC's part of a call: status codes, message prefix, time limit, and the text of an error. Pure.
+
+Source: doc/PROTOCOL-HTTP2.md and doc/statuscodes.md of github.com/grpc/grpc.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from agent.model.text import one_line
+
+PREFIX = 5
+"""Bytes before each message: whether it is compressed, and its length."""
+TIMEOUT = re.compile(rb"([0-9]{1,8})([HMSmun])")
+"""The form of the header grpc-timeout."""
+SECONDS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+CONTENT_TYPE = re.compile(rb"application/grpc([+;].*)?", re.DOTALL)
+
+Headers = list[tuple[str, str]]
+
+
+class Code(IntEnum):
+    """The status codes that this server sends."""
+
+    OK = 0
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class RpcError(Exception):
+    """The error with which a call ends."""
+
+    def __init__(self, code: Code, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True, slots=True)
+class Unary:
+    """A method with one response. The handler may raise RpcError; any other exception is an internal error."""
+
+    handle: Callable[[bytes], bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """A method with a stream of responses. The handler's iterator is closed if the client no longer listens."""
+
+    handle: Callable[[bytes], Iterator[bytes]]
+
+
+Service = Unary | Streaming
+
+
+def framed(message: bytes) -> bytes:
+    """Return a message with its prefix."""
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+def message_size(body: bytes | bytearray, limit: int) -> int | None:
+    """Return the length of the message that a body begins with; None before its prefix is complete.
+
+    Raises RpcError if the message is compressed, or longer than `limit` bytes.
+    """
+    if len(body) < PREFIX:
+        return None
+    if body[0]:
+        raise RpcError(Code.UNIMPLEMENTED, "compressed messages are not supported")
+    size = int.from_bytes(body[1:PREFIX], "big")
+    if size > limit:
+        raise RpcError(Code.RESOURCE_EXHAUSTED, f"a message has {size} bytes, more than {limit}")
+    return size
+
+
+def only_message(body: bytes | bytearray, limit: int) -> bytes:
+    """Return the one message of a whole body. Raises RpcError unless it has exactly one."""
+    size = message_size(body, limit)
+    if size is None or len(body) != PREFIX + size:
+        raise RpcError(Code.INTERNAL, "the request is not exactly one message")
+    return bytes(body[PREFIX:])
+
+
+def time_limit(value: bytes) -> float:
+    """Return the seconds in a header grpc-timeout. Raises RpcError if it is malformed."""
+    found = TIMEOUT.fullmatch(value)
+    if not found:
+        raise RpcError(Code.INTERNAL, "the header grpc-timeout is malformed")
+    return int(found[1]) * SECONDS[found[2]]
+
+
+def trailers(code: Code, message: str = "") -> Headers:
+    """Return the headers that end a call. The message is percent-encoded, except visible ASCII characters."""
+    found = [("grpc-status", str(int(code)))]
+    if message:
+        raw = one_line(message).encode(errors="replace")
+        found.append(
+            (
+                "grpc-message",
+                "".join(chr(each) if 0x20 <= each <= 0x7E and each != 0x25 else f"%{each:02X}" for each in raw),
+            )
+        )
+    return found

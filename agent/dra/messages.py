@@ -1,0 +1,163 @@
+"""The messages of the kubelet's APIs for drivers of Dynamic Resource Allocation. Pure.
+
+Sources, each in k8s.io/kubelet/pkg/apis: pluginregistration/v1/api.proto, dra/v1/api.proto, and
+dra-health/v1alpha1/api.proto. dra-health/v1 of Kubernetes 1.37 has the same messages. The numbers in the functions are
+those of the fields there.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+
+from agent.dra.protobuf import decode, encode_entry, encode_integer, encode_message, encode_text, encode_texts
+from agent.dra.protobuf import flag as flag_of
+from agent.dra.protobuf import message as message_of
+from agent.dra.protobuf import text as text_of
+from agent.model.errors import DocumentError
+
+CLAIMS_LIMIT = 1024
+"""Claims in one request, which has the claims of one pod."""
+ERROR_LIMIT = 2000
+"""Characters of an error, which the kubelet puts into an event of the pod."""
+HEALTH_MESSAGE_LIMIT = 1024
+"""Bytes of a health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
+
+
+class Health(IntEnum):
+    """HealthStatus of dra-health."""
+
+    UNKNOWN = 0
+    HEALTHY = 1
+    UNHEALTHY = 2
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimReference:
+    """Names a ResourceClaim. A claim that is deleted and made again has another uid."""
+
+    namespace: str
+    name: str
+    uid: str
+
+    def __str__(self) -> str:
+        return f"{self.namespace}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedDevice:
+    """A device that the kubelet gives to the containers that name one of the requests."""
+
+    requests: tuple[str, ...]
+    """Names of requests in the claim."""
+    pool: str
+    device: str
+    cdi_names: tuple[str, ...]
+    """Qualified names, which the container runtime looks up in the CDI specifications."""
+    share: str = ""
+    """The share's uid, if the device can be allocated several times; empty otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceHealth:
+    """The health of one device."""
+
+    pool: str
+    device: str
+    health: Health
+    message: str = ""
+    """Why the device is not healthy, for people: the kubelet puts it into the pod's status."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationStatus:
+    """What the kubelet says about a registration."""
+
+    registered: bool
+    error: str = ""
+
+
+def encode_plugin_info(kind: str, name: str, endpoint: str, services: tuple[str, ...]) -> bytes:
+    """Return a PluginInfo."""
+    return encode_text(1, kind) + encode_text(2, name) + encode_text(3, endpoint) + encode_texts(4, services)
+
+
+def decode_registration_status(data: bytes) -> RegistrationStatus:
+    """Return a RegistrationStatus. Raises DocumentError."""
+    registered, error = False, ""
+    for number, value in decode(data):
+        if number == 1:
+            registered = flag_of(number, value)
+        elif number == 2:
+            error = text_of(number, value)
+    return RegistrationStatus(registered, error)
+
+
+def decode_claims(data: bytes) -> tuple[ClaimReference, ...]:
+    """Return the claims of a NodePrepareResourcesRequest or a NodeUnprepareResourcesRequest. Raises DocumentError."""
+    claims = [_claim(message_of(number, value)) for number, value in decode(data) if number == 1]
+    if len(claims) > CLAIMS_LIMIT:
+        raise DocumentError(f"a request has {len(claims)} claims, more than {CLAIMS_LIMIT}")
+    return tuple(claims)
+
+
+def _claim(data: bytes) -> ClaimReference:
+    fields = dict.fromkeys((1, 2, 3), "")
+    for number, value in decode(data):
+        if number in fields:
+            fields[number] = text_of(number, value)
+    claim = ClaimReference(namespace=fields[1], uid=fields[2], name=fields[3])
+    if not (claim.namespace and claim.uid and claim.name):
+        raise DocumentError(f"a claim has no namespace, uid or name: {claim!r}")
+    return claim
+
+
+def encode_prepared(results: Mapping[str, tuple[PreparedDevice, ...] | str]) -> bytes:
+    """Return a NodePrepareResourcesResponse: by uid, the devices of each claim, or why it was not prepared."""
+    return b"".join(encode_entry(1, uid, _prepared(result)) for uid, result in results.items())
+
+
+def _prepared(result: tuple[PreparedDevice, ...] | str) -> bytes:
+    if isinstance(result, str):
+        return encode_text(2, result[:ERROR_LIMIT])
+    return b"".join(encode_message(1, _device(each)) for each in result)
+
+
+def _device(device: PreparedDevice) -> bytes:
+    return (
+        encode_texts(1, device.requests)
+        + encode_text(2, device.pool)
+        + encode_text(3, device.device)
+        + encode_texts(4, device.cdi_names)
+        + encode_text(5, device.share)
+    )
+
+
+def encode_unprepared(results: Mapping[str, str]) -> bytes:
+    """Return a NodeUnprepareResourcesResponse: by uid, why a claim is still prepared; empty for success."""
+    return b"".join(encode_entry(1, uid, encode_text(1, error[:ERROR_LIMIT])) for uid, error in results.items())
+
+
+def encode_health(devices: Iterable[DeviceHealth], now: int, timeout: int) -> bytes:
+    """Return a NodeWatchResourcesResponse with the health of all devices, seen at `now` (seconds since the epoch).
+
+    Without a newer response, the kubelet considers the devices' health unknown after `timeout` seconds.
+    """
+    return b"".join(encode_message(1, _health(each, now, timeout)) for each in devices)
+
+
+def _health(device: DeviceHealth, now: int, timeout: int) -> bytes:
+    return (
+        encode_message(1, encode_text(1, device.pool) + encode_text(2, device.device))
+        + encode_integer(2, device.health)
+        + encode_integer(3, now)
+        + encode_integer(4, timeout)
+        + encode_text(5, shortened(device.message))
+    )
+
+
+def shortened(message: str) -> str:
+    """Return at most HEALTH_MESSAGE_LIMIT bytes of a message. The kubelet would cut it within a character."""
+    raw = message.encode(errors="replace")
+    if len(raw) <= HEALTH_MESSAGE_LIMIT:
+        return message
+    return raw[: HEALTH_MESSAGE_LIMIT - 3].decode(errors="ignore") + "..."

@@ -1,0 +1,119 @@
+"""The driver as the kubelet sees it: two sockets, one to register and one to prepare claims and watch health."""
+
+import logging
+from typing import Protocol
+
+from agent.dra.grpc_server import Server, serve
+from agent.dra.grpc_wire import Code, RpcError, Service, Unary
+from agent.dra.health import HealthService
+from agent.dra.messages import (
+    ClaimReference,
+    PreparedDevice,
+    RegistrationStatus,
+    decode_claims,
+    encode_prepared,
+    encode_unprepared,
+)
+from agent.dra.registration import Registration
+from agent.model.errors import AgentError, DocumentError
+
+log = logging.getLogger(__name__)
+
+KUBELET = "/var/lib/kubelet"
+"""The default of the kubelet's --root-dir."""
+SERVICE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin"
+
+
+class Claims(Protocol):
+    """Prepares claims. Both methods may be called again for the same claim, also by several threads."""
+
+    def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
+        """Return the devices of a claim, which from now on belong to it. Raises AgentError."""
+
+    def unprepare(self, claim: ClaimReference) -> None:
+        """Take back the devices of a claim, if it has any. Raises AgentError."""
+
+
+class DriverPlugin:
+    """The driver's two servers. `keep` has to be called now and then."""
+
+    def __init__(self, driver: str, claims: Claims, health: HealthService, kubelet: str = KUBELET) -> None:
+        """Serve. `kubelet` is the kubelet's root directory. Raises AgentError."""
+        endpoint = f"{kubelet}/plugins/{driver}/dra.sock"
+        self._claims, self._health = claims, health
+        self._registration = Registration(driver, endpoint)
+        # The order matters: as soon as the kubelet has registered the driver, it connects to the endpoint.
+        self._places = (
+            (endpoint, self._services | health.services),
+            (f"{kubelet}/plugins_registry/{driver}-reg.sock", self._registration.services),
+        )
+        self._servers: list[Server] = []
+        try:
+            self._start()
+        except AgentError:
+            self.stop()
+            raise
+
+    @property
+    def registration(self) -> RegistrationStatus:
+        """Whether the kubelet has registered the driver and is connected to it, or why it refuses."""
+        status = self._registration.status
+        connected = bool(self._servers) and self._servers[0].clients > 0
+        return RegistrationStatus(status.registered and connected, status.error)
+
+    def keep(self) -> None:
+        """Serve again if a socket was removed, as by `kubeadm reset`, or a server has failed. Raises AgentError."""
+        if len(self._servers) == len(self._places) and all(server.healthy for server in self._servers):
+            return
+        log.warning("the driver's sockets are gone or not served: they are made again")
+        self._close()
+        self._start()
+
+    def stop(self) -> None:
+        """Stop serving, and remove the sockets, so that the kubelet no longer uses the driver."""
+        self._health.stop()
+        self._close()
+
+    def _start(self) -> None:
+        for path, services in self._places:
+            self._servers.append(serve(path, services))
+
+    def _close(self) -> None:
+        # The registration goes first, so that the kubelet does not connect to an endpoint that is going.
+        while self._servers:
+            self._servers.pop().stop()
+
+    @property
+    def _services(self) -> dict[str, Service]:
+        return {
+            f"{SERVICE}/NodePrepareResources": Unary(self._prepare),
+            f"{SERVICE}/NodeUnprepareResources": Unary(self._unprepare),
+        }
+
+    def _prepare(self, request: bytes) -> bytes:
+        results: dict[str, tuple[PreparedDevice, ...] | str] = {}
+        for claim in _claims_in(request):
+            try:
+                results[claim.uid] = self._claims.prepare(claim)
+            except (AgentError, OSError) as error:
+                log.warning("claim %s is not prepared: %s", claim, error)
+                results[claim.uid] = str(error)
+        return encode_prepared(results)
+
+    def _unprepare(self, request: bytes) -> bytes:
+        results: dict[str, str] = {}
+        for claim in _claims_in(request):
+            try:
+                self._claims.unprepare(claim)
+                results[claim.uid] = ""
+            except (AgentError, OSError) as error:
+                log.warning("claim %s is still prepared: %s", claim, error)
+                results[claim.uid] = str(error)
+        return encode_unprepared(results)
+
+
+def _claims_in(request: bytes) -> tuple[ClaimReference, ...]:
+    try:
+        return decode_claims(request)
+    except DocumentError as error:
+        raise RpcError(Code.INTERNAL, f"the request is malformed: {error}") from error

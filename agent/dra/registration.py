@@ -1,0 +1,60 @@
+"""Registers the driver with the kubelet: the kubelet finds a socket, asks who is there, and says whether it accepts.
+
+The kubelet watches a directory for sockets (pkg/kubelet/pluginmanager of k8s.io/kubernetes), and calls GetInfo within a
+second after it sees one. It tries again by itself, with growing pauses, as long as the socket is there. When the socket
+goes, the driver is no longer registered.
+"""
+
+import logging
+import threading
+
+from agent.dra.grpc_wire import Code, RpcError, Service, Unary
+from agent.dra.messages import RegistrationStatus, decode_registration_status, encode_plugin_info
+from agent.model.errors import DocumentError
+from agent.model.text import one_line
+
+log = logging.getLogger(__name__)
+
+PLUGIN_TYPE = "DRAPlugin"
+"""The kind of plugin (DRAPlugin of k8s.io/kubelet/pkg/apis/pluginregistration/v1/constants.go)."""
+SERVICES = ("v1.DRAPlugin", "v1.DRAResourceHealth", "v1alpha1.DRAResourceHealth")
+"""What is served, as the kubelet calls it (dra_plugin_manager.go of pkg/kubelet/cm/dra/plugin). Kubernetes 1.36 uses
+v1alpha1 of the health service without looking here; from 1.37 on, the kubelet uses only what is listed."""
+SERVICE = "/pluginregistration.Registration"
+
+
+class Registration:
+    """The registration service, and what the kubelet last said."""
+
+    def __init__(self, driver: str, endpoint: str) -> None:
+        """`endpoint` is the path of the socket that serves the driver."""
+        self._info = encode_plugin_info(PLUGIN_TYPE, driver, endpoint, SERVICES)
+        self._lock = threading.Lock()
+        self._status = RegistrationStatus(False, "")
+
+    @property
+    def services(self) -> dict[str, Service]:
+        """The methods by path."""
+        return {
+            f"{SERVICE}/GetInfo": Unary(lambda _: self._info),
+            f"{SERVICE}/NotifyRegistrationStatus": Unary(self._notify),
+        }
+
+    @property
+    def status(self) -> RegistrationStatus:
+        """What the kubelet last said; not registered, without an error, if it has not said anything yet."""
+        with self._lock:
+            return self._status
+
+    def _notify(self, request: bytes) -> bytes:
+        try:
+            status = decode_registration_status(request)
+        except DocumentError as error:
+            raise RpcError(Code.INTERNAL, f"RegistrationStatus: {error}") from error
+        with self._lock:
+            changed, self._status = status != self._status, status
+        if changed and status.registered:
+            log.info("the kubelet has registered the driver")
+        elif changed:
+            log.error("the kubelet does not register the driver, and will try again: %s", one_line(status.error))
+        return b""
