@@ -8,8 +8,9 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 
+from agent.dra.devices import Device, Health
 from agent.dra.grpc_wire import Service, Streaming
-from agent.dra.messages import DeviceHealth, encode_health
+from agent.dra.messages import DeviceHealth, HealthStatus, encode_health
 
 REPEAT = 10.0
 """Seconds after which the same health is sent again."""
@@ -17,6 +18,12 @@ TIMEOUT = 60
 """Seconds after which the kubelet considers the health unknown: no pod's status changes while agent.dra restarts."""
 METHODS = ("/v1.DRAResourceHealth/NodeWatchResources", "/v1alpha1.DRAResourceHealth/NodeWatchResources")
 """The same method in Kubernetes 1.37 and 1.36."""
+
+STATUSES = {
+    Health.HEALTHY: HealthStatus.HEALTHY,
+    Health.UNHEALTHY: HealthStatus.UNHEALTHY,
+    Health.UNKNOWN: HealthStatus.UNKNOWN,
+}
 
 
 class HealthService:
@@ -35,9 +42,9 @@ class HealthService:
         """The methods by path."""
         return {method: Streaming(self._watch) for method in METHODS}
 
-    def publish(self, devices: Iterable[DeviceHealth]) -> None:
-        """Send the health of all devices to those who watch, if it has changed."""
-        found = tuple(devices)
+    def publish(self, pool: str, devices: Iterable[Device]) -> None:
+        """Send the health of all devices of a pool to those who watch, if it has changed."""
+        found = tuple(DeviceHealth(pool, each.name, STATUSES[each.health], each.health_message) for each in devices)
         with self._changed:
             if found != self._devices:
                 self._devices = found

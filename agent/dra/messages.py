@@ -23,7 +23,7 @@ HEALTH_MESSAGE_LIMIT = 1024
 """Bytes of a health message (ResourceHealthMessageMaxLength of k8s.io/api/core/v1)."""
 
 
-class Health(IntEnum):
+class HealthStatus(IntEnum):
     """HealthStatus of dra-health."""
 
     UNKNOWN = 0
@@ -55,6 +55,8 @@ class PreparedDevice:
     """Qualified names, which the container runtime looks up in the CDI specifications."""
     share: str = ""
     """The share's uid, if the device can be allocated several times; empty otherwise."""
+    admin: bool = False
+    """Whether the claim only looks after the device, which others may have at the same time. Not sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class DeviceHealth:
 
     pool: str
     device: str
-    health: Health
+    health: HealthStatus
     message: str = ""
     """Why the device is not healthy, for people: the kubelet puts it into the pod's status."""
 

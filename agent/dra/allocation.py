@@ -1,0 +1,69 @@
+"""What a ResourceClaim allocates of this node's devices. Pure.
+
+Source: AllocationResult and DeviceRequestAllocationResult of k8s.io/api/resource/v1/types.go.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.dra.messages import ClaimReference
+from agent.model.errors import AgentError
+from agent.model.json_document import as_object, get, objects
+from agent.model.paths import DRA_DRIVER
+
+
+@dataclass(frozen=True, slots=True)
+class Allocated:
+    """One device for one request of a claim."""
+
+    driver: str
+    pool: str
+    device: str
+    request: str
+    """The name of the request in the claim. Of a request with alternatives, only the part before the slash counts."""
+    share: str
+    """The share's uid, if the device can be allocated several times; empty otherwise."""
+    admin: bool
+    """Whether the claim only looks after the device, which others may have at the same time."""
+
+
+def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node: str) -> tuple[Allocated, ...]:
+    """Return what a claim, as the API server has it, allocates of this driver's devices on a node.
+
+    Raises AgentError if it is another claim than the one named, or is not allocated, or on another node.
+    """
+    where = f"claim {reference}"
+    document = dict(claim)
+    uid = get(where, get(where, document, "metadata", dict), "uid", str)
+    if uid != reference.uid:
+        raise AgentError(
+            f"{where} was deleted and made again: its uid is {uid[:80]}, and the kubelet asks for {reference.uid[:80]}",
+            "delete the pod if it waits for the old claim",
+        )
+    allocation = as_object(where, document.get("status") or {}).get("allocation")
+    if not allocation:
+        raise AgentError(f"{where} is not allocated", "the kubelet tries again when the scheduler has allocated it")
+    devices = get(where, as_object(where, allocation), "devices", dict)
+    found = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
+    if not found:
+        raise AgentError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
+    elsewhere = sorted({each.pool for each in found} - {node})
+    if elsewhere:
+        raise AgentError(
+            f"{where} is allocated in the pool {elsewhere[0][:80]}, and this node's pool is {node}",
+            "delete the pod, so that it is scheduled again",
+        )
+    return found
+
+
+def _result(where: str, item: dict[str, Any]) -> Allocated:
+    return Allocated(
+        get(where, item, "driver", str),
+        get(where, item, "pool", str),
+        get(where, item, "device", str),
+        # kubeletplugin of k8s.io/dynamic-resource-allocation answers so too: containers name the whole request.
+        get(where, item, "request", str).partition("/")[0],
+        get(where, item, "shareID", str) if item.get("shareID") else "",
+        get(where, item, "adminAccess", bool) if item.get("adminAccess") else False,
+    )

@@ -1,0 +1,94 @@
+"""The record of prepared claims, on disk: written before the kubelet gets an answer, so a crash forgets nothing."""
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from agent.dra.kubelet_state import prepared_claims, read_record
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, get, objects, parse_object, strings
+from agent.model.paths import DRA_STATE
+from agent.system.files import System
+
+log = logging.getLogger(__name__)
+
+CHECKPOINT = f"{DRA_STATE}/claims.json"
+VERSION = 1
+SIZE_LIMIT = 4 << 20
+"""Bytes of the largest record that is read. A claim takes some 500."""
+
+Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
+
+
+class Checkpoint:
+    """The file with the prepared claims."""
+
+    def __init__(self, system: System, kubelet: str) -> None:
+        """`kubelet` is the kubelet's root directory."""
+        self._system, self._kubelet = system, kubelet
+
+    def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+        """Return the prepared claims. If the file is missing or damaged, those in the kubelet's record."""
+        try:
+            return parse_checkpoint(self._system.read(CHECKPOINT, SIZE_LIMIT))
+        except FileNotFoundError:
+            why = "is missing"
+        except (DocumentError, OSError) as error:
+            why = f"is not usable: {error}"
+        try:
+            claims = prepared_claims(read_record(self._system, self._kubelet))
+        except (DocumentError, OSError) as error:
+            # The scheduler does not allocate a device twice. This record only guards against its errors.
+            log.warning("%s %s, and the kubelet's record is not usable: %s", CHECKPOINT, why, error)
+            return {}
+        if claims:
+            log.warning("%s %s: %s claims are taken from the kubelet's record", CHECKPOINT, why, len(claims))
+        return claims
+
+    def save(self, claims: Prepared) -> None:
+        """Replace the file. Raises OSError."""
+        self._system.write(CHECKPOINT, render_checkpoint(claims), mode=0o600)
+
+
+def render_checkpoint(claims: Prepared) -> bytes:
+    """Return the document."""
+    items = [
+        {**asdict(claim), "devices": [asdict(device) for device in devices]}
+        for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
+    ]
+    document = {"version": VERSION, "digest": _digest(items), "claims": items}
+    return json.dumps(document, indent=1).encode() + b"\n"
+
+
+def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+    """Return the claims in a document. Raises DocumentError if it is damaged."""
+    where = CHECKPOINT
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    if get(where, document, "digest", str) != _digest(document.get("claims")):
+        raise DocumentError(f"{where}: the digest does not match")
+    return dict(objects(where, document, "claims", _claim))
+
+
+def _digest(items: object) -> str:
+    return hashlib.sha256(json.dumps(items, sort_keys=True).encode()).hexdigest()
+
+
+def _claim(where: str, item: dict[str, Any]) -> tuple[ClaimReference, tuple[PreparedDevice, ...]]:
+    reference = ClaimReference(*(get(where, item, key, str) for key in ("namespace", "name", "uid")))
+    return reference, objects(where, item, "devices", _device)
+
+
+def _device(where: str, item: dict[str, Any]) -> PreparedDevice:
+    return PreparedDevice(
+        strings(where, item, "requests"),
+        get(where, item, "pool", str),
+        get(where, item, "device", str),
+        strings(where, item, "cdi_names"),
+        get(where, item, "share", str),
+        get(where, item, "admin", bool),
+    )

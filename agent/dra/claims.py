@@ -1,0 +1,151 @@
+"""Prepares claims: decides which devices a pod gets, and that no device goes to two claims.
+
+The scheduler allocates. This is the second guard: only devices that are granted and in a verified CDI specification are
+handed out, and one that a claim has is given to another one only after the kubelet has given it back.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agent.dra.allocation import Allocated, allocated_devices
+from agent.dra.checkpoint import Checkpoint
+from agent.dra.devices import Device
+from agent.dra.kubelet_state import mentions
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import AgentError
+from agent.model.paths import ALLOCATABLE, DRA_DRIVER
+
+log = logging.getLogger(__name__)
+
+PARTITION = "-mig-"
+"""Between a GPU's name and the numbers of its partition (agent.dra.devices.device_name)."""
+
+Fetch = Callable[[ClaimReference], Mapping[str, Any]]
+
+
+class ClaimGoneError(AgentError):
+    """The API server has no such claim, or no pod of this node has it: it then answers 404 or 403."""
+
+
+class NodeClaims:
+    """The claims of this node's pods. Several threads may use it."""
+
+    def __init__(
+        self,
+        node: str,
+        fetch: Fetch,
+        devices: Callable[[], Mapping[str, Device]],
+        checkpoint: Checkpoint,
+        kubelet_record: Callable[[], bytes],
+    ) -> None:
+        """`node` is the name of the node, and of its pool of devices.
+
+        `fetch` returns a claim as the API server has it, and raises ClaimGoneError or another AgentError. `devices`
+        returns what is allocatable now, by name. `kubelet_record` may raise OSError (agent.dra.kubelet_state).
+        """
+        self._node, self._fetch, self._devices = node, fetch, devices
+        self._checkpoint, self._kubelet_record = checkpoint, kubelet_record
+        self._lock = threading.Lock()
+        self._prepared = checkpoint.load()
+
+    @property
+    def prepared(self) -> Mapping[ClaimReference, tuple[PreparedDevice, ...]]:
+        """The prepared claims."""
+        with self._lock:
+            return dict(self._prepared)
+
+    def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
+        """Return the devices of a claim, which from now on belong to it. Raises AgentError, or OSError."""
+        allocated = allocated_devices(claim, self._fetch(claim), self._node)
+        with self._lock:
+            # Looked up last, so that no device is handed out that was withdrawn meanwhile.
+            available = self._devices()
+            prepared = tuple(_prepared(claim, each, available) for each in allocated)
+            for other in self._holders(claim, prepared):
+                self._take_from(other, claim, prepared)
+            if self._prepared.get(claim) != prepared:
+                self._replace({**self._prepared, claim: prepared})
+        log.info("claim %s is prepared: %s", claim, ", ".join(each.device for each in prepared))
+        return prepared
+
+    def unprepare(self, claim: ClaimReference) -> None:
+        """Take back the devices of a claim, if it has any. Raises OSError."""
+        with self._lock:
+            if claim in self._prepared:
+                self._replace({each: devices for each, devices in self._prepared.items() if each != claim})
+                log.info("claim %s is given back", claim)
+
+    def _replace(self, prepared: dict[ClaimReference, tuple[PreparedDevice, ...]]) -> None:
+        """Note what is prepared: on disk first."""
+        self._checkpoint.save(prepared)
+        self._prepared = prepared
+
+    def _holders(self, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> list[ClaimReference]:
+        """Return the other claims that have one of these devices for themselves."""
+        return [other for other, held in self._prepared.items() if other != claim and _shared(held, wanted)]
+
+    def _take_from(self, other: ClaimReference, claim: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> None:
+        """Forget another claim that has one of the wanted devices. Raises AgentError if it may still be in use."""
+        device = _shared(self._prepared[other], wanted)
+        try:
+            known = mentions(self._kubelet_record(), other)
+        except OSError as error:
+            log.warning("the kubelet's record of claims is not readable: %s", error)
+            known = True
+        if known:
+            raise AgentError(
+                f"claim {claim} cannot have {device} yet: the kubelet has not given it back for claim {other}",
+                "the kubelet tries again; if that lasts, see `journalctl -u kubelet` for the pod of that claim",
+            )
+        if self._is_allocated(other, wanted):
+            raise AgentError(
+                f"claim {claim} cannot have {device}: it is allocated to claim {other} too",
+                "delete one of the claims and its pod",
+            )
+        log.warning("claim %s was never given back, and is gone: claim %s gets %s", other, claim, device)
+        self._replace({each: devices for each, devices in self._prepared.items() if each != other})
+
+    def _is_allocated(self, other: ClaimReference, wanted: tuple[PreparedDevice, ...]) -> bool:
+        """Return whether the API server says that another claim has one of the wanted devices. Raises AgentError."""
+        try:
+            document = self._fetch(other)
+        except ClaimGoneError:
+            return False
+        try:
+            allocated = allocated_devices(other, document, self._node)
+        except AgentError:
+            # Made again under the same name, no longer allocated, or on another node.
+            return False
+        held = tuple(PreparedDevice((), each.pool, each.device, (), each.share, each.admin) for each in allocated)
+        return bool(_shared(held, wanted))
+
+
+def _prepared(claim: ClaimReference, allocated: Allocated, available: Mapping[str, Device]) -> PreparedDevice:
+    """Return an allocated device with its CDI names. Raises AgentError unless it is available now."""
+    device = available.get(allocated.device)
+    if device is None or not device.cdi_names:
+        raise AgentError(
+            f"claim {claim}: {DRA_DRIVER} has no device {allocated.device[:80]} now: its GPU is not granted to this "
+            "machine, or is in no verified CDI specification",
+            f"see the conditions DevicesAllowed and CDISpecCurrent on the host, and {ALLOCATABLE}",
+        )
+    return PreparedDevice(
+        (allocated.request,), allocated.pool, allocated.device, device.cdi_names, allocated.share, allocated.admin
+    )
+
+
+def _shared(held: tuple[PreparedDevice, ...], wanted: tuple[PreparedDevice, ...]) -> str:
+    """Return a wanted device that is also held, both for their claim alone; empty if there is none."""
+    return next((new.device for new in wanted for old in held if _collide(old, new)), "")
+
+
+def _collide(old: PreparedDevice, new: PreparedDevice) -> bool:
+    if old.admin or new.admin:
+        return False
+    if old.device == new.device:
+        # Of a device that can be allocated several times, each claim has another share.
+        return not (old.share and new.share and old.share != new.share)
+    # A GPU and its partition are the same hardware.
+    return old.device.startswith(new.device + PARTITION) or new.device.startswith(old.device + PARTITION)

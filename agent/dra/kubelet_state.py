@@ -1,0 +1,64 @@
+"""Reads the kubelet's own record of claims: what its pods have, and what it has not given back yet.
+
+The format is the kubelet's own (pkg/kubelet/cm/dra/state of k8s.io/kubernetes, checkpoint.dra.kubelet.k8s.io/v1). So it
+only serves where nothing else can tell. The kubelet writes the record before it prepares a claim, and after it has
+given the claim back.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.json_document import as_object, get, objects, parse_object, strings
+from agent.model.paths import DRA_DRIVER
+from agent.system.files import System
+
+RECORD_NAME = "dra_manager_state"
+"""In the kubelet's root directory (draManagerStateFileName of pkg/kubelet/cm/dra/manager.go)."""
+SIZE_LIMIT = 8 << 20
+"""Bytes of the largest record that is read."""
+
+
+def read_record(system: System, kubelet: str) -> bytes:
+    """Return the record's content; empty without one: then the kubelet knows no claim. Raises OSError."""
+    try:
+        return system.read(f"{kubelet}/{RECORD_NAME}", SIZE_LIMIT)
+    except FileNotFoundError:
+        return b""
+
+
+def mentions(record: bytes, claim: ClaimReference) -> bool:
+    """Return whether the kubelet knows a claim, whatever the record's format: uids are unique."""
+    return claim.uid.encode() in record
+
+
+def prepared_claims(record: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
+    """Return the claims with devices of this driver that were prepared. Raises DocumentError."""
+    return dict(_claims(record)) if record else {}
+
+
+def _claims(record: bytes) -> Iterator[tuple[ClaimReference, tuple[PreparedDevice, ...]]]:
+    # The record is a JSON object with a string that is JSON.
+    where = RECORD_NAME
+    data = parse_object(where, get(where, parse_object(where, record), "Data", str).encode(errors="replace"))
+    for item in data.get("ClaimInfoStateList") or ():
+        claim = as_object(where, item)
+        drivers = get(where, claim, "DriverState", dict)
+        if DRA_DRIVER in drivers:
+            driver = as_object(where, drivers[DRA_DRIVER])
+            devices = objects(where, {"Devices": driver.get("Devices") or []}, "Devices", _device)
+            if devices:
+                keys = ("Namespace", "ClaimName", "ClaimUID")
+                yield ClaimReference(*(get(where, claim, key, str) for key in keys)), devices
+
+
+def _device(where: str, item: dict[str, Any]) -> PreparedDevice:
+    # Go writes an empty list as null.
+    present = {key: value for key, value in item.items() if value is not None}
+    return PreparedDevice(
+        strings(where, {"RequestNames": [], **present}, "RequestNames"),
+        get(where, present, "PoolName", str),
+        get(where, present, "DeviceName", str),
+        strings(where, {"CDIDeviceIDs": [], **present}, "CDIDeviceIDs"),
+        get(where, {"ShareID": "", **present}, "ShareID", str),
+    )
