@@ -40,6 +40,9 @@ from agent.dra.grpc_wire import (
 
 RESPONSE: Headers = [(":status", "200"), ("content-type", "application/grpc"), ("grpc-accept-encoding", "identity")]
 
+INCOMPLETE_LIMIT = 2 << 20
+"""Bytes that may come without completing a frame or headers: h2 checks a frame's length when it has all of it."""
+
 
 class ConnectionLostError(Exception):
     """The connection cannot be used any longer. Bytes that are still to be sent may explain why to the client."""
@@ -94,11 +97,16 @@ class Connection:
         self._services, self._caller, self._message_limit = services, caller, message_limit
         self._http2 = _Http2(H2Configuration(client_side=False, header_encoding=None))
         self._http2.initiate_connection()
+        self._incomplete = 0
 
     def receive(self, data: bytes, now: float) -> None:
         """Handle bytes from the client. Raises ConnectionLostError."""
         try:
-            for event in self._http2.receive_data(data):
+            events = self._http2.receive_data(data)
+            self._incomplete = 0 if events else self._incomplete + len(data)
+            if self._incomplete > INCOMPLETE_LIMIT:
+                raise ConnectionLostError("a frame is too long")
+            for event in events:
                 self._handle(event, now)
         except ConnectionLostError:
             raise

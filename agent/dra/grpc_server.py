@@ -60,7 +60,7 @@ class Server:
 
     def __init__(self, path: str, services: Mapping[str, Service], limits: Limits) -> None:
         self._services, self._limits = services, limits
-        self._listener = ListeningSocket(path, limits.connections)
+        self._listener = ListeningSocket(path)
         self._calls = Calls(limits.calls, self._post)
         self._peers: dict[Connection, _Peer] = {}
         self._posted: deque[tuple[Connection, Callable[[], None]]] = deque()

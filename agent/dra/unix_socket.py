@@ -10,6 +10,8 @@ from agent.model.errors import AgentError
 from agent.system import opening
 
 DIRECTORY_MODE = 0o700
+BACKLOG = 128
+"""Connections that wait to be accepted. A client that finds no room gets an error (EAGAIN in unix(7))."""
 CREDENTIALS = struct.Struct("=iII")
 """struct ucred: process, user and group id (linux/socket.h)."""
 
@@ -17,7 +19,7 @@ CREDENTIALS = struct.Struct("=iII")
 class ListeningSocket:
     """A socket that listens at a path. It replaces a socket that an earlier process left there."""
 
-    def __init__(self, path: str, backlog: int) -> None:
+    def __init__(self, path: str) -> None:
         """Listen. Makes the directory if it is missing. Raises AgentError."""
         self.path = path
         directory, name = os.path.split(path)
@@ -26,7 +28,7 @@ class ListeningSocket:
             self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
             try:
                 self._identity = self._bind(directory, name)
-                self.socket.listen(backlog)
+                self.socket.listen(BACKLOG)
             except OSError:
                 self.socket.close()
                 raise

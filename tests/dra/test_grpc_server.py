@@ -1,14 +1,19 @@
 """The gRPC server with a client of another make: grpcio, which is not what it is written with."""
 
+import os
+import stat
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 
-from agent.dra.grpc_server import Server, serve
+from agent.dra.grpc_server import Limits, Server, serve
 from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary
+from agent.model.errors import AgentError
 
 LONG = 30.0
 """Seconds that nothing here takes."""
@@ -84,6 +89,14 @@ def call(channel: grpc.Channel, method: str, request: bytes = b"", timeout: floa
     return answer
 
 
+def until(what: Callable[[], bool]) -> None:
+    """Wait until `what()` is true."""
+    end = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def error(
     channel: grpc.Channel, method: str, request: bytes = b"", timeout: float = LONG
 ) -> tuple[grpc.StatusCode, str]:
@@ -96,6 +109,7 @@ def error(
 
 @pytest.mark.parametrize("request_", [b"", b"x", bytes(range(256)) * 300, b"x" * (1 << 20)])
 def test_unary_calls(channel: grpc.Channel, request_: bytes) -> None:
+    """Of sizes below and above HTTP/2's frames and flow control windows."""
     assert call(channel, "Echo", request_) == request_
 
 
@@ -103,3 +117,144 @@ def test_many_calls_on_one_connection(channel: grpc.Channel, server: Server) -> 
     for number in range(1200):
         assert call(channel, "Echo", b"%d" % number) == b"%d" % number
     assert server.clients == 1
+
+
+def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> None:
+    """Also on the same connection: a claim that waits delays no other."""
+    waiting = [channel.unary_unary("/test.Example/Wait").future(b"%d" % number, timeout=LONG) for number in range(20)]
+    assert call(channel, "Echo", b"x") == b"x"
+    assert not any(each.done() for each in waiting)
+    example.go_on.set()
+    assert [each.result() for each in waiting] == [b"%d" % number for number in range(20)]
+
+
+def test_too_many_calls_are_refused(path: str, example: Example) -> None:
+    server = serve(path, example.services, Limits(calls=2))
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
+        until(lambda: error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED)
+        example.go_on.set()
+        assert [each.result() for each in waiting] == [b"", b""]
+        until(lambda: call(channel, "Echo", b"x") == b"x")
+    server.stop()
+
+
+def test_errors(channel: grpc.Channel, caplog: pytest.LogCaptureFixture) -> None:
+    assert error(channel, "Refuse", b"x") == (grpc.StatusCode.INVALID_ARGUMENT, "not 100 % good: Größe x")
+    code, details = error(channel, "Nothing")
+    assert code is grpc.StatusCode.UNIMPLEMENTED
+    assert "/test.Example/Nothing" in details
+    assert error(channel, "Break", b"x") == (
+        grpc.StatusCode.INTERNAL,
+        "internal error: ZeroDivisionError: integer division or modulo by zero",
+    )
+    assert "a call has failed" in caplog.text
+    assert call(channel, "Echo", b"x") == b"x"
+
+
+def test_a_request_that_is_too_long_is_refused(channel: grpc.Channel) -> None:
+    code, details = error(channel, "Echo", b"x" * ((1 << 20) + 1))
+    assert (code, details) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "a message has 1048577 bytes, more than 1048576")
+    assert call(channel, "Echo", b"x") == b"x"
+
+
+def test_a_compressed_request_is_refused(server: Server, path: str) -> None:
+    with grpc.insecure_channel(f"unix:{path}", compression=grpc.Compression.Gzip) as channel:
+        assert error(channel, "Echo", b"x" * 10_000) == (
+            grpc.StatusCode.UNIMPLEMENTED,
+            "only the encoding identity is supported",
+        )
+
+
+def test_a_call_ends_at_its_time_limit(channel: grpc.Channel, example: Example) -> None:
+    assert error(channel, "Wait", timeout=0.2)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    example.go_on.set()
+    assert call(channel, "Echo", b"x") == b"x"
+
+
+def test_streams(channel: grpc.Channel) -> None:
+    count = channel.unary_stream("/test.Example/Count")
+    assert list(count(b"0", timeout=LONG)) == []
+    assert list(count(b"5000", timeout=LONG)) == [b"%d" % number for number in range(5000)]
+
+
+def test_a_stream_ends_with_its_client(channel: grpc.Channel, example: Example) -> None:
+    stream = channel.unary_stream("/test.Example/Forever")(b"x" * 100_000, timeout=LONG)
+    assert next(stream) == b"x" * 100_000
+    assert not example.closed.is_set()
+    stream.cancel()
+    assert example.closed.wait(LONG)
+
+
+def test_a_stream_waits_for_a_client_that_does_not_read(channel: grpc.Channel, server: Server) -> None:
+    """What is made and not read is bounded, and other calls go on."""
+    stream = channel.unary_stream("/test.Example/Forever")(b"x" * 1_000_000, timeout=LONG)
+    assert len(next(stream)) == 1_000_000
+    time.sleep(0.3)
+    waiting = sum(len(call.waiting) for connection in server._peers for call in connection.calls.values())
+    unsent = sum(len(peer.unsent) for peer in server._peers.values())
+    assert waiting + unsent < 4_000_000
+    assert call(channel, "Echo", b"x") == b"x"
+
+
+def test_stopping_lets_calls_end_and_removes_the_socket(
+    channel: grpc.Channel, server: Server, example: Example
+) -> None:
+    waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
+    watching = channel.unary_stream("/test.Example/Forever")(b"x", timeout=LONG)
+    assert next(watching) == b"x"
+    until(lambda: server._calls.unary)
+    stopping = threading.Thread(target=server.stop, args=(LONG,))
+    stopping.start()
+    until(lambda: server._calls.stopping)
+    example.go_on.set()
+    assert waiting.result() == b"x"
+    with pytest.raises(grpc.RpcError) as caught:
+        list(watching)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    stopping.join(LONG)
+    assert not server.healthy
+    assert error(channel, "Echo", timeout=1)[0] is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_stopped_server_does_not_wait_for_ever(channel: grpc.Channel, server: Server, example: Example) -> None:
+    waiting = channel.unary_unary("/test.Example/Wait").future(b"x", timeout=LONG)
+    until(lambda: server._calls.unary)
+    server.stop(0.1)
+    assert waiting.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_new_server_replaces_a_stale_socket(path: str, example: Example) -> None:
+    """As after kill -9; a client connects again by itself."""
+    first = serve(path, example.services)
+    with grpc.insecure_channel(f"unix:{path}") as channel:
+        assert call(channel, "Echo", b"1") == b"1"
+        second = serve(path, example.services)
+        assert not first.healthy
+        first.stop()
+        assert second.healthy, "the first one has removed the second one's socket"
+        until(lambda: channel.unary_unary("/test.Example/Echo")(b"2", timeout=LONG, wait_for_ready=True) == b"2")
+    second.stop()
+
+
+def test_what_cannot_be_a_socket_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "sock").mkdir()
+    with pytest.raises(AgentError, match="sock: cannot listen: Is a directory"):
+        serve(str(tmp_path / "sock"), {})
+    (tmp_path / "file").touch()
+    with pytest.raises(AgentError, match="cannot listen"):
+        serve(str(tmp_path / "file" / "sock"), {})
+
+
+def test_sockets_are_for_root_only(tmp_path: Path) -> None:
+    """Whatever the umask. The path may be longer than sun_path."""
+    path = tmp_path / ("long" * 30) / "test.sock"
+    before = os.umask(0)
+    try:
+        server = serve(str(path), {})
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    server.stop()
+    assert not path.exists()

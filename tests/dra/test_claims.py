@@ -1,0 +1,187 @@
+"""Claims are prepared as the API server has them, of devices that are there, and no device for two claims."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.dra.devices import Device
+from agent.dra.kubelet_state import RECORD_NAME
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import AgentError
+from tests.fakes.dra_node import GPUS, KUBELET, NODE, PARTITION, Node, claim, reference
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def test_a_claim_gets_its_devices(node: Node) -> None:
+    node.api["a"] = claim("a", *GPUS)
+    prepared = node.claims.prepare(reference("a"))
+    assert prepared == tuple(PreparedDevice(("gpu",), NODE, gpu, (f"vendor.com/gpu={gpu}",)) for gpu in GPUS)
+    assert node.checkpoint.stat().st_mode & 0o777 == 0o600
+    assert node.claims.prepare(reference("a")) == prepared
+    assert node.restarted().prepared == {reference("a"): prepared}
+
+
+def test_only_this_drivers_devices_count(node: Node) -> None:
+    node.api["a"] = claim("a", GPUS[0])
+    results = node.api["a"]["status"]["allocation"]["devices"]["results"]
+    results.insert(0, {"request": "nic", "driver": "nic.example", "pool": "other", "device": "nic0"})
+    assert [each.device for each in node.claims.prepare(reference("a"))] == [GPUS[0]]
+
+
+def test_an_alternative_is_named_as_its_whole_request(node: Node) -> None:
+    """A container names the request, and the scheduler chose one of its alternatives."""
+    node.api["a"] = claim("a", GPUS[0], request="gpu/large")
+    assert node.claims.prepare(reference("a"))[0].requests == ("gpu",)
+
+
+@pytest.mark.parametrize(
+    ("document", "why"),
+    [
+        (claim("a", GPUS[0], uid="other"), "deleted and made again"),
+        (claim("a"), "is not allocated"),
+        (claim("a", GPUS[0], pool="node2"), "allocated in the pool node2"),
+        (claim("a", GPUS[0], driver="other.example"), "no device of the driver"),
+        (claim("a", "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
+        (claim("a", GPUS[0], "gpu-0000-09-00-0"), "no device gpu-0000-09-00-0 now"),
+        ({}, "key metadata is missing"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": []}, "is not allocated"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": 5}}, "must be an object"),
+        ({"metadata": {"uid": "uid-of-a"}, "status": {"allocation": {"devices": {"results": [[]]}}}}, "an object"),
+        (claim("a", GPUS[0], adminAccess="yes"), "key adminAccess must be bool"),
+    ],
+)
+def test_what_cannot_be_prepared_is_an_error_and_not_noted(node: Node, document: dict[str, Any], why: str) -> None:
+    node.api["a"] = document
+    with pytest.raises(AgentError, match=why):
+        node.claims.prepare(reference("a"))
+    assert not node.claims.prepared
+    assert not node.checkpoint.exists()
+
+
+def test_a_device_that_was_withdrawn_is_not_prepared_again(node: Node) -> None:
+    """As after a restart of the machine with one GPU less."""
+    node.api["a"] = claim("a", GPUS[0])
+    node.claims.prepare(reference("a"))
+    del node.devices[GPUS[0]]
+    with pytest.raises(AgentError, match="no verified CDI specification"):
+        node.claims.prepare(reference("a"))
+    node.devices[GPUS[0]] = Device(GPUS[0], "vendor", (), "")
+    with pytest.raises(AgentError, match="no verified CDI specification"):
+        node.claims.prepare(reference("a"))
+    node.claims.unprepare(reference("a"))
+    assert not node.restarted().prepared
+
+
+def test_cdi_names_are_those_of_now(node: Node) -> None:
+    node.api["a"] = claim("a", GPUS[0])
+    node.claims.prepare(reference("a"))
+    node.devices[GPUS[0]] = replace(node.devices[GPUS[0]], cdi_names=("vendor.com/gpu=new",))
+    assert node.claims.prepare(reference("a"))[0].cdi_names == ("vendor.com/gpu=new",)
+    assert node.restarted().prepared[reference("a")][0].cdi_names == ("vendor.com/gpu=new",)
+
+
+@pytest.mark.parametrize(("first", "second"), [(GPUS[0], GPUS[0]), (GPUS[0], PARTITION), (PARTITION, GPUS[0])])
+def test_a_device_goes_to_one_claim(node: Node, first: str, second: str) -> None:
+    """Nor does a GPU go to one claim and its partition to another."""
+    node.api["a"], node.api["b"] = claim("a", first), claim("b", second)
+    node.claims.prepare(reference("a"))
+    with pytest.raises(AgentError, match=f"{second}: it is allocated to claim default/a too"):
+        node.claims.prepare(reference("b"))
+    node.claims.unprepare(reference("a"))
+    assert node.claims.prepare(reference("b"))
+
+
+def test_partitions_of_one_gpu_go_to_several_claims(node: Node) -> None:
+    other = f"{GPUS[0]}-mig-8-0"
+    node.devices[other] = Device(other, "vendor", ("vendor.com/gpu=8",), "")
+    node.api["a"], node.api["b"] = claim("a", PARTITION), claim("b", other)
+    assert node.claims.prepare(reference("a"))
+    assert node.claims.prepare(reference("b"))
+
+
+def test_administrators_see_devices_that_others_have(node: Node) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0], adminAccess=True), claim("b", GPUS[0])
+    node.api["c"] = claim("c", GPUS[0], adminAccess=True)
+    assert all(node.claims.prepare(reference(name)) for name in ("a", "b", "c"))
+
+
+def test_shares_of_a_device_go_to_several_claims(node: Node) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0], shareID="s1"), claim("b", GPUS[0], shareID="s2")
+    node.api["c"], node.api["d"] = claim("c", GPUS[0], shareID="s2"), claim("d", GPUS[0])
+    assert [node.claims.prepare(reference(name))[0].share for name in ("a", "b")] == ["s1", "s2"]
+    for name in ("c", "d"):
+        with pytest.raises(AgentError, match="cannot have"):
+            node.claims.prepare(reference(name))
+
+
+def test_a_device_waits_until_the_kubelet_has_given_it_back(node: Node) -> None:
+    """A pod that was deleted by force still runs when its claim is gone and its device allocated to another."""
+    node.api["a"] = claim("a", GPUS[0])
+    node.claims.prepare(reference("a"))
+    node.kubelet_has(reference("a"))
+    del node.api["a"]
+    node.api["b"] = claim("b", GPUS[0])
+    for claims in (node.claims, node.restarted()):
+        with pytest.raises(AgentError, match="the kubelet has not given it back for claim default/a"):
+            claims.prepare(reference("b"))
+    node.claims.unprepare(reference("a"))
+    assert node.claims.prepare(reference("b"))
+
+
+@pytest.mark.parametrize("now", [None, claim("a"), claim("a", GPUS[1]), claim("a", GPUS[0], uid="new")])
+def test_a_claim_that_nobody_knows_loses_its_device(node: Node, now: dict[str, Any] | None) -> None:
+    """As when the kubelet's files were removed: nobody will give it back."""
+    node.api["a"] = claim("a", GPUS[0])
+    node.claims.prepare(reference("a"))
+    node.api["b"] = claim("b", GPUS[0])
+    node.kubelet_has(reference("other"))
+    if now is None:
+        del node.api["a"]
+    else:
+        node.api["a"] = now
+    assert node.claims.prepare(reference("b"))
+    assert set(node.restarted().prepared) == {reference("b")}
+
+
+def test_an_api_server_that_does_not_answer_gives_nothing_away(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+
+    def fetch(claim: ClaimReference) -> Mapping[str, Any]:
+        if claim.name == "a":
+            raise AgentError("no answer")
+        return node.api[claim.name]
+
+    node.fetch = fetch  # type: ignore[method-assign]
+    with pytest.raises(AgentError, match="no answer"):
+        node.restarted().prepare(reference("b"))
+
+
+def test_a_record_of_the_kubelet_that_is_not_readable_gives_nothing_away(node: Node) -> None:
+    node.api["a"], node.api["b"] = claim("a", GPUS[0]), claim("b", GPUS[0])
+    node.claims.prepare(reference("a"))
+    del node.api["a"]
+    (node.tree / KUBELET[1:] / RECORD_NAME).mkdir()
+    with pytest.raises(AgentError, match="has not given it back"):
+        node.claims.prepare(reference("b"))
+
+
+def test_what_cannot_be_noted_is_not_prepared(node: Node) -> None:
+    node.api["a"] = claim("a", GPUS[0])
+    node.checkpoint.mkdir(parents=True)
+    with pytest.raises(OSError, match="director"):
+        node.claims.prepare(reference("a"))
+    assert not node.claims.prepared
+
+
+def test_an_unknown_claim_is_given_back_at_once(node: Node) -> None:
+    node.claims.unprepare(reference("a"))
+    assert not node.asked
+    assert not node.checkpoint.exists()

@@ -1,0 +1,261 @@
+"""What clients do wrong costs their own connection: the server goes on, and forgets them."""
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as some
+
+from agent.dra.grpc_connection import Connection, ConnectionLostError
+from agent.dra.grpc_server import Limits, Server, serve
+from agent.dra.grpc_wire import Code, Headers, RpcError, Service, Streaming, Unary, framed, time_limit
+
+ECHO = "/test.Example/Echo"
+SERVICES: dict[str, Service] = {
+    ECHO: Unary(bytes),
+    "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
+}
+LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""How HTTP/2 begins (RFC 9113 section 3.4)."""
+LONG = 30.0
+"""Seconds that nothing here takes."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with tempfile.TemporaryDirectory() as directory:
+        running = serve(f"{directory}/test.sock", SERVICES, LIMITS)
+        yield running
+        running.stop(0.1)
+
+
+@pytest.fixture(autouse=True)
+def still_serves(server: Server) -> Iterator[None]:
+    """After each test, the server has no connection left and serves others."""
+    yield
+    end = time.monotonic() + LONG
+    while server._peers and time.monotonic() < end:
+        time.sleep(0.01)
+    assert not server._peers
+    with grpc.insecure_channel(f"unix:{server._listener.path}") as channel:
+        assert channel.unary_unary(ECHO)(b"x", timeout=LONG) == b"x"
+
+
+@contextlib.contextmanager
+def connected(server: Server) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(LONG)
+        client.connect(server._listener.path)
+        yield client
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Return an HTTP/2 frame (RFC 9113 section 4.1)."""
+    return struct.pack(">I", len(payload))[1:] + bytes([kind, flags]) + struct.pack(">I", stream) + payload
+
+
+DATA, HEADERS, RESET, SETTINGS, PING, CONTINUATION = 0, 1, 3, 4, 6, 9
+BEGIN = PREFACE + frame(SETTINGS, 0, 0)
+
+
+def read_all(client: socket.socket) -> bytes:
+    """Return what the server sends until it closes the connection."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
+        os.urandom(4096),
+        PREFACE + frame(DATA, 0, 1, b"x"),
+        BEGIN + frame(DATA, 0, 1, b"x"),
+        BEGIN + frame(HEADERS, 4, 1, b"\xff" * 50),
+        BEGIN + frame(HEADERS, 4, 2, b"\x82"),
+        BEGIN + frame(CONTINUATION, 4, 1, b"\x82"),
+        BEGIN + frame(HEADERS, 0, 1, b"\x82") + frame(CONTINUATION, 0, 1, b"\x82") * 100,
+        BEGIN + frame(DATA, 8, 1, b"\xff"),
+        BEGIN + b"\xff\xff\xff" + frame(DATA, 0, 1)[3:] + bytes(3 << 20),
+        BEGIN + frame(SETTINGS, 0, 0, b"12345"),
+        BEGIN + frame(SETTINGS, 0, 0, struct.pack(">HI", 4, 0xFFFFFFFF)),
+        BEGIN + frame(8, 0, 0, struct.pack(">I", 0)),
+    ],
+    ids=lambda sent: f"{len(sent)}",
+)
+def test_what_is_not_http2_ends_the_connection(server: Server, sent: bytes) -> None:
+    with connected(server) as client:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            client.sendall(sent)
+        read_all(client)
+
+
+def test_a_header_bomb_ends_the_connection(server: Server) -> None:
+    """A few bytes that become megabytes: an entry of HPACK's table, repeated (CVE-2016-6581)."""
+    literal = b"\x40\x01a\x7f\xf1\x1e" + b"b" * 4000
+    with connected(server) as client:
+        client.sendall(BEGIN + frame(HEADERS, 4, 1, literal + b"\xbe" * 10_000))
+        assert frame(7, 0, 0)[3:9] in read_all(client), "no GOAWAY"
+
+
+def test_a_silent_client_is_sent_away(server: Server) -> None:
+    with connected(server) as client:
+        assert read_all(client).startswith(b"\x00\x00"), "settings, then the end"
+    with connected(server) as client:
+        client.sendall(PREFACE[:10])
+        read_all(client)
+
+
+def test_too_many_connections_are_refused(server: Server) -> None:
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(connected(server)) for _ in range(LIMITS.connections + 3)]
+        for client in clients[LIMITS.connections :]:
+            assert read_all(client) == b""
+
+
+def asking(path: str, size: int = 0, **more: str) -> tuple[H2Connection, bytes]:
+    """Return a client's connection, and the bytes of a call's request, which does not end if it is empty."""
+    http2 = H2Connection(H2Configuration(client_side=True))
+    http2.initiate_connection()
+    headers: Headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
+    headers += [("content-type", "application/grpc"), ("te", "trailers")]
+    http2.send_headers(1, [(name, more.get(name.strip(":").replace("-", "_"), value)) for name, value in headers])
+    if size:
+        http2.send_data(1, framed(bytes(size)), end_stream=True)
+    return http2, http2.data_to_send()
+
+
+def test_a_client_that_never_reads_is_sent_away(server: Server) -> None:
+    http2, request = asking("/test.Example/Fill", 1)
+    http2.increment_flow_control_window((1 << 31) - (1 << 17))
+    with connected(server) as client:
+        client.sendall(request + frame(8, 0, 1, struct.pack(">I", 1 << 30)) + http2.data_to_send())
+        end = time.monotonic() + LONG
+        while server._peers and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not server._peers
+
+
+def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
+    """CVE-2023-44487."""
+    before = threading.active_count()
+    http2 = H2Connection(H2Configuration(client_side=True))
+    http2.initiate_connection()
+    sent = [http2.data_to_send()]
+    headers = [(":method", "POST"), (":scheme", "http"), (":path", ECHO), (":authority", "x")]
+    for number in range(1, 4001, 2):
+        http2.send_headers(number, [*headers, ("content-type", "application/grpc")])
+        http2.send_data(number, framed(b"x"), end_stream=True)
+        http2.reset_stream(number)
+        sent.append(http2.data_to_send())
+    with connected(server) as client:
+        client.sendall(b"".join(sent) + frame(PING, 0, 0, b"12345678"))
+        found = b""
+        while b"12345678" not in found:
+            found += client.recv(65536)
+        assert all(not connection.calls for connection in server._peers)
+    assert threading.active_count() <= before + Limits().calls
+
+
+@pytest.mark.parametrize(
+    ("changed", "status"),
+    [
+        ({"method": "GET"}, "405"),
+        ({"content_type": "text/plain"}, "415"),
+        ({"content_type": "application/grpcx"}, "415"),
+    ],
+)
+def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
+    client, request = asking(ECHO, 1, **changed)
+    connection = Connection(SERVICES, Refusing(), 100)
+    connection.receive(request, 0.0)
+    events = client.receive_data(connection.to_send())
+    headers = [dict(event.headers) for event in events if hasattr(event, "headers")]
+    assert headers == [{b":status": status.encode()}]
+    assert not connection.calls
+
+
+class Refusing:
+    """Runs no calls."""
+
+    def start(self, connection: Connection, stream: int, service: Service, request: bytes) -> None:
+        raise RpcError(Code.UNAVAILABLE, "not now")
+
+    def sent(self, connection: Connection, stream: int) -> None:
+        pass
+
+    def ended(self, connection: Connection, stream: int) -> None:
+        pass
+
+
+@given(
+    some.lists(some.tuples(some.integers(0, 12), some.integers(0, 255), some.integers(0, 7), some.binary(max_size=60)))
+)
+def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, int, int, bytes]]) -> None:
+    connection = Connection(SERVICES, Refusing(), 100)
+    with contextlib.suppress(ConnectionLostError):
+        connection.receive(BEGIN, 0.0)
+        for each in frames:
+            connection.receive(frame(*each), 0.0)
+            connection.expire(1.0)
+    connection.to_send()
+    connection.forget()
+    assert not connection.calls
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(some.data())
+def test_damaged_requests_are_handled_or_end_the_connection(data: some.DataObject) -> None:
+    """A request with a few bytes changed goes deeper than random frames do."""
+    damaged = bytearray(asking(ECHO, 20, te="trailers")[1])
+    for _ in range(data.draw(some.integers(1, 4))):
+        damaged[data.draw(some.integers(len(PREFACE), len(damaged) - 1))] = data.draw(some.integers(0, 255))
+    connection = Connection(SERVICES, Refusing(), 100)
+    with contextlib.suppress(ConnectionLostError):
+        for start in range(0, len(damaged), 7):
+            connection.receive(bytes(damaged[start : start + 7]), 0.0)
+        connection.expire(1e9)
+    connection.to_send()
+
+
+@pytest.mark.parametrize("value", [b"", b"1", b"S", b"123456789S", b"1.5S", b"-1S", b"1s", b"\xff"])
+def test_a_malformed_time_limit_is_an_error(value: bytes) -> None:
+    with pytest.raises(RpcError, match="grpc-timeout"):
+        time_limit(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"), [(b"1H", 3600), (b"2M", 120), (b"99999999n", 0.099999999), (b"5m", 0.005)]
+)
+def test_time_limits(value: bytes, seconds: float) -> None:
+    assert time_limit(value) == pytest.approx(seconds)
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_other_users_are_refused(server: Server) -> None:
+    """Even if a directory and a socket are open to them by mistake."""
+    path = server._listener.path
+    os.chmod(path, 0o777)
+    os.chmod(os.path.dirname(path), 0o777)
+    script = "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]);"
+    script += "s.settimeout(30); print(s.recv(100))"
+    finished = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+    assert (finished.stdout, finished.stderr) == ("b''\n", "")

@@ -1,0 +1,290 @@
+"""The driver beside a kubelet: registration, claims and health, over real sockets, by grpcio as client."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from agent.dra.devices import Device, Health
+from agent.dra.health import METHODS, HealthService
+from agent.dra.messages import ClaimReference, HealthStatus, PreparedDevice
+from agent.dra.plugin_server import DriverPlugin
+from agent.model.errors import AgentError
+from agent.model.paths import DRA_DRIVER
+from tests.fakes.dra_node import GPUS, NODE, claim, reference
+from tests.fakes.kubelet_api import make, read
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources"
+UNPREPARE = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources"
+LONG = 60.0
+
+
+class FakeClaims:
+    """Prepares every claim but those with a name that begins with `bad`."""
+
+    def __init__(self) -> None:
+        self.prepared: list[str] = []
+
+    def prepare(self, claim: ClaimReference) -> tuple[PreparedDevice, ...]:
+        if claim.name.startswith("bad"):
+            raise AgentError("it is bad", "make it good")
+        self.prepared.append(claim.name)
+        return (PreparedDevice(("gpu",), NODE, f"gpu-of-{claim.name}", ("vendor.com/gpu=0",)),)
+
+    def unprepare(self, claim: ClaimReference) -> None:
+        if claim.name == "bad":
+            raise OSError("no space left")
+        self.prepared.remove(claim.name)
+
+
+@pytest.fixture
+def kubelet() -> Iterator[Path]:
+    """The kubelet's root directory. Not in tmp_path, which is too long for grpcio's socket paths."""
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+@pytest.fixture
+def plugin(kubelet: Path) -> Iterator[DriverPlugin]:
+    running = DriverPlugin(DRA_DRIVER, FakeClaims(), HealthService(repeat=0.1), str(kubelet))
+    yield running
+    running.stop()
+
+
+def sockets(kubelet: Path) -> tuple[Path, Path]:
+    """Return the sockets of registration and driver."""
+    return (kubelet / f"plugins_registry/{DRA_DRIVER}-reg.sock", kubelet / f"plugins/{DRA_DRIVER}/dra.sock")
+
+
+def call(socket: Path, method: str, request: bytes) -> bytes:
+    with grpc.insecure_channel(f"unix:{socket}") as channel:
+        answer: bytes = channel.unary_unary(method)(request, timeout=LONG, wait_for_ready=True)
+        return answer
+
+
+def ask(socket: Path, method: str, *claims: ClaimReference) -> Any:  # noqa: ANN401
+    """Return the results of claims by uid."""
+    fields = [{"namespace": each.namespace, "name": each.name, "uid": each.uid} for each in claims]
+    kind = "NodePrepareResources" if method == PREPARE else "NodeUnprepareResources"
+    return read(f"{kind}Response", call(socket, method, make(f"{kind}Request", claims=fields))).claims
+
+
+def register(kubelet: Path, accept: bool = True, error: str = "") -> Path:
+    """Do what the kubelet does when it finds the socket, and return the driver's endpoint."""
+    socket = sockets(kubelet)[0]
+    info = read("PluginInfo", call(socket, "/pluginregistration.Registration/GetInfo", make("InfoRequest")))
+    assert (info.type, info.name) == ("DRAPlugin", DRA_DRIVER)
+    assert info.supported_versions[0] == "v1.DRAPlugin"
+    assert {f"/{each}/NodeWatchResources" for each in info.supported_versions[1:]} == set(METHODS)
+    status = make("RegistrationStatus", plugin_registered=accept, error=error)
+    assert call(socket, "/pluginregistration.Registration/NotifyRegistrationStatus", status) == b""
+    return Path(info.endpoint)
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_registration(plugin: DriverPlugin, kubelet: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert not plugin.registration.registered
+    register(kubelet, accept=False, error="not you")
+    assert (plugin.registration.registered, plugin.registration.error) == (False, "not you")
+    assert "does not register the driver, and will try again: not you" in caplog.text
+    endpoint = register(kubelet)
+    assert endpoint == sockets(kubelet)[1]
+    assert not plugin.registration.registered, "nobody is connected"
+    with grpc.insecure_channel(f"unix:{endpoint}") as channel:
+        grpc.channel_ready_future(channel).result(LONG)
+        until(lambda: plugin.registration.registered)
+    until(lambda: not plugin.registration.registered)
+
+
+def test_each_claim_has_its_own_result(plugin: DriverPlugin, kubelet: Path) -> None:
+    endpoint = sockets(kubelet)[1]
+    found = ask(endpoint, PREPARE, reference("a"), reference("bad"), reference("b"))
+    assert {uid: (each.error, [device.device_name for device in each.devices]) for uid, each in found.items()} == {
+        "uid-of-a": ("", ["gpu-of-a"]),
+        "uid-of-bad": ("it is bad (make it good)", []),
+        "uid-of-b": ("", ["gpu-of-b"]),
+    }
+    found = ask(endpoint, UNPREPARE, reference("a"), reference("bad"))
+    assert {uid: each.error for uid, each in found.items()} == {"uid-of-a": "", "uid-of-bad": "no space left"}
+
+
+def test_a_malformed_request_is_an_error(plugin: DriverPlugin, kubelet: Path) -> None:
+    for socket, method in (
+        (1, PREPARE),
+        (1, UNPREPARE),
+        (0, "/pluginregistration.Registration/NotifyRegistrationStatus"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            call(sockets(kubelet)[socket], method, b"\x0a\xff")
+        assert caught.value.code() is grpc.StatusCode.INTERNAL
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_health_is_told_when_it_changes_and_again_and_again(kubelet: Path, method: str) -> None:
+    health = HealthService(repeat=0.1)
+    plugin = DriverPlugin(DRA_DRIVER, FakeClaims(), health, str(kubelet))
+    gpu = Device("gpu-0", "vendor", (), "", health=Health.HEALTHY)
+    lost = Device("gpu-0", "vendor", (), "", health=Health.UNHEALTHY, health_message="Xid 79: fallen off the bus")
+    with grpc.insecure_channel(f"unix:{sockets(kubelet)[1]}") as channel:
+        stream = channel.unary_stream(method)(b"", timeout=LONG)
+        assert list(read("NodeWatchResourcesResponse", next(stream)).devices) == [], "nothing is known yet"
+        for device, status in (
+            (gpu, HealthStatus.HEALTHY),
+            (lost, HealthStatus.UNHEALTHY),
+            (gpu, HealthStatus.HEALTHY),
+        ):
+            health.publish(NODE, [device])
+            answers = (read("NodeWatchResourcesResponse", each).devices for each in stream)
+            found = next(each[0] for each in answers if each and each[0].health == status)
+            assert (found.device.pool_name, found.device.device_name) == (NODE, "gpu-0")
+            assert found.message == device.health_message
+            assert abs(found.last_updated_time - time.time()) < LONG
+            again = read("NodeWatchResourcesResponse", next(stream)).devices[0]
+            assert again.health == status, "the kubelet forgets what is not repeated"
+        plugin.stop()
+        with contextlib.suppress(grpc.RpcError):
+            list(stream)
+
+
+def test_removed_sockets_are_made_again(plugin: DriverPlugin, kubelet: Path) -> None:
+    """`kubeadm reset` removes everything below the kubelet's directory."""
+    plugin.keep()
+    shutil.rmtree(kubelet / "plugins")
+    shutil.rmtree(kubelet / "plugins_registry")
+    plugin.keep()
+    register(kubelet)
+    assert ask(sockets(kubelet)[1], PREPARE, reference("a"))["uid-of-a"].error == ""
+    plugin.stop()
+    assert not any(socket.exists() for socket in sockets(kubelet))
+
+
+def test_a_failed_start_leaves_nothing(kubelet: Path) -> None:
+    sockets(kubelet)[0].mkdir(parents=True)
+    with pytest.raises(AgentError, match=r"reg\.sock: cannot listen"):
+        DriverPlugin(DRA_DRIVER, FakeClaims(), HealthService(), str(kubelet))
+    assert not sockets(kubelet)[1].exists()
+
+
+class Driver:
+    """The driver as a process of its own."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        (tree / "claims").mkdir(exist_ok=True)
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-m", "tests.fakes.dra_process", str(self.tree)]
+        self.process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        assert self.process.stdout.readline() == "serving\n"
+        self.process.stdout.close()
+        return self.process
+
+    def allocate(self, name: str, *devices: str) -> None:
+        (self.tree / "claims" / f"{name}.json").write_text(json.dumps(claim(name, *devices)))
+
+    @property
+    def sockets(self) -> tuple[Path, Path]:
+        return sockets(self.tree / "var/lib/kubelet")
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    with tempfile.TemporaryDirectory() as directory:
+        running = Driver(Path(directory))
+        yield running
+        running.process.kill()
+        running.process.wait()
+
+
+@pytest.mark.processes
+def test_kill_9_between_checkpoint_and_answer(driver: Driver) -> None:
+    """The kubelet asks again, or gives back a claim that it never got: both converge, and nobody else gets the GPU."""
+    driver.allocate("a", GPUS[0])
+    driver.allocate("b", GPUS[0])
+    (driver.tree / "die").touch()
+    with pytest.raises(grpc.RpcError) as caught:
+        ask(driver.sockets[1], PREPARE, reference("a"))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert driver.process.wait(LONG) == -signal.SIGKILL
+    assert all(socket.exists() for socket in driver.sockets), "stale"
+    (driver.tree / "die").unlink()
+    driver.start()
+    register(driver.tree / "var/lib/kubelet")
+    assert "allocated to claim default/a too" in ask(driver.sockets[1], PREPARE, reference("b"))["uid-of-b"].error
+    assert [each.device_name for each in ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].devices] == [
+        GPUS[0]
+    ]
+    for _ in range(2):
+        assert ask(driver.sockets[1], UNPREPARE, reference("a"))["uid-of-a"].error == ""
+    assert ask(driver.sockets[1], PREPARE, reference("b"))["uid-of-b"].error == ""
+
+
+@pytest.mark.processes
+def test_kill_9_at_any_time(driver: Driver) -> None:
+    """What was answered is noted: after each restart, the claims that were prepared still have their devices."""
+    driver.allocate("a", GPUS[0])
+    driver.allocate("b", GPUS[1])
+    driver.allocate("c", GPUS[0])
+    for number in range(5):
+        assert ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].error == ""
+        method = UNPREPARE if number % 2 else PREPARE
+        assert ask(driver.sockets[1], method, reference("b"))["uid-of-b"].error == ""
+        os.kill(driver.process.pid, signal.SIGKILL)
+        driver.process.wait(LONG)
+        driver.start()
+        assert "cannot have" in ask(driver.sockets[1], PREPARE, reference("c"))["uid-of-c"].error
+
+
+def resident(process: int) -> int:
+    """Return the KiB of memory that a process has in use (proc_pid_status(5))."""
+    fields = dict(line.split(":") for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0])
+
+
+@pytest.mark.processes
+def test_memory(driver: Driver) -> None:
+    """32 MB, however often it is called, and however long a kubelet stays connected."""
+    driver.allocate("a", GPUS[0])
+    request = make("NodePrepareResourcesRequest", claims=[{"namespace": "default", "name": "a", "uid": "uid-of-a"}])
+    with grpc.insecure_channel(f"unix:{driver.sockets[1]}") as channel:
+        prepare, streams = channel.unary_unary(PREPARE), []
+        for _ in range(3):
+            streams.append(channel.unary_stream(METHODS[0])(b"", timeout=LONG))
+            assert next(streams[-1])
+        for _ in range(200):
+            prepare(request, timeout=LONG)
+        first = resident(driver.process.pid)
+        for _ in range(1500):
+            prepare(request, timeout=LONG)
+        last = resident(driver.process.pid)
+        for stream in streams:
+            stream.cancel()
+    assert last < 32_000, f"{last} KiB, {first} KiB at first"
+    assert last < first + 1000
+
+
+@pytest.mark.processes
+def test_a_stopped_driver_leaves_no_socket(driver: Driver) -> None:
+    (driver.tree / "stop").touch()
+    assert driver.process.wait(LONG) == 0
+    assert not any(socket.exists() for socket in driver.sockets)

@@ -1,0 +1,159 @@
+"""Protocol buffers by hand, beside Google's library."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from agent.dra.messages import (
+    HEALTH_MESSAGE_LIMIT,
+    ClaimReference,
+    DeviceHealth,
+    HealthStatus,
+    PreparedDevice,
+    RegistrationStatus,
+    decode_claims,
+    decode_registration_status,
+    encode_health,
+    encode_plugin_info,
+    encode_prepared,
+    encode_unprepared,
+)
+from agent.dra.protobuf import decode, encode_integer, encode_text
+from agent.model.errors import DocumentError
+from tests.fakes.kubelet_api import make, read
+
+TEXTS = some.text(max_size=40)
+FILLED = some.text(min_size=1, max_size=40)
+
+
+@given(some.lists(some.tuples(FILLED, FILLED, FILLED), max_size=5))
+def test_claims_are_read_as_the_library_writes_them(claims: list[tuple[str, str, str]]) -> None:
+    request = make(
+        "NodePrepareResourcesRequest",
+        claims=[{"namespace": namespace, "name": name, "uid": uid} for namespace, name, uid in claims],
+    )
+    assert decode_claims(request) == tuple(ClaimReference(*each) for each in claims)
+
+
+@given(some.booleans(), TEXTS)
+def test_a_registration_status_is_read(registered: bool, error: str) -> None:
+    data = make("RegistrationStatus", plugin_registered=registered, error=error)
+    assert decode_registration_status(data) == RegistrationStatus(registered, error)
+
+
+@given(TEXTS, TEXTS, TEXTS, some.lists(TEXTS, max_size=4))
+def test_plugin_info_is_written(kind: str, name: str, endpoint: str, services: list[str]) -> None:
+    info = read("PluginInfo", encode_plugin_info(kind, name, endpoint, tuple(services)))
+    assert (info.type, info.name, info.endpoint, list(info.supported_versions)) == (kind, name, endpoint, services)
+
+
+@given(some.dictionaries(TEXTS, some.lists(some.tuples(some.lists(TEXTS, max_size=3), TEXTS, TEXTS), max_size=3)))
+def test_prepared_claims_are_written(claims: dict[str, list[tuple[list[str], str, str]]]) -> None:
+    data = encode_prepared(
+        {
+            uid: tuple(PreparedDevice(tuple(names), pool, device, tuple(names)) for names, pool, device in devices)
+            for uid, devices in claims.items()
+        }
+    )
+    found = read("NodePrepareResourcesResponse", data).claims
+    assert {
+        uid: [(list(each.request_names), each.pool_name, each.device_name) for each in result.devices]
+        for uid, result in found.items()
+    } == claims
+    assert all(each.request_names == each.cdi_device_ids for result in found.values() for each in result.devices)
+
+
+def test_errors_and_shares_of_prepared_claims() -> None:
+    device = PreparedDevice(("gpu",), "node", "gpu-0", ("a/b=c",), share="s1", admin=True)
+    plain = PreparedDevice(("gpu",), "node", "gpu-1", ("a/b=d",))
+    found = read("NodePrepareResourcesResponse", encode_prepared({"u1": "no", "u2": (device, plain), "u3": ()})).claims
+    assert (found["u1"].error, list(found["u1"].devices), set(found)) == ("no", [], {"u1", "u2", "u3"})
+    assert [(each.HasField("share_id"), each.share_id) for each in found["u2"].devices] == [(True, "s1"), (False, "")]
+
+
+@given(some.dictionaries(TEXTS, TEXTS, max_size=5))
+def test_unprepared_claims_are_written(results: dict[str, str]) -> None:
+    found = read("NodeUnprepareResourcesResponse", encode_unprepared(results)).claims
+    assert {uid: result.error for uid, result in found.items()} == results
+
+
+@given(some.lists(some.tuples(TEXTS, some.sampled_from(HealthStatus), TEXTS)), some.integers(0, 1 << 40))
+def test_health_is_written(devices: list[tuple[str, HealthStatus, str]], now: int) -> None:
+    data = encode_health([DeviceHealth("node", *each) for each in devices], now, 30)
+    found = [
+        (each.device.device_name, each.health, each.message, each.device.pool_name, each.last_updated_time)
+        for each in read("NodeWatchResourcesResponse", data).devices
+    ]
+    assert found == [(*each, "node", now) for each in devices]
+
+
+def test_a_long_health_message_is_cut_between_characters() -> None:
+    """The kubelet would cut it after 1021 bytes, and a pod's status cannot have half a character."""
+    data = encode_health([DeviceHealth("node", "gpu", HealthStatus.UNHEALTHY, "€" * 400)], 1, 1)
+    message = read("NodeWatchResourcesResponse", data).devices[0].message
+    assert len(message.encode()) <= HEALTH_MESSAGE_LIMIT
+    assert message == "€" * 340 + "..."
+
+
+@given(some.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(data: bytes) -> None:
+    for read_message in (decode_claims, decode_registration_status):
+        with contextlib.suppress(DocumentError):
+            read_message(data)
+
+
+@given(some.lists(some.tuples(FILLED, FILLED, FILLED), min_size=1, max_size=3), some.data())
+def test_damaged_messages_are_read_or_refused(claims: list[tuple[str, str, str]], data: some.DataObject) -> None:
+    request = bytearray(
+        make(
+            "NodePrepareResourcesRequest",
+            claims=[dict(zip(("namespace", "name", "uid"), each, strict=True)) for each in claims],
+        )
+    )
+    place = data.draw(some.integers(0, len(request) - 1))
+    request[place] = data.draw(some.integers(0, 255))
+    with contextlib.suppress(DocumentError):
+        decode_claims(bytes(request))
+
+
+def test_unknown_fields_are_skipped() -> None:
+    """A newer kubelet may send more."""
+    claim = make("Claim", namespace="n", name="c", uid="u")
+    newer = claim + encode_text(9, "new") + encode_integer(10, 5) + b"\x5d1234" + b"\x6112345678"
+    request = encode_integer(3, 1) + make("NodePrepareResourcesRequest") + b"\x0a" + bytes([len(newer)]) + newer
+    assert decode_claims(request) == (ClaimReference("n", "c", "u"),)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"\x00", "field number 0"),
+        (b"\x0b\x0c", "wire type 3"),
+        (b"\x0f", "wire type 7"),
+        (b"\x0a\x05abc", "ends after the message"),
+        (b"\x0a\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "ends after the message"),
+        (b"\x08" + b"\x80" * 10 + b"\x01", "does not end"),
+        (b"\x08\x80", "does not end"),
+        (b"\x08" + b"\xff" * 9 + b"\x02", "more than 64 bits"),
+        (b"\x0d\x01", "ends after the message"),
+        (b"\x80\x80\x80\x80\x80\x80\x80\x80\x7f\x00", "field number"),
+    ],
+)
+def test_malformed_messages_are_refused(data: bytes, why: str) -> None:
+    with pytest.raises(DocumentError, match=why):
+        list(decode(data))
+
+
+@pytest.mark.parametrize("data", [b"\x08\x01", b"\x0a\x02\x0a\x00", b"\x0a\x03\x0a\x01\xff", b"\x0a\x02\x08\x01"])
+def test_claims_of_the_wrong_form_are_refused(data: bytes) -> None:
+    """An integer for a claim or a name, an empty name, and a name that is not UTF-8."""
+    with pytest.raises(DocumentError):
+        decode_claims(data)
+
+
+def test_a_request_with_too_many_claims_is_refused() -> None:
+    claim = {"namespace": "n", "name": "c", "uid": "u"}
+    with pytest.raises(DocumentError, match="2000 claims"):
+        decode_claims(make("NodePrepareResourcesRequest", claims=[claim] * 2000))

@@ -1,0 +1,91 @@
+"""A node whose claims are prepared: an API server with claims, a kubelet's record, and devices. No sockets."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from agent.dra.checkpoint import CHECKPOINT, Checkpoint
+from agent.dra.claims import ClaimGoneError, NodeClaims
+from agent.dra.devices import Device
+from agent.dra.kubelet_state import RECORD_NAME, read_record
+from agent.dra.messages import ClaimReference
+from agent.model.paths import DRA_DRIVER
+from agent.system.files import System
+from agent.system.spawn_runner import MachineRunner
+
+NODE = "node1"
+KUBELET = "/var/lib/kubelet"
+GPUS = ("gpu-0000-01-00-0", "gpu-0000-02-00-0")
+PARTITION = f"{GPUS[0]}-mig-7-0"
+
+
+def reference(name: str) -> ClaimReference:
+    return ClaimReference("default", name, f"uid-of-{name}")
+
+
+def claim(name: str, *devices: str, uid: str = "", **more: object) -> dict[str, Any]:
+    """Return a claim as the API server has it, allocated to devices of this node."""
+    results = [{"request": "gpu", "driver": DRA_DRIVER, "pool": NODE, "device": device, **more} for device in devices]
+    document: dict[str, Any] = {"metadata": {"name": name, "uid": uid or f"uid-of-{name}"}, "status": {}}
+    if devices:
+        document["status"]["allocation"] = {"devices": {"results": results}}
+    return document
+
+
+class Node:
+    """A node with two GPUs, an API server with claims, and a kubelet's record."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.system = System(MachineRunner(), str(tree))
+        self.api: dict[str, dict[str, Any]] = {}
+        self.devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "") for name in (*GPUS, PARTITION)}
+        self.asked: list[str] = []
+        (tree / KUBELET[1:]).mkdir(parents=True)
+        self.claims = self.restarted()
+
+    def restarted(self) -> NodeClaims:
+        """Return the claims as a new process knows them."""
+        checkpoint = Checkpoint(self.system, KUBELET)
+        record: Callable[[], bytes] = lambda: read_record(self.system, KUBELET)  # noqa: E731
+        return NodeClaims(NODE, self.fetch, lambda: self.devices, checkpoint, record)
+
+    def fetch(self, claim: ClaimReference) -> Mapping[str, Any]:
+        self.asked.append(claim.name)
+        if claim.name not in self.api:
+            raise ClaimGoneError(f"claim {claim}: not found")
+        return self.api[claim.name]
+
+    def kubelet_has(self, *claims: ClaimReference, device: str = GPUS[0]) -> None:
+        """Write the kubelet's record."""
+        states = [
+            {
+                "ClaimUID": each.uid,
+                "ClaimName": each.name,
+                "Namespace": each.namespace,
+                "PodUIDs": {"uid-of-pod": {}},
+                "DriverState": {
+                    "other.example": {"Devices": None},
+                    DRA_DRIVER: {
+                        "Devices": [
+                            {
+                                "PoolName": NODE,
+                                "DeviceName": device,
+                                "ShareID": None,
+                                "RequestNames": ["gpu"],
+                                "CDIDeviceIDs": [f"vendor.com/gpu={device}"],
+                            }
+                        ]
+                    },
+                },
+            }
+            for each in claims
+        ]
+        data = {"kind": "DRACheckpoint", "apiVersion": "checkpoint.dra.kubelet.k8s.io/v1", "ClaimInfoStateList": states}
+        record = {"Data": json.dumps(data), "Checksum": 1}
+        (self.tree / KUBELET[1:] / RECORD_NAME).write_text(json.dumps(record))
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.tree / CHECKPOINT[1:]

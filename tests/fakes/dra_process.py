@@ -1,0 +1,69 @@
+"""The driver as a process, as the kubelet meets it: real sockets and files in a directory, without an API server.
+
+Run with the directory as argument. Claims are the files `claims/<name>.json` there. If the file `die` exists, the
+process kills itself after it has noted a claim, before it answers. It imports all of agent.dra, as the service does.
+"""
+
+import importlib
+import json
+import os
+import pkgutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import agent.dra
+from agent.dra.checkpoint import Checkpoint, Prepared
+from agent.dra.claims import ClaimGoneError, NodeClaims
+from agent.dra.devices import Device, Health
+from agent.dra.health import HealthService
+from agent.dra.kubelet_state import read_record
+from agent.dra.messages import ClaimReference
+from agent.dra.plugin_server import KUBELET, DriverPlugin
+from agent.model.paths import DRA_DRIVER
+from agent.system.files import System
+from agent.system.spawn_runner import MachineRunner
+from tests.fakes.dra_node import GPUS, NODE
+
+
+class MortalCheckpoint(Checkpoint):
+    """Dies between the checkpoint and the answer."""
+
+    tree: Path
+
+    def save(self, claims: Prepared) -> None:
+        super().save(claims)
+        if (self.tree / "die").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(tree: Path) -> None:
+    for module in pkgutil.iter_modules(agent.dra.__path__, "agent.dra."):
+        importlib.import_module(module.name)
+    system = System(MachineRunner(), str(tree))
+    checkpoint = MortalCheckpoint(system, KUBELET)
+    checkpoint.tree = tree
+
+    def fetch(claim: ClaimReference) -> dict[str, object]:
+        try:
+            found: dict[str, object] = json.loads((tree / "claims" / f"{claim.name}.json").read_text())
+        except FileNotFoundError as error:
+            raise ClaimGoneError(f"claim {claim}: not found") from error
+        return found
+
+    devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "", health=Health.HEALTHY) for name in GPUS}
+    claims = NodeClaims(NODE, fetch, lambda: devices, checkpoint, lambda: read_record(system, KUBELET))
+    health = HealthService()
+    health.publish(NODE, devices.values())
+    plugin = DriverPlugin(DRA_DRIVER, claims, health, str(tree / KUBELET[1:]))
+    sys.stdout.write("serving\n")
+    sys.stdout.flush()
+    while not (tree / "stop").exists():
+        plugin.keep()
+        time.sleep(0.05)
+    plugin.stop()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
