@@ -1,15 +1,17 @@
 """The record of prepared claims, on disk: written before the kubelet gets an answer, so a crash forgets nothing."""
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from agent.dra.kubelet_state import prepared_claims, read_record
 from agent.dra.messages import ClaimReference, PreparedDevice
-from agent.model.errors import DocumentError
+from agent.model.errors import AgentError, DocumentError
 from agent.model.json_document import accept_version, get, objects, parse_object, strings
 from agent.model.paths import DRA_STATE
 from agent.system.files import System
@@ -17,6 +19,7 @@ from agent.system.files import System
 log = logging.getLogger(__name__)
 
 CHECKPOINT = f"{DRA_STATE}/claims.json"
+LOCK = f"{DRA_STATE}/lock"
 VERSION = 1
 SIZE_LIMIT = 4 << 20
 """Bytes of the largest record that is read. A claim takes some 500."""
@@ -25,11 +28,28 @@ Prepared = Mapping[ClaimReference, tuple[PreparedDevice, ...]]
 
 
 class Checkpoint:
-    """The file with the prepared claims."""
+    """The file with the prepared claims. Only one process has it at a time."""
 
     def __init__(self, system: System, kubelet: str) -> None:
-        """`kubelet` is the kubelet's root directory."""
+        """`kubelet` is the kubelet's root directory. Raises AgentError, if another process has the file too."""
         self._system, self._kubelet = system, kubelet
+        try:
+            system.make_directory(DRA_STATE)
+            self._lock = system.open_lock(LOCK)
+            # Two processes would not know each other's claims, and would take each other's sockets away.
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise AgentError(
+                f"{LOCK}: another process offers this node's GPUs",
+                "stop it, or leave it to `systemctl status unbounded-agent-dra`",
+            ) from error
+        except OSError as error:
+            raise AgentError(f"{LOCK}: {error.strerror}", "check that root can write there") from error
+
+    def close(self) -> None:
+        """Let another process have the file."""
+        os.close(self._lock)
 
     def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
         """Return the prepared claims. If the file is missing or damaged, those in the kubelet's record."""

@@ -284,6 +284,17 @@ def test_memory(driver: Driver) -> None:
 
 
 @pytest.mark.processes
+def test_a_second_driver_leaves_the_first_one_alone(driver: Driver) -> None:
+    """Two would not know each other's claims, and would take each other's sockets away for ever."""
+    argv = [sys.executable, "-m", "tests.fakes.dra_process", str(driver.tree)]
+    finished = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=LONG)
+    assert finished.returncode == 1
+    assert "dra/lock: another process offers this node's GPUs" in finished.stderr
+    driver.allocate("a", GPUS[0])
+    assert ask(driver.sockets[1], PREPARE, reference("a"))["uid-of-a"].error == ""
+
+
+@pytest.mark.processes
 def test_a_stopped_driver_leaves_no_socket(driver: Driver) -> None:
     (driver.tree / "stop").touch()
     assert driver.process.wait(LONG) == 0

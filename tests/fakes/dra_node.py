@@ -43,11 +43,14 @@ class Node:
         self.devices = {name: Device(name, "vendor", (f"vendor.com/gpu={name}",), "") for name in (*GPUS, PARTITION)}
         self.asked: list[str] = []
         (tree / KUBELET[1:]).mkdir(parents=True)
+        self._checkpoint: Checkpoint | None = None
         self.claims = self.restarted()
 
     def restarted(self) -> NodeClaims:
         """Return the claims as a new process knows them."""
-        checkpoint = Checkpoint(self.system, KUBELET)
+        if self._checkpoint:
+            self._checkpoint.close()
+        checkpoint = self._checkpoint = Checkpoint(self.system, KUBELET)
         record: Callable[[], bytes] = lambda: read_record(self.system, KUBELET)  # noqa: E731
         return NodeClaims(NODE, self.fetch, lambda: self.devices, checkpoint, record)
 
