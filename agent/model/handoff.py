@@ -25,7 +25,7 @@ SIZE_LIMIT = 1 << 20
 
 SINCE_2 = (
     *("capability", "environment", "sockets", "containerd_drop_in", "cdi_modes", "cdi_hooks"),
-    "validation_markers",
+    *("validation_markers", "allocation"),
 )
 """Keys that version 1 does not know."""
 LEFT_OUT = (*SINCE_2, "withdrawn")
@@ -34,6 +34,8 @@ UNCOUNTED = ("restart_device_plugin", "withdrawn")
 """Keys that are not part of the digest, because older halves compute the digest without them."""
 OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
+DRA = "dra"
+"""The value of `allocation` for a node that offers its GPUs itself, by Dynamic Resource Allocation."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
 """Characters of a condition's message that a remark may take up."""
 
@@ -116,6 +118,8 @@ class Handoff:
     withdrawn: tuple[str, ...] = ()
     """Nodes that the host bound into the running machine, and that are no longer granted. The machine half may never
     have seen a handoff that grants them."""
+    allocation: str = ""
+    """Who offers the GPUs to pods: DRA, or empty for the vendors' device plugins. Since version 2."""
 
     @property
     def generation(self) -> str:
@@ -129,7 +133,8 @@ def render_handoff(handoff: Handoff) -> bytes:
     The document has the oldest version that can express the handoff, so that an older image keeps working as long as
     nothing newer is granted.
     """
-    newer = handoff.containerd_drop_in or handoff.validation_markers or any(map(_needs_2, handoff.requests))
+    newer = any((handoff.containerd_drop_in, handoff.validation_markers, handoff.allocation))
+    newer = newer or any(map(_needs_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     content = _content(handoff)
     document = {"version": version, "generation": _digest(content), **content}
@@ -168,6 +173,7 @@ def parse_handoff(data: bytes) -> Handoff:
         containerd_drop_in=get(where, document, "containerd_drop_in", str) if "containerd_drop_in" in document else "",
         validation_markers="validation_markers" in document and get(where, document, "validation_markers", bool),
         withdrawn=strings(where, document, "withdrawn") if "withdrawn" in document else (),
+        allocation=get(where, document, "allocation", str) if "allocation" in document else "",
     )
     if get(where, document, "generation", str) != handoff.generation:
         raise DocumentError(f"{where}: key generation does not match the content", "the host half publishes it again")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.model.errors import DocumentError
-from agent.model.handoff import GrantedDevice, GrantedFile, Handoff, Request, parse_handoff, render_handoff
+from agent.model.handoff import DRA, GrantedDevice, GrantedFile, Handoff, Request, parse_handoff, render_handoff
 
 HANDOFF = Handoff(
     machine="gpu-node",
@@ -48,6 +48,7 @@ def version_1() -> dict[str, Any]:
     del content["containerd_drop_in"]
     del content["validation_markers"]
     del content["withdrawn"]
+    del content["allocation"]
     (request,) = content["requests"]
     del request["sockets"], request["environment"], request["cdi_modes"], request["cdi_hooks"]
     for device in request["devices"]:
@@ -89,6 +90,7 @@ def test_halves_that_do_not_know_withdrawn_nodes() -> None:
         (changed(machine="other"), "key generation does not match"),
         (changed(restart_device_plugin="yes"), "key restart_device_plugin must be bool"),
         (changed(validation_markers="yes"), "key validation_markers must be bool"),
+        (changed(allocation=True), "key allocation must be str"),
     ],
 )
 def test_errors_name_the_key(data: bytes, named: str) -> None:
@@ -107,11 +109,12 @@ def test_a_document_has_the_oldest_version_that_can_express_it() -> None:
     assert document["version"] == 1
     assert set(document["requests"][0]["devices"][0]) == {"path", "kind", "major", "minor", "pci_address"}
     request = replace(HANDOFF.requests[0], devices=(*HANDOFF.requests[0].devices, CAPABILITY))
-    assert not {"containerd_drop_in", "validation_markers"} & document.keys()
+    assert not {"containerd_drop_in", "validation_markers", "allocation"} & document.keys()
     for newer in (
         replace(HANDOFF, requests=(request,)),
         replace(HANDOFF, containerd_drop_in="/etc/cri/conf.d/20-nvidia.part"),
         replace(HANDOFF, validation_markers=True),
+        replace(HANDOFF, allocation=DRA),
     ):
         assert json.loads(render_handoff(newer))["version"] == 2
         assert parse_handoff(render_handoff(newer)) == newer

@@ -20,7 +20,7 @@ from agent.model.facts import UNSTAGED, Absent, Broken, DeviceNode, Facts, Stage
 from agent.model.faults import Fault, fault
 from agent.model.goal import DriverRoots, Goal, Grant, MachineGoal, OwnedFile, Share
 from agent.model.granted import Granted
-from agent.model.handoff import OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
+from agent.model.handoff import DRA, OTHER_DEVICES, GrantedDevice, GrantedFile, Handoff, Request, render_handoff
 from agent.model.live import READ_ONLY, READ_WRITE, LiveSettings
 from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, nspawn_file, unit_drop_in
 
@@ -153,6 +153,7 @@ def _machine(
         containerd_drop_in=settings.containerd_drop_in,
         validation_markers=settings.validation_markers,
         withdrawn=withdrawn_nodes(name, facts, {node.path for node in nodes}),
+        allocation=DRA if settings.allocation == DRA else "",
     )
     return MachineGoal(
         name=name,
