@@ -41,7 +41,7 @@ def test_an_unknown_name_is_bad_input(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["kube", "manifests", "runtime-class", "runtime"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("unbounded-agent: there is no manifest runtime: choose from cuda-test, ")
+    assert printed.err.startswith("unbounded-agent: there is no manifest runtime: choose from claim-admin-access, ")
 
 
 def test_it_needs_no_configuration(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

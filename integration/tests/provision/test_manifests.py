@@ -10,10 +10,14 @@ import yaml
 from agent.cli.main import main
 from integration.bed.cluster.control_plane import ControlPlane
 from integration.bed.cluster.helm import device_plugin_chart, rendered
+from integration.bed.process import CommandError
 
 VALUES = ("device-plugin-values", "gpu-operator-values")
 OTHER_API = "node-readiness-rule"
 """Its API belongs to a controller that the module proxy does not have."""
+MONITORING = "claim-admin-access"
+"""Its claim is only accepted in a namespace with the label ADMIN_ACCESS."""
+ADMIN_ACCESS = "resource.kubernetes.io/admin-access"
 DRY_RUN = ("apply", "--dry-run=server", "--validate=strict", "--filename=-")
 
 
@@ -33,6 +37,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_api_server_accepts_every_manifest(control_plane: ControlPlane, directory: Path) -> None:
+    control_plane.kubectl("label", "namespace", "default", f"{ADMIN_ACCESS}=true")
     # For real: pods that name a runtime class are admitted only if it exists.
     control_plane.kubectl("apply", "--filename=-", stdin=(directory / "runtime-class.yaml").read_text())
     accepted = {
@@ -42,6 +47,14 @@ def test_the_api_server_accepts_every_manifest(control_plane: ControlPlane, dire
     }
     assert len(accepted) == len(list(directory.iterdir())) - 3
     assert [name for name, answer in accepted.items() if "(server dry run)" not in answer] == []
+
+
+def test_monitoring_all_gpus_needs_a_label_of_the_namespace(control_plane: ControlPlane, directory: Path) -> None:
+    """Without the label, whoever may create a claim would get access to all pods' GPUs."""
+    control_plane.kubectl("create", "namespace", "others")
+    control_plane.kubectl("create", "serviceaccount", "default", "--namespace=others")
+    with pytest.raises(CommandError, match=ADMIN_ACCESS):
+        control_plane.kubectl(*DRY_RUN, "--namespace=others", stdin=(directory / f"{MONITORING}.yaml").read_text())
 
 
 def test_the_plugin_s_chart_takes_our_values(control_plane: ControlPlane, directory: Path) -> None:
