@@ -11,13 +11,17 @@ import stat
 from typing import Any
 
 from agent.model.errors import ApplyError
-from agent.model.paths import MACHINE_STATE, OWNED
+from agent.model.paths import DRA_STATUS_NAME, MACHINE_STATE, OWNED
 from agent.system.errnos import UNUSABLE
 from agent.system.files import NEW, System
 from agent.system.journal import WARNING, say
 
 NODE_CONDITION = "node-condition"
-"""Name of the only note that another service writes (unbounded-agent-node-condition.service)."""
+"""Name of the only note that another service writes (unbounded-agent-node-condition.service).
+
+agent.dra writes no note, but a document in the same directory."""
+OTHERS = (f".{NODE_CONDITION}.", f".{DRA_STATUS_NAME}")
+"""How the names of the temporary files of other services begin."""
 OWNED_COPY = f"{OWNED}.copy"
 
 
@@ -60,8 +64,8 @@ class Notes:
 def remove_remains(system: System) -> None:
     """Remove temporary files that killed writers left next to notes. Raises OSError."""
     for name in system.entries(MACHINE_STATE) if system.is_directory(MACHINE_STATE) else ():
-        # Not those of the other service, which may be writing them now.
-        if name.endswith(NEW) and not name.startswith(f".{NODE_CONDITION}."):
+        # Not those of other services, which may be writing them now.
+        if name.endswith(NEW) and not name.startswith(OTHERS):
             system.remove(f"{MACHINE_STATE}/{name}")
 
 

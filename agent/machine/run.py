@@ -3,41 +3,24 @@
 import contextlib
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from agent import __version__
 from agent.machine.cdi.outdated_pods import name_outdated
-from agent.machine.cdi.spec import Published, publish_spec, remove_stale_specs
-from agent.machine.containerd.active import check_active, restart
-from agent.machine.containerd.configure import configure_runtime
+from agent.machine.cdi.spec import remove_stale_specs
+from agent.machine.containerd.active import restart
 from agent.machine.context import Context
 from agent.machine.devices.former_grants import may_have, note_unknown_nodes, withdrawn_requests
-from agent.machine.devices.nodes import (
-    WITHDRAWN,
-    check_devices,
-    unmount_removed,
-    with_hidden_driver,
-    withdraw_nodes,
-)
-from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised, used_plugins
-from agent.machine.kubelet.validation_markers import settle_markers
-from agent.machine.libraries.link import link_libraries
+from agent.machine.devices.nodes import WITHDRAWN
+from agent.machine.kubelet.device_plugin import used_plugins
 from agent.machine.repairs import repairs
-from agent.machine.steps import InBackground, attempt, with_remark_from
-from agent.machine.vendors import machine_vendor
-from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown, worst
+from agent.machine.requests import Outcome, settle_request
+from agent.machine.steps import attempt, with_remark_from
+from agent.model.conditions import Condition, ConditionType, false, worst
 from agent.model.device import FileIdentity
 from agent.model.errors import AgentError, ApplyError
-from agent.model.handoff import (
-    OTHER_DEVICES,
-    SIZE_LIMIT,
-    Handoff,
-    Request,
-    parse_handoff,
-    render_report,
-    with_remark,
-)
+from agent.model.handoff import DRA, SIZE_LIMIT, Handoff, parse_handoff, render_report
 from agent.model.paths import (
+    ALLOCATABLE,
     CONDITIONS_NAME,
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
@@ -48,7 +31,6 @@ from agent.model.reasons import Reason
 from agent.system.files import System
 from agent.system.journal import ERROR, INFO, say, say_changes
 from agent.system.process import Runner
-from agent.vendors.machine_vendor import MachineVendor
 
 HANDOFF = f"{MACHINE_HANDOFF_DIRECTORY}/{HANDOFF_NAME}"
 REPORT = f"{MACHINE_REPORT_DIRECTORY}/{REPORT_NAME}"
@@ -57,17 +39,6 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 ROUNDS = 5
 """How many handoffs one run may settle. A run itself looks for a changed handoff, because systemd's path unit misses
 changes while the service runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """The result of settling one request, or all requests."""
-
-    conditions: tuple[Condition, ...]
-    devices: tuple[str, ...] = ()
-    """Names of the CDI devices that pods can request."""
-    counts_repairs: bool = True
-    """Whether the host half accepts counts of repairs in the report."""
 
 
 def main(runner: Runner) -> int:
@@ -136,9 +107,11 @@ def settle(context: Context) -> Outcome:
     """Settle all requests, and merge their conditions: the worst one of each type is reported."""
     remove_stale_specs(context)
     noting_failed = note_unknown_nodes(context)
-    outcomes = [_settle_request(context, each) for each in (*context.handoff.requests, *withdrawn_requests(context))]
+    requests = (*context.handoff.requests, *withdrawn_requests(context))
+    outcomes = [settle_request(context, each, lambda: _newest(context.system)) for each in requests]
     node_condition = _node_condition(context)
-    conditions = _merged((*noting_failed, *(condition for outcome in outcomes for condition in outcome.conditions)))
+    found = (*noting_failed, *(condition for outcome in outcomes for condition in outcome.conditions))
+    conditions = _merged((*found, *_offered(context, outcomes)))
     if any(request.gpus for request in context.handoff.requests):
         conditions = with_remark_from(
             conditions,
@@ -158,6 +131,19 @@ def settle(context: Context) -> Outcome:
         tuple(device for outcome in outcomes for device in outcome.devices),
         counts_repairs=context.handoff.restart_device_plugin is not None,
     )
+
+
+def _offered(context: Context, outcomes: Iterable[Outcome]) -> tuple[Condition, ...]:
+    """Publish the devices that claims can have, and return GPUsAdvertised, if the node itself is to offer its GPUs."""
+    if context.handoff.allocation != DRA:
+        with contextlib.suppress(OSError):
+            context.system.remove(ALLOCATABLE)
+        return ()
+    # Imported only if it is configured.
+    from agent.machine.kubelet.offered import settle_offer
+
+    vendors = [each.allocatable for each in outcomes if each.allocatable]
+    return (attempt(ConditionType.GPUS_ADVERTISED, lambda: settle_offer(context, vendors)),)
 
 
 def _node_condition(context: Context) -> Condition | None:
@@ -192,87 +178,6 @@ def report(context: Context, outcome: Outcome) -> None:
     counts = repairs(context.notes) if outcome.counts_repairs else None
     document = render_report(context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
     system.write(REPORT, document)
-
-
-def _settle_request(context: Context, request: Request) -> Outcome:
-    if request.vendor == OTHER_DEVICES:
-        # Imported here: few machines are granted other devices.
-        from agent.machine.devices.other_devices import settle_others
-
-        return Outcome(settle_others(context, request, _newest(context.system)))
-    vendor = machine_vendor(request.vendor)
-    if vendor is None:
-        message = f"the image's agent does not support vendor {request.vendor}: bring the image to the host's release"
-        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
-    return _settle_gpus(context, vendor, request)
-
-
-def _settle_gpus(context: Context, vendor: MachineVendor, request: Request) -> Outcome:
-    devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
-    linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
-    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
-
-    def publish() -> Condition:
-        nonlocal published
-        published = publish_spec(context, vendor, request)
-        return published.condition
-
-    # The generator may be running already, so steps that do not need its result come first.
-    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
-    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
-    described, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
-    if request.cdi_modes:
-        from agent.machine.cdi.modes import publish_modes
-
-        modes_remark = publish_modes(context, vendor, request)
-    # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
-    removed, withdrawn = withdraw_nodes(context, request, _newest(context.system))
-    if (removed or withdrawn) and described.status is not Status.TRUE:
-        # Tried again: the generator lists every GPU that has a node, so only now does it omit a withdrawn GPU. The
-        # first attempt may also have failed because a note could not be written.
-        described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
-    (described,) = with_remark((described,), described.type, modes_remark)
-    advertised = _advertised(context, vendor, request, published)
-    found = (linked, configured, active.condition(), devices.condition(), described, advertised)
-    conditions = (*found, *settle_markers(context, vendor, request, found))
-    names = published.devices
-    if len(context.handoff.requests) > 1:
-        # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
-        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
-    return Outcome((*conditions, *((withdrawn,) if withdrawn else ())), names)
-
-
-def _advertised(context: Context, vendor: MachineVendor, request: Request, published: Published) -> Condition:
-    kind = ConditionType.GPUS_ADVERTISED
-    found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
-    if not context.handoff.restart_device_plugin or found.reason not in FIXED_BY_RESTART:
-        return found
-    # Imported only if a restart is configured and needed.
-    from agent.machine.kubelet.plugin_restart import restart_plugin
-
-    return attempt(kind, lambda: restart_plugin(context, vendor, found))
-
-
-def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    if not vendor.driver_files:
-        # Imported here: few machines need it. Links into a driver root, if any, stay: they are another vendor's.
-        from agent.machine.devices.dri_links import link_dri_nodes
-
-        link_dri_nodes(context, request)
-        return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
-    return link_libraries(context, request, vendor.data_directories)
-
-
-def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
-    # Unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
-    unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
-    if request.devices or context.notes.load(f"char-links-{vendor.name}"):
-        # Imported only if there is a node.
-        from agent.machine.devices.char_links import link_nodes
-
-        link_nodes(context, request)
-    condition = check_devices(context, request)
-    return with_hidden_driver(context.system, condition, vendor.kernel_paths)
 
 
 def _newest(system: System) -> Handoff | None:

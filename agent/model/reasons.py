@@ -145,6 +145,7 @@ class Reason(StrEnum):
     DEVICE_PLUGIN_RESTART_NEEDED = "DevicePluginRestartNeeded"
     PLUGIN_SPEC_OUTDATED = "PluginSpecOutdated"
     STALE_GPUS = "StaleGPUs"
+    DRA_DRIVER_DOWN = "DRADriverDown"
 
     # NodeConditionSet:
     NO_KUBECTL = "NoKubectl"

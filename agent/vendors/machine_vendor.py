@@ -4,14 +4,19 @@ All methods are pure, except `generate` and `list_devices`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Set
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from agent.model.conditions import ConditionType
 from agent.model.device import DeviceNumber
 from agent.model.handoff import GrantedDevice, Request
 from agent.model.paths import spec_file
 from agent.system.files import System
+
+if TYPE_CHECKING:
+    # Few machines allocate by claims, and the import takes part of the time before containerd at every boot.
+    from agent.model.allocatable import AllocatableDevice
 
 EDIT_LIMIT = 1 << 17
 """Characters of the longest TOML that is edited with its comments. tomlkit needs 0.6 s for that, and 21 s for 1 MiB."""
@@ -164,6 +169,13 @@ class MachineVendor(ABC):
     @abstractmethod
     def gpu_of(self, name: str, request: Request) -> str:
         """Return the GPU that a kubelet's device id or a CDI device name stands for; empty if there is none. Pure."""
+
+    @abstractmethod
+    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
+        """Return the devices that a claim can have: those of the verified specification that are in `names`. Pure.
+
+        Raises DocumentError.
+        """
 
     def edit_runtime_config(self, text: str) -> str:
         """Return the content that the file `runtime_config` must have, given its current `text`. Pure.

@@ -148,10 +148,11 @@ class Machine(System):
         containerd_drop_in: str = "",
         validation_markers: bool = False,
         withdrawn: tuple[str, ...] = (),
+        allocation: str = "",
     ) -> Handoff:
         """Publish a handoff."""
         flags = (default_runtime, restart_device_plugin, containerd_drop_in, validation_markers)
-        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn)
+        handoff = Handoff("kube1", "x86_64", requests, *flags, withdrawn, allocation)
         self.put(HANDOFF, render_handoff(handoff))
         return handoff
 

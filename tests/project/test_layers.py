@@ -34,6 +34,7 @@ ROOMS: Mapping[str, Order] = {
         ("devices", "libraries", "containerd"),
         "cdi",
         "kubelet",
+        "requests",
         ("run", "prefetch"),
         "__main__",
     ),

@@ -2,7 +2,8 @@
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
+from typing import TYPE_CHECKING
 
 from agent.model.device import DeviceNumber, dri_link
 from agent.model.errors import DocumentError
@@ -12,6 +13,9 @@ from agent.vendors.cdi.document import devices, object_of, strings
 from agent.vendors.cdi.names import device_names
 from agent.vendors.drm import cdi
 from agent.vendors.machine_vendor import Generated, MachineVendor, Verdict
+
+if TYPE_CHECKING:
+    from agent.model.allocatable import AllocatableDevice
 
 GROUP_FILE = "/etc/group"
 NO_GROUP = 2**32 - 1
@@ -62,6 +66,16 @@ class DrmMachine(MachineVendor):
     def list_devices(self, system: System, directory: str) -> tuple[str, ...]:
         return tuple(
             name for each in system.entries(directory) for name in device_names(system.read_text(f"{directory}/{each}"))
+        )
+
+    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
+        # Imported here: few machines allocate by claims.
+        from agent.model.allocatable import AllocatableDevice
+
+        listed = names & {name for name, _ in devices(object_of(spec, "the specification"))}
+        # The other names may change at a reboot.
+        return tuple(
+            AllocatableDevice(gpu, (f"{self.spec_kind}={gpu}",)) for gpu in sorted(request.gpus) if gpu in listed
         )
 
 

@@ -1,7 +1,8 @@
 """NVIDIA in the machine: generates CDI specifications with the toolkit's programs, and verifies them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from agent.model.device import DeviceNumber
 from agent.model.handoff import Request
@@ -12,6 +13,9 @@ from agent.vendors.nvidia.cdi import nvidia_ctk
 from agent.vendors.nvidia.cdi import verify as cdi
 from agent.vendors.nvidia.cdi.command import HOOK, NVIDIA_CTK
 from agent.vendors.nvidia.cdi.complete import in_words, with_additions
+
+if TYPE_CHECKING:
+    from agent.model.allocatable import AllocatableDevice
 
 DATA_DIRECTORIES = (
     # The data files' targets in file_groups. Importing that module takes too long.
@@ -93,6 +97,12 @@ class NvidiaMachine(MachineVendor):
         from agent.vendors.nvidia.cdi.plugin_spec import plugin_spec_problems
 
         return plugin_spec_problems(spec, own, request, live, exists)
+
+    def allocatable(self, spec: object, request: Request, names: Set[str]) -> "tuple[AllocatableDevice, ...]":
+        # Imported here: few machines allocate by claims.
+        from agent.vendors.nvidia.cdi.allocatable import allocatable
+
+        return allocatable(spec, request, names)
 
     def gpu_of(self, name: str, request: Request) -> str:
         return device_plugin.gpu_of(name)

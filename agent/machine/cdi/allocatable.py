@@ -1,0 +1,48 @@
+"""Publishes which devices of the verified CDI specifications a pod may be given by a claim.
+
+agent.dra reads the document, and offers nothing else. It exists only while the host's settings ask for Dynamic Resource
+Allocation.
+"""
+
+import json
+from collections.abc import Collection, Iterable
+
+from agent.machine.context import Context
+from agent.model.allocatable import AllocatableDevice, AllocatableVendor, render_allocatable
+from agent.model.conditions import Condition, Status
+from agent.model.errors import AgentError
+from agent.model.handoff import Request
+from agent.model.paths import ALLOCATABLE
+from agent.model.text import one_line
+from agent.vendors.machine_vendor import MachineVendor
+
+
+def allocatable(
+    context: Context, vendor: MachineVendor, request: Request, names: Collection[str], described: Condition
+) -> AllocatableVendor:
+    """Return the vendor's devices that pods get from the published specification, and why some are missing.
+
+    `names` has the devices of the verified specification, none if there is none, and `described` is CDISpecCurrent.
+    """
+    problem = "" if described.status is Status.TRUE else one_line(described.message)
+    devices: tuple[AllocatableDevice, ...] = ()
+    if names:
+        try:
+            spec = json.loads(context.system.read(vendor.spec_path))
+            devices = vendor.allocatable(spec, request, frozenset(names))
+        except (AgentError, OSError, ValueError) as error:
+            # Somebody replaced the specification after it was verified. The next run repairs it.
+            problem = f"{vendor.spec_path}: {one_line(str(error))}"
+    return AllocatableVendor(vendor.name, devices, problem, request.driver_version)
+
+
+def publish_allocatable(context: Context, vendors: Iterable[AllocatableVendor]) -> None:
+    """Write the document if it has changed. Raises OSError."""
+    content = render_allocatable(vendors)
+    try:
+        if context.system.read(ALLOCATABLE) == content:
+            return
+    except OSError:
+        # Missing, or damaged: write it again.
+        pass
+    context.system.write(ALLOCATABLE, content, 0o600)

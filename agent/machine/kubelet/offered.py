@@ -1,0 +1,99 @@
+"""Publishes what pods may be given by claims, and reports what agent.dra offers to the cluster: GPUsAdvertised.
+
+agent.dra is a service of its own (unbounded-agent-dra.service). It talks to the kubelet and the API server, for which
+the GPU setup never waits: this module only reads its status.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+from agent.machine.cdi.allocatable import publish_allocatable
+from agent.machine.context import Context
+from agent.machine.kubelet.device_plugin import KUBELET_SOCKET, PLUGINS
+from agent.model.allocatable import AllocatableVendor
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
+from agent.model.dra_status import SILENT_AFTER, SIZE_LIMIT, DraStatus, parse_dra_status
+from agent.model.errors import DocumentError
+from agent.model.paths import DRA_STATUS
+from agent.model.reasons import Reason
+from agent.model.text import rfc3339
+from agent.system.files import System
+
+KIND = ConditionType.GPUS_ADVERTISED
+UNIT = "unbounded-agent-dra"
+NAMES_SHOWN = 16
+"""GPUs or devices that a message names."""
+
+
+def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Condition:
+    """Publish the allocatable devices, and return GPUsAdvertised. Raises OSError."""
+    publish_allocatable(context, vendors)
+    granted = {gpu for request in context.handoff.requests for gpu in request.gpus}
+    allocatable = {device.pci_address for vendor in vendors for device in vendor.devices}
+    if not granted:
+        return not_applicable(KIND, "no GPU is granted to this machine")
+    status = _status(context.system, time.time())
+    return status if isinstance(status, Condition) else _compare(status, granted, allocatable)
+
+
+def _status(system: System, now: float) -> DraStatus | Condition:
+    """Return what agent.dra reports; the condition if it reports nothing, or cannot work."""
+    if not system.is_directory(PLUGINS):
+        return unknown(KIND, Reason.NO_KUBELET, f"{PLUGINS} does not exist: no kubelet has run in this machine")
+    if system.listening_process(KUBELET_SOCKET) is None:
+        return unknown(
+            KIND, Reason.KUBELET_DOWN, f"{KUBELET_SOCKET} accepts no connection: see `systemctl status kubelet`"
+        )
+    try:
+        status = parse_dra_status(system.read(DRA_STATUS, SIZE_LIMIT))
+    except FileNotFoundError:
+        return _silent("has reported nothing since the machine's start")
+    except DocumentError as error:
+        return _silent(f"wrote a status that cannot be read: {error}")
+    # abs(): if the clock was set back, the status lies in the future.
+    if abs(now - status.at) > SILENT_AFTER:
+        return _silent(f"has reported nothing since {rfc3339(status.at)}")
+    if status.reason:
+        return Condition(KIND, Status.FALSE, status.reason, status.message)
+    if not status.registered:
+        message = f"the kubelet has not accepted {UNIT}.service as a driver yet, so no pod can start with a GPU"
+        return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, see the logs of both")
+    return status
+
+
+def _silent(what: str) -> Condition:
+    advice = "pods that have a GPU keep it, but no pod can start or end with one"
+    return false(
+        KIND, Reason.DRA_DRIVER_DOWN, f"{UNIT}.service {what}: see `systemctl status {UNIT}`; until then {advice}"
+    )
+
+
+def _compare(status: DraStatus, granted: set[str], allocatable: set[str]) -> Condition:
+    """Compare what is granted with what is offered, and return the condition."""
+    for offer in status.offers:
+        if offer.reason:
+            return Condition(KIND, Status.FALSE, offer.reason, offer.message)
+    if not allocatable:
+        return unknown(
+            KIND, Reason.NOT_PUBLISHED, "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
+        )
+    offered = {gpu for offer in status.offers for gpu in offer.gpus}
+    tainted = sorted(name for offer in status.offers for name in offer.tainted)
+    where = f"the ResourceSlices of node {status.node}"
+    if missing := allocatable - offered:
+        message = f"{_names(missing)} can be given to pods, but is not in {where} yet"
+        return false(KIND, Reason.GPUS_MISSING, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
+    if stale := offered - granted:
+        message = f"{_names(stale)} is in {where}, but not granted (any longer)"
+        return false(KIND, Reason.STALE_GPUS, f"{message}; if that lasts, see `journalctl -u {UNIT}`")
+    remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_names(tainted)}"] if tainted else []
+    if without := granted - allocatable:
+        remarks.append(f"without {_names(without)}, which no CDI specification names: see CDISpecCurrent")
+    count = sum(len(offer.devices) for offer in status.offers)
+    return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {count} devices", *remarks]))
+
+
+def _names(names: Iterable[str]) -> str:
+    found = sorted(names)
+    more = len(found) - NAMES_SHOWN
+    return ", ".join(found[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

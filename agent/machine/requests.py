@@ -1,0 +1,136 @@
+"""Settles one request of the handoff: devices, libraries, CDI specification and containerd's configuration."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from agent.machine.cdi.spec import Published, publish_spec
+from agent.machine.containerd.active import check_active
+from agent.machine.containerd.configure import configure_runtime
+from agent.machine.context import Context
+from agent.machine.devices.nodes import check_devices, unmount_removed, with_hidden_driver, withdraw_nodes
+from agent.machine.kubelet.device_plugin import FIXED_BY_RESTART, check_advertised
+from agent.machine.kubelet.validation_markers import settle_markers
+from agent.machine.libraries.link import link_libraries
+from agent.machine.steps import InBackground, attempt
+from agent.machine.vendors import machine_vendor
+from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, unknown
+from agent.model.handoff import DRA, OTHER_DEVICES, Handoff, Request, with_remark
+from agent.model.reasons import Reason
+from agent.vendors.machine_vendor import MachineVendor
+
+if TYPE_CHECKING:
+    from agent.model.allocatable import AllocatableVendor
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The result of settling one request, or all requests."""
+
+    conditions: tuple[Condition, ...]
+    devices: tuple[str, ...] = ()
+    """Names of the CDI devices that pods can request."""
+    allocatable: "AllocatableVendor | None" = None
+    """The devices that claims can have; None if the host's settings ask for no such allocation."""
+    counts_repairs: bool = True
+    """Whether the host half accepts counts of repairs in the report."""
+
+
+def settle_request(context: Context, request: Request, newest: Callable[[], Handoff | None]) -> Outcome:
+    """Settle a request. `newest` returns the current handoff, which may be newer than the one that is settled."""
+    if request.vendor == OTHER_DEVICES:
+        # Imported here: few machines are granted other devices.
+        from agent.machine.devices.other_devices import settle_others
+
+        return Outcome(settle_others(context, request, newest()))
+    vendor = machine_vendor(request.vendor)
+    if vendor is None:
+        message = f"the image's agent does not support vendor {request.vendor}: bring the image to the host's release"
+        return Outcome((false(ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR, message),))
+    return _settle_gpus(context, vendor, request, newest)
+
+
+def _settle_gpus(
+    context: Context, vendor: MachineVendor, request: Request, newest: Callable[[], Handoff | None]
+) -> Outcome:
+    devices = InBackground(ConditionType.DEVICES_ALLOWED, lambda: _devices(context, vendor, request))
+    linked = attempt(ConditionType.LIBRARIES_LINKED, lambda: _linked(context, vendor, request))
+    published = Published(unknown(ConditionType.CDI_SPEC_CURRENT, Reason.NOT_TRIED, ""))
+
+    def publish() -> Condition:
+        nonlocal published
+        published = publish_spec(context, vendor, request)
+        return published.condition
+
+    # The generator may be running already, so steps that do not need its result come first.
+    configured = attempt(ConditionType.RUNTIME_CONFIGURED, lambda: configure_runtime(context, vendor, request))
+    active = InBackground(ConditionType.RUNTIME_ACTIVE, lambda: check_active(context, configured))
+    described, modes_remark = attempt(ConditionType.CDI_SPEC_CURRENT, publish), ""
+    if request.cdi_modes:
+        from agent.machine.cdi.modes import publish_modes
+
+        modes_remark = publish_modes(context, vendor, request)
+    # Nodes are withdrawn only now: as long as a published specification lists a node, new pods may get the node.
+    removed, withdrawn = withdraw_nodes(context, request, newest())
+    if (removed or withdrawn) and described.status is not Status.TRUE:
+        # Tried again: the generator lists every GPU that has a node, so only now does it omit a withdrawn GPU. The
+        # first attempt may also have failed because a note could not be written.
+        described = attempt(ConditionType.CDI_SPEC_CURRENT, publish)
+    (described,) = with_remark((described,), described.type, modes_remark)
+    found = (linked, configured, active.condition(), devices.condition(), described)
+    conditions = (*found, *_advertised(context, vendor, request, published))
+    conditions += settle_markers(context, vendor, request, conditions)
+    names = published.devices
+    if len(context.handoff.requests) > 1:
+        # Qualified, because each vendor has a device `all`, and a report must not have a name twice.
+        names = tuple(f"{vendor.spec_kind}={name}" for name in names)
+    conditions += (withdrawn,) if withdrawn else ()
+    return Outcome(conditions, names, _allocatable(context, vendor, request, published.devices, described))
+
+
+def _allocatable(
+    context: Context, vendor: MachineVendor, request: Request, names: tuple[str, ...], described: Condition
+) -> "AllocatableVendor | None":
+    if context.handoff.allocation != DRA:
+        return None
+    from agent.machine.cdi.allocatable import allocatable
+
+    return allocatable(context, vendor, request, names, described)
+
+
+def _advertised(
+    context: Context, vendor: MachineVendor, request: Request, published: Published
+) -> tuple[Condition, ...]:
+    """Return GPUsAdvertised for GPUs that the vendor's device plugin offers."""
+    if context.handoff.allocation == DRA:
+        return ()
+    kind = ConditionType.GPUS_ADVERTISED
+    found = attempt(kind, lambda: check_advertised(context, vendor, request, published.devices))
+    if not context.handoff.restart_device_plugin or found.reason not in FIXED_BY_RESTART:
+        return (found,)
+    # Imported only if a restart is configured and needed.
+    from agent.machine.kubelet.plugin_restart import restart_plugin
+
+    return (attempt(kind, lambda: restart_plugin(context, vendor, found)),)
+
+
+def _linked(context: Context, vendor: MachineVendor, request: Request) -> Condition:
+    if not vendor.driver_files:
+        # Imported here: few machines need it. Links into a driver root, if any, stay: they are another vendor's.
+        from agent.machine.devices.dri_links import link_dri_nodes
+
+        link_dri_nodes(context, request)
+        return not_applicable(ConditionType.LIBRARIES_LINKED, "no driver files are granted to this machine")
+    return link_libraries(context, request, vendor.data_directories)
+
+
+def _devices(context: Context, vendor: MachineVendor, request: Request) -> Condition:
+    # Unmounted before the check: as soon as the condition reports wrong nodes, the host binds new ones.
+    unmount_removed(context.system, (*(device.path for device in request.devices), *vendor.bound_directories(request)))
+    if request.devices or context.notes.load(f"char-links-{vendor.name}"):
+        # Imported only if there is a node.
+        from agent.machine.devices.char_links import link_nodes
+
+        link_nodes(context, request)
+    condition = check_devices(context, request)
+    return with_hidden_driver(context.system, condition, vendor.kernel_paths)

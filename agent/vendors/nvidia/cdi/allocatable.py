@@ -1,0 +1,36 @@
+"""Lists the GPUs and MIG devices of a verified CDI specification that a pod can have. Pure.
+
+A device is named by UUID, because its index changes when another GPU or MIG device is added or removed.
+"""
+
+from collections.abc import Set
+
+from agent.model.allocatable import AllocatableDevice
+from agent.model.device import DeviceKind
+from agent.model.handoff import Request
+from agent.vendors.cdi.document import devices, object_of, strings
+from agent.vendors.nvidia.cdi.verify import KIND
+from agent.vendors.nvidia.cdi.verify_devices import GPU_UUID, MIG_UUID
+from agent.vendors.nvidia.mig import parse_instance
+
+
+def allocatable(spec: object, request: Request, names: Set[str]) -> tuple[AllocatableDevice, ...]:
+    """Return those of the specification's devices that are in `names`. Raises DocumentError.
+
+    A GPU and a MIG device in it are never both returned: two pods would get the same part of the GPU.
+    """
+    granted = {each.path: each for each in request.devices}
+    found: dict[tuple[str, tuple[int, ...]], AllocatableDevice] = {}
+    for name, edits in devices(object_of(spec, "the specification")):
+        if name not in names or not (GPU_UUID.fullmatch(name) or MIG_UUID.fullmatch(name)):
+            continue
+        nodes = [granted[path] for path in strings(edits, "deviceNodes", "path") & set(granted)]
+        gpus = {each.pci_address for each in nodes if each.kind == DeviceKind.GPU}
+        instances = [instance for each in nodes if (instance := parse_instance(each.capability))]
+        compute = [(each.gi, each.ci) for each in instances if each.ci is not None]
+        # The specification was verified against the grant, so anything else was changed since.
+        if len(gpus) == 1 and len(compute) == bool(MIG_UUID.fullmatch(name)):
+            (gpu,), partition = gpus, compute[0] if compute else ()
+            found[gpu, partition] = AllocatableDevice(gpu, (f"{KIND}={name}",), partition)
+    partitioned = {gpu for gpu, partition in found if partition}
+    return tuple(sorted(each for (gpu, part), each in found.items() if part or gpu not in partitioned))
