@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from agent.config.settings import Config
 from agent.host.apply.bootstrap_token import take_used_tokens
+from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
 from agent.host.observe.ages import Ages
@@ -23,6 +24,7 @@ from agent.host.state.locks import locked
 from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
 from agent.host.verify.flapping import with_time
+from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.lost_gpus import lost_gpus, with_lost_gpus
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
@@ -30,6 +32,7 @@ from agent.model.errors import CommandError, DocumentError, UnsupportedError
 from agent.model.facts import Absent, Broken, Facts, MachineFacts, Unseen
 from agent.model.faults import fault
 from agent.model.goal import MachineGoal
+from agent.model.handoff import DRA
 from agent.model.paths import HOST_NVIDIA, PASS_LOCK, handoff_directory, machine_unit, report_directory
 from agent.model.reasons import Reason
 from agent.system.files import System
@@ -130,6 +133,8 @@ class Reconciler:
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
+            # Before a GPU is withdrawn, no new pod may get it.
+            self._publish_gpu_states(facts, planned)
             applied = self._apply(planned, difference)
             if applied.done or applied.failures:
                 facts, planned, difference = self.preview()
@@ -139,6 +144,7 @@ class Reconciler:
             unpublished = publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
             failures += take_used_tokens(nodes, self.system)
+            unpublished += self._publish_gpu_states(facts, planned)
         problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(
             facts=replace(facts, problems=(*facts.problems, *problems)),
@@ -221,6 +227,11 @@ class Reconciler:
 
     def _sets_node_condition(self, name: str) -> bool:
         return self.config.machines[name].node_condition
+
+    def _publish_gpu_states(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
+        goals = [goal for goal in planned.goal.machines if self.config.machines[goal.name].allocation == DRA]
+        states = {goal.name: gpu_states(goal, facts, planned.goal.remembered) for goal in goals}
+        return publish_gpu_states(self.system, states, unchanged=planned.held)
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         if planned.goal.machines:

@@ -6,8 +6,10 @@ from typing import TypeAlias, TypeVar
 
 from agent.model.device import DeviceKind, DeviceNumber
 from agent.model.device_allow import DeviceAllow
+from agent.model.gpu_facts import GpuFacts
 from agent.model.granted import Granted
 from agent.model.live import LiveSettings
+from agent.model.mount_source import MountSource
 from agent.model.remembered import Remembered
 
 
@@ -219,15 +221,6 @@ class FileState:
 
 
 @dataclass(frozen=True, slots=True)
-class MountSource:
-    """The source of a mount in the settings, with symbolic links resolved."""
-
-    path: str
-    components: tuple[str, ...]
-    """Each directory and link on the way to the source, and the source itself."""
-
-
-@dataclass(frozen=True, slots=True)
 class MachineFacts:
     """What the host sees of one machine. The host never follows a path in the machine's root file system."""
 
@@ -286,6 +279,7 @@ class Facts:
     remembered: Seen[Remembered] = Unseen("the record of granted GPUs was not read")
     draining: frozenset[str] = frozenset()
     """PCI addresses of detached GPUs that processes may still open, until the last such process has exited."""
+    gpus: GpuFacts = field(default_factory=GpuFacts)
     mount_sources: Mapping[str, Seen[MountSource]] = field(default_factory=dict)
     problems: tuple[str, ...] = ()
     """State of the agent that was discarded, and facts about the host that were not understood; a sentence each."""

@@ -61,6 +61,8 @@ class GpuError:
     """A program caused the error: the GPU may be healthy."""
     lost: bool
     """The GPU stopped answering."""
+    fault: str = ""
+    """One word for an error after which no new pod should get the GPU, such as `Xid79`; empty for any other error."""
 
 
 class HostVendor(ABC):

@@ -13,9 +13,10 @@ from agent.host.plan.diff import Acknowledged, diff
 from agent.host.plan.goal import plan
 from agent.host.verify.readiness import evaluate
 from agent.model.conditions import Condition, ConditionType
-from agent.model.facts import Absent, Broken, Facts, MountSource, Seen, Unseen
+from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
 from agent.model.goal import MachineGoal
 from agent.model.live import parse_live, render_live
+from agent.model.mount_source import MountSource
 from agent.system.deadlines import call_device, call_source
 from tests.fakes.facts import facts
 from tests.fakes.host import Host

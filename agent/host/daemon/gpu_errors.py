@@ -1,4 +1,4 @@
-"""Follows GPU errors in the kernel log: counts and logs them, and records lost GPUs."""
+"""Follows GPU errors in the kernel log: counts and logs them, and records lost GPUs and fatal errors."""
 
 import logging
 import select
@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+from agent.host.state.gpu_faults import record_fault
 from agent.host.state.lost_gpus import LogRead, binding, bindings, keep_log_read, log_read, record_lost
 from agent.host.vendors import HOST_VENDORS
+from agent.model.gpu_facts import GpuFault
 from agent.model.text import one_line, rfc3339
 from agent.system.files import System
 from agent.system.kernel_log import PATH, KernelLog, open_kernel_log
@@ -23,7 +25,7 @@ Counted: TypeAlias = Callable[[str, int, int], None]
 
 
 class GpuErrors:
-    """Follows the kernel log. It is an event source (agent.host.daemon.wakeups): a lost GPU causes a pass."""
+    """Follows the kernel log. It is an event source (agent.host.daemon.wakeups): a fatal error causes a pass."""
 
     name = "kernel-log"
 
@@ -66,14 +68,14 @@ class GpuErrors:
         return {self._log.fileno(): select.POLLIN} if self._log else {}
 
     def needs_pass(self) -> bool:
-        """Read new records and return whether a GPU was lost. Raises OSError if the log can no longer be read."""
-        lost = self.read()
+        """Read new records and return whether one is a fatal error. Raises OSError if the log can no longer be read."""
+        fatal = self.read()
         if self._log is None:
             raise OSError(self.error)
-        return lost
+        return fatal
 
     def read(self) -> bool:
-        """Read new records and return whether a GPU was lost. If the log fails, `error` has the reason."""
+        """Read new records and return whether one is a fatal error. If the log fails, `error` has the reason."""
         if self._log is None:
             self._listen()
         if self._log is None:
@@ -113,10 +115,10 @@ class GpuErrors:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 
     def _handle(self, error: GpuError, count: int, behind: bool) -> bool:
-        """Count and log an error, and return whether its GPU was recorded as lost.
+        """Count and log an error, and return whether it was recorded as a fatal one.
 
         `behind` means that the error may be older than the opening of the log. The GPU may have been bound to a
-        driver again since, so it counts as lost only if its binding is still the one that was saved.
+        driver again since, so the error counts only if the binding is still the one that was saved.
         """
         self.counted(error.pci_address, error.number, count)
         self.last[error.pci_address] = f"{error.meaning} (at {rfc3339(time.time())})"
@@ -124,12 +126,15 @@ class GpuErrors:
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address
         known = self._last_saved.bindings.get(address) if self._last_saved else None
-        if not error.lost or (behind and known != binding(self._system, address)):
+        if not (error.lost or error.fault) or (behind and known != binding(self._system, address)):
             return False
         try:
-            return record_lost(self._system, error.pci_address, error.meaning)
+            # Both are recorded, whatever the first one returns.
+            fault = GpuFault(error.fault, error.meaning, time.time())
+            new = bool(error.fault) and record_fault(self._system, address, fault)
+            return (error.lost and record_lost(self._system, address, error.meaning)) or new
         except OSError as problem:
-            log.error("cannot record that GPU %s is lost: %s", error.pci_address, one_line(str(problem)))
+            log.error("cannot record the fault of GPU %s: %s", address, one_line(str(problem)))
             return False
 
     def _is_present(self, address: str) -> bool:

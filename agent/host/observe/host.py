@@ -10,15 +10,18 @@ from agent.host.observe.loader_cache import Listing, LoaderCache
 from agent.host.observe.machine import observe_machine, unread_settings, unseen_machine
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
+from agent.host.observe.placements import observe_placements
 from agent.host.observe.resolver import uses_stub_resolver
 from agent.host.observe.same_content import with_times
 from agent.host.observe.units import Unit, observe_template, observe_units, observe_version, with_properties
 from agent.host.state.detached_gpus import observe_detached
+from agent.host.state.gpu_faults import observe_faults
 from agent.host.state.lost_gpus import observe_lost
 from agent.host.state.remembered_gpus import observe_remembered
 from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
 from agent.model.faults import fault
+from agent.model.gpu_facts import GpuFacts
 from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, machine_of, machine_unit, mount_unit
 from agent.system.deadlines import begin_device_call
 from agent.system.files import System
@@ -84,6 +87,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         staged_problems=staged.problems,
         remembered=remembered,
         draining=detached.draining,
+        gpus=GpuFacts(observe_faults(system), detached.tainted, observe_placements(config, vendors, system)),
         mount_sources=observe_sources(config, system),
         problems=tuple(filter(None, problems)),
         stub_resolver=uses_stub_resolver(system),

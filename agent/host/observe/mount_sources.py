@@ -5,7 +5,8 @@ from collections.abc import Collection
 from agent.config.mounts import SECRET, mountable
 from agent.config.settings import Config
 from agent.config.values import is_below, plain
-from agent.model.facts import Broken, MountSource, Seen
+from agent.model.facts import Broken, Seen
+from agent.model.mount_source import MountSource
 from agent.system.deadlines import call_source
 from agent.system.files import System
 from agent.system.path_trust import path_components, untrusted_component

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from agent.config.mounts import ExtraMount
 from agent.config.settings import MachineSettings
-from agent.model.facts import Absent, Broken, Facts, MountSource, Unseen
+from agent.model.facts import Absent, Broken, Facts, Unseen
+from agent.model.mount_source import MountSource
 
 BINDS = ("Bind", "BindReadOnly")
 BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")

@@ -5,14 +5,16 @@ lost when the host boots: other devices may be plugged in by then. To keep a GPU
 configuration.
 """
 
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic import BaseModel, ConfigDict
 
 from agent.host.state.record import Record
 from agent.model.errors import ObservationError
 from agent.model.facts import Absent, Broken, Unseen
+from agent.model.gpu_facts import Tainted
 from agent.model.paths import DETACHED_GPUS
 from agent.system.damage import count
 from agent.system.files import System
@@ -23,6 +25,10 @@ class _Note(BaseModel):
 
     device: int
     draining: bool
+    granted: bool = False
+    """The GPU is only tainted so far: machines still have it."""
+    evict: bool = False
+    since: float = 0.0
 
 
 # The file is world-readable, because `plan` and `status` work as any user.
@@ -36,6 +42,8 @@ class Detached:
     gpus: frozenset[str] = frozenset()
     draining: frozenset[str] = frozenset()
     """Detached GPUs that processes may still use until the last of these processes has exited."""
+    tainted: Mapping[str, Tainted] = field(default_factory=dict)
+    """All GPUs that no new pod is to get, `gpus` and those that machines still have."""
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
@@ -50,15 +58,31 @@ def observe_detached(system: System) -> Detached:
         count(DETACHED_GPUS)
         what = f"{notes.why}; discarding the record of detached GPUs"
         return Detached(problem=f"{what}: run `unbounded-agent gpus detach` again for each of them")
-    return Detached(frozenset(notes), frozenset(address for address, note in notes.items() if note.draining))
+    gone = {address: note for address, note in notes.items() if not note.granted}
+    return Detached(
+        frozenset(gone),
+        frozenset(address for address, note in gone.items() if note.draining),
+        {address: Tainted(note.evict, note.since) for address, note in notes.items()},
+    )
 
 
 def note_detached(system: System, address: str, *, draining: bool) -> bool:
     """Record the GPU as detached; False if it does not exist. Raises OSError. The caller must hold the pass lock."""
-    device = _device(system, address)
+    return _note(system, address, draining=draining)
+
+
+def note_tainted(system: System, address: str, *, evict: bool) -> bool:
+    """Record that no new pod is to get a GPU that machines still have, as `note_detached` does."""
+    return _note(system, address, draining=False, granted=True, evict=evict)
+
+
+def _note(system: System, address: str, **values: bool) -> bool:
+    device, known = _device(system, address), _known(system)
     if device is not None:
-        note = _Note(device=device, draining=draining)
-        _RECORD.write(DETACHED_GPUS, {**_known(system), address: note}, system)
+        before = known.get(address)
+        kept = {"evict": before.evict, "since": before.since} if before else {"since": time.time()}
+        note = _Note.model_validate({"device": device, **kept, **values})
+        _RECORD.write(DETACHED_GPUS, {**known, address: note}, system)
     return device is not None
 
 

@@ -34,6 +34,10 @@ MEANINGS = {
 }
 """Errors that need an administrator to act, from NVIDIA's Xid catalogue (docs.nvidia.com/deploy/xid-errors)."""
 
+FATAL = frozenset({48, 64, 74, 79, 95, 119, 120})
+"""Errors after which pods cannot rely on the GPU before it is reset, or the host rebooted. After 63 and 94, it goes on
+working, and is reset when its work is done."""
+
 
 def parse_xid(text: str) -> GpuError | None:
     """Return the error that a line of the kernel log reports; None for any other line."""
@@ -44,4 +48,11 @@ def parse_xid(text: str) -> GpuError | None:
     meaning = MEANINGS.get(number) or APPLICATION.get(number) or "see NVIDIA's Xid catalogue"
     # The message omits the PCI function; a GPU is function 0.
     address = f"{match['address'].lower()}.0"
-    return GpuError(address, number, f"Xid {number}: {meaning}", number in APPLICATION, lost=number == OFF_THE_BUS)
+    return GpuError(
+        address,
+        number,
+        f"Xid {number}: {meaning}",
+        number in APPLICATION,
+        lost=number == OFF_THE_BUS,
+        fault=f"Xid{number}" if number in FATAL else "",
+    )

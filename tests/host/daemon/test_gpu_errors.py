@@ -15,6 +15,7 @@ import pytest
 from agent.config.settings import MachineSettings
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.outcome import Outcome
+from agent.host.state.gpu_faults import observe_faults
 from agent.host.state.lost_gpus import observe_lost, record_lost
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.facts import VendorFacts
@@ -258,6 +259,33 @@ def test_series_are_bounded_by_the_hosts_devices(
     kernel_log.write("NVRM: Xid (PCI:0000:02:00): 79, x")
     assert found.read() is False, "without a driver there is nothing to be kept"
     assert counts == {(SECOND, 48): 1, (SECOND, 79): 1}
+
+
+@pytest.mark.parametrize(
+    ("number", "fatal"), [(31, False), (48, True), (63, False), (79, True), (94, False), (119, True)]
+)
+def test_a_fatal_error_is_recorded_once_and_causes_a_pass(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host, number: int, fatal: bool
+) -> None:
+    """Only these keep new pods from the GPU: a program's error says nothing about it."""
+    found = follow()
+    for expected in (fatal, fatal and number == 79):
+        kernel_log.write(f"NVRM: Xid (PCI:0000:02:00): {number}, x")
+        assert found.read() is expected
+    faults = observe_faults(gpu_host)
+    assert {address: each.reason for address, each in faults.items()} == ({SECOND: f"Xid{number}"} if fatal else {})
+    bind(gpu_host, SECOND)
+    assert observe_faults(gpu_host) == {}
+
+
+def test_a_fatal_error_before_the_driver_was_bound_again_does_not_count(
+    follow: Callable[[], GpuErrors], kernel_log: Log, gpu_host: Host
+) -> None:
+    listen_for_a_while(follow, kernel_log)
+    kernel_log.write("NVRM: Xid (PCI:0000:02:00): 48, x")
+    bind(gpu_host, SECOND)
+    assert follow().read() is False
+    assert observe_faults(gpu_host) == {}
 
 
 def test_a_failing_log_is_reported_once_and_opened_again(

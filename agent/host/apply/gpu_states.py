@@ -1,0 +1,51 @@
+"""Publishes the states of GPUs to the machines that offer their GPUs themselves."""
+
+from collections.abc import Collection, Mapping
+
+from agent.host.apply.driver_roots import make_way
+from agent.model.faults import in_words
+from agent.model.gpu_states import SIZE_LIMIT, GpuStatus, render_gpu_states
+from agent.model.paths import MACHINES_STATE, gpu_states_file, handoff_directory
+from agent.system.files import System
+
+
+def publish_gpu_states(
+    system: System, states: Mapping[str, tuple[GpuStatus, ...]], unchanged: Collection[str]
+) -> tuple[str, ...]:
+    """Write the states of each machine in `states`, and remove all others but `unchanged`. Return failures.
+
+    The document has no time in it, so an unchanged one wakes nobody in the machine.
+    """
+    failures = []
+    try:
+        known = system.entries(MACHINES_STATE)
+    except OSError:
+        # publish_host_status reports it.
+        known = ()
+    for name in sorted({*known, *states} - set(unchanged)):
+        path = gpu_states_file(name)
+        try:
+            # The directory is made with the machine's first settings.
+            if system.is_directory(handoff_directory(name)):
+                _settle(system, path, states.get(name))
+        except OSError as error:
+            failures.append(f"cannot update {path}: {error.strerror}")
+        except Exception as error:
+            failures.append(f"cannot update {path}: {in_words(error)}")
+    return tuple(failures)
+
+
+def _settle(system: System, path: str, states: tuple[GpuStatus, ...] | None) -> None:
+    if states is None:
+        make_way(path, system)
+        system.remove(path)
+        return
+    content = render_gpu_states(states)
+    try:
+        # Root in the machine can remount the directory writable and put a link there.
+        before = system.read_untrusted(path, SIZE_LIMIT)[0]
+    except OSError:
+        before = b""
+    if before != content:
+        make_way(path, system)
+        system.write(path, content)

@@ -1,0 +1,153 @@
+"""What the host tells a machine's offer of GPUs: fatal errors, detachments, losses, recovery."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.cli.detach import attach
+from agent.host.apply.gpu_states import publish_gpu_states
+from agent.host.state.detached_gpus import forget_detached, note_detached, note_tainted
+from agent.host.state.gpu_faults import forget_fault, observe_faults, record_fault
+from agent.model.gpu_facts import GpuFault
+from agent.model.gpu_states import Effect, GpuState, GpuStatus, parse_gpu_states
+from agent.model.paths import GPU_FAULTS, gpu_states_file, handoff_file
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+FILE = gpu_states_file(MACHINE)
+XID48 = GpuFault("Xid48", "Xid 48: a double-bit ECC error", 1000.5)
+
+
+def bind(host: Host, address: str) -> None:
+    """Let the kernel bind the GPU's driver again: sysfs makes a new link."""
+    link = Path(host.root, f"sys/devices/pci0000:00/{address}/driver")
+    if link.is_symlink():
+        link.rename(link.with_name(f"before-{link.lstat().st_ino}"))
+    host.symlink(f"/sys/devices/pci0000:00/{address}/driver", "../../../bus/pci/drivers/nvidia")
+
+
+@pytest.fixture
+def host(gpu_host: Host) -> Host:
+    for address, node in ((FIRST, "1\n"), (SECOND, "-1\n")):
+        gpu_host.file(f"/sys/devices/pci0000:00/{address}/numa_node", node)
+        gpu_host.symlink(f"/sys/bus/pci/devices/{address}", f"../../../devices/pci0000:00/{address}")
+        bind(gpu_host, address)
+    return gpu_host
+
+
+def states(host: Host) -> dict[str, GpuStatus]:
+    reconciler(host, allocation="dra").reconcile()
+    return parse_gpu_states(host.read(FILE))
+
+
+def test_healthy_gpus_have_their_place_in_the_host(host: Host) -> None:
+    assert states(host) == {
+        FIRST: GpuStatus(
+            FIRST, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", numa_node=1, pcie_root="pci0000:00"
+        ),
+        SECOND: GpuStatus(SECOND, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", pcie_root="pci0000:00"),
+    }
+
+
+def test_only_machines_that_offer_their_gpus_get_the_document(host: Host) -> None:
+    reconciler(host).reconcile()
+    assert not host.exists(FILE)
+    states(host)
+    reconciler(host).reconcile()
+    assert not host.exists(FILE)
+
+
+def test_a_change_of_state_is_no_new_generation_and_no_change_is_no_write(host: Host) -> None:
+    states(host)
+    handoff, before = host.identity(handoff_file(MACHINE)), host.identity(FILE)
+    states(host)
+    assert host.identity(FILE) == before
+    assert record_fault(host, FIRST, XID48)
+    states(host)
+    assert host.identity(FILE) != before
+    assert host.identity(handoff_file(MACHINE)) == handoff
+
+
+def test_a_fatal_error_lasts_until_the_driver_is_bound_again(host: Host) -> None:
+    assert record_fault(host, FIRST, XID48)
+    assert not record_fault(host, FIRST, XID48), "its repetitions change nothing"
+    found = states(host)
+    assert (found[FIRST].state, found[FIRST].reason, found[FIRST].since) == (GpuState.UNHEALTHY, "Xid48", 1000)
+    assert found[FIRST].effect is Effect.NO_SCHEDULE
+    assert found[FIRST].message.startswith("Xid 48: a double-bit ECC error; after a reset without")
+    assert found[SECOND].state is GpuState.HEALTHY
+    bind(host, FIRST)
+    assert states(host)[FIRST].state is GpuState.HEALTHY
+
+
+def test_an_error_of_a_gpu_without_a_driver_is_not_recorded(host: Host) -> None:
+    assert not record_fault(host, "0000:09:00.0", XID48)
+
+
+def test_attach_forgets_the_error(host: Host) -> None:
+    record_fault(host, FIRST, XID48)
+    agent = reconciler(host, allocation="dra")
+    ending = attach(FIRST, agent)
+    assert ending.done
+    assert ending.sentences == (f"{FIRST} counts as healthy again: its last fatal error is forgotten",)
+    assert parse_gpu_states(host.read(FILE))[FIRST].state is GpuState.HEALTHY
+    assert attach(FIRST, agent).sentences == (f"{FIRST} is not detached: nothing to do",)
+    assert not forget_fault(host, FIRST)
+
+
+def test_a_damaged_record_counts_as_empty(host: Host) -> None:
+    record_fault(host, FIRST, XID48)
+    host.file(GPU_FAULTS, "{")
+    assert observe_faults(host) == {}
+    assert record_fault(host, FIRST, XID48)
+
+
+@pytest.mark.parametrize(("evict", "effect"), [(False, Effect.NO_SCHEDULE), (True, Effect.NO_EXECUTE)])
+def test_a_gpu_that_is_being_detached_is_still_granted_at_first(host: Host, evict: bool, effect: Effect) -> None:
+    before = states(host)
+    handoff = host.read(handoff_file(MACHINE))
+    assert note_tainted(host, FIRST, evict=evict)
+    tainted = states(host)[FIRST]
+    assert (tainted.state, tainted.reason, tainted.effect) == (GpuState.DRAINING, "Detaching", effect)
+    assert tainted.since > 1_700_000_000
+    assert host.read(handoff_file(MACHINE)) == handoff
+    for draining in (True, False):
+        note_detached(host, FIRST, draining=draining)
+        assert states(host)[FIRST] == tainted, "the taint stays when the GPU is withdrawn"
+        assert host.read(handoff_file(MACHINE)) != handoff
+    forget_detached(host, FIRST)
+    assert states(host) == before
+
+
+def test_a_failed_gpu_that_is_detached_stays_unhealthy(host: Host) -> None:
+    record_fault(host, FIRST, XID48)
+    note_tainted(host, FIRST, evict=True)
+    found = states(host)[FIRST]
+    assert (found.state, found.reason, found.effect) == (GpuState.UNHEALTHY, "Xid48", Effect.NO_EXECUTE)
+
+
+def test_a_gpu_that_left_the_bus_is_lost(host: Host) -> None:
+    states(host)
+    host.unplug(SECOND)
+    lost = states(host)[SECOND]
+    assert (lost.state, lost.reason, lost.effect) == (GpuState.LOST, "GPULost", Effect.NO_SCHEDULE)
+    assert "without `unbounded-agent gpus detach`" in lost.message
+    host.gpu(SECOND, 1)
+    assert states(host)[SECOND].state is GpuState.HEALTHY
+
+
+def test_a_machine_that_cannot_be_planned_keeps_its_document(host: Host) -> None:
+    states(host)
+    before = host.read(FILE)
+    assert publish_gpu_states(host, {}, unchanged={MACHINE}) == ()
+    assert host.read(FILE) == before
+    assert publish_gpu_states(host, {}, unchanged=()) == ()
+    assert not host.exists(FILE)
+
+
+def test_a_directory_in_the_way_is_moved_away(host: Host) -> None:
+    states(host)
+    host.remove(FILE)
+    host.make_directory(f"{FILE}/x")
+    assert states(host)[FIRST].state is GpuState.HEALTHY
