@@ -8,25 +8,26 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from agent.cli.granted_gpus import STOPPED, device_numbers, granted_to, may_open
 from agent.cli.holders import describe, find_gpu, gpu_nodes, no_holder, users, why_unknown
 from agent.config.settings import MachineSettings
 from agent.host.observe.machine_report import Report
 from agent.host.outcome import Outcome
-from agent.host.plan.goal import Plan
-from agent.host.plan.unit_drop_in import node_by_number
 from agent.host.reconcile import BUSY, Reconciler, read_report
-from agent.host.state.detached_gpus import forget_detached, note_detached, observe_detached
+from agent.host.state.detached_gpus import forget_detached, note_detached, note_tainted, observe_detached
+from agent.host.state.gpu_faults import forget_fault
 from agent.host.state.locks import locked
 from agent.host.verify.answers import STALE_AFTER
-from agent.model.errors import AgentError, ObservationError
-from agent.model.facts import Absent, DeviceNode, Facts, Gpu, MachineFacts
+from agent.model.errors import AgentError
+from agent.model.facts import DeviceNode, Gpu, MachineFacts
 from agent.model.granted import Granted
+from agent.model.handoff import DRA
 from agent.model.paths import PASS_LOCK
+from agent.system.files import System
 from agent.system.open_files import Held
 
 LOCK_WAIT = 60.0
 """Seconds to wait for another pass to end: the service may be staging a driver root."""
-STOPPED = ("inactive", "failed")
 POLICIES = ("refuse", "drain-wait", "force")
 """Values of agent.config.settings.MachineSettings.on_detach, the most careful first."""
 
@@ -40,6 +41,10 @@ class Timing:
     """Limit for the machines' answers. The host withdraws a permission sooner, even if the machine does not answer."""
     report_interval: float = 15.0
     """Interval between two progress messages."""
+    taint: float = 5.0
+    """From a taint until no scheduler gives out the GPU: agent.dra and the API server need about a second."""
+    eviction: float = 90.0
+    """Limit for evicted pods to end. They have 30 seconds by default after they get SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ def detach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     """
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
-    machines, nodes = _granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
+    machines, nodes = granted_to(gpu.pci_address, facts, planned), gpu_nodes(facts, gpu.pci_address)
     if unknown := why_unknown(gpu, nodes):
         return Ending(False, (f"{gpu.pci_address} was not detached: {unknown}",))
     return _Removal(gpu, machines, nodes, reconciler, timing).run()
@@ -67,45 +72,23 @@ def attach(address: str, reconciler: Reconciler, timing: Timing = Timing()) -> E
     """Undo a detachment, and wait until the machines have the GPU. Raises ConfigError for an unknown address."""
     facts, planned, _ = reconciler.preview()
     gpu = find_gpu(address, facts)
-    if not gpu.detached:
-        return Ending(True, (f"{gpu.pci_address} is not detached: nothing to do",))
-    removal = _Removal(gpu, _granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
+    recovered = _forget_fault(gpu.pci_address, reconciler)
+    if not gpu.detached and gpu.pci_address not in facts.gpus.tainted:
+        return Ending(True, recovered or (f"{gpu.pci_address} is not detached: nothing to do",))
+    removal = _Removal(gpu, granted_to(gpu.pci_address, facts, planned), (), reconciler, timing)
     outcome = removal.attach_again()
     names = ", ".join(machine.name for machine in outcome.machines if gpu.pci_address in machine.gpus)
     what = f"was given back to {names}" if names else "is no longer detached; no machine's settings ask for it"
-    return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *removal.remarks))
+    return Ending(not removal.remarks, (f"{gpu.pci_address} {what}", *recovered, *removal.remarks))
 
 
-def _granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
-    """Return the machines that have the GPU, or would have it if it were not detached.
-
-    Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
-    """
-    for machine in facts.machines:
-        held = machine.name in planned.held and machine.unit_state not in STOPPED
-        unaffected = isinstance(machine.granted, Absent) or (
-            isinstance(machine.granted, Granted) and address not in machine.granted.gpus
-        )
-        if held and not unaffected:
-            raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
-    granted = {
-        machine.name
-        for machine in planned.goal.machines
-        if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
-    }
-    # A machine that may still open the GPU counts too, even if another GPU has been granted in its place.
-    devices = _devices(gpu_nodes(facts, address))
-    goals = {machine.name for machine in planned.goal.machines}
-    permitted = {machine.name for machine in facts.machines if machine.name in goals and _may_open(machine, devices)}
-    return tuple(sorted(granted | permitted))
-
-
-def _devices(nodes: Iterable[DeviceNode]) -> set[str]:
-    return {node_by_number(node.number) for node in nodes}
-
-
-def _may_open(machine: MachineFacts, devices: set[str]) -> bool:
-    return machine.live is not None and any(entry.node in devices for entry in machine.live.allow)
+def _forget_fault(address: str, reconciler: Reconciler) -> tuple[str, ...]:
+    """Forget a fatal error in the kernel log: the administrator knows that the GPU works again. Return a sentence."""
+    with locked(reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
+        if not forget_fault(reconciler.system, address):
+            return ()
+    reconciler.reconcile(LOCK_WAIT)
+    return (f"{address} counts as healthy again: its last fatal error is forgotten",)
 
 
 @dataclass(slots=True)
@@ -137,16 +120,19 @@ class _Removal:
 
     def _detach(self, policy: str, seconds: int) -> Ending:
         address = self.gpu.pci_address
+        if self._is_offered(self.machines):
+            # Pods that have the GPU keep it in their CDI specification, so that their containers can restart.
+            started, limits = time.monotonic(), {"refuse": 0, "drain-wait": seconds, "force": self.timing.eviction}
+            self._taint(evict=policy == "force")
+            held = self._drain(limits[policy])
+            if held and policy != "force":
+                return self._still_used(policy, seconds, held)
+            seconds = max(0, seconds - int(time.monotonic() - started))
         if policy != "force":
             self._note(draining=True)
             self._passes(f"remove {address} from its CDI specification", self._unanswered)
-            held = self._drain(seconds if policy == "drain-wait" else 0)
-            if held and policy == "refuse":
-                self.attach_again()
-                return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
-            if held:
-                what = f"is withheld from new pods, but is still in use after {seconds} s"
-                return self._in_use(f"{what}; repeat this command to keep waiting, or `gpus attach {address}`", held)
+            if held := self._drain(seconds if policy == "drain-wait" else 0):
+                return self._still_used(policy, seconds, held)
         self._note(draining=False)
         outcome = self._passes(f"release {address}", self._permitted)
         permitted = (*self._permitted(outcome), *self._without_record(outcome))
@@ -159,6 +145,27 @@ class _Removal:
         until = f"until it has left the PCI bus, or `unbounded-agent gpus attach {address}` gives it back"
         what = f"{address} may be removed: {no_holder(held)}; no machine gets it {until}"
         return Ending(True, (what, *describe(held, self.gpu), *self.remarks))
+
+    def _still_used(self, policy: str, seconds: int, held: Held) -> Ending:
+        if policy == "refuse":
+            self.attach_again()
+            return self._in_use("was opened in the meantime, and is granted as before (on_detach is refuse)", held)
+        what = f"is withheld from new pods, but is still in use after {seconds} s"
+        attach = f"`gpus attach {self.gpu.pci_address}`"
+        return self._in_use(f"{what}; repeat this command to keep waiting, or {attach}", held)
+
+    def _is_offered(self, names: Iterable[str]) -> bool:
+        """Return whether one of the machines offers its GPUs itself, and so can keep new pods from one of them."""
+        return any(self.reconciler.config.machines[name].allocation == DRA for name in names)
+
+    def _taint(self, *, evict: bool) -> None:
+        """Keep new pods from the GPU, and wait until every scheduler knows."""
+        self._record(lambda system, address: note_tainted(system, address, evict=evict))
+        outcome = self.reconciler.reconcile(LOCK_WAIT)
+        if self._is_offered(machine.name for machine in self._running(outcome)):
+            seconds = self.timing.taint
+            self.reconciler.progress(f"waiting {seconds:.0f} s until no new pod gets {self.gpu.pci_address}")
+            time.sleep(seconds)
 
     def attach_again(self) -> Outcome:
         """Forget that the GPU is detached, and wait until the machines have it again."""
@@ -175,7 +182,7 @@ class _Removal:
         The detachment is undone only under policy `refuse`, and only if this command made it.
         """
         address = self.gpu.pci_address
-        if address not in observe_detached(self.reconciler.system).gpus:
+        if address not in observe_detached(self.reconciler.system).tainted:
             return
         if policy == "refuse" and not self.gpu.detached:
             try:
@@ -198,7 +205,7 @@ class _Removal:
         self.reconciler.progress(f"checking which processes have {self.gpu.pci_address} open")
         return users(self.reconciler.system, self.nodes)
 
-    def _drain(self, seconds: int) -> Held:
+    def _drain(self, seconds: float) -> Held:
         """Wait until no process has the GPU open, or time is up. Return the processes that still have it open."""
         deadline, next_report = time.monotonic() + seconds, 0.0
         while (held := users(self.reconciler.system, self.nodes)) and time.monotonic() < deadline:
@@ -211,8 +218,11 @@ class _Removal:
         return held
 
     def _note(self, *, draining: bool) -> None:
+        self._record(lambda system, address: note_detached(system, address, draining=draining))
+
+    def _record(self, note: Callable[[System, str], bool]) -> None:
         with locked(self.reconciler.system, PASS_LOCK, LOCK_WAIT, BUSY):
-            if not note_detached(self.reconciler.system, self.gpu.pci_address, draining=draining):
+            if not note(self.reconciler.system, self.gpu.pci_address):
                 raise AgentError(f"{self.gpu.pci_address} has left the PCI bus in the meantime")
 
     def _passes(self, what: str, waiting: Callable[[Outcome], list[str]]) -> Outcome:
@@ -248,8 +258,8 @@ class _Removal:
 
     def _permitted(self, outcome: Outcome) -> list[str]:
         """Return the machines that may still open the GPU."""
-        devices = _devices(self.nodes)
-        return [machine.name for machine in self._running(outcome) if _may_open(machine, devices)]
+        devices = device_numbers(self.nodes)
+        return [machine.name for machine in self._running(outcome) if may_open(machine, devices)]
 
     def _without_record(self, outcome: Outcome) -> list[str]:
         """Return the running machines whose devices cannot be withdrawn, because no record lists their devices."""

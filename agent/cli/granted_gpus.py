@@ -1,0 +1,46 @@
+"""Finds the machines that have a GPU, or may still open it."""
+
+from collections.abc import Iterable
+
+from agent.cli.holders import gpu_nodes
+from agent.host.plan.goal import Plan
+from agent.host.plan.unit_drop_in import node_by_number
+from agent.model.errors import ObservationError
+from agent.model.facts import Absent, DeviceNode, Facts, MachineFacts
+from agent.model.granted import Granted
+
+STOPPED = ("inactive", "failed")
+
+
+def granted_to(address: str, facts: Facts, planned: Plan) -> tuple[str, ...]:
+    """Return the machines that have the GPU, or would have it if it were not detached.
+
+    Raises ObservationError if a machine may be running with the GPU, and its settings cannot be changed now.
+    """
+    for machine in facts.machines:
+        held = machine.name in planned.held and machine.unit_state not in STOPPED
+        unaffected = isinstance(machine.granted, Absent) or (
+            isinstance(machine.granted, Granted) and address not in machine.granted.gpus
+        )
+        if held and not unaffected:
+            raise ObservationError(f"cannot change machine {machine.name}: {planned.held[machine.name]}")
+    granted = {
+        machine.name
+        for machine in planned.goal.machines
+        if any(address in (*grant.gpus, *grant.detached) for grant in machine.grants)
+    }
+    # A machine that may still open the GPU counts too, even if another GPU has been granted in its place.
+    devices = device_numbers(gpu_nodes(facts, address))
+    goals = {machine.name for machine in planned.goal.machines}
+    permitted = {machine.name for machine in facts.machines if machine.name in goals and may_open(machine, devices)}
+    return tuple(sorted(granted | permitted))
+
+
+def device_numbers(nodes: Iterable[DeviceNode]) -> set[str]:
+    """Return the nodes as rules of device cgroups name them."""
+    return {node_by_number(node.number) for node in nodes}
+
+
+def may_open(machine: MachineFacts, devices: set[str]) -> bool:
+    """Return whether the machine is permitted to open one of the devices."""
+    return machine.live is not None and any(entry.node in devices for entry in machine.live.allow)
