@@ -24,6 +24,7 @@ UNITS = REPOSITORY / "systemd"
 SERVICE = UNITS / "unbounded-agent.service"
 PREPARE = UNITS / "unbounded-agent-prepare@.service"
 MODULES = UNITS / "unbounded-agent-modules.service"
+DRA = UNITS / "machine" / "unbounded-agent-dra.service"
 NODE_CONDITION = UNITS / "machine" / "unbounded-agent-node-condition.service"
 TMPFILES = UNITS / "unbounded-agent.tmpfiles.conf"
 EXPOSURE_LIMIT = 30
@@ -200,7 +201,7 @@ def test_prepare_has_no_right_to_mount() -> None:
 def test_units_of_the_machine_are_valid(analyze: str) -> None:
     """All except those of the node's packages, which are not installed here."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
-    assert len(units) == 6
+    assert len(units) == 8
     finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=60)
     our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
     assert (finished.returncode, our_warnings) == (0, [])
@@ -228,6 +229,34 @@ def test_node_condition_is_withdrawn_from_a_machine_without_a_handoff() -> None:
     ]
 
 
+def test_dra_runs_only_if_the_host_publishes_states_of_gpus() -> None:
+    document = f"{paths.MACHINE_HANDOFF_DIRECTORY}/{paths.GPU_STATES_NAME}"
+    assert settings(DRA, "Unit")["ConditionPathExists"] == document
+    assert settings(DRA.with_suffix(".path"), "Path")["PathExists"] == document
+    service = settings(DRA, "Service")
+    assert f"/var/lib/{service['StateDirectory']}" == paths.DRA_STATE
+    assert f"/run/{service['RuntimeDirectory']}" == paths.MACHINE_STATE
+    assert service["RuntimeDirectoryPreserve"] == "yes", "the GPU setup's notes lie there"
+
+
+def test_dra_is_back_before_the_kubelet_deletes_its_slices() -> None:
+    """30 seconds after its socket has gone (defaultWipingDelay in pkg/kubelet/cm/dra/manager.go of Kubernetes)."""
+    service = settings(DRA, "Service")
+    assert service["Restart"] == "always"
+    assert int(service["RestartSec"]) + int(service["TimeoutStopSec"]) < 30
+    assert settings(DRA, "Unit")["StartLimitIntervalSec"] == "0"
+    made = service["ExecStartPre"].split()[-2:]
+    assert service["ReadWritePaths"].split() == made, "otherwise it would not start before the kubelet has run"
+
+
+def test_dra_never_holds_up_containerd_or_the_kubelet() -> None:
+    """It waits for the API server; pods without GPUs do not."""
+    assert "Before" not in settings(DRA, "Unit")
+    for unit in sorted((UNITS / "machine").rglob("*.*")):
+        if unit.is_file() and unit.stem != DRA.stem:
+            assert "unbounded-agent-dra" not in unit.read_text()
+
+
 def test_no_program_of_the_machine_half_fills_the_memory_with_its_output() -> None:
     unit = (UNITS / "machine/unbounded-agent-gpu.service").read_text()
     assert f"\nLimitFSIZE={FILE_LIMIT >> 20}M\n" in unit
@@ -245,5 +274,5 @@ def test_gpu_setup_never_waits_for_the_node_condition() -> None:
 def test_no_setting_is_newer_than_debian_12() -> None:
     """systemd 252 warns about unknown settings."""
     newer = {"RestartSteps", "RestartMaxDelaySec", "MemoryPressureWatch", "PrivatePIDs", "ProtectControlGroupsEx"}
-    for unit in (SERVICE, PREPARE, MODULES, NODE_CONDITION):
+    for unit in (SERVICE, PREPARE, MODULES, NODE_CONDITION, DRA):
         assert not newer & {line.partition("=")[0] for line in unit.read_text().splitlines()}
