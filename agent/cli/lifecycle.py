@@ -61,18 +61,20 @@ def _known(name: str, reconciler: Reconciler) -> None:
         raise ConfigError(f"machine {name} is not configured", f"add a table [machines.{name}]")
 
 
-def _node(name: str, reconciler: Reconciler) -> str:
+def recorded_node(name: str, reconciler: Reconciler, advice: str) -> str:
+    """Return the name of the machine's Node object. Raises ConfigError with the advice if `up` did not record it."""
     record = NODE_RECORDS.read(record_paths(name), reconciler.system)
     if isinstance(record, NodeRecord):
         return record.node
     what = "it is unknown which Node object the machine has"
     why = record.why if not isinstance(record, Absent) else "`up` did not make the machine"
-    raise ConfigError(f"{name}: {what}: {why}", "drain it with kubectl, then use --no-drain")
+    raise ConfigError(f"{name}: {what}: {why}", advice)
 
 
 def _drain(name: str, reconciler: Reconciler, kubeconfig: str) -> None:
     """Keep new pods off the node, and move its pods. A note says that the next start has to undo the first."""
-    node, system = _node(name, reconciler), reconciler.system
+    node = recorded_node(name, reconciler, "drain it with kubectl, then use --no-drain")
+    system = reconciler.system
     query = ("get", "node", node, "--output", "jsonpath={.spec.unschedulable}")
     if _kubectl(reconciler, kubeconfig, *query).strip() != "true":
         system.write(cordoned_file(name), f"{node}\n".encode())

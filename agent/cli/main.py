@@ -67,6 +67,11 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.wiring import reconciler_for
 
             return gpus(options.gpus_command, options.address, reconciler_for(options))
+        case "kube" if options.kube_command == "allocation":
+            from agent.cli.allocation import allocation
+            from agent.cli.wiring import reconciler_for
+
+            return allocation(options, reconciler_for(options))
         case "kube":
             from agent.cli.host import this_host
             from agent.cli.kube import manifests

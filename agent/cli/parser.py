@@ -110,8 +110,9 @@ COMMANDS = {
         {0: "done", 1: "failed"},
     ),
     "kube": Command(
-        "print Kubernetes manifests and Helm values for nodes with GPUs",
-        "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, Helm values, test pods.",
+        "print Kubernetes manifests; choose who offers a node's GPUs",
+        "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
+        "test pods. Moves a node from the device plugin to Dynamic Resource Allocation.",
         "unbounded-agent kube manifests",
         {0: "done", 1: "failed"},
     ),
@@ -177,6 +178,14 @@ KUBE_COMMANDS = {
         "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
         {0: "the manifests are printed or written", 1: "a file cannot be written"},
     ),
+    "allocation": Command(
+        "move a running node to Dynamic Resource Allocation, or back to the device plugin",
+        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, it "
+        "takes the steps that it can, and stops at the first one that you have to take: repeat it then. Without one, "
+        "it prints the steps.",
+        "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
+        {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
+    ),
 }
 ADDRESS_OPTIONAL = ("forget", "holders")
 """Subcommands whose address is optional."""
@@ -213,9 +222,15 @@ def make_parser() -> argparse.ArgumentParser:
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS).items():
         count = "?" if name in ADDRESS_OPTIONAL else None
         command.add_argument("address", metavar=ADDRESS, nargs=count, default="", help="for example 0000:01:00.0")
-    for command in _add(commands["kube"], "kube_command", KUBE_COMMANDS).values():
-        command.add_argument("names", metavar="NAME", nargs="*", help="a manifest, as in the list")
-        command.add_argument("--out", metavar="DIR", help="write NAME.yaml into this directory; without NAME: all")
+    kube = _add(commands["kube"], "kube_command", KUBE_COMMANDS)
+    kube["manifests"].add_argument("names", metavar="NAME", nargs="*", help="a manifest, as in the list")
+    kube["manifests"].add_argument(
+        "--out", metavar="DIR", help="write NAME.yaml into this directory; without NAME: all"
+    )
+    kube["allocation"].add_argument("to", choices=("dra", "device-plugin"), help="who is to offer the GPUs")
+    kube["allocation"].add_argument("machine", metavar="MACHINE", nargs="?", default="", help="if there are several")
+    kube["allocation"].add_argument("--node", default="", metavar="NODE", help="the Node object's name")
+    kube["allocation"].add_argument("--kubeconfig", default="", metavar="FILE", help="of an administrator")
     return parser
 
 

@@ -1,0 +1,138 @@
+"""`unbounded-agent kube allocation`: moves a node from the device plugin to Dynamic Resource Allocation, or back.
+
+Without a kubeconfig it prints the steps. With one, it does what an administrator of the cluster may, and stops at the
+first step that somebody has to do: in the machine, in the configuration, or with pods of users.
+"""
+
+import argparse
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from agent.cli.allocation_steps import (
+    Node,
+    Step,
+    parse_claimants,
+    parse_counts,
+    parse_holders,
+    to_device_plugin,
+    to_dra,
+)
+from agent.cli.detach import LOCK_WAIT
+from agent.cli.kube import DIRECTORY, SUFFIX
+from agent.cli.lifecycle import recorded_node
+from agent.cli.printing import say
+from agent.host.reconcile import Reconciler
+from agent.machine.vendors import VENDOR_NAMES, machine_vendor
+from agent.model.conditions import Condition, ConditionType
+from agent.model.errors import ConfigError, DocumentError
+from agent.model.facts import Facts
+from agent.model.handoff import DRA
+from agent.model.json_document import parse_object
+from agent.model.paths import DRA_DRIVER, cordoned_file
+from agent.model.reasons import Reason
+
+KUBECTL_LIMIT = 60.0
+CLASS = "device-class-"
+"""How the names of the manifests with DeviceClasses begin; the rest is a vendor's name."""
+
+
+def allocation(options: argparse.Namespace, reconciler: Reconciler) -> int:
+    """Print the steps, or take them. Return 0 if the node is moved, or only the steps are wanted."""
+    machine = _machine(options.machine, reconciler)
+    if not options.kubeconfig:
+        node = Node(options.node or "NODE", False, True, {}, {}, (), (), ())
+        say(_listing(_steps(options.to, machine, node, reconciler, reconciler.preview()[0], ())))
+        return 0
+    # Not the name that the machine reports: root in the machine could name another node.
+    node_name = options.node or recorded_node(machine, reconciler, "name it with --node NODE")
+    return 0 if _Move(options.to, machine, node_name, options.kubeconfig, reconciler).run() else 1
+
+
+def _machine(name: str, reconciler: Reconciler) -> str:
+    machines = reconciler.config.machines
+    if not name and len(machines) == 1:
+        return next(iter(machines))
+    if name not in machines:
+        known = ", ".join(machines) or "none"
+        what = f"machine {name} is not configured" if name else "which machine?"
+        raise ConfigError(f"{what} (configured: {known})", "name one: `unbounded-agent kube allocation dra MACHINE`")
+    return name
+
+
+def _steps(
+    to: str, machine: str, node: Node, reconciler: Reconciler, facts: Facts, conditions: Iterable[Condition]
+) -> tuple[Step, ...]:
+    configured = reconciler.config.machines[machine].allocation
+    if to != DRA:
+        return to_device_plugin(machine, node, configured)
+    vendors = sorted({gpu.vendor for vendor in facts.vendors for gpu in vendor.gpus})
+    classes = [f"{DIRECTORY}/{CLASS}{vendor}{SUFFIX}" for vendor in vendors]
+    found = [each.reason for each in conditions if each.type is ConditionType.GPUS_ADVERTISED]
+    return to_dra(machine, node, configured, classes, found == [Reason.ADVERTISED] and configured == DRA)
+
+
+def _listing(steps: tuple[Step, ...]) -> Iterator[str]:
+    for number, step in enumerate(steps, start=1):
+        yield f"{number}. {step.what}"
+        yield from (f"     {command}" for command in step.commands)
+
+
+class _Move:
+    """The move of one node."""
+
+    def __init__(self, to: str, machine: str, node: str, kubeconfig: str, reconciler: Reconciler) -> None:
+        self._to, self._machine, self._node = to, machine, node
+        self._kubeconfig, self._reconciler, self._system = kubeconfig, reconciler, reconciler.system
+
+    def run(self) -> bool:
+        """Take steps in their order, until one has to be done by somebody else. Return whether all are done."""
+        for index in range(len(steps := self._observe())):
+            number, step = index + 1, steps[index]
+            if not step.done and step.kubectl:
+                self._take(step)
+                # A step changes what the later ones find.
+                steps = self._observe()
+            elif not step.done:
+                say([f"{number}. to do: {step.what}", *(f"     {command}" for command in step.commands)])
+                say(["then repeat this command"])
+                return False
+            say([f"{number}. done: {step.what}"])
+        return True
+
+    def _take(self, step: Step) -> None:
+        note = cordoned_file(self._machine)
+        if step.kubectl[0] == "cordon":
+            # First: `start` then also lets pods return, if this command is never repeated.
+            self._system.write(note, f"{self._node}\n".encode())
+        self._kubectl(*step.kubectl)
+        if step.kubectl[0] == "uncordon":
+            self._system.remove(note)
+
+    def _observe(self) -> tuple[Step, ...]:
+        prefixes = [vendor.resource_prefix for name in VENDOR_NAMES if (vendor := machine_vendor(name))]
+        node = self._get("node", self._node)
+        pods = self._get("pods", "--all-namespaces", f"--field-selector=spec.nodeName={self._node}")
+        claims = self._get("resourceclaims", "--all-namespaces")
+        slices = self._get("resourceslices", f"--field-selector=spec.nodeName={self._node},spec.driver={DRA_DRIVER}")
+        try:
+            found = Node(
+                self._node,
+                bool(node["spec"].get("unschedulable")),
+                self._system.exists(cordoned_file(self._machine)),
+                parse_counts(node, "allocatable", prefixes),
+                parse_counts(node, "capacity", prefixes),
+                parse_holders(pods, prefixes),
+                parse_claimants(claims, self._node),
+                tuple(each["metadata"]["name"] for each in slices["items"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise DocumentError(f"kubectl printed an object of an unexpected form: {error!r}") from error
+        outcome = self._reconciler.reconcile(LOCK_WAIT)
+        conditions = next(each.conditions for each in outcome.machines if each.name == self._machine)
+        return _steps(self._to, self._machine, found, self._reconciler, outcome.facts, conditions)
+
+    def _get(self, *arguments: str) -> dict[str, Any]:
+        return parse_object(f"kubectl get {arguments[0]}", self._kubectl("get", "--output=json", *arguments).encode())
+
+    def _kubectl(self, *arguments: str) -> str:
+        return self._system.run("kubectl", f"--kubeconfig={self._kubeconfig}", *arguments, timeout=KUBECTL_LIMIT)

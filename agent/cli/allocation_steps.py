@@ -1,0 +1,175 @@
+"""The steps that move a running node from a device plugin to Dynamic Resource Allocation, and back. Pure.
+
+The order matters. GPUs that a device plugin has given to pods are unknown to the node's own offer, and the other way
+round: both would give them out again. So nobody may have a GPU while the node is moved.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.model.handoff import DRA
+from agent.model.paths import DRA_DRIVER
+
+CHECKPOINT = "/var/lib/kubelet/device-plugins/kubelet_internal_checkpoint"
+PLUGIN = "the vendor's device plugin"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What the API server says of a node."""
+
+    name: str
+    cordoned: bool
+    ours: bool
+    """The agent has cordoned it."""
+    allocatable: Mapping[str, int]
+    """What device plugins offer, by resource. Zeros are left out here and in `capacity`."""
+    capacity: Mapping[str, int]
+    """What the kubelet knows of device plugins, for five minutes after they are gone."""
+    holders: tuple[str, ...]
+    """Pods that asked for one of these resources, as `NAMESPACE/NAME`, unless they have a claim for it."""
+    claimants: tuple[str, ...]
+    """Pods with a claim that has a device of the node, as `NAMESPACE/NAME`."""
+    slices: tuple[str, ...]
+    """Names of the node's ResourceSlices of DRA_DRIVER."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step."""
+
+    what: str
+    done: bool
+    """As far as can be seen."""
+    commands: tuple[str, ...] = ()
+    """What an administrator runs, or does, for it."""
+    kubectl: tuple[str, ...] = ()
+    """What the agent runs for it, if it is given a kubeconfig; arguments of kubectl."""
+
+
+def parse_counts(node: Mapping[str, Any], kind: str, prefixes: Sequence[str]) -> dict[str, int]:
+    """Return the counts of extended resources with these prefixes in a Node's `kind`: allocatable or capacity.
+
+    Raises KeyError or ValueError.
+    """
+    counts = (node["status"].get(kind) or {}).items()
+    return {name: int(count) for name, count in counts if name.startswith(tuple(prefixes)) and int(count)}
+
+
+def parse_holders(pods: Mapping[str, Any], prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return the pods that have GPUs of a device plugin, from a list of the node's pods. Raises KeyError."""
+    found = (pod["metadata"] for pod in pods["items"] if _has_plugin_gpu(pod, prefixes))
+    return tuple(sorted(f"{each['namespace']}/{each['name']}" for each in found))
+
+
+def _has_plugin_gpu(pod: Mapping[str, Any], prefixes: Sequence[str]) -> bool:
+    """Return whether a pod has GPUs of a device plugin: it asked for them, and the scheduler made no claim for it."""
+    status = pod.get("status") or {}
+    if status.get("phase") in ("Succeeded", "Failed") or status.get("extendedResourceClaimStatus"):
+        return False
+    spec = pod["spec"]
+    containers = [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+    asked = {
+        name
+        for each in containers
+        for kind in ("limits", "requests")
+        for name in ((each.get("resources") or {}).get(kind) or {})
+    }
+    return any(name.startswith(tuple(prefixes)) for name in asked)
+
+
+def parse_claimants(claims: Mapping[str, Any], node: str) -> tuple[str, ...]:
+    """Return the pods that have a device of the node, from a list of all claims. Raises KeyError or TypeError."""
+    found = set()
+    for claim in claims["items"]:
+        status = claim.get("status") or {}
+        results = ((status.get("allocation") or {}).get("devices") or {}).get("results") or ()
+        if any(each["driver"] == DRA_DRIVER and each["pool"] == node for each in results):
+            consumers = status.get("reservedFor") or ()
+            found |= {f"{claim['metadata']['namespace']}/{each['name']}" for each in consumers}
+    return tuple(sorted(found))
+
+
+def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], advertised: bool) -> tuple[Step, ...]:
+    """Return the steps to Dynamic Resource Allocation. `classes` are files with DeviceClasses."""
+    files = tuple(classes)
+    return (
+        _cordon(node),
+        _end_pods(node.holders, "have GPUs from the device plugin"),
+        Step(
+            f"remove {PLUGIN} from the node{_in_words(node.allocatable)}",
+            not node.allocatable,
+            ("delete its DaemonSet, or exclude the node in its node selector, and wait for its pod to end",),
+        ),
+        Step(
+            f'make the kubelet forget the plugin{_in_words(node.capacity)}, and set allocation = "{DRA}"',
+            not node.capacity and configured == DRA,
+            (
+                # Without the file, the kubelet sets the counts in the node's status to zero when it starts.
+                f"systemctl --machine={machine} stop kubelet",
+                f"systemd-run --machine={machine} --wait --quiet rm -f {CHECKPOINT}",
+                f"systemctl --machine={machine} start kubelet",
+                *_configuring(machine, DRA),
+            ),
+        ),
+        Step(
+            "make the DeviceClasses",
+            False,
+            tuple(f"kubectl apply --filename={file}" for file in files),
+            ("apply", *(f"--filename={file}" for file in files)),
+        ),
+        Step("wait until the node offers its GPUs (GPUsAdvertised)", advertised, ("unbounded-agent status",)),
+        _uncordon(node),
+    )
+
+
+def to_device_plugin(machine: str, node: Node, configured: str) -> tuple[Step, ...]:
+    """Return the steps back to the device plugin."""
+    return (
+        _cordon(node),
+        _end_pods(node.claimants, "have GPUs by a claim"),
+        Step(
+            'set allocation = "device-plugin" for the machine',
+            configured != DRA,
+            _configuring(machine, "device-plugin"),
+        ),
+        Step(
+            f"wait until the node's slices are gone: {', '.join(node.slices) or 'none'}",
+            not node.slices,
+            (f"kubectl get resourceslices --field-selector=spec.nodeName={node.name}",),
+        ),
+        Step(
+            f"deploy {PLUGIN} to the node",
+            bool(node.allocatable),
+            ("unbounded-agent kube manifests", "see docs/kubernetes.md"),
+        ),
+        _uncordon(node),
+    )
+
+
+def _cordon(node: Node) -> Step:
+    return Step("keep new pods off the node", node.cordoned, (f"kubectl cordon {node.name}",), ("cordon", node.name))
+
+
+def _uncordon(node: Node) -> Step:
+    command = f"kubectl uncordon {node.name}"
+    return Step("let new pods on the node", not node.ours, (command,), ("uncordon", node.name))
+
+
+def _end_pods(pods: tuple[str, ...], what: str) -> Step:
+    named = (pod.partition("/") for pod in pods)
+    commands = tuple(f"kubectl --namespace={namespace} delete pod {name}" for namespace, _, name in named)
+    return Step(f"end the pods that {what}", not pods, commands)
+
+
+def _configuring(machine: str, wanted: str) -> tuple[str, ...]:
+    return (
+        f'in /etc/unbounded-agent: [machines.{machine}] allocation = "{wanted}"',
+        "systemctl reload unbounded-agent",
+    )
+
+
+def _in_words(counts: Mapping[str, int]) -> str:
+    found = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
+    return f" (the node's status still has {found})" if found else ""

@@ -1,0 +1,187 @@
+"""`kube allocation`: the steps in their order, those that it takes itself, and where it stops."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import __version__
+from agent.cli.allocation import allocation
+from agent.cli.kube import DIRECTORY
+from agent.cli.parser import make_parser
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status
+from agent.model.errors import ConfigError, DocumentError
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.paths import cordoned_file, handoff_file, report_directory
+from tests.fakes.gpu_host import MACHINE, set_up, units
+from tests.fakes.host import Host
+
+ADMIN = "/root/.kube/config"
+NODE = "kube1"
+BOOT_ID = "11111111-2222-3333-4444-555555555555"
+KUBECTL = ("kubectl", f"--kubeconfig={ADMIN}")
+GET = (*KUBECTL, "get", "--output=json")
+
+
+class Cluster:
+    """What kubectl prints, and what the machine reports."""
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.cordoned = False
+        self.capacity = {"cpu": "4", "nvidia.com/gpu": "2"}
+        self.allocatable = {"cpu": "4", "nvidia.com/gpu": "2"}
+        self.pods: list[dict[str, Any]] = []
+        self.claims: list[dict[str, Any]] = []
+        self.slices: list[str] = []
+        self.advertised = "NoDevicePlugin"
+        self.allocation = "device-plugin"
+
+    def publish(self) -> None:
+        host = self.host
+        node = {
+            "metadata": {"name": NODE},
+            "spec": {"unschedulable": True} if self.cordoned else {},
+            "status": {"capacity": self.capacity, "allocatable": self.allocatable},
+        }
+        slices = {"items": [{"metadata": {"name": name}} for name in self.slices]}
+        everywhere, here = "--all-namespaces", f"--field-selector=spec.nodeName={NODE}"
+        host.command(*GET, "node", NODE, stdout=json.dumps(node))
+        host.command(*GET, "pods", everywhere, here, stdout=json.dumps({"items": self.pods}))
+        host.command(*GET, "resourceclaims", everywhere, stdout=json.dumps({"items": self.claims}))
+        driver = f"{here},spec.driver=gpu.unbounded-agent.io"
+        host.command(*GET, "resourceslices", driver, stdout=json.dumps(slices))
+        for verb in ("cordon", "uncordon"):
+            host.command(*KUBECTL, verb, NODE)
+        host.command(*KUBECTL, "apply", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
+
+    def report(self, agent: Reconciler) -> None:
+        agent.reconcile()
+        units(self.host, "active")
+        handoff = parse_handoff(self.host.read(handoff_file(MACHINE)))
+        found = [
+            Condition(kind, Status.TRUE, self.advertised if kind is ConditionType.GPUS_ADVERTISED else "Fine", "")
+            for kind in (ConditionType.DEVICES_ALLOWED, *IN_MACHINE)
+        ]
+        report = render_report(handoff.generation, tuple(found), (), BOOT_ID, __version__, {})
+        self.host.write(f"{report_directory(MACHINE)}/report.json", report)
+
+    def run(self, to: str, *machine: str, kubeconfig: str = ADMIN, node: str = NODE) -> int:
+        self.publish()
+        config = Config.model_validate({"machines": {MACHINE: {"allocation": self.allocation}}})
+        agent = Reconciler(config, self.host, self.host)
+        self.report(agent)
+        options = make_parser().parse_args(
+            ["kube", "allocation", to, *machine, f"--kubeconfig={kubeconfig}", f"--node={node}"]
+        )
+        return allocation(options, agent)
+
+    def changes(self) -> list[tuple[str, ...]]:
+        made = [argv[2:] for argv in self.host.runner.calls if argv[:1] == ("kubectl",) and argv[2] != "get"]
+        self.host.runner.calls.clear()
+        return made
+
+
+def pod(name: str, resource: str = "nvidia.com/gpu", *, claim: bool = False, phase: str = "Running") -> dict[str, Any]:
+    resources = {"limits": {resource: "1"}}
+    status = {"phase": phase} | ({"extendedResourceClaimStatus": {"resourceClaimName": "x"}} if claim else {})
+    return {
+        "metadata": {"namespace": "team", "name": name},
+        "spec": {"containers": [{"name": "main", "resources": resources}]},
+        "status": status,
+    }
+
+
+def claim(node: str, driver: str = "gpu.unbounded-agent.io") -> dict[str, Any]:
+    results = [{"driver": driver, "pool": node, "device": "gpu-0000-01-00-0", "request": "gpu"}]
+    return {
+        "metadata": {"namespace": "team", "name": "one"},
+        "status": {"allocation": {"devices": {"results": results}}, "reservedFor": [{"resource": "pods", "name": "p"}]},
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(set_up(Host(tmp_path / "host")))
+
+
+def last_to_do(capsys: pytest.CaptureFixture[str]) -> str:
+    return next((line for line in capsys.readouterr().out.splitlines() if " to do: " in line), "")
+
+
+def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cluster.run("dra", kubeconfig="") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[0] for line in lines if line[0] != " "] == list("1234567")
+    assert f"     systemctl --machine={MACHINE} stop kubelet" in lines
+    assert any(line.endswith("/manifests/device-class-nvidia.yaml") for line in lines)
+    assert cluster.changes() == []
+    assert cluster.run("device-plugin", kubeconfig="") == 0
+
+
+def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each run takes what it can, and stops where somebody else has to do something."""
+    cluster.pods = [pod("train"), pod("done", phase="Succeeded"), pod("web", "cpu"), pod("new", claim=True)]
+    assert cluster.run("dra") == 1
+    printed = capsys.readouterr().out
+    assert "1. done: keep new pods off the node" in printed
+    assert "kubectl --namespace=team delete pod train" in printed
+    assert printed.count("delete pod") == 1
+    assert cluster.changes() == [("cordon", NODE)]
+    assert cluster.host.read_text(cordoned_file(MACHINE)) == f"{NODE}\n"
+    cluster.cordoned, cluster.pods = True, []
+    assert cluster.run("dra") == 1
+    assert "3. to do: remove the vendor's device plugin from the node (the node's status still" in last_to_do(capsys)
+    # The plugin's pod has ended. The kubelet keeps the capacity for five minutes.
+    cluster.allocatable["nvidia.com/gpu"] = "0"
+    for cluster.capacity["nvidia.com/gpu"], cluster.allocation in (("2", "dra"), ("0", "device-plugin")):
+        assert cluster.run("dra") == 1
+        assert "4. to do: make the kubelet forget the plugin" in last_to_do(capsys)
+    cluster.allocation = "dra"
+    assert cluster.run("dra") == 1
+    assert "GPUsAdvertised" in last_to_do(capsys)
+    cluster.advertised = "Advertised"
+    assert cluster.run("dra") == 0
+    assert cluster.changes()[-1] == ("uncordon", NODE)
+    assert not cluster.host.exists(cordoned_file(MACHINE))
+
+
+def test_a_node_that_somebody_else_cordoned_stays_so(cluster: Cluster) -> None:
+    cluster.cordoned, cluster.capacity, cluster.allocatable, cluster.allocation = True, {}, {}, "dra"
+    cluster.advertised = "Advertised"
+    assert cluster.run("dra") == 0
+    assert [argv[0] for argv in cluster.changes()] == ["apply"]
+
+
+def test_a_node_is_moved_back(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.cordoned, cluster.capacity, cluster.allocatable, cluster.allocation = True, {}, {}, "dra"
+    cluster.claims = [claim(NODE), claim("other"), claim(NODE, "another.driver")]
+    assert cluster.run("device-plugin") == 1
+    assert "kubectl --namespace=team delete pod p" in capsys.readouterr().out
+    cluster.claims = [claim("other")]
+    assert cluster.run("device-plugin") == 1
+    assert 'set allocation = "device-plugin"' in last_to_do(capsys)
+    cluster.allocation, cluster.slices = "device-plugin", ["kube1-abc"]
+    assert cluster.run("device-plugin") == 1
+    assert "slices are gone: kube1-abc" in last_to_do(capsys)
+    cluster.slices = []
+    assert cluster.run("device-plugin") == 1
+    assert "deploy" in last_to_do(capsys)
+    cluster.allocatable = {"nvidia.com/gpu": "2"}
+    assert cluster.run("device-plugin") == 0
+
+
+def test_the_machine_and_its_node_must_be_known(cluster: Cluster) -> None:
+    with pytest.raises(ConfigError, match="machine other is not configured"):
+        cluster.run("dra", "other")
+    with pytest.raises(ConfigError, match="--node NODE"):
+        cluster.run("dra", node="")
+
+
+def test_an_unexpected_answer_is_an_error(cluster: Cluster) -> None:
+    cluster.pods = [{"metadata": {}, "spec": {"containers": [{"resources": {"limits": {"nvidia.com/gpu": "1"}}}]}}]
+    with pytest.raises(DocumentError, match="kubectl printed an object of an unexpected form"):
+        cluster.run("dra")
