@@ -1,0 +1,116 @@
+"""Evicts pods from GPUs that are being detached, as far as the API server does not do it.
+
+Kubernetes evicts pods from devices with a NoExecute taint by their claims (pkg/controller/devicetainteviction). In 1.36
+it leaves out pods that asked by extended resource: the scheduler made the claim for them, and they named no toleration
+(kubernetes/kubernetes#141290). A kubelet's identity may evict the pods of its own node (admitPodEviction in
+plugin/pkg/admission/noderestriction), which respects disruption budgets and grace periods.
+"""
+
+import logging
+import time
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from agent.dra.devices import Device
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import AgentError, DocumentError
+from agent.model.gpu_states import Effect
+from agent.model.json_document import as_object, get, objects
+from agent.model.text import one_line
+
+log = logging.getLogger(__name__)
+
+EXTENDED = "resource.kubernetes.io/extended-resource-claim"
+"""The annotation of a claim that the scheduler made (k8s.io/api/resource/v1/types.go)."""
+INTERVAL = 5.0
+"""Seconds between two attempts: a disruption budget may forbid the first one."""
+
+Fetch = Callable[[ClaimReference], Mapping[str, Any]]
+Send = Callable[[str, str, object], object]
+"""Sends a request with method, path and content. Raises AgentError."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Pod:
+    """A pod that has a claim."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+class Evictions:
+    """Evicts pods, and tries again until they have given their claims back."""
+
+    def __init__(self, fetch: Fetch, send: Send) -> None:
+        """`fetch` returns a claim as the API server has it, and raises AgentError."""
+        self._fetch, self._send = fetch, send
+        self._due = 0.0
+        self._logged: set[tuple[Pod, str]] = set()
+
+    def make(
+        self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
+    ) -> tuple[Pod, ...]:
+        """Ask for the eviction of pods that have a device with a NoExecute taint. Return these pods.
+
+        It asks for nothing until INTERVAL has passed since the last attempt.
+        """
+        names = {each.name for each in devices if any(taint.effect is Effect.NO_EXECUTE for taint in each.taints)}
+        held = [claim for claim, its in prepared.items() if any(e.device in names and not e.admin for e in its)]
+        now = time.monotonic()
+        if not held or now < self._due:
+            return ()
+        self._due = now + INTERVAL
+        pods = sorted({pod for claim in held for pod in self._pods(claim)})
+        for pod in pods:
+            self._evict(pod)
+        return tuple(pods)
+
+    def _pods(self, claim: ClaimReference) -> tuple[Pod, ...]:
+        try:
+            return pods_of(claim, self._fetch(claim))
+        except AgentError as error:
+            # The claim is gone, or the API server: its pod is gone too, or the next attempt finds it.
+            log.info("the pods of claim %s are not known: %s", claim, one_line(str(error)))
+            return ()
+
+    def _evict(self, pod: Pod) -> None:
+        namespace, name = (urllib.parse.quote(each, safe="") for each in (pod.namespace, pod.name))
+        metadata = {"namespace": pod.namespace, "name": pod.name}
+        # With the uid, a new pod of the same name stays.
+        options = {"preconditions": {"uid": pod.uid}}
+        eviction = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": metadata, "deleteOptions": options}
+        try:
+            self._send("POST", f"/api/v1/namespaces/{namespace}/pods/{name}/eviction", eviction)
+            self._log(pod, "is evicted: its GPU is being detached")
+        except AgentError as error:
+            self._log(pod, f"is not evicted yet: {one_line(str(error))}")
+
+    def _log(self, pod: Pod, what: str) -> None:
+        if (pod, what) not in self._logged:
+            self._logged = {each for each in self._logged if each[0] != pod} | {(pod, what)}
+            log.warning("pod %s/%s %s", pod.namespace, pod.name, what)
+
+
+def pods_of(claim: ClaimReference, document: Mapping[str, Any]) -> tuple[Pod, ...]:
+    """Return the pods of a claim that the scheduler made for an extended resource; none for another claim. Pure.
+
+    Raises DocumentError.
+    """
+    where = f"claim {claim}"
+    metadata = as_object(where, document.get("metadata"))
+    annotations = as_object(where, metadata.get("annotations") or {})
+    if metadata.get("uid") != claim.uid or annotations.get(EXTENDED) != "true":
+        return ()
+    status = as_object(where, document.get("status") or {})
+    consumers = objects(where, {"reservedFor": status.get("reservedFor") or []}, "reservedFor", _consumer)
+    return tuple(Pod(claim.namespace, name, uid) for kind, name, uid in consumers if kind == "pods")
+
+
+def _consumer(where: str, item: dict[str, Any]) -> tuple[str, str, str]:
+    found = tuple(get(where, item, key, str) for key in ("resource", "name", "uid"))
+    if not all(found):
+        raise DocumentError(f"{where}: a consumer has an empty name")
+    return found[0], found[1], found[2]

@@ -1,0 +1,119 @@
+"""Pods that asked by extended resource are evicted from a GPU that is being detached."""
+
+from typing import Any
+
+import pytest
+
+from agent.dra import evictions
+from agent.dra.devices import Device, Taint
+from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.errors import AgentError, DocumentError
+from agent.model.gpu_states import Effect
+
+CLAIM, OTHER = ClaimReference("team", "train-gpu", "c1"), ClaimReference("team", "by-hand", "c2")
+POD = Pod("team", "train", "p1")
+EVICT, KEEP = Effect.NO_EXECUTE, Effect.NO_SCHEDULE
+
+
+def device(name: str, effect: Effect | None) -> Device:
+    taints = (Taint("gpu.unbounded-agent.io/draining", "Detaching", effect),) if effect else ()
+    return Device(name, "vendor", (f"vendor.com/gpu={name}",), "0000:01:00.0", taints=taints)
+
+
+def prepared(name: str, *, admin: bool = False) -> tuple[PreparedDevice, ...]:
+    return (PreparedDevice(("gpu",), "kube1", name, (f"vendor.com/gpu={name}",), admin=admin),)
+
+
+def document(uid: str = "c1", *, extended: bool = True, **status: Any) -> dict[str, Any]:  # noqa: ANN401
+    annotations = {EXTENDED: "true"} if extended else {}
+    consumers = [{"resource": "pods", "name": "train", "uid": "p1"}]
+    return {"metadata": {"uid": uid, "annotations": annotations}, "status": {"reservedFor": consumers, **status}}
+
+
+class Cluster:
+    """An API server."""
+
+    def __init__(self) -> None:
+        self.claims: dict[ClaimReference, dict[str, Any]] = {CLAIM: document(), OTHER: document("c2", extended=False)}
+        self.sent: list[tuple[str, str, Any]] = []
+        self.refusal: AgentError | None = None
+
+    def fetch(self, claim: ClaimReference) -> dict[str, Any]:
+        if claim not in self.claims:
+            raise AgentError("404")
+        return self.claims[claim]
+
+    def send(self, method: str, path: str, content: object) -> None:
+        self.sent.append((method, path, content))
+        if self.refusal:
+            raise self.refusal
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    monkeypatch.setattr(evictions, "INTERVAL", 0.0)
+    return Cluster()
+
+
+def test_the_pod_is_evicted_with_its_uid(cluster: Cluster) -> None:
+    made = Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+    assert made == (POD,)
+    ((method, path, content),) = cluster.sent
+    assert (method, path) == ("POST", "/api/v1/namespaces/team/pods/train/eviction")
+    assert content["metadata"] == {"namespace": "team", "name": "train"}
+    assert content["deleteOptions"] == {"preconditions": {"uid": "p1"}}
+
+
+def test_pods_of_other_gpus_and_of_claims_by_hand_stay(cluster: Cluster) -> None:
+    """Claims may tolerate the taint, and Kubernetes evicts their pods itself."""
+    found = Evictions(cluster.fetch, cluster.send)
+    devices = [device("gpu-1", EVICT), device("gpu-2", KEEP), device("gpu-3", None)]
+    for claims in (
+        {CLAIM: prepared("gpu-2")},
+        {CLAIM: prepared("gpu-3")},
+        {CLAIM: prepared("gpu-1", admin=True)},
+        {OTHER: prepared("gpu-1")},
+        {},
+    ):
+        assert found.make(devices, claims) == ()
+    assert cluster.sent == []
+
+
+def test_a_refusal_is_logged_once_and_tried_again(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """A disruption budget may forbid it for a while."""
+    cluster.refusal = AgentError("429 Too Many Requests: disruption budget")
+    found = Evictions(cluster.fetch, cluster.send)
+    for _ in range(3):
+        assert found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == (POD,)
+    assert [record.message for record in caplog.records] == [
+        "pod team/train is not evicted yet: 429 Too Many Requests: disruption budget"
+    ]
+    cluster.refusal = None
+    found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+    assert caplog.records[-1].message == "pod team/train is evicted: its GPU is being detached"
+
+
+def test_attempts_have_a_distance() -> None:
+    cluster = Cluster()
+    found = Evictions(cluster.fetch, cluster.send)
+    for _ in range(3):
+        found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
+    assert len(cluster.sent) == 1
+
+
+def test_a_claim_that_is_gone_or_was_made_again_evicts_nobody(cluster: Cluster) -> None:
+    cluster.claims = {}
+    found = Evictions(cluster.fetch, cluster.send)
+    assert found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == ()
+    assert pods_of(CLAIM, document("c9")) == ()
+    assert pods_of(CLAIM, document(reservedFor=None)) == ()
+    assert pods_of(CLAIM, document(reservedFor=[{"resource": "other", "name": "x", "uid": "y"}])) == ()
+
+
+@pytest.mark.parametrize("consumers", ["x", [7], [{"resource": "pods"}], [{"resource": "pods", "name": "", "uid": ""}]])
+def test_a_malformed_claim_is_refused(cluster: Cluster, consumers: object) -> None:
+    with pytest.raises(DocumentError, match="claim team/train-gpu"):
+        pods_of(CLAIM, document(reservedFor=consumers))
+    cluster.claims[CLAIM] = document(reservedFor=consumers)
+    assert Evictions(cluster.fetch, cluster.send).make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")}) == ()
