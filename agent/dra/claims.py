@@ -60,7 +60,7 @@ class NodeClaims:
         """Return the devices of a claim, which from now on belong to it. Raises AgentError, or OSError."""
         allocated = allocated_devices(claim, self._fetch(claim), self._node)
         with self._lock:
-            # Looked up last, so that no device is handed out that was withdrawn meanwhile.
+            # Looked up last: a device that was withdrawn meanwhile is not handed out.
             available = self._devices()
             prepared = tuple(_prepared(claim, each, available) for each in allocated)
             for other in self._holders(claim, prepared):
