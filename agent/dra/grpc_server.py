@@ -24,6 +24,8 @@ log = logging.getLogger(__name__)
 
 READ = 1 << 16
 """Bytes that are read from a connection at a time."""
+LINGER = 0.5
+"""Seconds that clients have to hang up after the server has said that it stops."""
 TICK = 0.1
 """Seconds to the next try if no connection can be accepted, such as for lack of descriptors."""
 
@@ -67,6 +69,8 @@ class Server:
         self._waker, self._woken = socket.socketpair(type=socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self._end = math.inf
         """When connections are closed because the server stops, by time.monotonic()."""
+        self._leaving = False
+        """Whether the server has said that it stops. What clients send then is not read any longer."""
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.socket, selectors.EVENT_READ, self._accept)
         self._selector.register(self._woken, selectors.EVENT_READ, lambda: self._woken.recv(READ))
@@ -101,13 +105,27 @@ class Server:
                 for connection, peer in tuple(self._peers.items()):
                     self._guarded(connection, lambda peer=peer: self._tend(peer))  # type: ignore[misc]
         finally:
-            for connection, peer in tuple(self._peers.items()):
-                connection.refuse(Code.UNAVAILABLE, "the server is stopping")
-                self._guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
-                self._hang_up(connection)
+            self._selector.unregister(self._listener.socket)
             self._listener.close()
+            self._say_goodbye()
             for each in (self._selector, self._waker, self._woken):
                 each.close()
+
+    def _say_goodbye(self) -> None:
+        """Tell the clients that the server stops, and give them time to read that and to hang up."""
+        self._leaving = True
+        for connection, peer in tuple(self._peers.items()):
+            connection.refuse(Code.UNAVAILABLE, "the server is stopping")
+            self._guarded(connection, lambda peer=peer: self._write(peer))  # type: ignore[misc]
+            with contextlib.suppress(OSError):
+                # Only this direction: a client that writes into a closed socket drops what it has not read.
+                peer.stream.shutdown(socket.SHUT_WR)
+        end = time.monotonic() + LINGER
+        while self._peers and time.monotonic() < end:
+            for key, _ in self._selector.select(max(0.0, end - time.monotonic())):
+                key.data()
+        for connection in tuple(self._peers):
+            self._hang_up(connection)
 
     def _pause(self) -> float | None:
         """Return the seconds until something is due without a client's doing; None if nothing is."""
@@ -167,7 +185,8 @@ class Server:
             return
         if not data:
             raise ConnectionLostError("the client has hung up")
-        peer.connection.receive(data, time.monotonic())
+        if not self._leaving:
+            peer.connection.receive(data, time.monotonic())
 
     def _tend(self, peer: _Peer) -> None:
         """End expired calls, send what is ready, and close the connection if the client is too slow."""

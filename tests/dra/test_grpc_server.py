@@ -132,10 +132,11 @@ def test_too_many_calls_are_refused(path: str, example: Example) -> None:
     server = serve(path, example.services, Limits(calls=2))
     with grpc.insecure_channel(f"unix:{path}") as channel:
         waiting = [channel.unary_unary("/test.Example/Wait").future(b"", timeout=LONG) for _ in range(2)]
-        until(lambda: error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED)
+        until(lambda: len(server._calls._jobs) == 2)
+        assert error(channel, "Echo")[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
         example.go_on.set()
         assert [each.result() for each in waiting] == [b"", b""]
-        until(lambda: call(channel, "Echo", b"x") == b"x")
+        assert call(channel, "Echo", b"x") == b"x"
     server.stop()
 
 

@@ -1,4 +1,4 @@
-"""The driver beside a kubelet: registration, claims and health, over real sockets, by grpcio as client."""
+"""The driver and a kubelet: registration, claims and health, over real sockets, by grpcio as client."""
 
 import contextlib
 import json
@@ -285,7 +285,7 @@ def test_memory(driver: Driver) -> None:
 
 @pytest.mark.processes
 def test_a_second_driver_leaves_the_first_one_alone(driver: Driver) -> None:
-    """Two would not know each other's claims, and would take each other's sockets away for ever."""
+    """Two would not know each other's claims, and would take each other's sockets away again and again."""
     argv = [sys.executable, "-m", "tests.fakes.dra_process", str(driver.tree)]
     finished = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=LONG)
     assert finished.returncode == 1

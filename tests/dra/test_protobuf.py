@@ -1,4 +1,4 @@
-"""Protocol buffers by hand, beside Google's library."""
+"""Protocol buffers by hand, compared with Google's library."""
 
 import contextlib
 
