@@ -143,10 +143,11 @@ class Connection:
     def expire(self, now: float) -> None:
         """End the calls whose clients wait no longer."""
         for stream, call in list(self.calls.items()):
-            if call.deadline is not None and call.deadline <= now and call.trailers is None:
+            if call.deadline is not None and call.deadline <= now:
                 # What is waiting would only delay the error.
                 call.waiting.clear()
-                self.finish(stream, Code.DEADLINE_EXCEEDED, "the call's time limit has passed")
+                call.trailers = trailers(Code.DEADLINE_EXCEEDED, "the call's time limit has passed")
+                self._flush(stream, call)
 
     def refuse(self, code: Code, message: str) -> None:
         """End all calls, and tell the client that no further one is served (GOAWAY). Nothing can be sent after that."""

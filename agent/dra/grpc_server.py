@@ -26,6 +26,8 @@ READ = 1 << 16
 """Bytes that are read from a connection at a time."""
 LINGER = 0.5
 """Seconds that clients have to hang up after the server has said that it stops."""
+PAUSE = 3600.0
+"""Seconds of the longest wait: clients may set time limits that no system call takes (10 000 years)."""
 TICK = 0.1
 """Seconds to the next try if no connection can be accepted, such as for lack of descriptors."""
 
@@ -128,7 +130,7 @@ class Server:
             self._hang_up(connection)
 
     def _pause(self) -> float | None:
-        """Return the seconds until something is due without a client's doing; None if nothing is."""
+        """Return the seconds until something is due without a client's doing, at most PAUSE; None if nothing is."""
         due = [self._end] if self._calls.stopping else []
         for peer in self._peers.values():
             due += [call.deadline for call in peer.connection.calls.values() if call.deadline is not None]
@@ -136,7 +138,7 @@ class Server:
                 due.append(peer.progress + self._limits.stall)
             if not peer.connection.greeted:
                 due.append(peer.connected + self._limits.greeting)
-        return max(0.0, min(due) - time.monotonic()) if due else None
+        return min(PAUSE, max(0.0, min(due) - time.monotonic())) if due else None
 
     def _guarded(self, connection: Connection, action: Callable[[], None]) -> None:
         """Do something for a connection. An error ends the connection."""
@@ -169,10 +171,11 @@ class Server:
                 return
             stream.setblocking(False)
             connection = Connection(self._services, self._calls, self._limits.message)
-            peer = self._peers[connection] = _Peer(stream, connection, time.monotonic())
+            peer = _Peer(stream, connection, time.monotonic())
             self._selector.register(
                 stream, selectors.EVENT_READ, lambda: self._guarded(connection, lambda: self._read(peer))
             )
+            self._peers[connection] = peer
         except OSError as error:
             log.debug("connection closed: %s", error)
             stream.close()

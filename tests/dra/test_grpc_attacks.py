@@ -15,16 +15,26 @@ import grpc
 import pytest
 from h2.config import H2Configuration
 from h2.connection import H2Connection
+from h2.events import StreamEnded, TrailersReceived
+from h2.settings import SettingCodes, Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
 from agent.dra.grpc_connection import Connection, ConnectionLostError
 from agent.dra.grpc_server import Limits, Server, serve
-from agent.dra.grpc_wire import Code, Headers, RpcError, Service, Streaming, Unary, framed, time_limit
+from agent.dra.grpc_wire import Code, RpcError, Service, Streaming, Unary, framed, time_limit
 
 ECHO = "/test.Example/Echo"
+
+
+def slowly(request: bytes) -> bytes:
+    time.sleep(0.2)
+    return request
+
+
 SERVICES: dict[str, Service] = {
     ECHO: Unary(bytes),
+    "/test.Example/Slow": Unary(slowly),
     "/test.Example/Fill": Streaming(lambda _: iter([b"x" * 900_000] * 99)),
 }
 LIMITS = Limits(connections=4, greeting=0.5, stall=0.5)
@@ -130,13 +140,15 @@ def test_too_many_connections_are_refused(server: Server) -> None:
             assert read_all(client) == b""
 
 
-def asking(path: str, size: int = 0, **more: str) -> tuple[H2Connection, bytes]:
-    """Return a client's connection, and the bytes of a call's request, which does not end if it is empty."""
-    http2 = H2Connection(H2Configuration(client_side=True))
+def asking(path: str, size: int = 0, http2: H2Connection | None = None, **changed: str) -> tuple[H2Connection, bytes]:
+    """Return a client's connection, and the bytes of a call's request. Without a size, the request does not end."""
+    http2 = http2 or H2Connection(H2Configuration(client_side=True))
     http2.initiate_connection()
-    headers: Headers = [(":method", "POST"), (":scheme", "http"), (":path", path), (":authority", "localhost")]
-    headers += [("content-type", "application/grpc"), ("te", "trailers")]
-    http2.send_headers(1, [(name, more.get(name.strip(":").replace("-", "_"), value)) for name, value in headers])
+    headers = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "localhost"}
+    headers |= {"content-type": "application/grpc", "te": "trailers"}
+    headers |= {name.replace("_", "-"): value for name, value in changed.items() if not name.startswith("pseudo_")}
+    headers |= {f":{name[7:]}": value for name, value in changed.items() if name.startswith("pseudo_")}
+    http2.send_headers(1, list(headers.items()))
     if size:
         http2.send_data(1, framed(bytes(size)), end_stream=True)
     return http2, http2.data_to_send()
@@ -151,6 +163,31 @@ def test_a_client_that_never_reads_is_sent_away(server: Server) -> None:
         while server._peers and time.monotonic() < end:
             time.sleep(0.01)
         assert not server._peers
+
+
+def test_a_very_long_time_limit_is_accepted(server: Server) -> None:
+    """No system call takes 10 000 years."""
+    http2, request = asking("/test.Example/Slow", 1, grpc_timeout="99999999H")
+    with connected(server) as client:
+        client.sendall(request)
+        found: list[object] = []
+        while not any(isinstance(event, StreamEnded) for event in found):
+            found += http2.receive_data(client.recv(65536))
+
+
+def test_a_call_ends_at_its_time_limit_if_the_client_takes_nothing() -> None:
+    """Then nothing waits for the client any longer, and the server need not look again and again."""
+    http2 = H2Connection(H2Configuration(client_side=True))
+    http2.local_settings = Settings(client=True, initial_values={SettingCodes.INITIAL_WINDOW_SIZE: 0})
+    connection = Connection(SERVICES, Refusing(), 100)
+    connection.receive(asking(ECHO, 0, http2=http2, grpc_timeout="1S")[1], 0.0)
+    connection.send(1, b"x")
+    connection.finish(1, Code.OK)
+    assert connection.calls[1].waiting
+    connection.expire(2.0)
+    assert not connection.calls
+    events = http2.receive_data(connection.to_send())
+    assert any((b"grpc-status", b"4") in event.headers for event in events if isinstance(event, TrailersReceived))
 
 
 def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
@@ -177,13 +214,13 @@ def test_calls_that_are_reset_at_once_leave_nothing(server: Server) -> None:
 @pytest.mark.parametrize(
     ("changed", "status"),
     [
-        ({"method": "GET"}, "405"),
+        ({"pseudo_method": "GET"}, "405"),
         ({"content_type": "text/plain"}, "415"),
         ({"content_type": "application/grpcx"}, "415"),
     ],
 )
 def test_other_http_gets_a_status(changed: dict[str, str], status: str) -> None:
-    client, request = asking(ECHO, 1, **changed)
+    client, request = asking(ECHO, 1, None, **changed)
     connection = Connection(SERVICES, Refusing(), 100)
     connection.receive(request, 0.0)
     events = client.receive_data(connection.to_send())
@@ -224,7 +261,7 @@ def test_any_frames_are_handled_or_end_the_connection(frames: list[tuple[int, in
 @given(some.data())
 def test_damaged_requests_are_handled_or_end_the_connection(data: some.DataObject) -> None:
     """A request with a few bytes changed goes deeper than random frames do."""
-    damaged = bytearray(asking(ECHO, 20, te="trailers")[1])
+    damaged = bytearray(asking(ECHO, 20)[1])
     for _ in range(data.draw(some.integers(1, 4))):
         damaged[data.draw(some.integers(len(PREFACE), len(damaged) - 1))] = data.draw(some.integers(0, 255))
     connection = Connection(SERVICES, Refusing(), 100)
