@@ -62,7 +62,11 @@ class DriverPlugin:
         return RegistrationStatus(status.registered and connected, status.error)
 
     def keep(self) -> None:
-        """Serve again if a socket was removed, as by `kubeadm reset`, or a server has failed. Raises AgentError."""
+        """Serve again if a socket was removed, as by `kubeadm reset`, or a server has failed.
+
+        Raises AgentError. Then the process has to start again: if a directory of the kubelet was removed, the unit's
+        sandbox still has the old one, and the new one is read-only in it.
+        """
         if len(self._servers) == len(self._places) and all(server.healthy for server in self._servers):
             return
         log.warning("the driver's sockets are gone or not served: they are made again")
