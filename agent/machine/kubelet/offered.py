@@ -57,7 +57,8 @@ def _status(system: System, now: float) -> DraStatus | Condition:
         return Condition(KIND, Status.FALSE, status.reason, status.message)
     if not status.registered:
         message = f"the kubelet has not accepted {UNIT}.service as a driver yet, so no pod can start with a GPU"
-        return false(KIND, Reason.NOT_REGISTERED, f"{message}; if that lasts, see the logs of both")
+        why = status.message or "if that lasts, see the logs of both"
+        return false(KIND, Reason.NOT_REGISTERED, f"{message}; {why}")
     return status
 
 
@@ -89,6 +90,7 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str]) -> Con
     remarks = [f"{len(tainted)} of them tainted, so new pods do not get them: {_names(tainted)}"] if tainted else []
     if without := granted - allocatable:
         remarks.append(f"without {_names(without)}, which no CDI specification names: see CDISpecCurrent")
+    remarks += [status.message] if status.message else []
     count = sum(len(offer.devices) for offer in status.offers)
     return true(KIND, Reason.ADVERTISED, "; ".join([f"{where} have {count} devices", *remarks]))
 

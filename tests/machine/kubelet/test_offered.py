@@ -157,6 +157,9 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
     tell(kubelet.machine, replace(well(), offers=(replace(OFFER, tainted=("gpu-0000-02-00-0",)),)))
     assert kubelet.condition() == ("True", "Advertised")
     assert "1 of them tainted, so new pods do not get them: gpu-0000-02-00-0" in kubelet.message()
+    tell(kubelet.machine, replace(well(), message="attributes are missing: no nvidia-smi"))
+    assert kubelet.condition() == ("True", "Advertised")
+    assert kubelet.message().endswith("2 devices; attributes are missing: no nvidia-smi")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,7 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
         ({"at": 0.0}, "DRADriverDown", "has reported nothing since 1970-01-01T00:00:00Z"),
         ({"reason": "NoKubeconfig", "message": "no file"}, "NoKubeconfig", "no file"),
         ({"registered": False}, "NotRegistered", "the kubelet has not accepted"),
+        ({"registered": False, "message": "other type"}, "NotRegistered", "with a GPU; other type"),
         ({"offers": (replace(OFFER, reason="Refused", message="403"),)}, "Refused", "403"),
         ({"offers": (replace(OFFER, gpus=GPUS[:1]),)}, "GPUsMissing", f"{GPUS[1]} can be given to pods"),
         ({"offers": (replace(OFFER, gpus=(*GPUS, "0000:09:00.0")),)}, "StaleGPUs", "0000:09:00.0 is in"),
