@@ -39,6 +39,8 @@ class DraVendor(ABC):
     name: str
     resource_prefix: str
     """Prefix of the extended resources that the vendor's device plugin offers, such as `vendor.com/`."""
+    harmless_resources: tuple[str, ...] = ()
+    """Patterns (fnmatch) of resources with that prefix that give no pod a GPU of its own."""
 
     @abstractmethod
     def read_facts(

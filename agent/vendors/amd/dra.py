@@ -1,0 +1,13 @@
+"""AMD's GPUs, for their offer by Dynamic Resource Allocation."""
+
+from agent.vendors.drm.dra import DrmDra
+
+
+class AmdDra(DrmDra):
+    """AMD's GPUs. The files are amdgpu's (amdgpu_device.c, amdgpu_vram_mgr.c, amdgpu_pm.c in the kernel)."""
+
+    name = "amd"
+    resource_prefix = "amd.com/"
+    product = "product_name"
+    unique_id = "unique_id"
+    memory = ("mem_info_vram_total",)

@@ -1,0 +1,130 @@
+"""What nvidia-smi knows of NVIDIA's GPUs and MIG devices, for their offer by Dynamic Resource Allocation."""
+
+import csv
+import re
+import time
+from collections.abc import Mapping, Sequence
+
+from agent.model.allocatable import AllocatableDevice
+from agent.model.digits import whole_number
+from agent.model.errors import AgentError, ExitCodeError
+from agent.model.pci_address import as_in_sysfs
+from agent.system.files import System
+from agent.vendors.dra_vendor import FACTS_LIMIT, Attribute, DeviceFacts, DraVendor, semantic_version
+from agent.vendors.nvidia.device_plugin import RESOURCE_PREFIX, gpu_of
+
+NVIDIA_SMI = "nvidia-smi"
+FIELDS = ("pci.bus_id", "uuid", "name", "memory.total", "driver_version", "compute_cap")
+"""The last one is missing in drivers before 510."""
+INVALID = "exit code 2"
+"""nvidia-smi does not know an argument or a field; it says which on standard output (nvidia-smi(1), RETURN VALUE)."""
+MIB = 1 << 20
+LINE = re.compile(r"\s*MIG (?P<profile>\S+)\s+Device\s+[0-9]+: \(UUID: (?P<uuid>MIG-[0-9A-Za-z/-]+)\)")
+"""A MIG device in the output of `nvidia-smi -L`."""
+CUDA = re.compile(r"^CUDA Version\s*: ([0-9.]+)$", re.MULTILINE)
+"""The newest CUDA version that the driver serves, in the output of `nvidia-smi --version`."""
+
+
+class NvidiaDra(DraVendor):
+    """NVIDIA's GPUs."""
+
+    name = "nvidia"
+    resource_prefix = RESOURCE_PREFIX
+    harmless_resources = ("nvidia.com/hostdev*",)
+    """Network devices, which NVIDIA's Network Operator gives to pods."""
+
+    def read_facts(
+        self, system: System, devices: Sequence[AllocatableDevice], driver_version: str
+    ) -> Mapping[AllocatableDevice, DeviceFacts]:
+        deadline = time.monotonic() + FACTS_LIMIT
+        gpus = _query(system, {each.pci_address for each in devices}, deadline)
+        profiles = _profiles(system, deadline) if any(each.partition for each in devices) else {}
+        cuda = _cuda_version(system, deadline)
+        common: dict[str, Attribute] = {}
+        if version := semantic_version(driver_version):
+            common["driverVersion"] = version
+        if version := semantic_version(cuda):
+            common["cudaDriverVersion"] = version
+        return {each: _facts(each, gpus.get(each.pci_address, {}), profiles, common) for each in devices}
+
+
+def _facts(
+    device: AllocatableDevice, gpu: Mapping[str, str], profiles: Mapping[str, str], common: Mapping[str, Attribute]
+) -> DeviceFacts:
+    attributes = dict(common)
+    if version := semantic_version(gpu.get("driver_version", "")):
+        attributes["driverVersion"] = version
+    if version := semantic_version(gpu.get("compute_cap", "")):
+        attributes["cudaComputeCapability"] = version
+    if name := gpu.get("name"):
+        attributes["productName"] = name
+    memory = whole_number(gpu.get("memory.total", ""))
+    if not device.partition:
+        attributes |= _uuid("uuid", gpu)
+        return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {})
+    # No query tells the memory of a MIG device; its profile says it.
+    uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
+    if uuid:
+        attributes["uuid"] = uuid
+    if profile := profiles.get(uuid):
+        attributes["profile"] = profile
+    return DeviceFacts(attributes | _uuid("parentUUID", gpu))
+
+
+def _uuid(name: str, gpu: Mapping[str, str]) -> dict[str, Attribute]:
+    return {name: gpu["uuid"]} if gpu.get("uuid") else {}
+
+
+def _query(system: System, gpus: set[str], deadline: float) -> dict[str, dict[str, str]]:
+    """Return the known fields of each GPU by PCI address.
+
+    One GPU that has failed lets a query of all fail, so each is then queried by itself.
+    """
+    try:
+        return _rows(system, deadline)
+    except ExitCodeError:
+        found: dict[str, dict[str, str]] = {}
+        for each in sorted(gpus):
+            try:
+                found |= _rows(system, deadline, f"--id={each}")
+            except ExitCodeError:
+                continue
+        return found
+
+
+def _rows(system: System, deadline: float, *options: str) -> dict[str, dict[str, str]]:
+    try:
+        text = _run(system, deadline, *options, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits")
+    except ExitCodeError as error:
+        if INVALID not in error.message:
+            raise
+        text = _run(system, deadline, *options, f"--query-gpu={','.join(FIELDS[:-1])}", "--format=csv,noheader,nounits")
+    rows = [dict(zip(FIELDS, (each.strip() for each in row), strict=False)) for row in csv.reader(text.splitlines())]
+    # What the driver cannot tell is in brackets: [N/A], [Unknown Error], [GPU is lost].
+    known = [{key: value for key, value in row.items() if value and not value.startswith("[")} for row in rows]
+    return {address: row for row in known if (address := as_in_sysfs(row.get("pci.bus_id", "")))}
+
+
+def _profiles(system: System, deadline: float) -> dict[str, str]:
+    """Return the profile of each MIG device by UUID, such as `1g.10gb`."""
+    try:
+        text = _run(system, deadline, "-L")
+    except ExitCodeError:
+        return {}
+    return {match["uuid"]: match["profile"] for match in map(LINE.match, text.splitlines()) if match}
+
+
+def _cuda_version(system: System, deadline: float) -> str:
+    try:
+        match = CUDA.search(_run(system, deadline, "--version"))
+    except ExitCodeError:
+        # Drivers before 520 have no such option.
+        return ""
+    return match[1] if match else ""
+
+
+def _run(system: System, deadline: float, *arguments: str) -> str:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise AgentError(f"{NVIDIA_SMI} takes more than {FACTS_LIMIT:.0f} s", "see `dmesg` on the host for the driver")
+    return system.run(NVIDIA_SMI, *arguments, timeout=left)

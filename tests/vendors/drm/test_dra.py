@@ -1,0 +1,40 @@
+"""What sysfs says of AMD's and Intel's GPUs."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.model.allocatable import AllocatableDevice
+from agent.system.files import System
+from agent.vendors.amd.dra import AmdDra
+from agent.vendors.dra_vendor import DeviceFacts, DraVendor, Version
+from agent.vendors.intel.dra import IntelDra
+
+GPU = AllocatableDevice("0000:03:00.0", ("v.com/gpu=0000:03:00.0",))
+
+
+def facts(tmp_path: Path, vendor: DraVendor, files: dict[str, str], driver_version: str = "") -> DeviceFacts:
+    system = System(lambda *_: pytest.fail("no program runs"), str(tmp_path))
+    for name, text in files.items():
+        system.write(f"/sys/bus/pci/devices/{GPU.pci_address}/{name}", text.encode())
+    return dict(vendor.read_facts(system, [GPU], driver_version))[GPU]
+
+
+def test_amd(tmp_path: Path) -> None:
+    files = {"product_name": "AMD Instinct MI210\n", "unique_id": "4f5e\n", "mem_info_vram_total": "68702699520\n"}
+    assert facts(tmp_path, AmdDra(), {**files, "device": "0x740f\n"}, "6.8.5") == DeviceFacts(
+        {"driverVersion": Version("6.8.5"), "productName": "AMD Instinct MI210", "uuid": "4f5e", "pciDevice": "0x740f"},
+        {"memory": 68702699520},
+    )
+
+
+def test_intel(tmp_path: Path) -> None:
+    files = {"device": "0x56c0\n", "tile0/physical_vram_size_bytes": "17179869184\n"}
+    assert facts(tmp_path, IntelDra(), files) == DeviceFacts({"pciDevice": "0x56c0"}, {"memory": 17179869184})
+
+
+@pytest.mark.parametrize("vendor", [AmdDra(), IntelDra()])
+def test_what_is_missing_or_strange_is_left_out(tmp_path: Path, vendor: DraVendor) -> None:
+    assert facts(tmp_path, vendor, {}) == DeviceFacts()
+    files = {"product_name": "\n", "mem_info_vram_total": "many\n", "tile0/physical_vram_size_bytes": "0x1\n"}
+    assert facts(tmp_path, vendor, {**files, "unique_id": "\x1b[2J"}, "6.8.0-rc1") == DeviceFacts()
