@@ -14,6 +14,8 @@ from agent.model.reasons import Reason
 from agent.system.files import System
 
 COMMAND_LINE_LIMIT = 1 << 20
+ROOT = "/var/lib/kubelet"
+"""The default of --root-dir (defaultRootDir of cmd/kubelet/app/options)."""
 HOST_NAME = "/proc/sys/kernel/hostname"
 NODE_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 """The form of a Node's name that the API server requires: a subdomain of RFC 1123."""
@@ -25,6 +27,8 @@ class Identity:
 
     node: str
     kubeconfig: str
+    root: str = ROOT
+    """The kubelet's directory, in which it looks for sockets of drivers (--root-dir)."""
 
 
 def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
@@ -47,7 +51,7 @@ def find_identity(system: System, kind: ConditionType) -> Identity | Condition:
         return false(
             kind, Reason.BAD_NODE_NAME, f"the kubelet's node name {node[:80]!a} is not valid: correct the host name"
         )
-    return Identity(node, kubeconfig)
+    return Identity(node, kubeconfig, _option(arguments, "--root-dir") or ROOT)
 
 
 def _kubelet(system: System) -> tuple[str, ...] | None:

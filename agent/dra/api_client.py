@@ -1,0 +1,201 @@
+"""A client of the API server, with the kubelet's identity: requests, and watches of lists. Bounded in time and size.
+
+Connections are kept, because a TLS handshake takes longer than a request. No proxy, no redirect.
+"""
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+import urllib.parse
+from collections.abc import Generator, Mapping
+from typing import Any
+
+from agent.dra.api_errors import ApiError, OutdatedError, api_error
+from agent.dra.credentials import Credentials, Session
+from agent.model.errors import AgentError
+
+REQUEST_LIMIT = 10.0
+"""Seconds to wait for each part of an answer."""
+ANSWER_LIMIT = 8 << 20
+"""Bytes of the largest answer, and of the largest event of a watch. etcd's objects have at most 1.5 MiB."""
+IDLE_CONNECTIONS = 4
+IDLE_LIMIT = 60.0
+"""Seconds after which an idle connection is not used again: load balancers forget them."""
+WATCH_LIMIT = 300
+"""Seconds after which the server ends a watch. The next one has new credentials."""
+WATCH_MARGIN = 30.0
+UNANSWERED_LIMIT = 20_000
+"""Milliseconds after which TCP gives up a peer that acknowledges nothing (TCP_USER_TIMEOUT in tcp(7))."""
+RETURNED = (BrokenPipeError, ConnectionResetError, http.client.RemoteDisconnected, ssl.SSLEOFError)
+"""What an idle connection answers that the server has closed."""
+
+
+class ApiClient:
+    """Sends requests to the API server. Threads may share it."""
+
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
+        self._lock = threading.Lock()
+        self._idle: list[tuple[float, Session, http.client.HTTPSConnection]] = []
+
+    def get(self, path: str, **parameters: str) -> dict[str, Any]:
+        """Return the object or list. Raises ApiError, or AgentError if the credentials are unusable."""
+        return self.request("GET", _with_query(path, parameters))
+
+    def request(self, method: str, path: str, content: object = None) -> dict[str, Any]:
+        """Return the answer to a request with a JSON body, or without one. Raises as `get`."""
+        session, connection, reused = self._connection()
+        what = f"{method} {path.partition('?')[0]}"
+        try:
+            try:
+                response = _send(connection, session, method, path, content)
+            except RETURNED:
+                # Sent again once. Writes carry a resourceVersion or a fixed name, so doing them twice is a conflict.
+                connection.close()
+                if not reused:
+                    raise
+                connection = _new_connection(session, REQUEST_LIMIT)
+                response = _send(connection, session, method, path, content)
+            body = _bounded(response.read(ANSWER_LIMIT + 1), what)
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise _no_answer(what, session, error) from error
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(session, connection, response)
+        if response.status >= 300:
+            raise api_error(what, response.status, body)
+        return _object(what, body)
+
+    def watch(self, path: str, version: str, **parameters: str) -> Generator[dict[str, Any], None, None]:
+        """Yield the events after a list's resourceVersion, until the server ends the watch.
+
+        The first one is an empty object, when the server has accepted the watch. Raises as `get`, and OutdatedError.
+        """
+        query = {"watch": "1", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_LIMIT), **parameters}
+        session, what = self._credentials.session(), f"watch {path}"
+        connection = _new_connection(session, REQUEST_LIMIT)
+        try:
+            response = _send(connection, session, "GET", _with_query(path, query | {"resourceVersion": version}), None)
+            if response.status >= 300:
+                raise api_error(what, response.status, response.read(ANSWER_LIMIT))
+            if connection.sock is not None:
+                connection.sock.settimeout(WATCH_LIMIT + WATCH_MARGIN)
+            yield {}
+            while line := _bounded(response.readline(ANSWER_LIMIT + 1), what):
+                yield _event(what, line)
+        except (OSError, http.client.HTTPException) as error:
+            raise _no_answer(what, session, error) from error
+        finally:
+            connection.close()
+
+    def close(self) -> None:
+        """Close the idle connections."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop()[2].close()
+
+    def _connection(self) -> tuple[Session, http.client.HTTPSConnection, bool]:
+        """Return the session with an idle connection of it, or a new one, and whether it is an idle one."""
+        session = self._credentials.session()
+        with self._lock:
+            while self._idle:
+                since, owner, connection = self._idle.pop()
+                if owner is session and time.monotonic() - since < IDLE_LIMIT:
+                    return session, connection, True
+                connection.close()
+        return session, _new_connection(session, REQUEST_LIMIT), False
+
+    def _keep(
+        self, session: Session, connection: http.client.HTTPSConnection, response: http.client.HTTPResponse
+    ) -> None:
+        with self._lock:
+            if response.isclosed() and not response.will_close and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append((time.monotonic(), session, connection))
+            else:
+                connection.close()
+
+
+class _Connection(http.client.HTTPSConnection):
+    """A connection that verifies the name from the kubeconfig, and notices a peer that is gone."""
+
+    def __init__(self, session: Session, timeout: float) -> None:
+        kubeconfig = session.kubeconfig
+        super().__init__(kubeconfig.host, kubeconfig.port, timeout=timeout, context=session.context)
+        self._session, self._seconds = session, timeout
+
+    def connect(self) -> None:
+        plain = socket.create_connection((self.host, self.port), self._seconds)
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 10)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNANSWERED_LIMIT)
+            name = self._session.kubeconfig.server_name
+            self.sock = self._session.context.wrap_socket(plain, server_hostname=name)
+        except BaseException:
+            plain.close()
+            raise
+
+
+def _new_connection(session: Session, timeout: float) -> http.client.HTTPSConnection:
+    return _Connection(session, timeout)
+
+
+def _send(
+    connection: http.client.HTTPSConnection, session: Session, method: str, path: str, content: object
+) -> http.client.HTTPResponse:
+    headers = {"Accept": "application/json", "User-Agent": "unbounded-agent", **session.headers}
+    body = None
+    if content is not None:
+        body, headers["Content-Type"] = json.dumps(content).encode(), "application/json"
+    connection.request(method, session.kubeconfig.prefix + path, body, headers)
+    return connection.getresponse()
+
+
+def _with_query(path: str, parameters: Mapping[str, str]) -> str:
+    return f"{path}?{urllib.parse.urlencode(parameters)}" if parameters else path
+
+
+def _bounded(data: bytes, what: str) -> bytes:
+    if len(data) > ANSWER_LIMIT:
+        raise ApiError(what, f"the answer has more than {ANSWER_LIMIT} bytes")
+    return data
+
+
+def _object(what: str, data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(what, f"the answer is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ApiError(what, f"the answer is not an object but {type(found).__name__}")
+    return found
+
+
+def _event(what: str, line: bytes) -> dict[str, Any]:
+    """Return an event of a watch (WatchEvent of meta/v1). An event ERROR, with a Status, is raised."""
+    event = _object(what, line)
+    if event.get("type") == "ERROR":
+        status = event.get("object")
+        code = status.get("code") if isinstance(status, dict) else None
+        error = api_error(what, code if isinstance(code, int) else 0, json.dumps(status).encode())
+        raise error if isinstance(error, OutdatedError) else ApiError(what, error.message, error.status)
+    return event
+
+
+def _no_answer(what: str, session: Session, error: Exception) -> AgentError:
+    kubeconfig = session.kubeconfig
+    where = f"https://{kubeconfig.host}:{kubeconfig.port}"
+    if isinstance(error, ssl.SSLCertVerificationError):
+        problem = f"the certificate of {where} is not accepted: {error.verify_message}"
+        return ApiError(what, problem, hint="see the certificate authority in the kubelet's kubeconfig")
+    if isinstance(error, ssl.SSLError):
+        return ApiError(what, f"no connection by TLS to {where}: {error.reason or error}")
+    words = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return ApiError(what, f"no answer from {where}: {words}")

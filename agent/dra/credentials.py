@@ -1,0 +1,106 @@
+"""Keeps what connections to the API server need, and loads it again when a file of it has changed.
+
+The kubelet renews its certificate and replaces the file; a new token file replaces the old one.
+"""
+
+import os
+import ssl
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from agent.dra.kubeconfig import Kubeconfig, Material, read_kubeconfig
+from agent.model.device import FileIdentity
+from agent.model.errors import AgentError
+from agent.system.files import System
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Session:
+    """What one connection needs. A new session replaces this one when a file has changed."""
+
+    kubeconfig: Kubeconfig
+    context: ssl.SSLContext
+    headers: Mapping[str, str] = field(repr=False)
+
+
+class Credentials:
+    """The kubelet's identity towards the API server. Threads may share it."""
+
+    def __init__(self, system: System, path: str) -> None:
+        """Set the kubeconfig's path. It is read when a session is first asked for."""
+        self._system, self._path = system, path
+        self._lock = threading.Lock()
+        self._kubeconfig: Kubeconfig | None = None
+        self._session: Session | None = None
+        self._seen: dict[str, FileIdentity | None] = {}
+
+    def session(self) -> Session:
+        """Return the session for a new connection or request. Raises AgentError, with the file that is unusable."""
+        with self._lock:
+            seen = self._identities(self._seen or (self._path,))
+            if self._session is None or seen != self._seen:
+                self._session = None
+                if self._kubeconfig is None or seen[self._path] != self._seen.get(self._path):
+                    self._kubeconfig = self._read(self._path)
+                # Taken before the files are read: a file that changes meanwhile is read again the next time.
+                self._seen = {**self._identities(self._kubeconfig.files), self._path: seen[self._path]}
+                self._session = self._make(self._kubeconfig)
+            return self._session
+
+    def _read(self, path: str) -> Kubeconfig:
+        try:
+            return read_kubeconfig(self._system, path)
+        except OSError as error:
+            raise AgentError(f"{path}: cannot read the kubelet's kubeconfig: {error.strerror}") from error
+
+    def _identities(self, paths: Iterable[str]) -> dict[str, FileIdentity | None]:
+        return {path: self._identity(path) for path in paths}
+
+    def _identity(self, path: str) -> FileIdentity | None:
+        try:
+            return self._system.identity(path)
+        except OSError:
+            return None
+
+    def _make(self, kubeconfig: Kubeconfig) -> Session:
+        try:
+            # TLS 1.2 is the oldest version that the API server accepts by default (tls-min-version).
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.set_alpn_protocols(["http/1.1"])
+            if kubeconfig.ca:
+                context.load_verify_locations(cadata=self._content(kubeconfig.ca).decode("ascii"))
+            else:
+                context.load_default_certs()
+            if kubeconfig.certificate and kubeconfig.key:
+                self._load_certificate(context, kubeconfig)
+            token = self._content(kubeconfig.token).decode("ascii").strip() if kubeconfig.token else ""
+        except (ssl.SSLError, UnicodeDecodeError, ValueError) as error:
+            files = ", ".join(kubeconfig.files) or "inline data"
+            reason = getattr(error, "reason", None) or "not PEM"
+            raise AgentError(f"{self._path}: a certificate, key or token is unusable ({reason}): {files}") from None
+        return Session(kubeconfig, context, {"Authorization": f"Bearer {token}"} if token else {})
+
+    def _load_certificate(self, context: ssl.SSLContext, kubeconfig: Kubeconfig) -> None:
+        """Load certificate and key from memory, as OpenSSL reads only files: these were read without blocking."""
+        descriptors = [os.memfd_create("tls", os.MFD_CLOEXEC) for _ in range(2)]
+        try:
+            for descriptor, material in zip(descriptors, (kubeconfig.certificate, kubeconfig.key), strict=True):
+                os.write(descriptor, self._content(material))
+            certificate, key = (f"/proc/self/fd/{each}" for each in descriptors)
+            context.load_cert_chain(certificate, key, password=_no_password)
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _content(self, material: Material) -> bytes:
+        try:
+            return material.read(self._system)
+        except OSError as error:
+            raise AgentError(f"{material.path}: cannot read it for the API server: {error.strerror}") from error
+
+
+def _no_password() -> str:
+    """Refuse keys with a password: without this function, OpenSSL would ask for one on the terminal."""
+    raise ValueError

@@ -1,0 +1,152 @@
+"""Reads the kubeconfig with which the kubelet uses the API server (clientcmd/api/v1 of k8s.io/client-go).
+
+A kubeconfig is YAML, which the standard library cannot read, so kubectl prints it as JSON; it runs only when the file
+has changed.
+"""
+
+import base64
+import binascii
+import posixpath
+import urllib.parse
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent.model.errors import AgentError, DocumentError
+from agent.model.json_document import parse_object
+from agent.system.files import System
+
+SIZE_LIMIT = 1 << 18
+"""Bytes of the largest kubeconfig, certificate or token that is read."""
+KUBECTL_LIMIT = 15.0
+"""Seconds for kubectl, which only reads the file."""
+HTTPS_PORT = 443
+NOT_SUPPORTED = {
+    "exec": "a program that provides credentials",
+    "auth-provider": "an authentication provider",
+    "username": "a password",
+    "as": "impersonation",
+}
+"""Keys of a user that the agent does not follow, with what they mean."""
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """A certificate, key or token: in a file, or inline."""
+
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
+
+    def __bool__(self) -> bool:
+        return bool(self.path or self.data)
+
+    def read(self, system: System) -> bytes:
+        """Return the content. Raises OSError."""
+        return system.read(self.path, SIZE_LIMIT) if self.path else self.data
+
+
+@dataclass(frozen=True, slots=True)
+class Kubeconfig:
+    """The current context: where the API server is, and as whom to use it."""
+
+    host: str
+    port: int
+    prefix: str
+    """What precedes every path, such as that of a proxy; usually empty."""
+    server_name: str
+    """The name that the server's certificate must have."""
+    ca: Material
+    certificate: Material
+    key: Material
+    token: Material
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Return the files that the kubeconfig names. Whoever renews credentials replaces them."""
+        return tuple(each.path for each in (self.ca, self.certificate, self.key, self.token) if each.path)
+
+
+def read_kubeconfig(system: System, path: str) -> Kubeconfig:
+    """Return the current context of a kubeconfig. Raises AgentError or OSError."""
+    content = system.read(path, SIZE_LIMIT)
+    if not content.lstrip().startswith(b"{"):
+        command = ("kubectl", "config", "view", "--raw", "--minify", "--output=json", f"--kubeconfig={path}")
+        content = system.run(*command, timeout=KUBECTL_LIMIT).encode(errors="surrogateescape")
+    return parse_kubeconfig(path, content)
+
+
+def parse_kubeconfig(where: str, data: bytes) -> Kubeconfig:
+    """Return the current context of a kubeconfig in JSON, in which paths may be relative to it. Raises AgentError."""
+    document = parse_object(where, data)
+    context = _named(where, document, "context", _text(where, document, "current-context"))
+    cluster = _named(where, document, "cluster", _text(where, context, "cluster"))
+    user = _named(where, document, "user", _text(where, context, "user"))
+    _refuse(where, cluster, user)
+    server = _text(where, cluster, "server")
+    try:
+        parts = urllib.parse.urlsplit(server)
+        host, port = parts.hostname or "", parts.port or HTTPS_PORT
+    except ValueError:
+        parts, host, port = urllib.parse.urlsplit(""), "", 0
+    if parts.scheme != "https" or not host:
+        raise DocumentError(f"{where}: the server must be an address https://..., not {server[:100]!a}")
+    directory = posixpath.dirname(where)
+    kubeconfig = Kubeconfig(
+        host,
+        port,
+        parts.path.rstrip("/"),
+        _text(where, cluster, "tls-server-name") or host,
+        ca=_material(where, cluster, "certificate-authority", directory),
+        certificate=_material(where, user, "client-certificate", directory),
+        key=_material(where, user, "client-key", directory),
+        token=_token(where, user, directory),
+    )
+    if not (kubeconfig.certificate and kubeconfig.key) and not kubeconfig.token:
+        raise DocumentError(f"{where}: the user has neither a client certificate with its key nor a token")
+    return kubeconfig
+
+
+def _refuse(where: str, cluster: dict[str, Any], user: dict[str, Any]) -> None:
+    if cluster.get("insecure-skip-tls-verify"):
+        hint = "set certificate-authority"
+        raise AgentError(
+            f"{where}: it skips the verification of the server's certificate, which is not supported", hint
+        )
+    if cluster.get("proxy-url"):
+        raise AgentError(f"{where}: it names a proxy, which is not supported", "let the node reach the server directly")
+    for key, meaning in NOT_SUPPORTED.items():
+        if user.get(key):
+            hint = "join the node with a client certificate (TLS bootstrap) or a token file"
+            raise AgentError(f"{where}: it uses {meaning} ({key}), which is not supported here", hint)
+
+
+def _named(where: str, document: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
+    """Return the entry of that name in a list such as `clusters`."""
+    listed = document.get(f"{kind}s")
+    for each in listed if isinstance(listed, list) else ():
+        if isinstance(each, dict) and each.get("name") == name and isinstance(found := each.get(kind), dict):
+            return found
+    raise DocumentError(f"{where}: there is no {kind} {name[:100]!a} (of the current context)")
+
+
+def _text(where: str, document: dict[str, Any], key: str) -> str:
+    value = document.get(key) or ""
+    if not isinstance(value, str):
+        raise DocumentError(f"{where}: key {key} must be a string, not {type(value).__name__}")
+    return value
+
+
+def _material(where: str, entry: dict[str, Any], key: str, directory: str) -> Material:
+    """Return what is at `key`. Inline data, at `KEY-data`, takes precedence over the file."""
+    try:
+        data = base64.b64decode(_text(where, entry, f"{key}-data"), validate=True)
+    except (binascii.Error, ValueError) as error:
+        # Without the cause: its text could have a part of a key.
+        raise DocumentError(f"{where}: key {key}-data is not base64") from error
+    path = _text(where, entry, key)
+    return Material(data=data) if data else Material(posixpath.join(directory, path) if path else "")
+
+
+def _token(where: str, user: dict[str, Any], directory: str) -> Material:
+    """Return the token. Here, the file takes precedence, because its token is renewed."""
+    path = _text(where, user, "tokenFile")
+    return Material(posixpath.join(directory, path)) if path else Material(data=_text(where, user, "token").encode())

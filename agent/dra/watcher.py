@@ -1,0 +1,53 @@
+"""Watches objects at the API server, and says only that something has changed: whoever is woken looks again."""
+
+import random
+import threading
+from collections.abc import Callable
+
+from agent.dra.api_client import ApiClient
+from agent.dra.api_errors import ApiError
+from agent.model.errors import AgentError
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.2, 15.0
+"""Seconds between attempts. After each failure the pause doubles."""
+
+
+class Watcher(threading.Thread):
+    """Watches one list of objects until `stop`."""
+
+    def __init__(self, client: ApiClient, path: str, selector: str, changed: Callable[[], None]) -> None:
+        """Set what is watched. `changed` is called from this thread, also each time when the watch begins."""
+        super().__init__(name=f"watch {path}", daemon=True)
+        self._client, self._path, self._selector, self._changed = client, path, selector, changed
+        self._stopped = threading.Event()
+        self.problem: AgentError | None = None
+        """Why the last attempt failed; None if it did not."""
+
+    def run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._stopped.is_set():
+            try:
+                self._watch()
+                pause = FIRST_PAUSE
+            except AgentError as error:
+                self.problem = error
+                pause = min(2 * pause, LONGEST_PAUSE)
+            # All nodes lose a server at the same moment, and should not come back at the same moment.
+            self._stopped.wait(pause * random.uniform(0.5, 1.0))
+
+    def stop(self) -> None:
+        """Let the thread end when the watch does."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        """List once, and follow what changes after that, until the server ends the watch."""
+        listed = self._client.get(self._path, fieldSelector=self._selector)
+        metadata = listed.get("metadata")
+        version = metadata.get("resourceVersion") if isinstance(metadata, dict) else None
+        if not isinstance(version, str):
+            raise ApiError(f"GET {self._path}", "the list has no resourceVersion")
+        for event in self._client.watch(self._path, version, fieldSelector=self._selector):
+            self.problem = None
+            # A bookmark only says how far the watch has come.
+            if event.get("type") != "BOOKMARK" and not self._stopped.is_set():
+                self._changed()

@@ -1,0 +1,209 @@
+"""Requests to an API server on TLS: who is trusted, what is sent again, and what an error says."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from agent.dra import api_client
+from agent.dra.api_client import ApiClient
+from agent.dra.api_errors import ApiError, ConflictError, NotFoundError, OutdatedError, api_error
+from agent.dra.credentials import Credentials
+from agent.dra.slices import COLLECTION
+from agent.model.errors import AgentError
+from agent.model.reasons import Reason
+from tests.fakes.api_server import NODES, ApiServer, failure, make_certificate
+from tests.fakes.dra_machine import KUBECONFIG, NODE, DraMachine
+
+pytestmark = pytest.mark.processes
+HERE = f"{NODES}/{NODE}"
+
+
+def test_the_token_is_sent_and_the_connection_kept(api: ApiServer, client: ApiClient) -> None:
+    for _ in range(3):
+        assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+    assert [token for *_, token in api.requests] == ["Bearer good"] * 3
+    assert len(api._server.connections) == 1  # type: ignore[union-attr]
+
+
+def test_a_connection_that_the_server_closed_is_replaced(api: ApiServer, client: ApiClient) -> None:
+    client.get(HERE)
+    api.cut()
+    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+
+
+def test_threads_share_the_client(api: ApiServer, client: ApiClient) -> None:
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            for _ in range(10):
+                client.get(HERE)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert failed == []
+
+
+def test_another_certificate_authority_is_not_trusted(api: ApiServer, joined: DraMachine, tmp_path: Path) -> None:
+    make_certificate(tmp_path / "other.crt", tmp_path / "other.key")
+    joined.put("/etc/ca.crt", (tmp_path / "other.crt").read_bytes())
+    with pytest.raises(ApiError, match=r"certificate of https://127\.0\.0\.1:.* is not accepted") as caught:
+        ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
+    assert caught.value.reason == Reason.API_UNREACHABLE
+    assert api.requests == []
+
+
+def test_another_name_is_not_trusted(api: ApiServer, joined: DraMachine) -> None:
+    content = json.loads(api.kubeconfig())
+    content["clusters"][0]["cluster"]["tls-server-name"] = "kubernetes"
+    joined.put(KUBECONFIG, json.dumps(content))
+    with pytest.raises(ApiError, match="is not accepted: Hostname mismatch"):
+        ApiClient(Credentials(joined, KUBECONFIG)).get(HERE)
+
+
+def test_new_credentials_are_used_when_a_file_has_changed(api: ApiServer, joined: DraMachine) -> None:
+    joined.put("/etc/token", "first\n")
+    joined.put(KUBECONFIG, api.kubeconfig(tokenFile="/etc/token"))
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+    client.get(HERE)
+    joined.put("/etc/token", "second\n")
+    client.get(HERE)
+    joined.put(KUBECONFIG, api.kubeconfig(token="third"))
+    client.get(HERE)
+    client.get(HERE)
+    assert [token for *_, token in api.requests] == ["Bearer first", "Bearer second", "Bearer third", "Bearer third"]
+    client.close()
+
+
+def test_a_certificate_is_loaded_again_as_soon_as_it_is_whole(api: ApiServer, joined: DraMachine) -> None:
+    for name in ("crt", "key"):
+        joined.put(f"/pki/{name}", (api.directory / f"api.{name}").read_bytes())
+    joined.put(KUBECONFIG, api.kubeconfig(**{"client-certificate": "/pki/crt", "client-key": "/pki/key"}))
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+    client.get(HERE)
+    key = joined.read("/pki/key")
+    joined.put("/pki/key", b"half a key")
+    for _ in range(2):
+        with pytest.raises(AgentError, match="a certificate, key or token is unusable") as caught:
+            client.get(HERE)
+        assert "half a key" not in str(caught.value)
+    joined.put("/pki/key", key)
+    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+    joined.remove("/pki/crt")
+    with pytest.raises(AgentError, match="/pki/crt: cannot read it for the API server: No such file"):
+        client.get(HERE)
+    client.close()
+
+
+def test_no_error_has_a_secret(api: ApiServer, joined: DraMachine) -> None:
+    joined.put(KUBECONFIG, api.kubeconfig(token="s3cret"))
+    api.answer = lambda *_: failure(500, "broken")
+    client = ApiClient(Credentials(joined, KUBECONFIG))
+    with contextlib.closing(client), pytest.raises(ApiError) as caught:
+        client.get(HERE)
+    assert "s3cret" not in f"{caught.value!r}{caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("status", "message", "kind", "reason", "said"),
+    [
+        (401, "Unauthorized", ApiError, Reason.REFUSED, "the kubelet's certificate or token is not accepted"),
+        (403, "is forbidden", ApiError, Reason.REFUSED, "authorization mode Node"),
+        (
+            404,
+            "the server could not find the requested resource",
+            NotFoundError,
+            Reason.FAILED,
+            "needs Kubernetes 1.34",
+        ),
+        (404, 'nodes "x" not found', NotFoundError, Reason.FAILED, "not found$"),
+        (409, "modified", ConflictError, Reason.FAILED, "409 Conflict: modified"),
+        (422, "Invalid value", ApiError, Reason.FAILED, "report this as a bug"),
+        (429, "slow down", ApiError, Reason.API_UNREACHABLE, "429 Too Many Requests"),
+        (503, "starting", ApiError, Reason.API_UNREACHABLE, "503 Service Unavailable: starting"),
+        (599, "?", ApiError, Reason.API_UNREACHABLE, "599: "),
+    ],
+)
+def test_errors_say_what_to_do(
+    api: ApiServer, client: ApiClient, status: int, message: str, kind: type[ApiError], reason: Reason, said: str
+) -> None:
+    api.answer = lambda *_: failure(status, message)
+    with pytest.raises(kind, match=said) as caught:
+        client.request("POST", COLLECTION, {"metadata": {"name": "x"}})
+    assert (caught.value.status, caught.value.reason) == (status, reason)
+    assert str(caught.value).startswith(f"POST {COLLECTION}: {status}")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>\x1b[2J", b"[1]", b"[" * 100_000, b'{"message": {}}'])
+def test_any_answer_becomes_one_line(body: bytes) -> None:
+    text = str(api_error("GET /x", 500, body))
+    assert text.isprintable()
+    assert len(text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"), [(b"[]", "is not an object but list"), (b"{", "is not JSON"), (b'"' * 9_000_000, "more than")]
+)
+def test_what_is_no_object_is_an_error(api: ApiServer, client: ApiClient, answer: bytes, said: str) -> None:
+    api.answer = lambda *_: (200, answer)
+    with pytest.raises(ApiError, match=said):
+        client.get(HERE)
+    api.answer = None
+    assert client.get(HERE)["metadata"]["uid"] == "uid-1"
+
+
+def test_a_server_that_is_away_or_silent_is_an_error_in_time(
+    api: ApiServer, client: ApiClient, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = api.port
+    api.stop()
+    with pytest.raises(ApiError, match=f"no answer from https://127.0.0.1:{port}: Connection refused") as caught:
+        client.get(HERE)
+    assert caught.value.reason == Reason.API_UNREACHABLE
+    monkeypatch.setattr(api_client, "REQUEST_LIMIT", 0.2)
+    with socket.create_server(("127.0.0.1", port)):
+        begun = time.monotonic()
+        with pytest.raises(ApiError, match="timed out"):
+            client.get(HERE)
+        assert time.monotonic() - begun < 5
+
+
+def test_a_watch_tells_of_each_change(api: ApiServer, client: ApiClient) -> None:
+    version = client.get(NODES, fieldSelector=f"metadata.name={NODE}")["metadata"]["resourceVersion"]
+    events = client.watch(NODES, version, fieldSelector=f"metadata.name={NODE}")
+    assert next(events) == {}
+    api.put(HERE, {"metadata": {"name": NODE, "uid": "uid-2"}})
+    event = next(events)
+    assert (event["type"], event["object"]["metadata"]["uid"]) == ("MODIFIED", "uid-2")
+    events.close()
+
+
+def test_a_watch_ends_with_the_server(api: ApiServer, client: ApiClient) -> None:
+    events = client.watch(NODES, "1", fieldSelector=f"metadata.name={NODE}")
+    assert next(events) == {}
+    next(events)
+    api.stop()
+    begun = time.monotonic()
+    with contextlib.suppress(ApiError):
+        list(events)
+    assert time.monotonic() - begun < 5
+
+
+def test_an_outdated_watch_is_told_from_others(api: ApiServer, client: ApiClient) -> None:
+    for code, kind in ((410, OutdatedError), (500, ApiError)):
+        with api.changed:
+            api.events.append((1000 + code, NODES, {"type": "ERROR", "object": {"code": code, "message": "too old"}}))
+        events = client.watch(NODES, str(999 + code))
+        assert next(events) == {}
+        with pytest.raises(kind, match="too old"):
+            next(events)

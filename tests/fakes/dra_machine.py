@@ -1,0 +1,121 @@
+"""A machine whose GPUs are offered by Dynamic Resource Allocation: a tree, with the documents of both halves in it.
+
+The service in it is real. Its kubelet is only a process in the tree, and its GPUs are only in the documents.
+"""
+
+import json
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from agent.dra.inventory import GPU_STATES
+from agent.dra.service import Service
+from agent.model.allocatable import AllocatableDevice, AllocatableVendor, render_allocatable
+from agent.model.dra_status import DraStatus, parse_dra_status
+from agent.model.gpu_states import GpuState, GpuStatus, render_gpu_states
+from agent.model.paths import ALLOCATABLE, DRA_STATUS
+from agent.system.files import System
+from agent.system.process import Completed
+
+NODE = "gpu-node"
+KUBECONFIG = "/etc/kubernetes/kubelet.conf"
+GPUS = tuple(f"0000:{number:02x}:00.0" for number in range(1, 9))
+SMI_LINE = "00000000:{bus}:00.0, GPU-{bus}, Simulated GPU {memory}, {memory}, 550.163.01, 9.0\n"
+MEMORY = 40960
+"""MiB of each GPU, but of the first one half as much."""
+JOIN_LIMIT = 20.0
+
+
+def whole(address: str) -> AllocatableDevice:
+    return AllocatableDevice(address, (f"nvidia.com/gpu=GPU-{address[5:7]}",))
+
+
+def healthy(address: str) -> GpuStatus:
+    root = f"pci0000:{'00' if address < GPUS[4] else '80'}"
+    return GpuStatus(address, "nvidia", GpuState.HEALTHY, kernel_driver="nvidia", numa_node=0, pcie_root=root)
+
+
+class DraMachine(System):
+    """A tree with a kubelet's process, which scripts nvidia-smi."""
+
+    def __init__(self, tree: Path) -> None:
+        self.tree = tree
+        self.gpus: dict[str, GpuStatus] = {}
+        self.calls: list[tuple[str, ...]] = []
+        super().__init__(self._run, str(tree))
+        self._service: Service | None = None
+        self._thread: threading.Thread | None = None
+        self.put("/proc/sys/kernel/hostname", "Gpu-Node\n")
+
+    def put(self, path: str, content: str | bytes) -> None:
+        """Replace a file atomically, as the halves do."""
+        self.write(path, content.encode() if isinstance(content, str) else content)
+
+    def run_kubelet(self, kubeconfig: str = "{}") -> None:
+        """Let a kubelet run with this kubeconfig. Its sockets are in the tree."""
+        self.put(KUBECONFIG, kubeconfig)
+        arguments = ("/usr/bin/kubelet", f"--kubeconfig={KUBECONFIG}", f"--root-dir={self.kubelet}")
+        self.put("/proc/700/cmdline", "".join(f"{each}\0" for each in arguments))
+        self.put("/proc/700/cgroup", "0::/system.slice/kubelet.service\n")
+        self.put("/proc/700/status", "Name:\tkubelet\nUid:\t0\t0\t0\t0\nNSpid:\t700\n")
+
+    @property
+    def kubelet(self) -> str:
+        """The kubelet's directory, as a real path: sockets are not looked up below the tree."""
+        return str(self.tree / "kubelet")
+
+    def grant(self, *addresses: str) -> None:
+        """Let these GPUs be granted, verified and healthy, and no others."""
+        self.states(map(healthy, addresses))
+        self.allocate(map(whole, addresses))
+
+    def allocate(self, devices: Iterable[AllocatableDevice], vendor: str = "nvidia") -> None:
+        """Write what the machine half writes."""
+        self.put(ALLOCATABLE, render_allocatable([AllocatableVendor(vendor, tuple(devices), "", "550.163.01")]))
+
+    def states(self, states: Iterable[GpuStatus]) -> None:
+        """Write what the host half writes."""
+        found = tuple(states)
+        self.gpus = {each.pci_address: each for each in found}
+        self.put(GPU_STATES, render_gpu_states(found))
+
+    def change(self, state: GpuStatus) -> None:
+        """Let one GPU be in another state."""
+        self.states({**self.gpus, state.pci_address: state}.values())
+
+    def start(self) -> None:
+        """Run the service in a thread."""
+        self._service = Service(self)
+        self._thread = threading.Thread(target=self._service.run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the service, if it runs."""
+        if self._service is not None and self._thread is not None:
+            self._service.stop()
+            self._thread.join(JOIN_LIMIT)
+            assert not self._thread.is_alive(), "the service does not stop"
+        self._service = self._thread = None
+
+    @property
+    def status(self) -> DraStatus:
+        """What the service says."""
+        try:
+            return parse_dra_status(self.read(DRA_STATUS))
+        except FileNotFoundError:
+            return DraStatus(0.0)
+
+    def _run(self, argv: tuple[str, ...], timeout: float) -> Completed:
+        self.calls.append(argv)
+        match argv:
+            case ("nvidia-smi", "--version"):
+                return Completed(0, b"CUDA Version        : 12.4\n", b"")
+            case ("nvidia-smi", "-L"):
+                return Completed(0, b"", b"")
+            case ("nvidia-smi", *_):
+                lines = (
+                    SMI_LINE.format(bus=each[5:7], memory=MEMORY // (2 if each == GPUS[0] else 1)) for each in self.gpus
+                )
+                return Completed(0, "".join(lines).encode(), b"")
+            case _:
+                raise FileNotFoundError(json.dumps(argv))
