@@ -1,0 +1,175 @@
+"""Makes ResourceSlice objects of devices, and compares them with what the API server has. Pure.
+
+The limits are from pkg/apis/resource/validation and staging/src/k8s.io/api/resource/v1/types.go of k8s.io/kubernetes.
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agent.dra.devices import Device, Taint
+from agent.model.paths import DRA_DRIVER
+from agent.model.text import rfc3339
+from agent.vendors.dra_vendor import Attribute, Version
+
+API = "resource.k8s.io/v1"
+COLLECTION = f"/apis/{API}/resourceslices"
+DEVICES = 128
+"""Devices in one slice (ResourceSliceMaxDevices)."""
+DEVICES_WITH_TAINTS = 64
+"""Devices in one slice if one of them has a taint (ResourceSliceMaxDevicesWithAdvancedFeatures)."""
+TEXT_LIMIT = 64
+"""Bytes of an attribute's string or version (DeviceAttributeMaxValueLength)."""
+NODE_SHOWN = 180
+"""Characters of the node's name in a slice's name, which has up to 253."""
+BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
+"""Suffixes of quantities (pkg/api/resource of apimachinery)."""
+
+Object = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """The Node object that the slices belong to."""
+
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One request: POST without `before`, DELETE without `content`, else PUT."""
+
+    name: str
+    content: Object | None
+    before: Object | None = None
+
+
+def slice_name(node: str, index: int) -> str:
+    """Return the name of a slice. It is fixed, so that a creation whose answer was lost is not done twice."""
+    if len(node) > NODE_SHOWN:
+        node = f"{node[:NODE_SHOWN].rstrip('-.')}-{hashlib.sha256(node.encode()).hexdigest()[:16]}"
+    return f"{node}-{DRA_DRIVER}-{index}"
+
+
+def make_slices(node: Node, devices: Sequence[Device], generation: int) -> list[Object]:
+    """Return the slices with all devices, in the order of their names; none without a device."""
+    size = DEVICES_WITH_TAINTS if any(each.taints for each in devices) else DEVICES
+    ordered = sorted(devices, key=lambda each: each.name)
+    parts = [ordered[start : start + size] for start in range(0, len(ordered), size)]
+    owner = {"apiVersion": "v1", "kind": "Node", "name": node.name, "uid": node.uid, "controller": True}
+    return [
+        {
+            "apiVersion": API,
+            "kind": "ResourceSlice",
+            "metadata": {"name": slice_name(node.name, index), "ownerReferences": [owner]},
+            "spec": {
+                "driver": DRA_DRIVER,
+                "nodeName": node.name,
+                "pool": {"name": node.name, "generation": generation, "resourceSliceCount": len(parts)},
+                "devices": [_device(each) for each in part],
+            },
+        }
+        for index, part in enumerate(parts)
+    ]
+
+
+def own_slices(listed: Object, node: str) -> list[Object]:
+    """Return the driver's slices of this node in a ResourceSliceList, in the order of their names."""
+    items = [each for each in listed.get("items") or () if isinstance(each, dict)]
+    own = [
+        each
+        for each in items
+        if isinstance(each.get("metadata"), dict)
+        and isinstance(spec := each.get("spec"), dict)
+        and (spec.get("driver"), spec.get("nodeName")) == (DRA_DRIVER, node)
+    ]
+    # By length first: `...-10` comes after `...-9`, as make_slices numbers them.
+    return sorted(own, key=lambda each: (len(str(each["metadata"].get("name"))), str(each["metadata"].get("name"))))
+
+
+def content(item: Object) -> Object:
+    """Return what the driver decides about in a slice, without the pool's generation."""
+    spec = {**item["spec"], "pool": {**item["spec"].get("pool", {}), "generation": 0}}
+    return {"owner": item["metadata"].get("ownerReferences"), "spec": spec}
+
+
+def generation(item: Object) -> int:
+    found = item["spec"].get("pool", {}).get("generation")
+    return found if isinstance(found, int) else 0
+
+
+def is_current(
+    wanted: Sequence[Object], existing: Sequence[Object], stored: Mapping[str, tuple[Object, Object]]
+) -> bool:
+    """Return whether the server has what is wanted, all of one generation.
+
+    `stored` has, by name, the content of the last write and what the server made of it: it adds times, writes
+    quantities in another form, and leaves out what its version does not know.
+    """
+    if len({generation(each) for each in existing}) > 1 or len(wanted) != len(existing):
+        return False
+    for want, have in zip(wanted, existing, strict=True):
+        name = want["metadata"]["name"]
+        if have["metadata"].get("name") != name:
+            return False
+        if content(have) != content(want) and stored.get(name) != (content(want), content(have)):
+            return False
+    return True
+
+
+def writes(wanted: Sequence[Object], existing: Sequence[Object]) -> list[Write]:
+    """Return the requests that make the existing slices the wanted ones.
+
+    Consumers ignore a pool while slices of its newest generation are missing, so the order does not matter to them.
+    """
+    before = {each["metadata"].get("name"): each for each in existing}
+    result = [Write(each["metadata"]["name"], each, before.pop(each["metadata"]["name"], None)) for each in wanted]
+    return [*result, *(Write(str(name), None, item) for name, item in before.items())]
+
+
+def untainted(item: Object) -> bool:
+    """Return whether a slice has no device with a taint."""
+    return not any(each.get("taints") for each in item["spec"].get("devices") or ())
+
+
+def quantity(number: int) -> str:
+    """Return a number of bytes as the API server writes it: with the largest suffix that leaves a whole number."""
+    power = 0
+    while number and number % 1024 == 0 and power + 1 < len(BINARY):
+        number, power = number // 1024, power + 1
+    return f"{number}{BINARY[power]}"
+
+
+def _device(device: Device) -> Object:
+    attributes = {name: value for name, each in device.attributes.items() if (value := _attribute(each))}
+    result: Object = {"name": device.name, "attributes": attributes}
+    if device.capacity:
+        result["capacity"] = {name: {"value": quantity(number)} for name, number in device.capacity.items()}
+    if device.taints:
+        result["taints"] = [_taint(each) for each in device.taints]
+    return result
+
+
+def _attribute(value: Attribute) -> Object:
+    """Return the value by its type; an empty object for a text that is longer than the server accepts."""
+    match value:
+        # A bool is an int too.
+        case bool():
+            return {"bool": value}
+        case int():
+            return {"int": value}
+        case Version(text):
+            return {"version": text} if len(text.encode()) <= TEXT_LIMIT else {}
+        case _:
+            return {"string": value} if 0 < len(value.encode()) <= TEXT_LIMIT else {}
+
+
+def _taint(taint: Taint) -> Object:
+    result: Object = {"key": taint.key, "effect": str(taint.effect)}
+    if taint.value:
+        result["value"] = taint.value
+    if taint.since:
+        result["timeAdded"] = rfc3339(taint.since)
+    return result

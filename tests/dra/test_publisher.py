@@ -1,0 +1,131 @@
+"""Slices at an API server, generation by generation. The server here has only the rules that matter."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from agent.dra.api_client import ApiClient
+from agent.dra.api_errors import ApiError, ConflictError
+from agent.dra.devices import Device, Taint
+from agent.dra.publisher import Publisher
+from agent.dra.slices import COLLECTION, Node
+from agent.model.gpu_states import Effect
+from tests.fakes.api_server import ApiServer, failure
+from tests.fakes.dra_machine import NODE
+
+HERE = Node(NODE, "uid-1")
+TAINT = Taint("gpu.unbounded-agent.io/lost", "Xid79", Effect.NO_SCHEDULE, 7)
+
+pytestmark = pytest.mark.processes
+
+
+def device(number: int, *taints: Taint) -> Device:
+    return Device(f"gpu-{number:03}", "vendor", (f"v.com/c={number}",), f"0000:{number:02x}:00.0", taints=taints)
+
+
+def pools(api: ApiServer) -> list[tuple[int, int]]:
+    return [(each["spec"]["pool"]["generation"], len(each["spec"]["devices"])) for each in api.slices]
+
+
+def test_a_change_is_a_generation(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    first = publisher.publish(HERE, [device(1)])
+    assert (first.generation, first.devices, first.written) == (1, ("gpu-001",), True)
+    assert not publisher.publish(HERE, [device(1)]).written
+    assert publisher.publish(HERE, [device(1), device(2, TAINT)]).tainted == ("gpu-002",)
+    assert pools(api) == [(2, 2)]
+    assert api.written == ["POST", "PUT"]
+
+
+def test_another_process_goes_on_from_what_is_there(api: ApiServer, client: ApiClient) -> None:
+    for _ in range(3):
+        Publisher(client).publish(HERE, [device(1)])
+    assert api.written == ["POST"]
+    assert Publisher(client).publish(HERE, [device(2)]).generation == 2
+
+
+def test_slices_come_and_go_with_their_devices(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    for count, sizes in ((200, [(1, 128), (1, 72)]), (100, [(2, 100)]), (0, []), (1, [(4, 1)])):
+        publisher.publish(HERE, [device(number) for number in range(count)])
+        assert pools(api) == sizes
+
+
+def test_wiped_slices_are_written_again_in_a_newer_generation(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(1)])
+    api.wipe()
+    assert publisher.publish(HERE, [device(1)]).generation == 2
+    assert pools(api) == [(2, 1)]
+
+
+def test_what_others_changed_is_put_right(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(1)])
+    changed = copy.deepcopy(api.slices[0])
+    changed["spec"]["devices"] = []
+    api.put(f"{COLLECTION}/{changed['metadata']['name']}", changed)
+    foreign = {**changed, "metadata": {"name": "left-over"}}
+    api.put(f"{COLLECTION}/left-over", foreign)
+    assert publisher.publish(HERE, [device(1)]).generation == 2
+    assert pools(api) == [(2, 1)]
+
+
+def test_a_write_that_meets_another_is_a_conflict(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(1)])
+    api.answer = lambda method, path: failure(409, "the object has been modified") if method == "PUT" else None
+    with pytest.raises(ConflictError, match="409 Conflict: the object has been modified"):
+        publisher.publish(HERE, [device(2)])
+    api.answer = None
+    assert publisher.publish(HERE, [device(2)]).generation == 2
+
+
+def test_half_a_pool_is_completed(api: ApiServer, client: ApiClient) -> None:
+    """The second write fails: slices of two generations are there, which consumers ignore."""
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(number) for number in range(129)])
+    name = api.slices[1]["metadata"]["name"]
+    api.answer = lambda method, path: failure(500, "no") if method == "PUT" and path.endswith(name) else None
+    with pytest.raises(ApiError, match="500"):
+        publisher.publish(HERE, [device(number, TAINT) for number in range(128)])
+    assert [generation for generation, _ in pools(api)] == [2, 1]
+    api.answer = None
+    publisher.publish(HERE, [device(number, TAINT) for number in range(128)])
+    assert pools(api) == [(3, 64), (3, 64)]
+
+
+def test_a_device_whose_taint_is_not_kept_is_not_offered(api: ApiServer, client: ApiClient) -> None:
+    """A server without the feature drops taints silently: claims would get a failed GPU."""
+
+    def without_taints(item: dict[str, Any]) -> dict[str, Any]:
+        devices = [{key: value for key, value in each.items() if key != "taints"} for each in item["spec"]["devices"]]
+        return {**item, "spec": {**item["spec"], "devices": devices}}
+
+    api.stored = without_taints
+    publisher = Publisher(client)
+    published = publisher.publish(HERE, [device(1), device(2, TAINT)])
+    assert (published.devices, published.tainted, published.withheld) == (("gpu-001",), (), ("gpu-002",))
+    assert pools(api) == [(2, 1)]
+    assert not publisher.publish(HERE, [device(1), device(2, TAINT)]).written
+    assert publisher.publish(HERE, [device(1), device(2)]).devices == ("gpu-001", "gpu-002")
+
+
+def test_what_the_server_adds_is_not_a_difference(api: ApiServer, client: ApiClient) -> None:
+    def later_release(item: dict[str, Any]) -> dict[str, Any]:
+        devices = [{**each, "new": True} for each in item["spec"]["devices"]]
+        return {**item, "spec": {**item["spec"], "devices": devices}}
+
+    api.stored = later_release
+    publisher = Publisher(client)
+    for _ in range(3):
+        publisher.publish(HERE, [device(1)])
+    assert api.written == ["POST"]
+
+
+def test_a_slice_that_is_gone_need_not_be_removed(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(1)])
+    api.answer = lambda method, path: failure(404, "gone") if method == "DELETE" else None
+    assert publisher.publish(HERE, []).generation == 0

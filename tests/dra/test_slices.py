@@ -1,0 +1,149 @@
+"""ResourceSlice objects, and their comparison with what the API server has."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from agent.dra.devices import Device, Taint
+from agent.dra.slices import Node, is_current, make_slices, own_slices, quantity, slice_name, writes
+from agent.model.gpu_states import Effect
+from agent.vendors.dra_vendor import Attribute, Version
+
+NODE = Node("node", "uid-1")
+TAINT = Taint("gpu.unbounded-agent.io/lost", "Xid79", Effect.NO_EXECUTE, 1_700_000_000)
+
+
+def devices(count: int, *taints: Taint) -> list[Device]:
+    return [
+        Device(f"gpu-{number:03}", "vendor", ("v.com/c=n",), "0000:01:00.0", taints=taints) for number in range(count)
+    ]
+
+
+def test_a_slice_has_what_claims_select_by() -> None:
+    attributes: dict[str, Attribute] = {
+        "uuid": "x",
+        "numaNode": 0,
+        "ok": True,
+        "driverVersion": Version("1.2.3"),
+        "long": "x" * 65,
+        "no": "",
+    }
+    (item,) = make_slices(
+        NODE, [Device("gpu-0", "vendor", ("v.com/c=n",), "0000:01:00.0", attributes, {"memory": 80 << 30}, (TAINT,))], 7
+    )
+    assert item["metadata"] == {
+        "name": "node-gpu.unbounded-agent.io-0",
+        "ownerReferences": [{"apiVersion": "v1", "kind": "Node", "name": "node", "uid": "uid-1", "controller": True}],
+    }
+    assert item["spec"]["pool"] == {"name": "node", "generation": 7, "resourceSliceCount": 1}
+    assert item["spec"]["devices"] == [
+        {
+            "name": "gpu-0",
+            "attributes": {
+                "uuid": {"string": "x"},
+                "numaNode": {"int": 0},
+                "ok": {"bool": True},
+                "driverVersion": {"version": "1.2.3"},
+            },
+            "capacity": {"memory": {"value": "80Gi"}},
+            "taints": [
+                {
+                    "key": "gpu.unbounded-agent.io/lost",
+                    "value": "Xid79",
+                    "effect": "NoExecute",
+                    "timeAdded": "2023-11-14T22:13:20Z",
+                }
+            ],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("found", "sizes"),
+    [
+        (devices(0), []),
+        (devices(128), [128]),
+        (devices(129), [128, 1]),
+        ([*devices(64), *devices(1, TAINT)], [64, 1]),
+        (devices(130, TAINT), [64, 64, 2]),
+    ],
+)
+def test_slices_stay_within_the_limits(found: list[Device], sizes: list[int]) -> None:
+    made = make_slices(NODE, found, 1)
+    assert [len(each["spec"]["devices"]) for each in made] == sizes
+    assert {each["spec"]["pool"]["resourceSliceCount"] for each in made} <= {len(sizes)}
+
+
+def test_names_are_fixed_and_not_too_long() -> None:
+    long = [slice_name("n" * 250 + end, 12) for end in ("1", "2")]
+    assert long[0] != long[1]
+    assert max(map(len, long)) <= 253
+    assert (
+        slice_name(f"{'n' * 179}.x" + "y" * 50, 0)[:181]
+        == f"{'n' * 179}-" + slice_name(f"{'n' * 179}.x" + "y" * 50, 0)[180]
+    )
+
+
+def test_only_slices_of_this_driver_and_node_count() -> None:
+    own = make_slices(NODE, devices(1500), 1)
+    others = [copy.deepcopy(own[0]) for _ in range(2)]
+    others[0]["spec"]["driver"], others[1]["spec"]["nodeName"] = "other.example.com", "other"
+    listed = {"items": [*others, None, {}, {"metadata": {}, "spec": 1}, *reversed(own)]}
+    assert own_slices(listed, "node") == own, "in the order in which they are made"
+    assert own_slices({}, "node") == []
+
+
+def changed(item: dict[str, Any], **spec: object) -> dict[str, Any]:
+    return {**item, "spec": {**item["spec"], **spec}}
+
+
+def test_what_is_as_wanted_is_not_written_again() -> None:
+    wanted = make_slices(NODE, devices(2), 3)
+    assert is_current(wanted, copy.deepcopy(wanted), {})
+    assert is_current([], [], {})
+    assert not is_current(wanted, [], {})
+    assert not is_current([], wanted, {})
+    assert not is_current(wanted, [changed(wanted[0], devices=[])], {})
+    another = Node("node", "uid-2")
+    assert not is_current(make_slices(another, devices(2), 3), wanted, {}), "the Node was made again"
+
+
+def test_slices_of_several_generations_are_not_current() -> None:
+    wanted = make_slices(NODE, devices(129), 3)
+    old = copy.deepcopy(wanted)
+    old[1]["spec"]["pool"]["generation"] = 2
+    assert not is_current(wanted, old, {})
+
+
+def test_what_the_server_made_of_the_last_write_is_as_wanted() -> None:
+    wanted = make_slices(NODE, devices(1, TAINT), 3)
+    (stored,) = copy.deepcopy(wanted)
+    stored["spec"]["devices"][0]["taints"][0]["later"] = True
+    remembered = {
+        wanted[0]["metadata"]["name"]: tuple(
+            {
+                "owner": e["metadata"]["ownerReferences"],
+                "spec": {**e["spec"], "pool": {**e["spec"]["pool"], "generation": 0}},
+            }
+            for e in (wanted[0], stored)
+        )
+    }
+    assert not is_current(wanted, [stored], {})
+    assert is_current(wanted, [stored], remembered)  # type: ignore[arg-type]
+    assert not is_current(make_slices(NODE, devices(1), 3), [stored], remembered)  # type: ignore[arg-type]
+
+
+def test_each_slice_is_made_changed_or_removed() -> None:
+    before, wanted = make_slices(NODE, devices(300), 1), make_slices(NODE, devices(129), 2)
+    kinds = [(each.name[-1], each.content is not None, each.before is not None) for each in writes(wanted, before)]
+    assert kinds == [("0", True, True), ("1", True, True), ("2", False, True)]
+    assert [each.before for each in writes(wanted, [])] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (1, "1"), (1023, "1023"), (1 << 30, "1Gi"), (3 << 29, "1536Mi"), (1 << 80, "1048576Ei")],
+)
+def test_quantities_are_written_as_the_server_does(number: int, text: str) -> None:
+    assert quantity(number) == text
