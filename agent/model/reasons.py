@@ -146,6 +146,7 @@ class Reason(StrEnum):
     PLUGIN_SPEC_OUTDATED = "PluginSpecOutdated"
     STALE_GPUS = "StaleGPUs"
     DRA_DRIVER_DOWN = "DRADriverDown"
+    DEVICE_PLUGIN_ACTIVE = "DevicePluginActive"
 
     # NodeConditionSet:
     NO_KUBECTL = "NoKubectl"

@@ -1,0 +1,163 @@
+"""What this node can offer at this moment: reads the documents of both halves again whenever they have changed."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from agent.dra.devices import Device, make_devices
+from agent.dra.vendors import dra_vendor
+from agent.model import allocatable, gpu_states
+from agent.model.allocatable import AllocatableDevice, AllocatableVendor
+from agent.model.device import FileIdentity
+from agent.model.errors import AgentError, DocumentError
+from agent.model.gpu_states import GpuStatus
+from agent.model.paths import ALLOCATABLE, GPU_STATES_NAME, MACHINE_HANDOFF_DIRECTORY
+from agent.system.files import System
+from agent.vendors.dra_vendor import DeviceFacts
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+GPU_STATES = f"{MACHINE_HANDOFF_DIRECTORY}/{GPU_STATES_NAME}"
+RETRY = 60.0
+"""Seconds after which a vendor's tool that failed is run again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """What the halves say."""
+
+    vendors: tuple[AllocatableVendor, ...] = ()
+    states: Mapping[str, GpuStatus] | None = None
+    problems: Mapping[str, str] | None = None
+    """Why a document is not read, by its path. What was read before stays in use."""
+
+
+class Inventory:
+    """The node's devices. Threads may share it: claims are checked against the same documents as the slices."""
+
+    def __init__(self, system: System) -> None:
+        self._system = system
+        self._lock = threading.Lock()
+        self._seen: dict[str, FileIdentity | None] = {}
+        self._documents = Documents()
+        self._facts: dict[tuple[AllocatableDevice, str], DeviceFacts] = {}
+        self._failed: dict[str, tuple[float, str]] = {}
+        """When each vendor's tool failed, by time.monotonic(), and why."""
+        self._allowed: frozenset[str] = frozenset()
+        self._edition = self._known_edition = 0
+        """How often the documents have changed, and how often they had when `refresh` last returned."""
+
+    def refresh(self) -> bool:
+        """Read the documents again, and return whether they have changed since the last call."""
+        with self._lock:
+            self._refresh()
+            changed, self._known_edition = self._edition != self._known_edition, self._edition
+            return changed
+
+    def allow(self, vendors: Iterable[str]) -> None:
+        """Set the vendors whose devices may be offered. At first, none may."""
+        with self._lock:
+            self._allowed = frozenset(vendors)
+
+    def devices(self) -> Mapping[str, Device]:
+        """Return, by name, the devices that a claim may get now."""
+        with self._lock:
+            self._refresh()
+            return {name: each for name, each in self._all().items() if each.vendor in self._allowed}
+
+    def all_devices(self) -> Mapping[str, Device]:
+        """Return all devices by name, also those that are not offered: pods may have them."""
+        with self._lock:
+            return self._all()
+
+    @property
+    def vendors(self) -> tuple[AllocatableVendor, ...]:
+        """The vendors with what is allocatable of each."""
+        return self._documents.vendors
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Sentences on documents that are not read, and on tools that fail."""
+        return (*(self._documents.problems or {}).values(), *(why for _, why in self._failed.values()))
+
+    def read_facts(self) -> None:
+        """Ask the vendors' tools for what is not known yet: at most FACTS_LIMIT for each vendor, and rarely at all."""
+        with self._lock:
+            vendors = self._documents.vendors
+        now = time.monotonic()
+        for each in vendors:
+            since, _ = self._failed.get(each.vendor, (-RETRY, ""))
+            unknown = [device for device in each.devices if (device, each.driver_version) not in self._facts]
+            if unknown and now - since >= RETRY:
+                self._ask(each, unknown)
+
+    def _ask(self, each: AllocatableVendor, devices: list[AllocatableDevice]) -> None:
+        vendor = dra_vendor(each.vendor)
+        try:
+            found = vendor.read_facts(self._system, devices, each.driver_version) if vendor is not None else {}
+            self._failed.pop(each.vendor, None)
+        except (AgentError, OSError) as error:
+            why = f"attributes of {each.vendor}'s devices are not known, and left out: {error}"
+            log.warning("%s", why)
+            self._failed[each.vendor] = (time.monotonic(), why)
+            return
+        with self._lock:
+            self._facts |= {(device, each.driver_version): found.get(device, DeviceFacts()) for device in devices}
+            self._forget()
+
+    def _all(self) -> dict[str, Device]:
+        documents = self._documents
+        facts = {
+            device: self._facts[device, vendor.driver_version]
+            for vendor in documents.vendors
+            for device in vendor.devices
+            if (device, vendor.driver_version) in self._facts
+        }
+        return make_devices(documents.vendors, documents.states or {}, facts)
+
+    def _refresh(self) -> None:
+        seen = {path: self._identity(path) for path in (ALLOCATABLE, GPU_STATES)}
+        if seen == self._seen:
+            return
+        before, self._seen = self._documents, seen
+        problems: dict[str, str] = {}
+        vendors = _read(self._system, ALLOCATABLE, allocatable.SIZE_LIMIT, allocatable.parse_allocatable, problems)
+        states = _read(self._system, GPU_STATES, gpu_states.SIZE_LIMIT, gpu_states.parse_gpu_states, problems)
+        documents = replace(before, problems=problems)
+        if ALLOCATABLE not in problems:
+            documents = replace(documents, vendors=vendors or ())
+        if GPU_STATES not in problems:
+            documents = replace(documents, states=states)
+        for why in problems.values():
+            log.error("%s", why)
+        self._documents = documents
+        self._edition += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        """Forget what is no longer allocatable: another GPU may be in the same slot the next time."""
+        known = {(device, vendor.driver_version) for vendor in self._documents.vendors for device in vendor.devices}
+        self._facts = {key: facts for key, facts in self._facts.items() if key in known}
+
+    def _identity(self, path: str) -> FileIdentity | None:
+        try:
+            return self._system.identity(path)
+        except OSError:
+            return None
+
+
+def _read(system: System, path: str, limit: int, parse: Callable[[bytes], T], problems: dict[str, str]) -> T | None:
+    """Return the parsed document; None if it does not exist. What goes wrong is added to `problems`."""
+    try:
+        return parse(system.read(path, limit))
+    except FileNotFoundError:
+        return None
+    except DocumentError as error:
+        problems[path] = f"{path}: {error}"
+    except OSError as error:
+        problems[path] = f"{path}: cannot be read: {error.strerror}"
+    return None

@@ -1,0 +1,126 @@
+"""What may be offered now, by the documents of both halves."""
+
+import time
+
+import pytest
+
+from agent.dra import inventory as module
+from agent.dra.devices import Health
+from agent.dra.inventory import GPU_STATES, Inventory
+from agent.model.allocatable import AllocatableDevice
+from agent.model.gpu_states import GpuState, GpuStatus
+from agent.model.paths import ALLOCATABLE
+from agent.vendors.dra_vendor import Version
+from tests.fakes.dra_machine import GPUS, DraMachine
+
+
+@pytest.fixture
+def inventory(machine: DraMachine) -> Inventory:
+    found = Inventory(machine)
+    found.allow(["nvidia"])
+    return found
+
+
+def test_without_documents_there_is_nothing(inventory: Inventory) -> None:
+    assert inventory.devices() == {}
+    assert inventory.problems == ()
+
+
+def test_documents_are_read_again_when_they_change(machine: DraMachine, inventory: Inventory) -> None:
+    machine.grant(*GPUS[:2])
+    assert inventory.refresh()
+    assert not inventory.refresh()
+    assert list(inventory.devices()) == ["gpu-0000-01-00-0", "gpu-0000-02-00-0"]
+    machine.grant(GPUS[0])
+    assert list(inventory.devices()) == ["gpu-0000-01-00-0"], "also for a claim before the service has looked"
+    assert inventory.refresh(), "the slices have to follow"
+    machine.change(GpuStatus(GPUS[0], "nvidia", GpuState.UNHEALTHY, "Xid48"))
+    assert inventory.devices()["gpu-0000-01-00-0"].health is Health.UNHEALTHY
+    machine.remove(ALLOCATABLE)
+    assert inventory.devices() == {}
+
+
+@pytest.mark.parametrize("path", [ALLOCATABLE, GPU_STATES])
+def test_a_document_that_cannot_be_read_changes_nothing(machine: DraMachine, inventory: Inventory, path: str) -> None:
+    machine.grant(GPUS[0])
+    machine.change(GpuStatus(GPUS[0], "nvidia", GpuState.UNHEALTHY, "Xid48"))
+    before = inventory.devices()
+    machine.put(path, '{"version": 99}')
+    assert inventory.devices() == before
+    (problem,) = inventory.problems
+    assert path in problem
+    assert "version 99 is unknown" in problem
+    machine.grant(GPUS[0])
+    assert inventory.devices() != before
+    assert inventory.problems == ()
+
+
+def test_nothing_is_offered_until_the_node_is_known(machine: DraMachine) -> None:
+    machine.grant(GPUS[0])
+    inventory = Inventory(machine)
+    inventory.refresh()
+    assert inventory.devices() == {}
+    assert list(inventory.all_devices()) == ["gpu-0000-01-00-0"], "pods may have it already"
+    inventory.allow(["amd"])
+    assert inventory.devices() == {}
+    inventory.allow(["amd", "nvidia"])
+    assert list(inventory.devices()) == ["gpu-0000-01-00-0"]
+
+
+def test_tools_run_once_for_each_change(machine: DraMachine, inventory: Inventory) -> None:
+    machine.grant(*GPUS[:2])
+    inventory.refresh()
+    inventory.read_facts()
+    count = len(machine.calls)
+    inventory.read_facts()
+    machine.change(GpuStatus(GPUS[0], "nvidia", GpuState.UNHEALTHY, "Xid48"))
+    inventory.refresh()
+    inventory.read_facts()
+    machine.grant(GPUS[0])
+    inventory.refresh()
+    inventory.read_facts()
+    assert len(machine.calls) == count > 0
+    assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01"
+    machine.grant(*GPUS[:2])
+    inventory.refresh()
+    inventory.read_facts()
+    assert len(machine.calls) > count, "another GPU may be in that slot"
+
+
+def test_facts_of_a_partition_are_not_those_of_the_next_one(machine: DraMachine, inventory: Inventory) -> None:
+    for uuid in ("MIG-1", "MIG-2"):
+        machine.states([])
+        machine.allocate([AllocatableDevice(GPUS[0], (f"nvidia.com/gpu={uuid}",), (7, 0))])
+        inventory.refresh()
+        inventory.read_facts()
+        assert inventory.devices()["gpu-0000-01-00-0-mig-7-0"].attributes["uuid"] == uuid
+
+
+def test_a_tool_that_fails_costs_the_attributes_and_is_run_again_later(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(argv: tuple[str, ...], timeout: float) -> None:
+        machine.calls.append(argv)
+        raise FileNotFoundError(argv[0])
+
+    monkeypatch.setattr(machine, "_runner", missing)
+    machine.grant(GPUS[0])
+    inventory.refresh()
+    for _ in range(3):
+        inventory.read_facts()
+    assert len(machine.calls) == 1
+    assert "uuid" not in inventory.devices()["gpu-0000-01-00-0"].attributes
+    assert "nvidia-smi" in inventory.problems[0]
+    monkeypatch.setattr(machine, "_runner", machine._run)
+    monkeypatch.setattr(module, "RETRY", 0.0)
+    time.sleep(0.01)
+    inventory.read_facts()
+    assert inventory.devices()["gpu-0000-01-00-0"].attributes["driverVersion"] == Version("550.163.1")
+    assert inventory.problems == ()
+
+
+def test_a_vendor_that_is_not_known_has_no_facts(machine: DraMachine, inventory: Inventory) -> None:
+    machine.allocate([AllocatableDevice(GPUS[0], ("v.com/c=n",))], vendor="other")
+    inventory.refresh()
+    inventory.read_facts()
+    assert inventory.all_devices()["gpu-0000-01-00-0"].vendor == "other"

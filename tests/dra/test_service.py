@@ -1,0 +1,177 @@
+"""The whole service: documents in, slices and status out. Its kubelet is only a process in a tree."""
+
+import os
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from agent.dra import service as module
+from agent.dra import watcher
+from agent.model.gpu_states import GpuState, GpuStatus
+from agent.model.paths import DRA_STATUS
+from agent.model.reasons import Reason
+from tests.fakes.api_server import NODES, ApiServer, failure
+from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy
+
+pytestmark = pytest.mark.processes
+SECONDS = 15.0
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("POLL", "GAP", "NO_KUBELET_PAUSE", "IDENTITY_CHECK"):
+        monkeypatch.setattr(module, name, 0.02)
+    monkeypatch.setattr(module, "LONGEST_RETRY", 0.3)
+    monkeypatch.setattr(watcher, "LONGEST_PAUSE", 0.3)
+
+
+def until(what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {SECONDS} s: {what}"
+        time.sleep(0.01)
+
+
+def offered(api: ApiServer) -> list[str]:
+    return [device["name"][9:11] for each in api.slices for device in each["spec"]["devices"]]
+
+
+def tainted(api: ApiServer) -> list[str]:
+    return [device["name"][9:11] for each in api.slices for device in each["spec"]["devices"] if device.get("taints")]
+
+
+@pytest.fixture
+def running(api: ApiServer, joined: DraMachine) -> DraMachine:
+    """A service that offers two GPUs."""
+    joined.grant(*GPUS[:2])
+    joined.start()
+    until("two GPUs are offered", lambda: offered(api) == ["01", "02"])
+    return joined
+
+
+def test_the_slices_follow_the_documents(api: ApiServer, running: DraMachine) -> None:
+    for addresses, names in ((GPUS[:1], ["01"]), (GPUS[1:4], ["02", "03", "04"]), ((), []), (GPUS[:2], ["01", "02"])):
+        running.grant(*addresses)
+        until(f"{names} are offered", lambda names=names: offered(api) == names)  # type: ignore[misc]
+    generations = [
+        each["object"]["spec"]["pool"]["generation"] for _, _, each in api.events if "spec" in each["object"]
+    ]
+    assert generations == sorted(generations)
+
+
+def test_a_failed_gpu_is_tainted_until_it_is_well(api: ApiServer, running: DraMachine) -> None:
+    running.change(GpuStatus(GPUS[1], "nvidia", GpuState.UNHEALTHY, "Xid48", "an ECC error", since=7))
+    until("it is tainted", lambda: tainted(api) == ["02"])
+    until("the status says so", lambda: running.status.offers[0].tainted == ("gpu-0000-02-00-0",))
+    running.change(healthy(GPUS[1]))
+    until("it is not", lambda: tainted(api) == [])
+
+
+def test_wiped_slices_are_written_again(api: ApiServer, running: DraMachine) -> None:
+    for _ in range(3):
+        api.wipe()
+        until("two GPUs are offered", lambda: offered(api) == ["01", "02"])
+
+
+def test_a_device_plugin_ends_the_offer_until_it_is_gone(api: ApiServer, running: DraMachine) -> None:
+    path = f"{NODES}/{NODE}"
+    api.put(path, {**api.objects[path], "status": {"capacity": {"nvidia.com/gpu": "2"}}})
+    until("nothing is offered", lambda: offered(api) == [])
+    until("the status says so", lambda: running.status.offers[0].reason == Reason.DEVICE_PLUGIN_ACTIVE)
+    assert "nvidia.com/gpu: 2" in running.status.offers[0].message
+    api.put(path, {**api.objects[path], "status": {"capacity": {"nvidia.com/gpu": "0"}}})
+    until("two GPUs are offered", lambda: offered(api) == ["01", "02"])
+    until("the status says so", lambda: running.status.offers[0].reason == "")
+
+
+def test_a_server_that_was_away_gets_what_changed_meanwhile(api: ApiServer, running: DraMachine) -> None:
+    api.stop()
+    running.grant(*GPUS[:3])
+    until("the status says so", lambda: running.status.reason == Reason.API_UNREACHABLE)
+    assert running.status.offers[0].gpus == GPUS[:2], "what is there is still offered"
+    api.wipe()
+    api.start()
+    until("three GPUs are offered", lambda: offered(api) == ["01", "02", "03"])
+    until("the status says so", lambda: not running.status.reason)
+
+
+def test_a_refusal_is_explained(api: ApiServer, joined: DraMachine) -> None:
+    api.answer = lambda method, path: failure(HTTPStatus.FORBIDDEN, "no") if method == "POST" else None
+    joined.grant(GPUS[0])
+    joined.start()
+    until("the status says so", lambda: joined.status.reason == Reason.REFUSED)
+    assert "authorization mode Node" in joined.status.message
+    api.answer = None
+    until("it is offered", lambda: offered(api) == ["01"])
+
+
+def test_a_node_that_is_not_registered_yet_is_waited_for(api: ApiServer, joined: DraMachine) -> None:
+    node = api.objects[f"{NODES}/{NODE}"]
+    api.drop(f"{NODES}/{NODE}")
+    joined.grant(GPUS[0])
+    joined.start()
+    until("the status says so", lambda: joined.status.reason == Reason.NODE_NOT_REGISTERED)
+    api.put(f"{NODES}/{NODE}", node)
+    until("it is offered", lambda: offered(api) == ["01"])
+
+
+def test_a_kubelet_that_starts_later_is_waited_for(api: ApiServer, machine: DraMachine) -> None:
+    machine.grant(GPUS[0])
+    machine.start()
+    until("the status says so", lambda: machine.status.reason == Reason.KUBELET_NOT_RUNNING)
+    machine.put("/etc/ca.crt", api.certificate.read_bytes())
+    machine.run_kubelet(api.kubeconfig())
+    until("it is offered", lambda: offered(api) == ["01"])
+
+
+def test_another_kubeconfig_ends_the_service_and_a_stopped_kubelet_does_not(
+    api: ApiServer, running: DraMachine
+) -> None:
+    running.put("/proc/700/cmdline", "gone")
+    time.sleep(0.3)
+    assert running._thread is not None
+    assert running._thread.is_alive()
+    running.put("/etc/other.conf", api.kubeconfig())
+    running.put("/proc/700/cmdline", f"kubelet\0--kubeconfig=/etc/other.conf\0--root-dir={running.kubelet}\0")
+    until("it has ended", lambda: not (running._thread and running._thread.is_alive()))
+
+
+def test_unusable_credentials_are_told(api: ApiServer, joined: DraMachine) -> None:
+    joined.put(KUBECONFIG, api.kubeconfig(username="x"))
+    joined.grant(GPUS[0])
+    joined.start()
+    until("the status says so", lambda: joined.status.reason == Reason.FAILED)
+    assert "a password" in joined.status.message
+    joined.put(KUBECONFIG, api.kubeconfig())
+    until("it is offered", lambda: offered(api) == ["01"])
+
+
+def test_an_idle_service_asks_little(api: ApiServer, running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    until("the watches have begun", lambda: sum("watch" in query for _, _, query, _ in api.requests) == 2)
+    time.sleep(0.5)
+    before = len(api.requests)
+    time.sleep(1.0)
+    assert len(api.requests) - before <= 2
+
+
+def test_the_status_is_renewed(running: DraMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "RENEWED_AFTER", 0.05)
+    before = running.status.at
+    until("it has a later time", lambda: running.status.at > before)
+    running.remove(DRA_STATUS)
+    until("it is there again", lambda: running.status.at > 0)
+
+
+def test_the_sockets_are_there_while_the_service_runs(running: DraMachine) -> None:
+    sockets = [
+        f"{running.kubelet}/plugins/gpu.unbounded-agent.io/dra.sock",
+        f"{running.kubelet}/plugins_registry/gpu.unbounded-agent.io-reg.sock",
+    ]
+    assert all(map(os.path.exists, sockets))
+    Path(sockets[1]).unlink()
+    until("it is there again", lambda: os.path.exists(sockets[1]))
+    running.stop()
+    assert not any(map(os.path.exists, sockets))
