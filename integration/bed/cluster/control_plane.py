@@ -36,6 +36,9 @@ BOOTSTRAP_ROLES = (
     ("bed-renew", f"{APPROVAL}:selfnodeclient", "system:nodes"),
 )
 """Names of bindings, with role and group."""
+CERTIFICATE_FILES = {"client-certificate": "crt", "client-key": "key"}
+"""Keys of a user in a kubeconfig, with the ends of files."""
+API_SERVER = "kube-apiserver"
 KUBECTL_LIMIT = 240.0
 """Seconds. `kubectl wait` and similar commands get shorter timeouts."""
 
@@ -70,8 +73,7 @@ class ControlPlane(Lifetime):
         self._write_files()
         with step("start the Kubernetes control plane"):
             self._run("etcd", *self._etcd_arguments())
-            self._run("kube-apiserver", *self._api_server_arguments(), wrapper=self._with_node_names())
-            self._wait_ready()
+            self.start_api_server()
             if self._controllers:
                 self._start_controllers()
 
@@ -90,6 +92,17 @@ class ControlPlane(Lifetime):
         ):
             kubeconfig = self.write_kubeconfig(user, self.directory / f"{name}.kubeconfig")
             self._run(name, f"--kubeconfig={kubeconfig}", "--leader-elect=false", "--secure-port=0", *options)
+
+    def start_api_server(self) -> None:
+        """Start the API server, and wait until it is ready."""
+        self._run(API_SERVER, *self._api_server_arguments(), wrapper=self._with_node_names())
+        self._wait_ready()
+
+    def stop_api_server(self) -> None:
+        """Kill the API server, as a node sees an outage. The other parts run on."""
+        process = self._processes.pop(API_SERVER)
+        process.kill()
+        process.wait()
 
     @property
     def certificate_authority(self) -> str:
@@ -110,6 +123,13 @@ class ControlPlane(Lifetime):
             "contexts": [{"name": "bed", "context": {"cluster": "bed", "user": user}}],
             "current-context": "bed",
         }
+        return json.dumps(content)
+
+    def kubelet_kubeconfig(self, node: str) -> str:
+        """Return a node's kubeconfig for this machine with a client certificate, as kubelets have."""
+        content = json.loads(self.kubeconfig(node_user(node)))
+        files = {key: str(self.directory / f"kubelet-{node}.{end}") for key, end in CERTIFICATE_FILES.items()}
+        content["users"][0]["user"] = files
         return json.dumps(content)
 
     def write_kubeconfig(self, user: str, path: Path) -> Path:
@@ -163,6 +183,8 @@ class ControlPlane(Lifetime):
         certificates = Certificates(self.directory)
         certificates.serving("apiserver", ["127.0.0.1", HOST_FROM_GUEST, SERVICE_ADDRESS], ["localhost", "kubernetes"])
         certificates.client("apiserver-kubelet-client", "kube-apiserver", "system:masters")
+        for node in self.nodes:
+            certificates.client(f"kubelet-{node}", node_user(node), "system:nodes")
         certificates.key("service-account")
         rows = [f'{token},{user},{user},"{self._groups[user]}"' for user, token in self._tokens.items()]
         _write_private(self.directory / "tokens.csv", "\n".join(rows) + "\n")

@@ -1,7 +1,7 @@
 """What a kubelet's own identity may do for `gpus detach`: evict pods of its node, and no others. Without a machine.
 
-The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet: an evicted pod stays, with
-the time of its deletion.
+The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet, so pods that are told to end
+stay.
 """
 
 import json
@@ -68,7 +68,7 @@ def evict(control_plane: ControlPlane, which: Pod) -> list[str]:
 
 
 def ending(control_plane: ControlPlane) -> list[str]:
-    """Return the pods that are deleted as soon as their kubelet says so."""
+    """Return the pods that were told to end."""
     found = json.loads(control_plane.kubectl("get", "pods", "--output=json"))
     metadata = (each["metadata"] for each in found["items"])
     return [each["name"] for each in metadata if "deletionTimestamp" in each]

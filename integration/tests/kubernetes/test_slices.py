@@ -1,0 +1,326 @@
+"""ResourceSlices at a real API server, and pods that a real scheduler gives their devices.
+
+Only the node is simulated: the test writes its Node object as its kubelet would, and does what the kubelet does to
+slices. The service is the real one, with a kubelet's client certificate and no other right.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from agent.cli.kube import DIRECTORY
+from agent.dra.plugin_server import SERVICE
+from agent.dra.protobuf import encode_message, encode_text
+from agent.model.gpu_states import Effect, GpuState, GpuStatus
+from agent.model.paths import DRA_DRIVER
+from agent.model.reasons import Reason
+from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
+from integration.bed.process import CommandError
+from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy, whole
+
+OTHER_NODE = "other-node"
+SECONDS = 90.0
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
+ANYTHING = [{"operator": "Exists"}]
+"""The node has no kubelet that renews its lease, so it gets taints."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[ControlPlane]:
+    with ControlPlane((NODE, OTHER_NODE)) as control_plane:
+        for node in (NODE, OTHER_NODE):
+            made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}
+            control_plane.kubectl("create", "--filename=-", stdin=json.dumps(made), user=node_user(node))
+        set_resources(control_plane, ROOM)
+        control_plane.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
+        until("the default service account exists", lambda: control_plane.kubectl("get", "serviceaccounts", "-oname"))
+        yield control_plane
+
+
+@pytest.fixture
+def machine(cluster: ControlPlane) -> Iterator[DraMachine]:
+    """A machine whose service offers two GPUs, with the certificate of the node's kubelet."""
+    # The usual temporary paths are longer than a socket's path may be.
+    with tempfile.TemporaryDirectory(prefix="dra-") as directory:
+        yield from running_machine(cluster, Path(directory))
+
+
+def running_machine(cluster: ControlPlane, tree: Path) -> Iterator[DraMachine]:
+    found = DraMachine(tree)
+    found.run_kubelet(kubeconfig(cluster, found, NODE))
+    found.grant(*GPUS[:2])
+    found.start()
+    until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
+    yield found
+    found.stop()
+    cluster.kubectl("delete", "pods", "--all", "--force", "--grace-period=0")
+    cluster.kubectl("delete", "resourceclaims,resourceclaimtemplates", "--all", "--wait=false")
+    until("no claim is left", lambda: not listed(cluster, "resourceclaims"))
+    wipe(cluster)
+
+
+def until(what: str, holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+def kubeconfig(cluster: ControlPlane, machine: DraMachine, node: str) -> str:
+    """Return a kubelet's kubeconfig whose certificate and key are in the machine."""
+    content: dict[str, Any] = json.loads(cluster.kubelet_kubeconfig(node))
+    user = content["users"][0]["user"]
+    for key, end in CERTIFICATE_FILES.items():
+        machine.put(f"/pki/{node}.{end}", Path(user[key]).read_bytes())
+        user[key] = f"/pki/{node}.{end}"
+    return json.dumps(content)
+
+
+def set_resources(cluster: ControlPlane, resources: dict[str, str]) -> None:
+    """Write the node's status as its kubelet does."""
+    path, user = f"/api/v1/nodes/{NODE}", node_user(NODE)
+    node = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
+    node["metadata"].pop("resourceVersion")
+    ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
+    node["status"] = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+    cluster.kubectl("replace", f"--raw={path}/status", "--filename=-", stdin=json.dumps(node), user=user)
+
+
+def wipe(cluster: ControlPlane) -> None:
+    """Remove the node's slices as its kubelet does (wipeResourceSlices of dra_plugin_manager.go)."""
+    cluster.kubectl("delete", f"--raw={SLICES}?fieldSelector=spec.nodeName={NODE}", user=node_user(NODE))
+
+
+def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(cluster.kubectl("get", kind, "--output=json"))["items"]
+    return found
+
+
+def offered(cluster: ControlPlane) -> dict[str, dict[str, Any]]:
+    """Return the offered devices by their bus numbers."""
+    slices = [each for each in listed(cluster, "resourceslices") if each["spec"]["nodeName"] == NODE]
+    return {device["name"][9:11]: device for each in slices for device in each["spec"]["devices"]}
+
+
+def names(cluster: ControlPlane) -> list[str]:
+    return sorted(offered(cluster))
+
+
+def generation(cluster: ControlPlane) -> int:
+    return max((each["spec"]["pool"]["generation"] for each in listed(cluster, "resourceslices")), default=0)
+
+
+def pod(name: str, **spec: object) -> dict[str, Any]:
+    """Return a pod that nothing will run; `container` has further keys of its container."""
+    container = {"name": "main", "image": "registry.invalid/never-pulled", **(spec.pop("container", {}) or {})}  # type: ignore[dict-item]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": name},
+        "spec": {"containers": [container], "tolerations": ANYTHING, **spec},
+    }
+
+
+def by_resource(name: str) -> dict[str, Any]:
+    return pod(name, container={"resources": {"limits": {"nvidia.com/gpu": "1"}}})
+
+
+def with_claim(name: str, expression: str) -> list[dict[str, Any]]:
+    """Return a pod and the claim that it names, for one GPU that fits the expression."""
+    exactly = {"deviceClassName": "nvidia-gpu", "selectors": [{"cel": {"expression": expression}}]}
+    claim = {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaim",
+        "metadata": {"name": name},
+        "spec": {"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}},
+    }
+    container = {"resources": {"claims": [{"name": "gpu"}]}}
+    return [claim, pod(name, container=container, resourceClaims=[{"name": "gpu", "resourceClaimName": name}])]
+
+
+def create(cluster: ControlPlane, *items: dict[str, Any]) -> None:
+    content = {"apiVersion": "v1", "kind": "List", "items": list(items)}
+    cluster.kubectl("create", "--filename=-", stdin=json.dumps(content))
+
+
+def bound(cluster: ControlPlane) -> dict[str, str]:
+    """Return the bus number of each bound pod's GPU, by the pod's name."""
+    claims = {}
+    for each in listed(cluster, "resourceclaims"):
+        results = each.get("status", {}).get("allocation", {}).get("devices", {}).get("results", ())
+        for user in each.get("status", {}).get("reservedFor", ()):
+            claims[user["name"]] = " ".join(result["device"][9:11] for result in results)
+    pods = [each for each in listed(cluster, "pods") if each["spec"].get("nodeName") == NODE]
+    return {each["metadata"]["name"]: claims.get(each["metadata"]["name"], "") for each in pods}
+
+
+def test_the_real_server_keeps_everything_that_is_written(cluster: ControlPlane, machine: DraMachine) -> None:
+    """Also the form of quantities and times: after a restart, nothing is written again."""
+    machine.change(GpuStatus(GPUS[1], "nvidia", GpuState.UNHEALTHY, "Xid48", "x", since=1_700_000_000))
+    until("it is tainted", lambda: offered(cluster)["02"].get("taints"))
+    (taint,) = offered(cluster)["02"]["taints"]
+    assert taint == {
+        "key": "gpu.unbounded-agent.io/unhealthy",
+        "value": "Xid48",
+        "effect": "NoSchedule",
+        "timeAdded": "2023-11-14T22:13:20Z",
+    }
+    device = offered(cluster)["01"]
+    assert device["capacity"] == {"memory": {"value": "20Gi"}}
+    assert device["attributes"]["driverVersion"] == {"version": "550.163.1"}
+    before = listed(cluster, "resourceslices")
+    machine.stop()
+    machine.start()
+    until("it has looked", lambda: machine.status.offers)
+    time.sleep(1)
+    assert listed(cluster, "resourceslices") == before
+
+
+def test_two_pods_get_two_gpus_and_the_third_waits_for_one(cluster: ControlPlane, machine: DraMachine) -> None:
+    create(cluster, *(by_resource(f"pod-{number}") for number in range(3)))
+    until("two are bound", lambda: len(bound(cluster)) == 2)
+    assert sorted(bound(cluster).values()) == ["01", "02"]
+    machine.grant(*GPUS[:3])
+    until("all are bound", lambda: len(bound(cluster)) == 3)
+    assert sorted(bound(cluster).values()) == ["01", "02", "03"]
+
+
+def test_claims_select_by_attributes_and_memory(cluster: ControlPlane, machine: DraMachine) -> None:
+    selectors = {
+        "by-memory": f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("30Gi")) >= 0',
+        "by-version": f'device.attributes["{DRA_DRIVER}"].driverVersion.isGreaterThan(semver("550.0.0"))',
+    }
+    for name, expression in selectors.items():
+        create(cluster, *with_claim(name, expression))
+        until("it is bound", lambda name=name: name in bound(cluster))  # type: ignore[misc]
+    assert bound(cluster) == {"by-memory": "02", "by-version": "01"}
+
+
+def test_a_gpu_without_an_attribute_does_not_keep_claims_from_the_others(
+    cluster: ControlPlane, machine: DraMachine
+) -> None:
+    """CEL ends with an error where an attribute is missing, unless the expression says what then counts."""
+    gpus = dict(machine.gpus)
+    machine.gpus.pop(GPUS[0])
+    machine.allocate([])
+    until("nothing is offered", lambda: names(cluster) == [])
+    machine.allocate(map(whole, GPUS[:2]))
+    until(
+        "one is without memory",
+        lambda: [name for name, each in offered(cluster).items() if "capacity" in each] == ["02"],
+    )
+    machine.gpus = gpus
+    expression = f'device.capacity["{DRA_DRIVER}"].?memory.orValue(quantity("0")).compareTo(quantity("30Gi")) >= 0'
+    create(cluster, *with_claim("large", expression))
+    until("it is bound", lambda: bound(cluster) == {"large": "02"})
+    create(cluster, *with_claim("strict", f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("1Gi")) >= 0'))
+    until("the error is in the pod's status", lambda: "no such key: memory" in json.dumps(listed(cluster, "pods")))
+
+
+def test_a_claim_is_prepared_with_the_name_in_the_verified_specification(
+    cluster: ControlPlane, machine: DraMachine
+) -> None:
+    """By the kubelet's call on the driver's socket, with gRPC's own client."""
+    create(cluster, *with_claim("prepared", "true"))
+    until("it is bound", lambda: "prepared" in bound(cluster))
+    (claim,) = listed(cluster, "resourceclaims")
+    assert f"nvidia.com/gpu=GPU-{bound(cluster)['prepared']}".encode() in prepare(machine, claim)
+    machine.grant()
+    assert b"has no device" in prepare(machine, claim)
+
+
+def prepare(machine: DraMachine, claim: dict[str, Any]) -> bytes:
+    """Return the answer to NodePrepareResources (dra/v1/api.proto: a claim has namespace, uid and name)."""
+    metadata = claim["metadata"]
+    parts = (encode_text(number, metadata[key]) for number, key in enumerate(("namespace", "uid", "name"), 1))
+    request = encode_message(1, b"".join(parts))
+    with grpc.insecure_channel(f"unix:{machine.kubelet}/plugins/{DRA_DRIVER}/dra.sock") as channel:
+        answer: bytes = channel.unary_unary(f"{SERVICE}/NodePrepareResources")(request, timeout=20)
+    return answer
+
+
+def test_no_pod_gets_a_tainted_gpu(cluster: ControlPlane, machine: DraMachine) -> None:
+    machine.states(GpuStatus(each, "nvidia", GpuState.UNHEALTHY, "Xid48", "x", since=7) for each in GPUS[:2])
+    until("both are tainted", lambda: all(each.get("taints") for each in offered(cluster).values()))
+    create(cluster, by_resource("waits"))
+    time.sleep(3)
+    assert bound(cluster) == {}
+    machine.change(healthy(GPUS[1]))
+    until("it is bound", lambda: bound(cluster) == {"waits": "02"})
+
+
+def test_a_lost_gpu_s_pod_is_evicted(cluster: ControlPlane, machine: DraMachine) -> None:
+    create(cluster, *with_claim("evicted", "true"))
+    until("it is bound", lambda: "evicted" in bound(cluster))
+    address = f"0000:{bound(cluster)['evicted']}:00.0"
+    now = int(time.time())
+    machine.change(GpuStatus(address, "nvidia", GpuState.LOST, "Xid79", "x", Effect.NO_EXECUTE, since=now))
+    until(
+        "it is being deleted",
+        lambda: not listed(cluster, "pods") or "deletionTimestamp" in listed(cluster, "pods")[0]["metadata"],
+    )
+
+
+def test_the_kubelet_s_wipe_is_repaired(
+    cluster: ControlPlane, machine: DraMachine, measured: Callable[[str, object], None]
+) -> None:
+    before, longest = generation(cluster), 0.0
+    for _ in range(3):
+        wipe(cluster)
+        begun = time.monotonic()
+        until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
+        longest = max(longest, time.monotonic() - begun)
+    assert generation(cluster) > before
+    measured("slices wiped by the kubelet, and written again", f"{longest:.1f} s at most, with kubectl's own time")
+
+
+def test_thirty_changes_are_generation_after_generation(cluster: ControlPlane, machine: DraMachine) -> None:
+    for number in range(30):
+        granted = GPUS[: 1 + number % 4]
+        machine.grant(*granted)
+        machine.change(GpuStatus(granted[-1], "nvidia", GpuState.UNHEALTHY, "Xid48", "x", since=number + 1))
+        wanted = {each[5:7]: each == granted[-1] for each in granted}
+        until(
+            f"change {number} is there",
+            lambda wanted=wanted: {bus: "taints" in each for bus, each in offered(cluster).items()} == wanted,  # type: ignore[misc]
+        )
+    assert generation(cluster) >= 30
+
+
+def test_nothing_is_offered_beside_a_device_plugin(cluster: ControlPlane, machine: DraMachine) -> None:
+    set_resources(cluster, {**ROOM, "nvidia.com/gpu": "2"})
+    until("nothing is offered", lambda: names(cluster) == [])
+    until("the status says why", lambda: machine.status.offers[0].reason == Reason.DEVICE_PLUGIN_ACTIVE)
+    set_resources(cluster, {**ROOM, "nvidia.com/gpu": "0"})
+    until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
+    set_resources(cluster, ROOM)
+
+
+def test_an_outage_of_the_server_is_survived(cluster: ControlPlane, machine: DraMachine) -> None:
+    cluster.stop_api_server()
+    machine.grant(*GPUS[:3])
+    until("the status says so", lambda: machine.status.reason == Reason.API_UNREACHABLE)
+    time.sleep(5)
+    cluster.start_api_server()
+    until("three GPUs are offered", lambda: names(cluster) == ["01", "02", "03"])
+    until("the status says so", lambda: not machine.status.reason)
+
+
+def test_a_kubelet_may_not_write_another_node_s_slices(cluster: ControlPlane, machine: DraMachine) -> None:
+    """The node authorizer and NodeRestriction refuse it, and the status explains the refusal."""
+    foreign = {**listed(cluster, "resourceslices")[0], "metadata": {"name": "foreign"}}
+    foreign["spec"] = {**foreign["spec"], "nodeName": OTHER_NODE}
+    with pytest.raises(CommandError, match="can only create ResourceSlice with the same NodeName"):
+        cluster.kubectl("create", "--filename=-", stdin=json.dumps(foreign), user=node_user(NODE))
+    machine.put(KUBECONFIG, kubeconfig(cluster, machine, OTHER_NODE))
+    machine.grant(GPUS[0])
+    until("the status says so", lambda: machine.status.reason == Reason.REFUSED)
+    assert "a kubelet's own identity" in machine.status.message
+    assert names(cluster) == ["01", "02"]
