@@ -6,8 +6,9 @@ PYTHON ?= python3
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
 
-docs:  ## write the reference part of docs/configuration.md from the settings' classes
+docs:  ## write the generated parts of docs/configuration.md and docs/commands.md
 	$(PYTHON) -m tests.project.configuration_reference
+	$(PYTHON) -m tests.project.commands_reference
 
 lock:  ## pin the dependencies again (needs uv)
 	uv pip compile -q --upgrade --universal --generate-hashes --python-version 3.11 --no-emit-index-url \

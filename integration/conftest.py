@@ -67,7 +67,7 @@ class Bed:
     def conditions(self) -> dict[str, dict[str, Any]]:
         """Return the machine's conditions by type, as `status --json` has them."""
         found = json.loads(self.agent("status", "--json").stdout)
-        return {each["type"]: each for each in found[MACHINE]}
+        return {each["type"]: each for each in found["machines"][MACHINE]["conditions"]}
 
     def last_conditions(self) -> dict[str, dict[str, Any]]:
         """Return the conditions by type as the last pass kept them; without any, an unknown Ready.

@@ -1,7 +1,10 @@
-"""`unbounded-agent gpus`: its subcommands detach, attach, forget and holders."""
+"""`unbounded-agent gpus`: lists GPUs, or runs its subcommands detach, attach, forget and holders."""
+
+import argparse
 
 from agent.cli.detach import attach, detach
 from agent.cli.forget import forget
+from agent.cli.gpu_list import list_gpus
 from agent.cli.holders import holders
 from agent.cli.printing import say
 from agent.host.reconcile import Reconciler
@@ -10,8 +13,12 @@ LISTING = {"forget": forget, "holders": holders}
 """Subcommands of `gpus` that return lines to print. Without an address they apply to all GPUs."""
 
 
-def gpus(command: str, address: str, reconciler: Reconciler) -> int:
+def gpus(options: argparse.Namespace, reconciler: Reconciler) -> int:
     """Run a subcommand and print its sentences. Return 1 if `detach` or `attach` did not complete."""
+    command = options.gpus_command
+    if command in (None, "list"):
+        return list_gpus(reconciler, for_programs=options.json)
+    address = options.address
     if command in LISTING:
         # On a host without GPUs, `holders` returns no lines: print an empty one as the answer.
         say(LISTING[command](address, reconciler) or [""])

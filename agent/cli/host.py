@@ -3,16 +3,19 @@
 import argparse
 import os
 
+from agent.cli.commands import COMMANDS, GPU_COMMANDS
 from agent.cli.printing import progress
 from agent.config.last_good import Loaded, keep, load_or_last_good
 from agent.config.load import load_config
-from agent.model.errors import UnsupportedError
+from agent.config.settings import Config
+from agent.model.errors import NoMachinesError, UnsupportedError
 from agent.model.paths import CONFIG_FILE
 from agent.system.dbus import SystemBus
 from agent.system.files import System
 from agent.system.sh_runner import host_runner, tool_runner
 
-READ_ONLY_COMMANDS = ("plan", "status", "doctor")
+WITHOUT_CONFIGURATION = ("doctor", "gpus list", "gpus holders")
+"""Commands that work on a host without a configuration. None of them makes a pass: it would remove all settings."""
 AT_START = ("run", "prepare", "load-modules")
 """Commands that units run. They use the last good configuration if the current one is invalid: otherwise a machine
 would stay down or get no GPUs."""
@@ -23,15 +26,33 @@ def this_host() -> System:
     return System(host_runner, bus=SystemBus(), tool_runner=tool_runner)
 
 
+def needs_root(options: argparse.Namespace) -> bool:
+    """Return whether only root may run the command."""
+    command, _, subcommand = _name(options).partition(" ")
+    return (GPU_COMMANDS[subcommand] if subcommand else COMMANDS[command]).root
+
+
+def _name(options: argparse.Namespace) -> str:
+    """Return the command, with the subcommand of `gpus`."""
+    return f"gpus {options.gpus_command or 'list'}" if options.command == "gpus" else str(options.command)
+
+
 def load(options: argparse.Namespace, system: System) -> Loaded:
     """Return the configuration for a command. Raises ConfigError; UnsupportedError if root rights are missing."""
-    if options.command not in READ_ONLY_COMMANDS and os.geteuid() != 0:
+    if needs_root(options) and os.geteuid() != 0:
         raise UnsupportedError(
-            "this command needs root rights", "run it with sudo; `plan`, `status` and `doctor` work as any user"
+            "this command needs root rights",
+            "run it with sudo; `plan`, `status`, `doctor` and `gpus list` work as any user",
         )
     standard = options.config == CONFIG_FILE
     if options.command not in AT_START or not standard:
-        config = load_config(system, options.config)
+        try:
+            config = load_config(system, options.config)
+        except NoMachinesError as error:
+            if _name(options) not in WITHOUT_CONFIGURATION or not standard:
+                raise
+            progress(str(error))
+            config = Config(machines={})
         if options.command in ("apply", "up") and standard:
             keep(config, system)
         return Loaded(config)

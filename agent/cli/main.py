@@ -44,12 +44,14 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.plan import plan
             from agent.cli.wiring import reconciler_for
 
-            return plan(reconciler_for(options))
+            return plan(reconciler_for(options), with_differences=options.diff, for_programs=options.json)
         case "status":
-            from agent.cli.status import status
+            from agent.cli.status import Request, status
             from agent.cli.wiring import reconciler_for
 
-            return status(reconciler_for(options), for_programs=options.json)
+            form = "json" if options.json else "wide" if options.wide else ""
+            request = Request(options.machine, form, options.check, options.wait, options.watch)
+            return status(reconciler_for(options), request)
         case "doctor":
             from agent.cli.doctor import doctor
             from agent.cli.wiring import reconciler_for
@@ -66,7 +68,7 @@ def _run(options: argparse.Namespace) -> int:
             from agent.cli.gpus import gpus
             from agent.cli.wiring import reconciler_for
 
-            return gpus(options.gpus_command, options.address, reconciler_for(options))
+            return gpus(options, reconciler_for(options))
         case "kube" if options.kube_command == "allocation":
             from agent.cli.allocation import allocation
             from agent.cli.wiring import reconciler_for

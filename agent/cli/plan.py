@@ -1,36 +1,65 @@
 """`unbounded-agent plan`: prints what a pass would do."""
 
+import time
 from collections.abc import Iterator
 
+from agent.cli.differences import difference as file_difference
+from agent.cli.documents import document
 from agent.cli.output import print_no_machines, report_problems
 from agent.cli.printing import say
 from agent.host.plan.diff import Difference
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
-from agent.model.facts import Unseen
+from agent.model.actions import Action
+from agent.model.facts import Facts, Unseen
 
 
-def plan(reconciler: Reconciler) -> int:
+def plan(reconciler: Reconciler, *, with_differences: bool = False, for_programs: bool = False) -> int:
     """Print the steps, and why some machines get none. Return 1 if a machine cannot get its settings."""
     facts, planned, difference = reconciler.preview()
-    say(_exceptions(planned, difference))
-    steps = [action.describe() for action in difference.actions]
-    steps += [
-        f"start machine {machine.name}"
-        for machine in reconciler.evaluate(facts, planned, difference)
-        if machine.stopped
-    ]
-    say([f"would {step}" for step in steps] or ["nothing to do"])
-    print_no_machines(reconciler)
-    report_problems(facts)
+    stopped = [each.name for each in reconciler.evaluate(facts, planned, difference) if each.stopped]
+    exceptions = tuple(_exceptions(planned, difference, facts))
+    if for_programs:
+        _print_json(difference, stopped, exceptions, facts)
+    else:
+        say(f"{name}: {why}" for name, why in exceptions)
+        say(_steps(difference.actions, stopped, reconciler, with_differences=with_differences))
+        print_no_machines(reconciler)
+        report_problems(facts)
     return 0 if isinstance(facts.template_device_allow, tuple) and not difference.refused else 1
 
 
-def _exceptions(planned: Plan, difference: Difference) -> Iterator[str]:
-    """Yield a line for each machine whose settings are not written, with the reason."""
+def _steps(
+    actions: tuple[Action, ...], stopped: list[str], reconciler: Reconciler, *, with_differences: bool
+) -> Iterator[str]:
+    if not actions and not stopped:
+        yield "nothing to do"
+    for action in actions:
+        yield f"would {action.describe()}"
+        if with_differences:
+            yield from file_difference(action, reconciler.system)
+    for name in stopped:
+        yield f"would start machine {name}"
+
+
+def _exceptions(planned: Plan, difference: Difference, facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield each machine whose settings are not written, or may not be, with the reason."""
+    for machine in facts.machines:
+        if isinstance(machine.root, Unseen):
+            yield machine.name, f"whether it exists is unknown; this is the plan if it does: {machine.root.why}"
     for name, why in planned.skipped.items():
-        yield f"{name}: {why}: nothing is set up"
+        yield name, f"{why}: nothing is set up"
     for name, why in planned.held.items():
-        yield f"{name}: left unchanged: {why}"
+        yield name, f"left unchanged: {why}"
     for name, refused in difference.refused.items():
-        yield f"{name}: refused: {refused.why if isinstance(refused, Unseen) else refused}"
+        yield name, f"refused: {refused.why if isinstance(refused, Unseen) else refused}"
+
+
+def _print_json(
+    difference: Difference, stopped: list[str], exceptions: tuple[tuple[str, str], ...], facts: Facts
+) -> None:
+    steps = [{"kind": each.kind, "sentence": each.describe()} for each in difference.actions]
+    steps += [{"kind": "start", "sentence": f"start machine {name}"} for name in stopped]
+    others = [{"machine": name, "message": why} for name, why in exceptions]
+    content = {"steps": steps, "exceptions": others, "problems": facts.all_problems()}
+    say([document("plan", time.time(), content)])

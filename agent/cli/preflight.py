@@ -1,7 +1,8 @@
 """`unbounded-agent preflight`: checks what would keep the nodes of the configuration from being made."""
 
-import json
+import time
 
+from agent.cli.documents import document
 from agent.cli.printing import report, say
 from agent.cli.up import as_object, chosen, in_words
 from agent.host.provision.up import Provisioner
@@ -15,8 +16,8 @@ def preflight(reconciler: Reconciler, *, for_programs: bool) -> int:
     facts = reconciler.preview()[0]
     work = Provisioner(reconciler.config, reconciler.system, HostNetwork(), reconciler.progress).work(names, facts)
     if for_programs:
-        document = {"ok": not work.failed, "checks": [as_object(check) for check in work.checks]}
-        say([json.dumps(document, indent=2)])
+        checks = [as_object(check) for check in work.checks]
+        say([document("preflight", time.time(), {"ok": not work.failed, "checks": checks})])
     else:
         say(in_words(check) for check in work.checks)
     for remark in work.remarks:

@@ -1,18 +1,139 @@
-"""`unbounded-agent status`: prints the conditions of each machine."""
+"""`unbounded-agent status`: prints whether each machine is ready, and why not; waits for it, or repeats it."""
 
-from agent.cli.output import print_machines, report_problems
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from agent.cli.documents import document
+from agent.cli.output import print_machines, print_tables, report_problems, style
 from agent.cli.printing import say
+from agent.cli.summary import causes, summaries
+from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.host.reconcile import Reconciler
-from agent.host.state.condition_history import as_json
+from agent.host.state.condition_history import read_history
+from agent.model.conditions import Status
+from agent.model.errors import AgentError, ConfigError
+from agent.model.facts import Facts
+from agent.model.text import rfc3339
+
+NOT_READY, UNKNOWN = 3, 4
+"""Exit codes of --check and --wait. 1 and 2 mean that the command failed."""
+POLL = 1.0
+"""Seconds between two looks while waiting."""
+CLEAR = "\x1b[H\x1b[2J"
+"""Clears a terminal (ECMA-48)."""
 
 
-def status(reconciler: Reconciler, *, for_programs: bool) -> int:
-    """Print the conditions as tables, or as JSON for programs. Return the exit code."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What to print."""
+
+    machine: str = ""
+    """The only machine to print; empty for all."""
+    form: str = ""
+    """`json`, `wide`, or empty for a summary."""
+    check: bool = False
+    """Whether the exit code says if the machines are ready."""
+    wait: float | None = None
+    """Seconds to wait until the machines are ready."""
+    watch: float | None = None
+    """Seconds between two prints."""
+
+
+def status(reconciler: Reconciler, request: Request = Request()) -> int:
+    """Print the machines' states as `request` asks. Return the exit code. Raises ConfigError for an unknown machine."""
+    if request.machine and request.machine not in reconciler.config.machines:
+        known = ", ".join(reconciler.config.machines) or "none"
+        raise ConfigError(f"machine {request.machine} is not configured", f"configured machines: {known}")
+    if request.watch is not None:
+        return _watch(reconciler, request, request.watch)
+    facts, machines = _look(reconciler, request)
+    if request.wait is not None:
+        facts, machines = _wait(reconciler, request, request.wait)
+    report_problems(facts)
+    _print(reconciler, request, facts, machines)
+    return _exit_code(machines) if request.check or request.wait is not None else 0
+
+
+def _look(reconciler: Reconciler, request: Request) -> tuple[Facts, tuple[MachineOutcome, ...]]:
     facts, planned, difference = reconciler.preview()
     machines = reconciler.evaluate(facts, planned, difference)
-    report_problems(facts)
-    if for_programs:
-        say([as_json({machine.name: machine.conditions for machine in machines})])
-    else:
-        print_machines(machines, reconciler)
-    return 0
+    recorded = read_history(reconciler.system)
+    found = (each for each in machines if request.machine in ("", each.name))
+    return facts, tuple(each if each.name in recorded else _undated(each) for each in found)
+
+
+def _undated(machine: MachineOutcome) -> MachineOutcome:
+    """Return the machine without the times of changes: no pass has recorded them, so they are unknown."""
+    return replace(machine, conditions=tuple(replace(each, last_transition=0.0) for each in machine.conditions))
+
+
+def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tuple[MachineOutcome, ...]) -> None:
+    match request.form:
+        case "json":
+            say([as_json(machines, facts, time.time())])
+        case "wide":
+            print_tables(machines, reconciler)
+        case _ if len(machines) > 1:
+            say(summaries(machines, time.time(), style(whole=False)))
+            say(["", "Whole messages: `unbounded-agent status MACHINE`. What to do: `unbounded-agent doctor`."])
+        case _:
+            print_machines(machines, reconciler)
+
+
+def _wait(reconciler: Reconciler, request: Request, seconds: float) -> tuple[Facts, tuple[MachineOutcome, ...]]:
+    """Wait until all machines are ready, or time is up."""
+    deadline, said = time.monotonic() + seconds, ""
+    while True:
+        facts, machines = _look(reconciler, request)
+        waiting = [each for each in machines if each.ready.status is not Status.TRUE]
+        if not waiting or time.monotonic() >= deadline:
+            return facts, machines
+        sentence = "; ".join(f"{each.name}: waiting: {each.ready.reason}" for each in waiting)
+        if sentence != said:
+            reconciler.progress(sentence)
+            said = sentence
+        time.sleep(POLL)
+
+
+def _watch(reconciler: Reconciler, request: Request, interval: float) -> int:
+    """Print again and again until interrupted. On a terminal, clear it before; elsewhere, print only what changed."""
+    before: Sequence[object] = ()
+    while True:
+        now = time.time()
+        found: Sequence[object]
+        try:
+            _, machines = _look(reconciler, request)
+            found = [(each.name, *causes(each.conditions)) for each in machines]
+            lines = [*summaries(machines, now, style(whole=len(machines) == 1))] or [NO_MACHINES]
+        except AgentError as error:
+            found = lines = [str(error)]
+        if sys.stdout.isatty():
+            say([f"{CLEAR}{rfc3339(now)}", *lines])
+        elif found != before:
+            say([rfc3339(now), *lines])
+        sys.stdout.flush()
+        before = found
+        time.sleep(interval)
+
+
+def _exit_code(machines: Iterable[MachineOutcome]) -> int:
+    found = {each.ready.status for each in machines}
+    return NOT_READY if Status.FALSE in found else UNKNOWN if Status.UNKNOWN in found else 0
+
+
+def as_json(machines: Iterable[MachineOutcome], facts: Facts, now: float) -> str:
+    """Return the document of `status --json` (docs/json.md)."""
+    states = {
+        machine.name: {
+            "ready": machine.ready.status,
+            "reason": machine.ready.reason,
+            "message": machine.ready.message,
+            "gpus": machine.gpus,
+            "lostGPUs": machine.lost,
+            "conditions": [each.to_kubernetes() for each in machine.conditions],
+        }
+        for machine in machines
+    }
+    return document("status", now, {"machines": states, "problems": facts.all_problems()})

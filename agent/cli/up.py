@@ -1,9 +1,9 @@
 """`unbounded-agent up`: makes the Kubernetes nodes of the configuration, and waits until they have joined."""
 
-import json
 import time
 from collections.abc import Iterable
 
+from agent.cli.documents import line
 from agent.cli.output import print_machines
 from agent.cli.printing import progress, report, say
 from agent.cli.waiting import Watch, wait_for_servers
@@ -74,7 +74,7 @@ class Output:
             report(sentence)
 
     def _event(self, event: str, **values: object) -> None:
-        say([json.dumps({"event": event, "time": round(time.time(), 3), **values})])
+        say([line("up", time.time(), {"event": event, **values})])
 
 
 def as_object(check: Check) -> dict[str, object]:

@@ -26,6 +26,7 @@ from agent.host.verify import answers, readiness
 from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.lost_gpus import lost_gpus, with_lost_gpus
+from agent.host.verify.unseen_machine import with_unseen_machine
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
 from agent.model.errors import CommandError, DocumentError, UnsupportedError
@@ -173,7 +174,7 @@ class Reconciler:
                 else:
                     outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
                 found = readiness.with_rejected(outcome.conditions, self.rejected)
-                found = with_lost_gpus(found, machine.name, remembered)
+                found = with_unseen_machine(with_lost_gpus(found, machine.name, remembered), machine)
                 conditions = with_transitions(with_time(found, before, now), before, now)
             except Exception as error:
                 faulted = fault("evaluate its conditions", error)

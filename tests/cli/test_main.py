@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
+from agent.cli.commands import COMMANDS, GPU_COMMANDS
 from agent.cli.doctor import doctor
 from agent.cli.main import main
-from agent.cli.parser import COMMANDS, GPU_COMMANDS, make_parser
+from agent.cli.parser import make_parser
 from agent.cli.plan import plan
-from agent.cli.status import status
+from agent.cli.status import Request, status
 from tests.cli.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
@@ -59,7 +60,7 @@ def test_each_help_has_a_description_exit_codes_and_an_example(parser: argparse.
     codes, example = paragraphs[-2:]
     assert codes.startswith("exit codes:\n  0 ")
     assert "\n  2   the configuration or an argument is wrong" in codes
-    assert example.startswith("example:\n  ")
+    assert example.startswith(("example:\n  ", "examples:\n  "))
     assert "unbounded-agent" in example
 
 
@@ -86,7 +87,21 @@ def test_hidden_commands_have_help(capsys: pytest.CaptureFixture[str]) -> None:
 # ---- exit codes
 
 
-@pytest.mark.parametrize("arguments", [(), ("gpus",), ("gpus", "detach"), ("prepare",), ("reset",), ("status", "-x")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(
+            (),
+            ("gpus", "-x"),
+            ("gpus", "detach"),
+            ("prepare",),
+            ("reset",),
+            ("status", "-x"),
+            ("plan", "--diff", "--json"),
+        ),
+        *(("status", "--watch=0"), ("status", "--wait=soon"), ("status", "--wait=nan"), ("status", "--wide", "--json")),
+    ],
+)
 def test_bad_arguments(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -137,7 +152,7 @@ def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]
 def test_status_reports_the_missing_template_and_prints_the_table(
     bare_host: Host, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert status(reconciler(bare_host), for_programs=False) == 0
+    assert status(reconciler(bare_host), Request(form="wide")) == 0
     printed = capsys.readouterr()
     assert printed.err.startswith("unbounded-agent: note: systemd-nspawn@.service is in none of")
     assert "Ready  Unknown" in printed.out

@@ -9,7 +9,7 @@ import pytest
 from agent.cli.apply import apply
 from agent.cli.doctor import doctor
 from agent.cli.plan import plan
-from agent.cli.status import status
+from agent.cli.status import Request, status
 from agent.config.settings import Config
 from agent.host.daemon.http.gauges import View
 from agent.host.daemon.http.health import status_line
@@ -61,7 +61,7 @@ def test_the_pages_have_only_the_host(empty: Reconciler) -> None:
     [
         (plan, 0),
         (apply, 0),
-        (lambda agent: status(agent, for_programs=False), 0),
+        (lambda agent: status(agent), 0),
         # The simulated host lacks the kubelet's sysctls.
         (lambda agent: doctor(agent, for_programs=False), 1),
     ],
@@ -74,7 +74,7 @@ def test_each_command_says_that_no_machine_is_configured(
 
 
 def test_programs_get_an_empty_object(empty: Reconciler, capsys: pytest.CaptureFixture[str]) -> None:
-    status(empty, for_programs=True)
-    assert json.loads(capsys.readouterr().out) == {}
+    status(empty, Request(form="json"))
+    assert json.loads(capsys.readouterr().out)["machines"] == {}
     doctor(empty, for_programs=True)
     assert json.loads(capsys.readouterr().out)["machines"] == {}

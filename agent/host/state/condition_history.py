@@ -1,6 +1,5 @@
 """Keeps the last evaluated conditions in /run, so that every command can show when each one last changed."""
 
-import json
 from collections.abc import Mapping
 
 from agent.host.state.record import Record
@@ -26,9 +25,3 @@ def write_history(system: System, history: History) -> tuple[str, ...]:
     except OSError as error:
         return (f"cannot write {CONDITIONS}: {error.strerror or error}",)
     return ()
-
-
-def as_json(history: History) -> str:
-    """Return JSON for `status --json`: for each machine, a list of conditions as Kubernetes writes them."""
-    document = {machine: [each.to_kubernetes() for each in conditions] for machine, conditions in history.items()}
-    return json.dumps(document, indent=2)

@@ -39,8 +39,8 @@ def test_all_conditions_are_true(ready: Bed) -> None:
     conditions = ready.wait_ready()
     others = {kind: each["reason"] for kind, each in conditions.items() if each["status"] != "True"}
     assert others == {"GPUsAdvertised": "NoKubelet", "PersistenceMode": "DaemonNotRunning"}
-    table = ready.agent("status").stdout
-    assert "Ready  True" in table
+    assert "gpu-node: ready, for " in ready.agent("status", "--check").stdout
+    assert "Ready  True" in ready.agent("status", "--wide").stdout
 
 
 def test_prometheus_scrapes_it(ready: Bed) -> None:

@@ -55,8 +55,8 @@ def test_each_machine_has_its_own(installed: Bed) -> None:
     finished = installed.agent("apply", timeout=400, check=False)
     assert finished.status == 1, "one machine is missing"
     ready = {
-        machine: next(each for each in conditions if each["type"] == "Ready")["reason"]
-        for machine, conditions in json.loads(installed.agent("status", "--json", check=False).stdout).items()
+        machine: found["reason"]
+        for machine, found in json.loads(installed.agent("status", "--json").stdout)["machines"].items()
     }
     assert ready == {MACHINE: "AllConditionsTrue", SECOND: "AllConditionsTrue", "missing": "NoSuchMachine"}
     assert opened(installed, MACHINE) == {0, 2, 3}

@@ -1,0 +1,213 @@
+"""The commands of `unbounded-agent`: what each does, who may run it, its exit codes, and examples."""
+
+from collections.abc import Mapping, Sequence
+
+
+class Command:
+    """One command and its help."""
+
+    # Not a data class: `dataclasses` takes as long to load as argparse, and help needs nothing else.
+    __slots__ = ("codes", "examples", "hidden", "root", "summary", "text")
+
+    def __init__(
+        self,
+        summary: str,
+        text: str,
+        examples: str | Sequence[str],
+        codes: Mapping[int, str],
+        *,
+        hidden: bool = False,
+        root: bool = True,
+    ) -> None:
+        """Define the help.
+
+        `summary` is the command's line in the list of commands. `hidden` commands are not listed: only units run them.
+        `codes` are the exit codes except 2 (bad input), which is the same for all commands. `root` commands need root
+        rights; the others work as any user.
+        """
+        self.summary, self.text, self.codes, self.hidden, self.root = summary, text, codes, hidden, root
+        self.examples = (examples,) if isinstance(examples, str) else tuple(examples)
+
+
+COMMANDS = {
+    "plan": Command(
+        "print what apply would do",
+        "Prints each step that `apply` would take. Changes nothing and needs no root rights.",
+        ("unbounded-agent --config new.toml plan", "unbounded-agent plan --diff"),
+        {0: "the plan is printed, or there is nothing to do", 1: "a machine cannot get its settings"},
+        root=False,
+    ),
+    "apply": Command(
+        "reconcile once, start stopped machines, wait until they report",
+        "Reconciles the host with its configuration once, starts stopped machines, waits until they report, and prints "
+        "their conditions. Never restarts a running machine.",
+        "sudo unbounded-agent apply",
+        {0: "every machine is ready", 1: "a step failed, or a machine is not ready"},
+    ),
+    "status": Command(
+        "print whether each machine is ready, and why not",
+        "Prints for each machine whether it is ready, and each cause once if it is not; machines that are not ready "
+        "come first. Needs no root rights, but what may not be read without them is unknown.",
+        (
+            "unbounded-agent status",
+            "unbounded-agent status gpu-node --wait=600",
+            "unbounded-agent status --json",
+        ),
+        {
+            0: "the states are printed; with --check or --wait: every machine is ready",
+            1: "the host cannot be observed",
+            3: "with --check or --wait: a machine is not ready",
+            4: "with --check or --wait: whether a machine is ready is unknown",
+        },
+        root=False,
+    ),
+    "doctor": Command(
+        "diagnose: list each fault with its symptoms and the fix",
+        "Lists each fault of the host and its machines with its symptoms and the fix. Faults of a machine come in the "
+        "order in which it becomes ready: begin with the first.",
+        "unbounded-agent doctor",
+        {0: "the host has no fault and every machine is ready", 1: "there is a fault, or a machine is not ready"},
+        root=False,
+    ),
+    "up": Command(
+        "make the Kubernetes nodes of the configuration, and wait until they have joined",
+        "Makes each machine with a table [machines.NAME.node] into a Kubernetes node: checks everything first, records "
+        "the host as it was found, sets what the kubelet needs, makes the root file system from the image, starts the "
+        "machine and waits until it is ready and its kubelet has joined. Can be repeated after any failure. Does "
+        "nothing on a finished node.",
+        "sudo unbounded-agent up",
+        {0: "every node is ready and has joined", 1: "a check or a step failed, or a node is not ready"},
+    ),
+    "preflight": Command(
+        "check what would keep `up` from making the nodes",
+        "Checks host, drivers, image, programs, API server and bootstrap token for the nodes that `up` would make. "
+        "Changes nothing.",
+        "sudo unbounded-agent preflight",
+        {0: "`up` can make the nodes", 1: "a check failed"},
+    ),
+    "reset": Command(
+        "remove a node, and restore the host as it was found",
+        "Stops a machine that `up` made and removes it with everything that the agent wrote for it. After the last "
+        "one, restores the host's settings and network as they were before the first `up`, and compares them.",
+        "sudo unbounded-agent reset gpu-node",
+        {0: "the machine is removed", 1: "a step failed, or the host differs from the host as it was found"},
+    ),
+    "start": Command(
+        "start a machine, and wait until it is ready",
+        "Starts a machine and waits until it is ready and, if `up` made it, has joined. Lets pods run there again if "
+        "`stop` had cordoned its node.",
+        "sudo unbounded-agent start gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+    ),
+    "stop": Command(
+        "drain a machine's node, and stop the machine",
+        "Moves the pods of a machine's node to other nodes, if a kubeconfig is given, and stops the machine. It stays "
+        "stopped until `start`, `apply` or the host's next boot.",
+        "sudo unbounded-agent stop gpu-node --kubeconfig /root/.kube/config",
+        {0: "the machine is stopped", 1: "the pods could not be moved, or the machine could not be stopped"},
+    ),
+    "restart": Command(
+        "drain, stop and start a machine",
+        "Does what `stop` and then `start` do.",
+        "sudo unbounded-agent restart gpu-node --no-drain",
+        {0: "the machine is ready", 1: "a step failed, or the machine is not ready"},
+    ),
+    "gpus": Command(
+        "list, detach and attach GPUs, and show who uses them",
+        "Without a subcommand, lists the GPUs as `gpus list` does.",
+        ("unbounded-agent gpus", "sudo unbounded-agent gpus holders"),
+        {0: "done", 1: "failed"},
+        root=False,
+    ),
+    "kube": Command(
+        "print Kubernetes manifests; choose who offers a node's GPUs",
+        "Prints what a cluster with such nodes needs: the RuntimeClass, the device plugin, DeviceClasses, Helm values, "
+        "test pods. Moves a node from the device plugin to Dynamic Resource Allocation.",
+        "unbounded-agent kube manifests",
+        {0: "done", 1: "failed"},
+        root=False,
+    ),
+    "run": Command(
+        "run the service: reconcile continuously, serve metrics",
+        "Runs the service in the foreground until SIGTERM: reconciles continuously, serves metrics and health pages. "
+        "SIGHUP reloads the configuration. Usually run by unbounded-agent.service.",
+        "sudo systemctl start unbounded-agent",
+        {0: "stopped by a signal", 1: "cannot start, for example because the service already runs"},
+    ),
+    "version": Command(
+        "print the version",
+        "Prints the version, like --version.",
+        "unbounded-agent version",
+        {0: "always"},
+        root=False,
+    ),
+    "load-modules": Command(
+        "",
+        "Loads the kernel modules of the host's GPUs if driver.load_modules is set. "
+        "Run by unbounded-agent-modules.service.",
+        "sudo systemctl start unbounded-agent-modules",
+        {0: "the modules are loaded, or driver.load_modules is not set", 1: "a module cannot be loaded"},
+        hidden=True,
+    ),
+    "prepare": Command(
+        "",
+        "Writes a machine's settings before it starts. Run by unbounded-agent-prepare@MACHINE.service.",
+        "sudo unbounded-agent prepare gpu-node",
+        {0: "the machine has its settings", 1: "a step failed"},
+        hidden=True,
+    ),
+}
+GPU_COMMANDS = {
+    "list": Command(
+        "list the GPUs, with the machines that have them and the pods that use them",
+        "Lists the GPUs of the host, and those that were lost: address, state, machine, kernel driver, number of pods "
+        "that have it open, model and UUID. A `?` means that not all processes could be searched: as root they can.",
+        ("sudo unbounded-agent gpus list", "unbounded-agent gpus --json"),
+        {0: "the GPUs are listed", 1: "some could not be observed"},
+        root=False,
+    ),
+    "detach": Command(
+        "take a GPU from its machines; exit code 0 when you may remove it",
+        "Takes a GPU from the machines that have it. machines.NAME.on_detach decides whether the command waits for "
+        "processes that use the GPU.",
+        "sudo unbounded-agent gpus detach 0000:01:00.0",
+        {0: "you may remove the GPU", 1: "the GPU is still in use, or could not be taken from a machine"},
+    ),
+    "attach": Command(
+        "give a detached GPU back",
+        "Gives a detached GPU back to its machines, and forgets its last fatal error.",
+        "sudo unbounded-agent gpus attach 0000:01:00.0",
+        {0: "the machines have the GPU, or it was not detached", 1: "a step failed"},
+    ),
+    "forget": Command(
+        "acknowledge that a lost GPU is gone for good",
+        "Acknowledges that a GPU that left the PCI bus without `gpus detach` is gone for good, so that GPUsComplete no "
+        "longer reports it. Without an address: all lost GPUs.",
+        "sudo unbounded-agent gpus forget 0000:01:00.0",
+        {0: "the GPU is forgotten, or none is lost", 1: "the record of granted GPUs cannot be read or written"},
+    ),
+    "holders": Command(
+        "list the processes that have a GPU open",
+        "Lists the processes that have a GPU open, with machine, pod and container. Without an address: all GPUs.",
+        "sudo unbounded-agent gpus holders 0000:01:00.0",
+        {0: "the processes are listed, if there are any", 1: "the GPUs cannot be observed"},
+    ),
+}
+KUBE_COMMANDS = {
+    "manifests": Command(
+        "list the manifests; with a name: print it; with --out: write them",
+        "Lists the Kubernetes manifests and Helm values that come with the agent. Prints those that you name, or "
+        "writes them into a directory. Needs no root rights, no cluster and no configuration.",
+        "unbounded-agent kube manifests runtime-class | kubectl apply -f -",
+        {0: "the manifests are printed or written", 1: "a file cannot be written"},
+        root=False,
+    ),
+    "allocation": Command(
+        "move a running node to Dynamic Resource Allocation, or back to the device plugin",
+        "Moves a running node from the device plugin to Dynamic Resource Allocation, or back. With a kubeconfig, it "
+        "takes the steps that it can, and stops at the first one that you have to take: repeat it then. Without one, "
+        "it prints the steps.",
+        "sudo unbounded-agent kube allocation dra --kubeconfig /root/.kube/config",
+        {0: "the node is moved, or the steps are printed", 1: "a step failed, or is yours to take"},
+    ),
+}

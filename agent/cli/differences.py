@@ -1,0 +1,38 @@
+"""Shows what a step would change in a file, as a unified difference: `unbounded-agent plan --diff`."""
+
+import difflib
+from collections.abc import Iterator
+
+from agent.model.actions import Action, RemoveFile, WriteFile
+from agent.model.facts import Absent, Broken, Unseen
+from agent.model.text import printable
+from agent.system.files import System
+from agent.system.seen import read_seen
+
+PUBLIC = 0o004
+"""The permission bit of files that every user may read. The content of others is not shown: it may be a secret."""
+NOWHERE = "/dev/null"
+
+
+def difference(action: Action, system: System) -> Iterator[str]:
+    """Yield the lines of the difference; nothing for a step that changes no single file."""
+    if not isinstance(action, WriteFile | RemoveFile):
+        return
+    if isinstance(action, WriteFile) and not action.mode & PUBLIC:
+        yield f"# {action.path}: not shown, because it will have mode {action.mode:04o}"
+        return
+    before = read_seen(system.read, action.path)
+    if isinstance(before, Broken | Unseen):
+        yield f"# what changes is unknown: {before.why}"
+        return
+    after = action.content if isinstance(action, WriteFile) else None
+    yield from _unified(None if isinstance(before, Absent) else before, after, action.path)
+
+
+def _unified(before: bytes | None, after: bytes | None, path: str) -> Iterator[str]:
+    old, new = NOWHERE if before is None else path, NOWHERE if after is None else path
+    removed, added = ((each or b"").decode(errors="replace").splitlines() for each in (before, after))
+    if before is not None and removed == added:
+        yield f"# {path}: the same content, written again"
+        return
+    yield from map(printable, difflib.unified_diff(removed, added, old, new, lineterm=""))

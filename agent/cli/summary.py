@@ -1,0 +1,132 @@
+"""Describes machines in a few lines: whether each is ready, and each cause once. Pure."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from agent.host.outcome import MachineOutcome
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.reasons import Reason
+
+WIDTH = 80
+"""Columns of an output that is not a terminal."""
+CONDITIONS_NAMED = 3
+"""How many conditions a line names at most; it counts the others."""
+FOLLOWING = frozenset({Reason.MACHINE_NOT_RUNNING})
+"""Reasons that follow from another condition, which says why."""
+UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
+STATES = {Status.TRUE: "ready", Status.FALSE: "not ready", Status.UNKNOWN: "unknown"}
+COLOURS = {Status.TRUE: "32", Status.FALSE: "1;31", Status.UNKNOWN: "1;33"}
+"""Parameters of the escape sequence SGR (ECMA-48): green, bold red, bold yellow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """How to print."""
+
+    width: int = WIDTH
+    """Columns."""
+    colour: bool = False
+    whole: bool = True
+    """Print whole messages, on as many lines as they need; otherwise one line for each cause."""
+
+
+def summaries(machines: Iterable[MachineOutcome], now: float, style: Style) -> Iterator[str]:
+    """Yield the lines about the machines, those that are not ready first. `now` is in seconds since the epoch."""
+    order = (Status.FALSE, Status.UNKNOWN, Status.TRUE)
+    for machine in sorted(machines, key=lambda each: (order.index(each.ready.status), each.name)):
+        yield _heading(machine, now, style)
+        for cause in causes(machine.conditions):
+            yield from _cause(cause, style)
+        if machine.ready.status is Status.TRUE and not machine.gpus:
+            yield from _wrapped(machine.ready.message, style)
+
+
+def causes(conditions: Iterable[Condition]) -> tuple[tuple[Condition, ...], ...]:
+    """Return the conditions that are not True, in groups with the same cause: those that Ready needs first.
+
+    If a cause makes some conditions False and others Unknown, its group has only the former.
+    """
+    groups: dict[tuple[str, str], list[Condition]] = {}
+    for each in conditions:
+        if each.status is not Status.TRUE and each.type is not ConditionType.READY:
+            groups.setdefault((each.reason, each.message), []).append(each)
+    # What follows from another cause is listed only if that other cause is not known.
+    own = [group for (reason, _), group in groups.items() if reason not in FOLLOWING] or list(groups.values())
+    worst = [[each for each in group if each.status is Status.FALSE] or group for group in own]
+    return tuple(tuple(group) for group in sorted(worst, key=_rank))
+
+
+def _rank(group: Sequence[Condition]) -> tuple[bool, bool]:
+    return all(each.type in NOT_NEEDED_FOR_READY for each in group), group[0].status is Status.UNKNOWN
+
+
+def _heading(machine: MachineOutcome, now: float, style: Style) -> str:
+    ready = machine.ready
+    state = STATES[ready.status]
+    if style.colour:
+        state = f"\x1b[{COLOURS[ready.status]}m{state}\x1b[0m"
+    parts = [f"{machine.name}: {state}"]
+    if ready.reason != Reason.ALL_CONDITIONS_TRUE:
+        parts.append(ready.reason)
+    if ready.last_transition:
+        parts.append(f"for {duration(now - ready.last_transition)}")
+    return ", ".join((*parts, f"{len(machine.gpus)} GPU{'' if len(machine.gpus) == 1 else 's'}"))
+
+
+def _cause(group: Sequence[Condition], style: Style) -> Iterator[str]:
+    first = group[0]
+    aside = " (not needed for Ready)" if all(each.type in NOT_NEEDED_FOR_READY for each in group) else ""
+    end = f": {first.status}, {first.reason}{aside}"
+    wordings = [f"  {_names(group, count)}{end}" for count in range(CONDITIONS_NAMED, 0, -1)]
+    line = next((each for each in wordings if len(each) <= style.width), wordings[-1])
+    if style.whole:
+        yield line
+        yield from _wrapped(first.message, style)
+    else:
+        yield shortened(f"{line}: {first.message}", style.width)
+
+
+def _names(group: Sequence[Condition], count: int) -> str:
+    more = len(group) - count
+    return ", ".join(each.type for each in group[:count]) + (f" and {more} more" if more > 0 else "")
+
+
+def _wrapped(message: str, style: Style) -> Iterator[str]:
+    indent = " " * 4
+    # Paths and commands stay whole, so that they can be copied.
+    yield from textwrap.wrap(
+        message,
+        style.width,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def shortened(line: str, width: int) -> str:
+    """Return the line with at most `width` characters."""
+    return line if len(line) <= width else f"{line[: width - 3].rstrip()}..."
+
+
+def duration(seconds: float) -> str:
+    """Return a time span in its largest unit."""
+    for length, unit in UNITS:
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def table(machine: MachineOutcome, since: Sequence[str]) -> Iterator[str]:
+    """Yield a line with the machine's GPUs and a table of all its conditions; `since` has their times as text."""
+    yield f"{machine.name}: {len(machine.gpus)} GPUs {' '.join(machine.gpus)}".rstrip()
+    rows = [("CONDITION", "STATUS", "SINCE", "REASON", "MESSAGE")]
+    rows += [
+        (each.type, each.status, time, each.reason, each.message)
+        for each, time in zip(machine.conditions, since, strict=True)
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    for name, *rest in rows:
+        cells = [cell.ljust(width) for cell, width in zip(rest[:3], widths[1:], strict=True)]
+        yield "  ".join([name.rjust(widths[0]), *cells, rest[3]])

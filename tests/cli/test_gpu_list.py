@@ -1,0 +1,159 @@
+"""`gpus`: what is known about each GPU, and what is not."""
+
+import argparse
+import json
+
+import pytest
+
+from agent.cli.gpus import gpus
+from agent.cli.main import main
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.model.facts import PciDevice, Unseen
+from agent.model.paths import CONFIG_FILE
+from agent.system.open_files import Held, Holder
+from tests.cli.test_doctor import answer_of_libcuda
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+POD = "0b3a2c1d-0000-4000-8000-000000000001"
+CGROUP = f"/machine.slice/systemd-nspawn@{MACHINE}.service/kubepods-pod{POD.replace('-', '_')}.slice/x"
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
+    """What a search of all processes finds: the last of these."""
+    found = [Held()]
+    monkeypatch.setattr("agent.cli.gpu_list.find_holders", lambda *_: found[-1])
+    return found
+
+
+def listed(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> list[list[str]]:
+    options = argparse.Namespace(gpus_command=None, json=False)
+    assert gpus(options, agent) == code
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def document(agent: Reconciler, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict[str, dict[str, object]]:
+    options = argparse.Namespace(gpus_command="list", json=True)
+    assert gpus(options, agent) == code
+    found = json.loads(capsys.readouterr().out)
+    assert (found["version"], found["command"]) == (1, "gpus")
+    return {each["address"]: each for each in found["gpus"]}
+
+
+def test_the_table(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]) -> None:
+    holder = Holder(7, (), "python", CGROUP, ("/dev/nvidia0",))
+    held.append(Held((holder, holder)))
+    heading, first, second = listed(reconciler(gpu_host, gpus=[FIRST]), capsys)
+    assert heading == ["ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID"]
+    assert first[:6] == [FIRST, "granted", MACHINE, "nvidia", "550.163.01", "1"]
+    assert first[-1].startswith("GPU-")
+    assert second[:6] == [SECOND, "free", "-", "nvidia", "550.163.01", "0"]
+
+
+def test_the_document(gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]) -> None:
+    held.append(Held((Holder(7, (), "python", CGROUP, ("/dev/nvidia0",)),)))
+    found = document(reconciler(gpu_host), capsys)
+    assert found[FIRST]["pods"] == [POD]
+    assert (found[FIRST]["processes"], found[SECOND]["processes"]) == (1, 0)
+    assert (found[FIRST]["state"], found[FIRST]["machines"]) == ("granted", [MACHINE])
+    assert found[FIRST]["usersKnown"] is True
+
+
+def test_processes_that_may_not_be_searched_are_unknown(
+    gpu_host: Host, held: list[Held], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user sees only their own processes: 0 pods would be another answer than root's."""
+    held.append(Held((), ("cannot inspect PID 1: Permission denied",)))
+    assert listed(reconciler(gpu_host), capsys)[1][5] == "?"
+    assert document(reconciler(gpu_host), capsys)[FIRST]["usersKnown"] is False
+
+
+@pytest.mark.usefixtures("held")
+def test_states_of_gpus_that_no_machine_gets(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert isinstance(gpu_host.pci, tuple)
+    gpu_host.pci = (
+        *gpu_host.pci,
+        PciDevice("0000:03:00.0", 0x10DE, 0x2330, 0x030200, "vfio-pci"),
+        PciDevice("0000:04:00.0", 0x10DE, 0x2330, 0x030200),
+    )
+    for name, number in (("vendor", "0x10de\n"), ("device", "0x2330\n")):
+        gpu_host.file(f"/sys/bus/pci/devices/0000:03:00.0/{name}", number)
+    found = document(reconciler(gpu_host, gpus=[FIRST]), capsys)
+    assert [each["state"] for each in found.values()] == ["granted", "free", "other-driver", "no-driver"]
+    assert found["0000:03:00.0"]["driver"] == "vfio-pci"
+    assert found["0000:03:00.0"]["model"] == "PCI ID 10de:2330"
+    assert found["0000:04:00.0"]["model"] == ""
+
+
+@pytest.mark.usefixtures("held")
+def test_attributes_that_only_some_drivers_have(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    """amdgpu's (Documentation/gpu/amdgpu/driver-misc.rst)."""
+    address = "0000:05:00.0"
+    assert isinstance(gpu_host.pci, tuple)
+    gpu_host.pci = (*gpu_host.pci, PciDevice(address, 0x1002, 0x740F, 0x038000, "amdgpu"))
+    gpu_host.file(f"/sys/bus/pci/devices/{address}/unique_id", "a1b2c3d4e5f60718\n")
+    gpu_host.file(f"/sys/bus/pci/devices/{address}/product_name", "Instinct MI210\n")
+    found = document(reconciler(gpu_host, gpus=[FIRST]), capsys)[address]
+    assert (found["vendor"], found["model"], found["uuid"]) == ("amd", "Instinct MI210", "a1b2c3d4e5f60718")
+
+
+@pytest.mark.usefixtures("held")
+def test_a_lost_gpu_is_listed(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = reconciler(gpu_host)
+    agent.reconcile()
+    gpu_host.unplug(SECOND)
+    agent.reconcile()
+    found = document(agent, capsys)
+    assert (found[FIRST]["state"], found[SECOND]["state"]) == ("granted", "lost")
+    assert found[SECOND]["machines"] == [MACHINE]
+
+
+@pytest.mark.usefixtures("held")
+def test_what_could_not_be_observed_is_unknown(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    gpu_host.pci = Unseen("the PCI devices in sysfs: time limit")
+    assert "unknown: the PCI devices in sysfs: time limit" in " ".join(
+        " ".join(each) for each in listed(reconciler(gpu_host), capsys, code=1)
+    )
+
+
+@pytest.mark.usefixtures("held")
+def test_a_host_without_gpus(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    for address in (FIRST, SECOND):
+        gpu_host.unplug(address)
+    assert listed(reconciler(gpu_host), capsys) == [["this", "host", "has", "no", "GPU"]]
+
+
+@pytest.mark.usefixtures("held")
+def test_a_host_without_machines(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    found = document(Reconciler(Config(machines={}), gpu_host, gpu_host), capsys)
+    assert [each["state"] for each in found.values()] == ["free", "free"]
+
+
+@pytest.mark.parametrize("command", ["detach", "attach", "forget"])
+def test_commands_that_change_something_need_a_configuration(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """A pass without machines would remove the settings of all machines that have stopped."""
+    monkeypatch.setattr("agent.cli.wiring.this_host", lambda: gpu_host)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert main(["gpus", command, FIRST]) == 2
+    assert "no such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["gpus", "doctor"])
+def test_no_configuration_is_needed(
+    gpu_host: Host, held: list[Held], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    assert not gpu_host.exists(CONFIG_FILE)
+    gpu_host.bus.unit("unbounded-agent.service", "inactive", "not-found")
+    answer_of_libcuda(gpu_host, "12040\n")
+    for module in ("host", "wiring"):
+        monkeypatch.setattr(f"agent.cli.{module}.this_host", lambda: gpu_host)
+    monkeypatch.setattr("agent.cli.wiring.Udev", lambda: gpu_host)
+    assert main([command]) == (0 if command == "gpus" else 1)
+    printed = capsys.readouterr()
+    assert "no such file" in printed.err
+    assert FIRST in printed.out if command == "gpus" else "no machine is configured" in printed.out

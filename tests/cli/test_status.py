@@ -1,0 +1,217 @@
+"""`status`: forms, exit codes, waiting and repeating, and what a user may not look at."""
+
+import errno
+import io
+import json
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from agent.cli.output import style
+from agent.cli.plan import plan
+from agent.cli.status import Request, status
+from agent.config.settings import Config
+from agent.host.reconcile import Reconciler
+from agent.model.errors import ConfigError
+from agent.model.paths import MACHINE_ROOTS
+from agent.system.files import System
+from tests.fakes.gpu_host import MACHINE, reconciler, units
+from tests.fakes.host import Host
+
+SUMMARY = Request()
+ROOT = f"{MACHINE_ROOTS}/{MACHINE}"
+
+
+def printed(agent: Reconciler, capsys: pytest.CaptureFixture[str], request: Request = SUMMARY) -> str:
+    assert status(agent, request) == 0
+    return capsys.readouterr().out
+
+
+def hide(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let /var/lib/machines have mode 0700, and the caller be another user than root."""
+
+    def read_link(path: str) -> str | None:
+        if path == ROOT:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return System.read_link(host, path)
+
+    monkeypatch.setattr(host, "read_link", read_link)
+
+
+def no_gpus(host: Host) -> Host:
+    for address in ("0000:01:00.0", "0000:02:00.0"):
+        host.unplug(address)
+    return host
+
+
+# ---- forms
+
+
+def test_the_summary_has_the_cause_and_fits(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(reconciler(gpu_host), capsys)
+    assert text.startswith(f"{MACHINE}: not ready, NotStaged, 2 GPUs\n")
+    assert "DriverRootStaged: False, NotStaged\n" in text
+    assert "MachineNotRunning" not in text, "that follows from MachineRunning"
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_times_are_unknown_until_a_pass_has_recorded_them(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = reconciler(gpu_host)
+    assert " for " not in printed(agent, capsys).splitlines()[0]
+    assert "DriverLoaded  True     -  " in printed(agent, capsys, Request(form="wide"))
+    found = json.loads(printed(agent, capsys, Request(form="json")))
+    assert found["machines"][MACHINE]["conditions"][0]["lastTransitionTime"] is None
+    agent.reconcile()
+    assert ", for " in printed(agent, capsys).splitlines()[0]
+
+
+def test_the_document_for_programs(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(reconciler(gpu_host), capsys, Request(form="json")))
+    assert (found["version"], found["command"], found["problems"]) == (1, "status", [])
+    machine = found["machines"][MACHINE]
+    assert (machine["ready"], machine["reason"], len(machine["gpus"])) == ("False", "NotStaged", 2)
+    assert {each["type"] for each in machine["conditions"]} >= {"DriverLoaded", "Ready"}
+
+
+def test_several_machines_are_a_list_and_one_can_be_chosen(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    agent = Reconciler(Config.model_validate({"machines": {MACHINE: {}, "gone": {}}}), gpu_host, gpu_host)
+    gpu_host.bus.unit("systemd-nspawn@gone.service", "inactive")
+    text = printed(agent, capsys)
+    assert "unbounded-agent status MACHINE" in text
+    assert [line for line in text.splitlines() if len(line) > 80 and "`" not in line] == []
+    text = printed(agent, capsys, Request(machine="gone"))
+    assert text.startswith("gone: not ready, NoSuchMachine")
+    assert MACHINE not in text
+    with pytest.raises(ConfigError, match="machine nobody is not configured"):
+        status(agent, Request(machine="nobody"))
+
+
+# ---- terminals
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return -1
+
+
+@pytest.mark.parametrize(
+    ("variables", "colour"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], colour: bool) -> None:
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    assert not style().colour
+    monkeypatch.setattr("sys.stdout", Terminal())
+    assert (style().colour, style().width) == (colour, 80)
+
+
+# ---- exit codes
+
+
+def test_check_tells_not_ready_from_unknown(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = reconciler(gpu_host)
+    assert status(agent) == 0
+    assert status(agent, Request(check=True)) == 3
+    hide(gpu_host, monkeypatch)
+    assert status(agent, Request(check=True)) == 4
+    monkeypatch.undo()
+    assert status(reconciler(no_gpus(gpu_host)), Request(check=True)) == 0
+
+
+def test_wait_ends_when_the_machine_is_ready(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = reconciler(gpu_host)
+    said: list[str] = []
+    agent.progress = said.append
+    monkeypatch.setattr("time.sleep", lambda _: no_gpus(gpu_host))
+    assert status(agent, Request(wait=60)) == 0
+    assert [each for each in said if each] == [f"{MACHINE}: waiting: NotStaged"]
+
+
+def test_wait_gives_up(gpu_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(reconciler(gpu_host), Request(wait=0)) == 3
+    assert "not ready, NotStaged" in capsys.readouterr().out
+
+
+# ---- repeated
+
+
+class EndError(Exception):
+    pass
+
+
+def repeat(monkeypatch: pytest.MonkeyPatch, *steps: object) -> None:
+    """Let each sleep do one step; the last one ends the command."""
+    remaining: Iterator[object] = iter(steps)
+
+    def sleep(_: float) -> None:
+        step = next(remaining, None)
+        if step is None:
+            raise EndError
+        assert callable(step)
+        step()
+
+    monkeypatch.setattr("time.sleep", sleep)
+
+
+def test_watch_prints_what_changes(
+    gpu_host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repeat(monkeypatch, lambda: None, lambda: units(gpu_host, "failed"))
+    with pytest.raises(EndError):
+        status(reconciler(gpu_host), Request(watch=1))
+    text = capsys.readouterr().out
+    assert text.count(f"{MACHINE}: not ready") == 2, "nothing changed before the second time"
+    assert "\x1b" not in text
+
+
+def test_watch_clears_a_terminal(gpu_host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeat(monkeypatch, lambda: None)
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    with pytest.raises(EndError):
+        status(reconciler(gpu_host), Request(watch=1))
+    assert terminal.getvalue().count("\x1b[H\x1b[2J") == 2
+
+
+# ---- what a user may not look at
+
+
+def test_a_machine_that_may_not_be_looked_at_is_unknown(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Root reads that it does not exist. A user must not read another answer, such as that it is ready."""
+    os.rmdir(f"{gpu_host.root}{ROOT}")
+    agent = reconciler(no_gpus(gpu_host))
+    assert printed(agent, capsys).startswith(f"{MACHINE}: not ready, NoSuchMachine")
+    hide(gpu_host, monkeypatch)
+    text = printed(agent, capsys)
+    assert text.startswith(f"{MACHINE}: unknown, ObservationFailed")
+    assert "Permission denied" in text
+
+
+def test_a_machine_that_runs_exists(
+    gpu_host: Host, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hide(gpu_host, monkeypatch)
+    units(gpu_host, "active")
+    assert "MachineRunning  True" in printed(reconciler(gpu_host), capsys, Request(form="wide"))
+    units(gpu_host, "inactive", stopped_at=5)
+    assert "MachineRunning  False    -      Stopped" in printed(reconciler(gpu_host), capsys, Request(form="wide"))
+
+
+def test_plan_says_that_it_is_not_known_whether_the_machine_exists(
+    gpu_host: Host, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hide(gpu_host, monkeypatch)
+    assert plan(reconciler(gpu_host)) == 0
+    text = capsys.readouterr().out
+    assert f"{MACHINE}: whether it exists is unknown" in text
+    assert f"would start machine {MACHINE}" in text

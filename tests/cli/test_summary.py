@@ -1,0 +1,110 @@
+"""What is printed about machines: in 80 columns, each cause once, what is wrong first."""
+
+import re
+
+import pytest
+
+from agent.cli.summary import Style, causes, duration, summaries
+from agent.host.outcome import MachineOutcome
+from agent.model.conditions import Condition, ConditionType, Status, false, unknown
+from agent.model.reasons import Reason
+from tests.fakes.reconciler import GPUS, conditions
+
+WHOLE = Style()
+NOW = 1_700_000_300.0
+LONG = "the kernel module nvidia is not loaded; run `modprobe -a nvidia nvidia_uvm`, " + "and more " * 20
+NOT_LOADED = false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, LONG)
+NO_DAEMON = false(ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING, "start it")
+SILENT = [
+    unknown(kind, Reason.NO_REPORT, "the machine has not reported")
+    for kind in ConditionType
+    if kind.name.startswith(("RUNTIME", "LIBRARIES_LINKED", "CDI", "GPUS_ADVERTISED", "VALIDATION"))
+]
+OFF = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "machine gpu-node was stopped")
+FOLLOWS = [unknown(each.type, Reason.MACHINE_NOT_RUNNING, "machine gpu-node is not running") for each in SILENT]
+
+
+def machine(name: str, *different: Condition) -> MachineOutcome:
+    return MachineOutcome(name, conditions(*different), gpus=GPUS)
+
+
+def lines(*machines: MachineOutcome, style: Style = WHOLE) -> list[str]:
+    return list(summaries(machines, NOW, style))
+
+
+def test_a_ready_machine_is_one_line() -> None:
+    assert lines(machine("gpu-node")) == ["gpu-node: ready, for 5 min, 2 GPUs"]
+
+
+def test_what_is_wrong_comes_first() -> None:
+    found = lines(machine("a"), machine("b", *SILENT), machine("c", NOT_LOADED))
+    assert [each.partition(",")[0] for each in found if not each.startswith(" ")] == [
+        "c: not ready",
+        "b: unknown",
+        "a: ready",
+    ]
+
+
+def test_one_entry_for_one_cause() -> None:
+    assert lines(machine("gpu-node", *SILENT)) == [
+        "gpu-node: unknown, NoReport, for 5 min, 2 GPUs",
+        "  LibrariesLinked, CDISpecCurrent and 4 more: Unknown, NoReport",
+        "    the machine has not reported",
+    ]
+
+
+def test_what_follows_from_a_stopped_machine_is_left_out() -> None:
+    found = lines(machine("gpu-node", OFF, *FOLLOWS))
+    assert found == [
+        "gpu-node: not ready, Stopped, for 5 min, 2 GPUs",
+        "  MachineRunning: False, Stopped",
+        "    machine gpu-node was stopped",
+    ]
+
+
+def test_faults_that_ready_ignores_come_last() -> None:
+    groups = causes(conditions(NO_DAEMON, *SILENT, NOT_LOADED))
+    assert [group[0].reason for group in groups] == ["ModuleNotLoaded", "NoReport", "DaemonNotRunning"]
+    assert "  PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines(machine("a", NO_DAEMON))
+
+
+@pytest.mark.parametrize("style", [Style(), Style(whole=False), Style(width=120)])
+def test_lines_fit(style: Style) -> None:
+    found = lines(machine("a", NOT_LOADED, *SILENT), machine("b", NO_DAEMON), style=style)
+    assert max(map(len, found)) <= style.width
+
+
+def test_several_machines_have_one_line_for_each_cause() -> None:
+    found = lines(machine("a", NOT_LOADED, *SILENT), style=Style(whole=False))
+    assert len(found) == 3
+    assert found[1].startswith("  DriverLoaded: False, ModuleNotLoaded: the kernel module")
+    assert found[1].endswith("...")
+
+
+def test_long_names_are_not_broken() -> None:
+    """They are copied from here."""
+    unit = "usr-lib-unbounded\\x2dagent-with-a-name-that-is-longer-than-a-whole-line-of-a-terminal.mount"
+    fault = false(ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED, f"see `systemctl status '{unit}'` on the host")
+    (_, _, *message) = lines(machine("a", fault))
+    assert any(unit in line for line in message)
+
+
+def test_colours_are_for_terminals() -> None:
+    found = lines(machine("a", NOT_LOADED), style=Style(colour=True))[0]
+    assert found.startswith("a: \x1b[1;31mnot ready\x1b[0m, ModuleNotLoaded")
+    assert re.sub(r"\x1b\[[0-9;]*m", "", found) == lines(machine("a", NOT_LOADED))[0]
+
+
+def test_a_ready_machine_without_gpus_says_why() -> None:
+    ready = Condition(ConditionType.READY, Status.TRUE, Reason.NO_GPU, "this host has no GPU: nothing is set up")
+    assert list(summaries([MachineOutcome("a", (ready,))], NOW, Style())) == [
+        "a: ready, NoGPU, 0 GPUs",
+        "    this host has no GPU: nothing is set up",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7200, "2 h"), (86400 * 30, "30 d")]
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

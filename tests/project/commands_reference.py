@@ -1,0 +1,97 @@
+"""Write the reference part of docs/commands.md from the parser: `make docs`.
+
+A path such as docs/json.md in a help text becomes a link.
+"""
+
+import argparse
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from unittest.mock import patch
+
+from agent.cli.commands import COMMANDS, GPU_COMMANDS, KUBE_COMMANDS, Command
+from agent.cli.parser import BAD_INPUT, make_parser
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "commands.md"
+BEGIN = "<!-- Generated from the parser by `make docs`. Do not edit below this line. -->\n"
+SUBCOMMANDS: Mapping[str, Mapping[str, Command]] = {"gpus": GPU_COMMANDS, "kube": KUBE_COMMANDS}
+LINK = re.compile(r"docs/([\w/-]+\.md)(#[\w-]+)?")
+
+
+def page(text: str) -> str:
+    """Return the page with its generated part replaced. Raises ValueError if the line before that part is missing."""
+    written, mark, _ = text.partition(BEGIN)
+    if not mark:
+        raise ValueError(f"{PAGE} does not contain the line {BEGIN!r}")
+    # argparse wraps the usage at the terminal's width, and each Python in its own way.
+    with patch.dict(os.environ, {"COLUMNS": "1000"}):
+        parser = make_parser()
+        sections = [*_sections(parser, COMMANDS, "##")]
+    return written + BEGIN + "".join((*_overview(), *sections))
+
+
+def _overview() -> Iterator[str]:
+    yield "\n| command | what it does | rights |\n|---|---|---|\n"
+    for name, command in _all(COMMANDS, ""):
+        if not command.hidden:
+            anchor = name.replace(" ", "-")
+            yield f"| [`{name}`](#{anchor}) | {_linked(command.summary)} | {_rights(command)} |\n"
+
+
+def _all(commands: Mapping[str, Command], before: str) -> Iterator[tuple[str, Command]]:
+    for name, command in commands.items():
+        below = SUBCOMMANDS.get(name, {}) if not before else {}
+        if not below or name == "gpus":
+            yield f"{before}{name}", command
+        yield from _all(below, f"{name} ")
+
+
+def _rights(command: Command) -> str:
+    return "root" if command.root else "any user"
+
+
+def _sections(parser: argparse.ArgumentParser, commands: Mapping[str, Command], level: str) -> Iterator[str]:
+    parsers = _children(parser)
+    for name, command in commands.items():
+        title = parsers[name].prog.removeprefix("unbounded-agent ")
+        text = textwrap.fill(f"{_linked(command.text)} Rights: {_rights(command)}.", 120, break_on_hyphens=False)
+        yield f"\n{level} `{title}`\n\n{text}\n\n"
+        yield f"```\n{_usage(parsers[name])}\n```\n"
+        if rows := list(_arguments(parsers[name])):
+            yield "\n| argument | meaning |\n|---|---|\n" + "".join(rows)
+        yield "\n| exit code | meaning |\n|---|---|\n"
+        for code, meaning in sorted({2: BAD_INPUT, **command.codes}.items()):
+            yield f"| {code} | {meaning} |\n"
+        examples = "\n".join(command.examples)
+        yield f"\n```\n{examples}\n```\n"
+        yield from _sections(parsers[name], SUBCOMMANDS.get(title, {}), f"{level}#")
+
+
+def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    found = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    return {name: child for each in found for name, child in each.choices.items()}
+
+
+def _usage(parser: argparse.ArgumentParser) -> str:
+    return parser.format_usage().removeprefix("usage: ").replace(" [-h]", "").rstrip()
+
+
+def _arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield a row for each argument. `--help`, which all commands have, and subcommands are left out."""
+    for action in parser._actions:
+        if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
+            continue
+        name = ", ".join(action.option_strings)
+        value = str(action.metavar or "") if action.nargs != 0 else ""
+        value = f"[={value}]" if name and action.nargs == "?" else f" {value}" if name and value else value
+        yield f"| `{name}{value}` | {_linked(action.help or '')} |\n"
+
+
+def _linked(text: str) -> str:
+    return LINK.sub(lambda match: f"[{match[1]}]({match[1]}{match[2] or ''})", text)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(PAGE.read_text()))
