@@ -62,11 +62,16 @@ COMMANDS = {
         root=False,
     ),
     "doctor": Command(
-        "diagnose: list each fault with its symptoms and the fix",
-        "Lists each fault of the host and its machines with its symptoms and the fix. Faults of a machine come in the "
-        "order in which it becomes ready: begin with the first.",
-        "unbounded-agent doctor",
-        {0: "the host has no fault and every machine is ready", 1: "there is a fault, or a machine is not ready"},
+        "diagnose: list each fault with its evidence and the commands that fix it",
+        "Lists each fault of the host and its machines with evidence, symptoms and the commands that fix it. Faults "
+        "of a machine come in the order in which it becomes ready: begin with the first. With a kubeconfig, also looks "
+        "in the cluster for what keeps pods from GPUs. Works without a configuration too.",
+        (
+            "unbounded-agent doctor",
+            "sudo unbounded-agent doctor --kubeconfig /root/.kube/config",
+            "sudo unbounded-agent doctor --bundle",
+        ),
+        {0: "no fault, and every machine is ready; or the archive is written", 1: "there is a fault"},
         root=False,
     ),
     "up": Command(

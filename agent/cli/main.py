@@ -53,10 +53,15 @@ def _run(options: argparse.Namespace) -> int:
             request = Request(options.machine, form, options.check, options.wait, options.watch)
             return status(reconciler_for(options), request)
         case "doctor":
-            from agent.cli.doctor import doctor
+            from agent.cli.doctor.command import doctor
             from agent.cli.wiring import reconciler_for
 
-            return doctor(reconciler_for(options), for_programs=options.json)
+            return doctor(
+                reconciler_for(options),
+                for_programs=options.json,
+                kubeconfig=options.kubeconfig,
+                bundle=options.bundle,
+            )
         case "apply":
             from agent.cli.apply import apply
             from agent.cli.wiring import reconciler_for

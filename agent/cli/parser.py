@@ -80,6 +80,10 @@ def _add_observing(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     text = f"wait until ready, at most so many seconds ({WAIT_LIMIT:.0f} if not given); then as --check"
     _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
     doctor.add_argument("--json", action="store_true", help=JSON)
+    text = "write everything into an archive without secrets (if not given: a new one in the current directory)"
+    doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
+    text = "also check the cluster, as a user who may read nodes, pods, DaemonSets, events and logs"
+    doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)
 
 
 def _add_seconds(parser: argparse._ActionsContainer, option: str, default: float, minimum: float, text: str) -> None:

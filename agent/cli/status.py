@@ -77,7 +77,8 @@ def _print(reconciler: Reconciler, request: Request, facts: Facts, machines: tup
             print_tables(machines, reconciler)
         case _ if len(machines) > 1:
             say(summaries(machines, time.time(), style(whole=False)))
-            say(["", "Whole messages: `unbounded-agent status MACHINE`. What to do: `unbounded-agent doctor`."])
+            if any(causes(each.conditions) for each in machines):
+                say(["", "Whole messages: unbounded-agent status MACHINE", "What to do: unbounded-agent doctor"])
         case _:
             print_machines(machines, reconciler)
 

@@ -4,13 +4,15 @@ All methods are pure, except `observe` and `driver_for_pods`, which read but nev
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from agent.config.settings import DriverSettings, MachineSettings
+from agent.model.cluster import Cluster
 from agent.model.conditions import Condition, ConditionType
 from agent.model.device import DeviceKind
 from agent.model.facts import CacheEntry, DrmDevice, Gpu, PciDevice, Seen, VendorFacts
+from agent.model.finding import Finding
 from agent.model.goal import DriverRoots, Grant
 from agent.system.files import System
 
@@ -122,6 +124,17 @@ class HostVendor(ABC):
     def driver_for_pods(self, facts: VendorFacts, system: System) -> DriverForPods | None:
         """Return the driver whose user space pods get from the host; None if they get none."""
         return None
+
+    def remedies(self, kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
+        """Return the commands that fix this fault of the vendor's driver; none if there are no special ones. Pure.
+
+        `modules` are the kernel's loaded modules.
+        """
+        return ()
+
+    def cluster_findings(self, cluster: Cluster) -> Iterable[Finding]:
+        """Return what keeps pods in a cluster from the vendor's GPUs. Pure."""
+        return ()
 
     def node_labels(self, driver: DriverForPods | None) -> Mapping[str, str]:
         """Return the labels for the Node of a machine that has the vendor's GPUs. Pure."""

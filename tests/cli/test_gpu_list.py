@@ -12,7 +12,7 @@ from agent.host.reconcile import Reconciler
 from agent.model.facts import PciDevice, Unseen
 from agent.model.paths import CONFIG_FILE
 from agent.system.open_files import Held, Holder
-from tests.cli.test_doctor import answer_of_libcuda
+from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 

@@ -50,7 +50,7 @@ def test_help_version_and_bad_arguments_load_little(arguments: list[str]) -> Non
     [
         (["plan"], {"plan"}),
         (["status"], {"status"}),
-        (["doctor"], {"doctor"}),
+        (["doctor"], {"doctor", "status"}),
         (["apply"], {"apply"}),
         (["prepare", "a"], {"prepare"}),
         (["gpus", "holders"], {"gpus", "detach", "holders", "forget"}),

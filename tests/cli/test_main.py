@@ -9,12 +9,12 @@ import pytest
 
 from agent import __version__
 from agent.cli.commands import COMMANDS, GPU_COMMANDS
-from agent.cli.doctor import doctor
+from agent.cli.doctor.command import doctor
 from agent.cli.main import main
 from agent.cli.parser import make_parser
 from agent.cli.plan import plan
 from agent.cli.status import Request, status
-from tests.cli.test_doctor import answer_of_libcuda
+from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
@@ -132,12 +132,13 @@ def bare_host(gpu_host: Host) -> Host:
 
 
 def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor(reconciler(bare_host), for_programs=False) == 1
+    assert doctor(reconciler(bare_host)) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["host:", lines[1]]
-    assert lines[1].startswith("  - no machine can start: systemd-nspawn@.service is in none of /etc/systemd/system")
-    assert lines[1].endswith(INSTALL)
-    assert lines[2].startswith("  - unbounded-agent.service is not installed")
+    assert lines[1:3] == ["  - no machine can start", lines[2]]
+    assert lines[2].startswith("    evidence: systemd-nspawn@.service is in none of /etc/systemd/system")
+    assert "    fix:      apt install systemd-container" in lines
+    assert any(each.startswith("    evidence: unbounded-agent.service is not installed") for each in lines)
     assert f"{MACHINE}: readiness unknown: ObservationFailed" in lines
     assert any(line.startswith("driver for pods: nvidia") for line in lines)
 
@@ -145,7 +146,7 @@ def test_doctor_lists_the_missing_template_and_continues(bare_host: Host, capsys
 def test_doctor_for_programs(bare_host: Host, capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor(reconciler(bare_host), for_programs=True) == 1
     document = json.loads(capsys.readouterr().out)
-    assert INSTALL in document["host"][0]
+    assert INSTALL in document["host"][0]["evidence"]
     assert MACHINE in document["machines"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from agent.cli.apply import apply
-from agent.cli.doctor import doctor
+from agent.cli.doctor.command import doctor
 from agent.cli.plan import plan
 from agent.cli.status import Request, status
 from agent.config.settings import Config
@@ -17,7 +17,7 @@ from agent.host.daemon.http.metrics import TEXT, Metrics
 from agent.host.reconcile import Reconciler
 from agent.model.paths import nspawn_file, unit_drop_in
 from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
-from tests.cli.test_doctor import LIBCUDA
+from tests.cli.doctor.test_doctor import LIBCUDA
 from tests.fakes.gpu_host import MACHINE, reconciler, units
 from tests.fakes.host import Host
 
@@ -63,7 +63,7 @@ def test_the_pages_have_only_the_host(empty: Reconciler) -> None:
         (apply, 0),
         (lambda agent: status(agent), 0),
         # The simulated host lacks the kubelet's sysctls.
-        (lambda agent: doctor(agent, for_programs=False), 1),
+        (lambda agent: doctor(agent), 1),
     ],
 )
 def test_each_command_says_that_no_machine_is_configured(

@@ -12,7 +12,7 @@ from agent.cli.up import up
 from agent.model.errors import AgentError
 from agent.model.network import Link
 from agent.model.paths import AS_FOUND, BINARIES, STATE, machine_root, node_record, nspawn_file, unit_drop_in
-from tests.cli.test_doctor import answer_of_libcuda
+from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 

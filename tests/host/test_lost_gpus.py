@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.cli.detach import attach, detach
-from agent.cli.doctor import diagnose
+from agent.cli.doctor.machines import diagnose
 from agent.cli.forget import forget
 from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome

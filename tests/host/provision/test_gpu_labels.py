@@ -3,7 +3,7 @@
 from agent.host.provision.gpu_labels import gpu_labels
 from agent.vendors.host_vendor import DriverForPods
 from agent.vendors.nvidia.node_labels import node_labels
-from tests.cli.test_doctor import answer_of_libcuda
+from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import reconciler
 from tests.fakes.host import Host
 

@@ -1,25 +1,20 @@
 """`doctor` prints findings from conditions and from the host, as text and as JSON."""
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from agent.cli.doctor import (
-    SERVICE,
-    HostDiagnosis,
-    as_json,
-    diagnose,
-    diagnose_host,
-    in_words,
-    sound,
-)
+from agent.cli.doctor.host import SERVICE, HostDiagnosis, diagnose_host
+from agent.cli.doctor.machines import Diagnosis, diagnose
+from agent.cli.doctor.words import Report, as_object, in_words
+from agent.config.settings import Config
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS
 from agent.model.conditions import ConditionType, Status, false, unknown
 from agent.model.facts import Facts
+from agent.model.finding import Finding
 from agent.model.reasons import Reason
 from agent.vendors.host_vendor import DriverForPods
 from agent.vendors.nvidia.user_space.cuda_version import READ_VERSION
@@ -36,6 +31,18 @@ NOTHING = Facts("x86_64", 257, (), (), ())
 NO_DAEMON = false(ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING, "start it")
 
 
+EMPTY = Config(machines={})
+NO_FAULT = HostDiagnosis()
+
+
+def words(*diagnoses: Diagnosis, host: HostDiagnosis = NO_FAULT) -> list[str]:
+    return list(in_words(Report(diagnoses, host), 200))
+
+
+def sound(*diagnoses: Diagnosis, host: HostDiagnosis = NO_FAULT) -> bool:
+    return Report(diagnoses, host).sound
+
+
 @pytest.fixture
 def sound_host(host: Host) -> Host:
     host.bus.unit(SERVICE)
@@ -47,8 +54,8 @@ def sound_host(host: Host) -> Host:
 def test_a_sound_machine_has_no_finding() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions()))
     assert diagnosis.findings == ()
-    assert sound([diagnosis], HostDiagnosis())
-    assert in_words([diagnosis], HostDiagnosis()) == [
+    assert sound(diagnosis)
+    assert words(diagnosis) == [
         "host: no fault found",
         "gpu-node: ready: AllConditionsTrue",
         "image for machines of this host: containerfiles/agent-ubuntu2404",
@@ -57,18 +64,18 @@ def test_a_sound_machine_has_no_finding() -> None:
 
 def test_faults_come_in_order_with_their_symptoms() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(*SILENT, NOT_LOADED, NO_DAEMON)))
-    assert not sound([diagnosis], HostDiagnosis())
+    assert not sound(diagnosis)
     driver, daemon, silent = diagnosis.findings
     assert (driver.conditions, driver.reason) == ((ConditionType.DRIVER_LOADED,), "ModuleNotLoaded")
     assert "couldn't communicate with the NVIDIA driver" in driver.symptoms
     assert (driver.prevents_ready, daemon.prevents_ready) == (True, False)
     assert silent.conditions == (ConditionType.RUNTIME_CONFIGURED, ConditionType.RUNTIME_ACTIVE)
     assert (silent.status, silent.symptoms) == (Status.UNKNOWN, ""), "what is not known is not seen"
-    lines = in_words([diagnosis], HostDiagnosis())
+    lines = words(diagnosis)
     assert lines[1:5] == [
         "gpu-node: not ready: ModuleNotLoaded",
         "  - DriverLoaded: False, ModuleNotLoaded",
-        "    run `modprobe nvidia`",
+        "    evidence: run `modprobe nvidia`",
         f"    symptoms: {driver.symptoms}",
     ]
     assert "  - PersistenceMode: False, DaemonNotRunning (not needed for Ready)" in lines
@@ -78,7 +85,7 @@ def test_faults_come_in_order_with_their_symptoms() -> None:
 def test_conditions_not_needed_for_ready_are_listed_but_are_not_faults() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NO_DAEMON)))
     assert len(diagnosis.findings) == 1
-    assert sound([diagnosis], HostDiagnosis())
+    assert sound(diagnosis)
 
 
 def test_error_codes_that_people_confuse_are_explained() -> None:
@@ -91,25 +98,32 @@ def test_error_codes_that_people_confuse_are_explained() -> None:
     assert "803 (SYSTEM_DRIVER_MISMATCH)" in found["VersionMismatch"]
 
 
-def test_as_json() -> None:
+def test_for_programs() -> None:
     diagnosis = diagnose(MachineOutcome("gpu-node", conditions(NOT_LOADED)))
-    host = HostDiagnosis(("a setting is wrong",), (DriverForPods("nvidia", "550.163.01", {"CUDA": "12.4"}),))
-    assert json.loads(as_json([diagnosis], host)) == {
-        "host": ["a setting is wrong"],
+    driver = DriverForPods("nvidia", "550.163.01", {"CUDA": "12.4"})
+    host = HostDiagnosis((Finding("a setting is wrong", "it is 1", ("set it",)),), (driver,), remarks=("odd",))
+    found = as_object(Report((diagnosis,), host))
+    assert found == {
+        "sound": False,
+        "host": [{"cause": "a setting is wrong", "evidence": "it is 1", "fix": ("set it",)}],
+        "notes": ("odd",),
         "drivers": [
             {"vendor": "nvidia", "version": "550.163.01", "interfaces": {"CUDA": "12.4"}, "unknown": ""},
         ],
         "image": "agent-ubuntu2404",
+        "cluster": None,
         "machines": {
             "gpu-node": {
                 "ready": "False",
+                "reason": "ModuleNotLoaded",
                 "findings": [
                     {
-                        "conditions": ["DriverLoaded"],
+                        "conditions": ("DriverLoaded",),
                         "status": "False",
                         "reason": "ModuleNotLoaded",
                         "message": "run `modprobe nvidia`",
                         "looksLike": diagnosis.findings[0].symptoms,
+                        "fix": diagnosis.findings[0].fix,
                         "preventsReady": True,
                     }
                 ],
@@ -135,8 +149,8 @@ def answer_of_libcuda(host: Host, text: str, status: int = 0) -> None:
     host.command(sys.executable, "-I", "-c", READ_VERSION, LIBCUDA, stdout=text, stderr="no\n" * status, status=status)
 
 
-def host_findings(host: Host) -> tuple[str, ...]:
-    return diagnose_host(NOTHING, host).findings
+def host_findings(host: Host) -> tuple[Finding, ...]:
+    return diagnose_host(NOTHING, EMPTY, host).findings
 
 
 @pytest.mark.scenario("003")
@@ -152,13 +166,13 @@ def host_findings(host: Host) -> tuple[str, ...]:
 )
 def test_the_cuda_version_by_which_images_are_chosen(gpu_host: Host, text: str, status: int, said: str) -> None:
     answer_of_libcuda(gpu_host, text, status)
-    host = diagnose_host(reconciler(gpu_host).preview()[0], gpu_host)
-    (line,) = (each for each in in_words([], host) if each.startswith("driver for pods: "))
+    host = diagnose_host(reconciler(gpu_host).preview()[0], EMPTY, gpu_host)
+    (line,) = (each for each in words(host=host) if each.startswith("driver for pods: "))
     assert said in line
 
 
 def test_without_a_driver_no_driver_is_listed(sound_host: Host) -> None:
-    assert diagnose_host(NOTHING, sound_host).drivers == ()
+    assert diagnose_host(NOTHING, EMPTY, sound_host).drivers == ()
 
 
 @pytest.mark.usefixtures("sound_host")
@@ -167,9 +181,11 @@ def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     passes.reconcile()
     answer_of_libcuda(gpu_host, "12040\n")
-    assert diagnose_host(passes.preview()[0], gpu_host).drivers == (DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),)
+    assert diagnose_host(passes.preview()[0], EMPTY, gpu_host).drivers == (
+        DriverForPods("nvidia", VERSION, {"CUDA": "12.4"}),
+    )
     gpu_host.driver("535.261.03", gpus=2)
-    (driver,) = diagnose_host(passes.preview()[0], gpu_host).drivers
+    (driver,) = diagnose_host(passes.preview()[0], EMPTY, gpu_host).drivers
     assert (driver.version, driver.interfaces) == ("535.261.03", {})
     assert driver.unknown == "this host has no libcuda 535.261.03: see LibrariesPresent"
 
@@ -179,7 +195,7 @@ def test_only_the_hosts_own_library_is_loaded(gpu_host: Host) -> None:
 def test_a_library_that_others_may_write_is_not_loaded(gpu_host: Host, path: str) -> None:
     facts = reconciler(gpu_host).preview()[0]
     gpu_host.owners[path] = (0o775, 0)
-    (driver,) = diagnose_host(facts, gpu_host).drivers
+    (driver,) = diagnose_host(facts, EMPTY, gpu_host).drivers
     assert driver.interfaces == {}
     assert re.search(r"libcuda.* was not loaded: users other than root can write (in|to) .*0775", driver.unknown)
 
@@ -188,12 +204,12 @@ def test_a_library_that_others_may_write_is_not_loaded(gpu_host: Host, path: str
 def test_the_image_is_chosen_by_the_present_gpus(gpu_host: Host) -> None:
     passes = reconciler(gpu_host)
     answer_of_libcuda(gpu_host, "12040\n")
-    image = diagnose_host(passes.preview()[0], gpu_host).image
+    image = diagnose_host(passes.preview()[0], EMPTY, gpu_host).image
     assert image == "agent-ubuntu2404-nvidia"
     assert Path("containerfiles", image, "Containerfile").exists()
     for address in ("0000:01:00.0", "0000:02:00.0"):
         gpu_host.unplug(address)
-    image = diagnose_host(passes.preview()[0], gpu_host).image
+    image = diagnose_host(passes.preview()[0], EMPTY, gpu_host).image
     assert image == "agent-ubuntu2404"
     assert Path("containerfiles", image, "Containerfile").exists()
 
@@ -205,17 +221,19 @@ def test_a_host_as_it_should_be(sound_host: Host) -> None:
 def test_a_service_that_is_stopped_or_not_installed(sound_host: Host) -> None:
     sound_host.bus.unit(SERVICE, "failed")
     (finding,) = host_findings(sound_host)
-    assert finding.startswith("unbounded-agent.service is failed: nothing follows changes on the host")
-    assert finding.endswith("run `systemctl enable --now unbounded-agent`")
+    assert finding.cause.startswith("nothing follows changes on the host")
+    assert finding.evidence == "unbounded-agent.service is failed"
+    assert finding.fix[0] == "systemctl enable --now unbounded-agent"
     sound_host.bus.unit(SERVICE, "inactive", "not-found")
     (finding,) = host_findings(sound_host)
-    assert finding.startswith("unbounded-agent.service is not installed: ")
-    assert not sound([diagnose(MachineOutcome("gpu-node", conditions()))], HostDiagnosis((finding,)))
+    assert finding.evidence.startswith("unbounded-agent.service is not installed")
+    assert not sound(diagnose(MachineOutcome("gpu-node", conditions())), host=HostDiagnosis((finding,)))
 
 
 def test_a_setting_that_no_kubelet_starts_with(sound_host: Host) -> None:
     sound_host.file("/proc/sys/kernel/panic", "0\n")
     sound_host.remove_file("/proc/sys/vm/overcommit_memory")
     absent, wrong = host_findings(sound_host)
-    assert absent == "cannot read /proc/sys/vm/overcommit_memory: No such file or directory"
-    assert wrong.startswith("kernel.panic is 0, but kubelets in machines start only if it is 10: write ")
+    assert absent.cause == "whether kubelets can start is unknown: cannot read /proc/sys/vm/overcommit_memory"
+    assert wrong.cause.startswith("kernel.panic is 0, but kubelets in machines start only if it is 10")
+    assert wrong.fix == ("echo 'kernel.panic = 10' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",)

@@ -1,0 +1,168 @@
+"""`unbounded-agent doctor --bundle`: an archive with everything that helps to understand a fault, without secrets."""
+
+import io
+import json
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from agent.cli.doctor.redaction import redacted
+from agent.cli.doctor.words import Report, as_object, in_words
+from agent.cli.documents import document
+from agent.cli.parser import VERSION
+from agent.cli.status import as_json
+from agent.host.reconcile import Reconciler
+from agent.host.vendors import HOST_VENDORS
+from agent.model.errors import CommandError
+from agent.model.paths import (
+    CONDITIONS,
+    CONFIG_DIRECTORY,
+    CONFIG_FILE,
+    REPORT_NAME,
+    STATE,
+    granted_file,
+    handoff_file,
+    live_file,
+    machine_unit,
+    nspawn_file,
+    report_directory,
+    unit_drop_in,
+)
+from agent.model.text import rfc3339
+from agent.system.files import System
+
+FILE_LIMIT = 2 << 20
+"""Bytes of one file in the archive; of a longer text, the end is kept."""
+TOTAL_LIMIT = 32 << 20
+"""Bytes of all files together, before compression."""
+COMMAND_LIMIT = 30.0
+"""Seconds for one command."""
+LINES = "5000"
+
+FILES = (
+    "/etc/os-release",
+    "/proc/version",
+    "/proc/cmdline",
+    "/proc/devices",
+    "/proc/modules",
+    "/proc/mounts",
+    "/proc/meminfo",
+    CONFIG_FILE,
+    CONDITIONS,
+)
+SERVICES = tuple(service for vendor in HOST_VENDORS for service in vendor.services)
+COMMANDS = {
+    "units": ("systemctl", "list-units", "--all", "--no-pager", "unbounded-agent*", "systemd-nspawn@*", *SERVICES),
+    "service.log": ("journalctl", "-u", "unbounded-agent*", "-n", LINES, "--no-pager", "-o", "short-iso"),
+    "kernel.log": ("journalctl", "-k", "-b", "-n", LINES, "--no-pager", "-o", "short-iso"),
+    "lspci": ("lspci", "-Dnnk"),
+    "disks": ("df", "-h"),
+    "ldconfig": ("ldconfig", "-p"),
+}
+MACHINE_COMMANDS = {
+    "unit": ("systemctl", "cat", "--no-pager", "{unit}"),
+    "start.log": (
+        "journalctl",
+        "-b",
+        "-u",
+        "{unit}",
+        "-u",
+        "unbounded-agent-prepare@{machine}",
+        "-n",
+        LINES,
+        "--no-pager",
+    ),
+    "machine-half.log": ("journalctl", "-M", "{machine}", "-b", "-u", "unbounded-agent*", "-n", LINES, "--no-pager"),
+    "containerd.log": ("journalctl", "-M", "{machine}", "-b", "-u", "containerd", "-n", LINES, "--no-pager"),
+    "kubelet.log": ("journalctl", "-M", "{machine}", "-b", "-u", "kubelet", "-n", LINES, "--no-pager"),
+}
+DIRECTORIES = (CONFIG_DIRECTORY, STATE)
+"""Directories whose files are included, but not what is in their subdirectories."""
+
+
+def default_name(host: str, now: float) -> str:
+    """Return a file name for a bundle."""
+    return f"unbounded-agent-{host}-{rfc3339(now).replace(':', '')}.tar.gz"
+
+
+def write_bundle(path: str, report: Report, reconciler: Reconciler) -> tuple[str, ...]:
+    """Write the archive, readable for its owner only. Return what was left out, a sentence each. Raises OSError."""
+    now = time.time()
+    left_out: list[str] = []
+    buffer, total = io.BytesIO(), 0
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        for name, read in _contents(report, reconciler):
+            try:
+                text = read()
+            except (CommandError, OSError) as error:
+                left_out.append(f"{name}: {error}")
+                continue
+            data = redacted(text).encode(errors="replace")[-FILE_LIMIT:]
+            total += len(data)
+            if total > TOTAL_LIMIT:
+                left_out.append(f"{name} and what would follow: the archive is limited to {TOTAL_LIMIT >> 20} MiB")
+                break
+            _add(archive, name, data, now)
+        _add(archive, "left-out.txt", "".join(f"{each}\n" for each in left_out).encode(errors="replace"), now)
+    reconciler.system.write(path, buffer.getvalue(), 0o600)
+    return tuple(left_out)
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes, now: float) -> None:
+    member = tarfile.TarInfo(f"unbounded-agent/{name.lstrip('/')}")
+    member.size, member.mtime, member.mode = len(data), int(now), 0o600
+    archive.addfile(member, io.BytesIO(data))
+
+
+def _contents(report: Report, reconciler: Reconciler) -> Iterator[tuple[str, Callable[[], str]]]:
+    """Yield the files' names, each with a function that returns its text."""
+    now, system = time.time(), reconciler.system
+    facts, planned, difference = reconciler.preview()
+    machines = reconciler.evaluate(facts, planned, difference)
+    steps = "".join(f"{each.describe()}\n" for each in difference.actions)
+    yield "version.txt", lambda: f"{VERSION}\n"
+    yield "doctor.txt", lambda: "\n".join(in_words(report))
+    yield "doctor.json", lambda: document("doctor", now, as_object(report))
+    yield "status.json", lambda: as_json(machines, facts, now)
+    yield "plan.txt", lambda: steps
+    yield "settings.json", lambda: json.dumps(json.loads(reconciler.config.model_dump_json()), indent=1)
+    for path in FILES:
+        yield f"files{path}", partial(system.read_text, path)
+    for path in _below(system):
+        yield f"files{path}", partial(_text, system, path)
+    for name, argv in COMMANDS.items():
+        yield f"commands/{name}", partial(system.run, *argv, timeout=COMMAND_LIMIT)
+    for each in machines:
+        yield from _machine_contents(each.name, system)
+
+
+def _machine_contents(machine: str, system: System) -> Iterator[tuple[str, Callable[[], str]]]:
+    for name, argv in MACHINE_COMMANDS.items():
+        filled = [each.format(machine=machine, unit=machine_unit(machine)) for each in argv]
+        yield f"machines/{machine}/{name}", partial(system.run, *filled, timeout=COMMAND_LIMIT)
+    report = f"{report_directory(machine)}/{REPORT_NAME}"
+    files = (
+        nspawn_file(machine),
+        unit_drop_in(machine),
+        handoff_file(machine),
+        granted_file(machine),
+        live_file(machine),
+    )
+    for path in (*files, report):
+        yield f"files{path}", partial(_text, system, path)
+
+
+def _text(system: System, path: str) -> str:
+    # Any process in a machine may write what is in its report.
+    data, _ = system.read_untrusted(path)
+    return data.decode(errors="replace")
+
+
+def _below(system: System) -> Iterator[str]:
+    for directory in DIRECTORIES:
+        try:
+            names = system.entries(directory)
+        except OSError:
+            continue
+        yield from (f"{directory}/{name}" for name in names if system.is_file(f"{directory}/{name}"))

@@ -1,0 +1,97 @@
+"""Finds faults of a cluster that concern GPUs of all vendors. Pure."""
+
+import re
+from collections.abc import Iterator
+
+from agent.host.vendors import HOST_VENDORS
+from agent.model.cluster import Cluster, KubernetesObject, labels, name, pod_spec, seconds
+from agent.model.finding import Finding
+
+RECENT = 1200.0
+"""Seconds. The API server keeps events for an hour, also of faults that are gone; controllers try again each 17 minutes
+at the latest (the limit of client-go's back-off is 1000 seconds)."""
+EVENTS: tuple[tuple[re.Pattern[str], str, tuple[str, ...]], ...] = (
+    (
+        re.compile(r'violates PodSecurity "[^"]*"'),
+        "the API server rejects pods that are privileged or mount host paths",
+        ("kubectl label --overwrite namespace {namespace} pod-security.kubernetes.io/enforce=privileged",),
+    ),
+    (
+        re.compile(r'RuntimeClass\S* "[^"]*" not found|pod rejected: RuntimeClass "[^"]*" not found'),
+        "pods name a runtime class that does not exist",
+        ("unbounded-agent kube manifests runtime-class | kubectl apply -f -",),
+    ),
+    (
+        re.compile(r'no runtime for "[^"]*" is configured'),
+        "containerd in the machine does not know the handler of a runtime class",
+        ("unbounded-agent status --wide  # on the host: RuntimeConfigured and RuntimeActive",),
+    ),
+    (
+        re.compile(r"unresolvable CDI devices? \S+"),
+        "a pod asks for a CDI device that no specification has",
+        (
+            "unbounded-agent status --wide  # on the host: CDISpecCurrent",
+            "kubectl -n {namespace} delete pod POD  # then; its controller makes it again",
+        ),
+    ),
+)
+"""Patterns in events, with cause and fix."""
+
+
+def findings(cluster: Cluster) -> tuple[Finding, ...]:
+    """Return what is wrong in the cluster."""
+    vendors = (each for vendor in HOST_VENDORS for each in vendor.cluster_findings(cluster))
+    found = [*_from_events(cluster), *_stale_selectors(cluster), *vendors]
+    # Many pods of one DaemonSet have the same fault: one finding is enough.
+    return tuple({(each.cause, each.fix): each for each in reversed(found)}.values())[::-1]
+
+
+def _from_events(cluster: Cluster) -> Iterator[Finding]:
+    for event in cluster.events:
+        if cluster.now - _last(event) > RECENT:
+            continue
+        involved = event.get("involvedObject") or {}
+        for pattern, cause, fix in EVENTS:
+            if found := pattern.search(str(event.get("message", ""))):
+                namespace, pod = str(involved.get("namespace", "")), str(involved.get("name", ""))
+                evidence = f"{str(involved.get('kind', 'object')).lower()} {namespace}/{pod}: {found[0]}"
+                yield Finding(cause, evidence, tuple(each.format(namespace=namespace) for each in fix))
+
+
+def _last(event: KubernetesObject) -> float:
+    """Return when the event happened last, in seconds since the epoch; 0 if it does not say."""
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
+    return max(seconds(each) for each in times)
+
+
+def _stale_selectors(cluster: Cluster) -> Iterator[Finding]:
+    """Yield pods that wait although a node has GPUs, because no node has the labels that they select."""
+    if not cluster.nodes:
+        return
+    for pod in cluster.pods:
+        selector = pod_spec(pod).get("nodeSelector") or {}
+        waits = (pod.get("status") or {}).get("phase") == "Pending" and not pod_spec(pod).get("nodeName")
+        missing = [
+            f"{key}={value}"
+            for key, value in selector.items()
+            if all(labels(each).get(key) != value for each in cluster.nodes)
+        ]
+        if waits and missing and _asks_for_gpu(pod):
+            yield Finding(
+                "a pod selects labels that no node with GPUs has",
+                f"pod {name(pod)} is Pending; its nodeSelector has {', '.join(missing)}",
+                (
+                    "kubectl get nodes --show-labels",
+                    "correct the nodeSelector of what makes the pod, or label the node",
+                ),
+            )
+
+
+def _asks_for_gpu(pod: KubernetesObject) -> bool:
+    spec = pod_spec(pod)
+    resources = [
+        key for each in spec.get("containers") or () for key in ((each.get("resources") or {}).get("limits") or {})
+    ]
+    words = [*resources, *(spec.get("nodeSelector") or {}), str(spec.get("runtimeClassName") or "")]
+    return any("gpu" in each or each in {vendor.name for vendor in HOST_VENDORS} for each in words)

@@ -1,0 +1,49 @@
+"""`unbounded-agent doctor`: lists what is wrong with host, machines and cluster, with evidence and what fixes it."""
+
+import os
+import time
+
+from agent.cli.doctor.bundle import default_name, write_bundle
+from agent.cli.doctor.cluster import read_cluster
+from agent.cli.doctor.cluster_symptoms import findings
+from agent.cli.doctor.host import diagnose_host, loaded_modules
+from agent.cli.doctor.machines import diagnose, surroundings
+from agent.cli.doctor.words import ClusterDiagnosis, Report, as_object, in_words
+from agent.cli.documents import document
+from agent.cli.output import style
+from agent.cli.printing import say
+from agent.host.provision.observe import observe_joined
+from agent.host.reconcile import Reconciler
+
+
+def doctor(
+    reconciler: Reconciler, *, for_programs: bool = False, kubeconfig: str = "", bundle: str | None = None
+) -> int:
+    """Print the diagnoses in words, or as JSON for programs. Return 1 if there is a fault or a machine is not ready.
+
+    With `bundle`, write them into that archive instead; an empty path means a new file in the current directory.
+    """
+    report = examine(reconciler, kubeconfig)
+    if bundle is not None:
+        path = os.path.abspath(bundle or default_name(os.uname().nodename, time.time()))
+        left_out = write_bundle(path, report, reconciler)
+        aside = f"; {len(left_out)} parts could not be read: left-out.txt in it lists them" if left_out else ""
+        say([f"{path} is written{aside}", "Secrets that were recognised are removed. Read it before you send it."])
+        return 0
+    say([document("doctor", time.time(), as_object(report))] if for_programs else in_words(report, style().width))
+    return 0 if report.sound else 1
+
+
+def examine(reconciler: Reconciler, kubeconfig: str = "") -> Report:
+    """Return the diagnoses of the host and its machines, and with a kubeconfig those of the cluster."""
+    facts, planned, difference = reconciler.preview()
+    system = reconciler.system
+    machines = reconciler.evaluate(facts, planned, difference)
+    nodes = {each.name: observe_joined(each.name, system) for each in machines}
+    modules = loaded_modules(system)
+    diagnoses = tuple(diagnose(each, surroundings(facts, modules, nodes[each.name])) for each in machines)
+    cluster = None
+    if kubeconfig:
+        read = read_cluster(system, kubeconfig, sorted(filter(None, nodes.values())))
+        cluster = ClusterDiagnosis(findings(read), read.unknown)
+    return Report(diagnoses, diagnose_host(facts, reconciler.config, system), cluster)

@@ -1,0 +1,186 @@
+"""Diagnoses the host itself: faults that no condition shows."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from agent.config.settings import Config
+from agent.host.observe.driver_roots import LINKED
+from agent.host.observe.units import observe_units
+from agent.host.vendors import host_vendor
+from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
+from agent.model.finding import Finding
+from agent.model.paths import HOST_NVIDIA, MACHINE_ROOTS, STATE, mount_unit
+from agent.system.files import System
+from agent.system.seen import read_seen
+from agent.vendors.host_vendor import DriverForPods
+
+SERVICE = "unbounded-agent.service"
+START_SERVICE = "systemctl enable --now unbounded-agent"
+PLAIN_IMAGE = "agent-ubuntu2404"
+"""An image in containerfiles/ for machines without GPUs, or whose GPUs need no programs of their vendor."""
+KERNEL_SETTINGS = {"vm/overcommit_memory": "1", "kernel/panic": "10", "kernel/panic_on_oops": "1"}
+"""Values that the kubelet requires (setupKernelTunables) and cannot set in a machine, where /proc/sys is read-only."""
+SPACE = {STATE: 1 << 29, MACHINE_ROOTS: 1 << 29, "/run": 16 << 20}
+"""Bytes that must be free: a driver root takes half a gigabyte, kubelets evict pods for lack of disk, and each pass
+writes some files in /run."""
+RELEASE = "/proc/sys/kernel/osrelease"
+MODULES = "/sys/module"
+
+
+@dataclass(frozen=True, slots=True)
+class HostDiagnosis:
+    """What `doctor` says about the host itself."""
+
+    findings: tuple[Finding, ...] = ()
+    """Faults that keep machines, kubelets or the service from running."""
+    drivers: tuple[DriverForPods, ...] = ()
+    """The drivers that pods get. Users choose pods' images by the drivers' versions."""
+    image: str = PLAIN_IMAGE
+    """The image in containerfiles/ that machines of this host need."""
+    remarks: tuple[str, ...] = ()
+    """What was refused, discarded or not understood, a sentence each. It may be as somebody wants it."""
+
+
+def diagnose_host(facts: Facts, config: Config, system: System) -> HostDiagnosis:
+    """Return the host's findings, the drivers for pods, and the machine image that its GPUs need."""
+    findings = (
+        *_template(facts),
+        *_service(config, system),
+        *_plain_roots(facts),
+        *_modules(facts, system),
+        *_space(system),
+        *(each for name, wanted in KERNEL_SETTINGS.items() for each in _setting(system, name, wanted)),
+    )
+    drivers = (host_vendor(each.vendor).driver_for_pods(each, system) for each in facts.vendors)
+    template = facts.template_device_allow
+    said = {template.why} if not isinstance(template, tuple) else set()
+    remarks = tuple(each for each in facts.all_problems() if each not in said)
+    return HostDiagnosis(findings, tuple(filter(None, drivers)), _image(facts), remarks)
+
+
+def loaded_modules(system: System) -> frozenset[str]:
+    """Return the names of the kernel's loaded modules; none if they cannot be listed."""
+    names = read_seen(system.entries, MODULES)
+    return frozenset(names) if isinstance(names, tuple) else frozenset()
+
+
+def _image(facts: Facts) -> str:
+    needed = {host_vendor(each.vendor).image for each in facts.vendors if each.gpus} - {PLAIN_IMAGE}
+    return " and ".join(sorted(needed)) or PLAIN_IMAGE
+
+
+def _template(facts: Facts) -> Iterator[Finding]:
+    template = facts.template_device_allow
+    if not isinstance(template, tuple):
+        yield Finding("no machine can start", template.why, ("apt install systemd-container",))
+
+
+def _service(config: Config, system: System) -> Iterator[Finding]:
+    effect = "nothing follows changes on the host, and no metrics are served"
+    match observe_units([SERVICE], system)[SERVICE].state:
+        case "active":
+            yield from _metrics(config, system)
+        case "activating" | "reloading":
+            return
+        case Unseen(why):
+            yield Finding(f"whether {SERVICE} runs is unknown", why, (f"systemctl status {SERVICE}",))
+        case Absent(why) | Broken(why):
+            yield Finding(effect, why, (START_SERVICE,))
+        case state:
+            log = f"journalctl -b -u {SERVICE} --no-pager -n 50"
+            yield Finding(effect, f"{SERVICE} is {state}", (START_SERVICE, log))
+
+
+def _metrics(config: Config, system: System) -> Iterator[Finding]:
+    port = int(config.metrics.address.rpartition(":")[2])
+    if _listens(port, system) is False:
+        yield Finding(
+            "the service runs, but serves no metrics",
+            f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})",
+            ("journalctl -u unbounded-agent --no-pager | grep -i 'cannot serve'", "systemctl restart unbounded-agent"),
+        )
+
+
+def _listens(port: int, system: System) -> Seen[bool]:
+    """Return whether a TCP socket of this network namespace listens on the port (proc_net_tcp.rst in the kernel)."""
+    found = False
+    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+        text = read_seen(system.read_text, path)
+        if isinstance(text, Absent) and path.endswith("6"):
+            # A kernel without IPv6.
+            continue
+        if not isinstance(text, str):
+            return text
+        fields = (line.split() for line in text.splitlines()[1:])
+        found |= any(len(each) > 3 and each[3] == "0A" and each[1].endswith(f":{port:04X}") for each in fields)
+    return found
+
+
+def _plain_roots(facts: Facts) -> Iterator[Finding]:
+    if not facts.plain_roots:
+        return
+    cause = "driver roots are plain directories, so root in one machine can change them for all others"
+    if LINKED in facts.staged_problems:
+        yield Finding(cause, LINKED, ("do what is written above while no machine is running",))
+        return
+    yield Finding(
+        cause,
+        f"driver roots {', '.join(map(str, facts.plain_roots))} are not mounts",
+        (
+            f"modprobe overlay && systemctl reset-failed '{mount_unit(HOST_NVIDIA)}'",
+            "stop all machines, then: unbounded-agent apply  # starts them again",
+        ),
+    )
+
+
+def _modules(facts: Facts, system: System) -> Iterator[Finding]:
+    """Yield GPUs whose driver the running kernel does not have: the kernel was upgraded, and the module not built."""
+    release = read_seen(system.read_text, RELEASE)
+    if not isinstance(release, str):
+        return
+    kernel = release.strip()
+    lists = [read_seen(system.read_text, f"/lib/modules/{kernel}/modules.{each}") for each in ("dep", "builtin")]
+    if not all(isinstance(each, str) for each in lists):
+        return
+    # Debian calls NVIDIA's file nvidia-current.ko.
+    known = {
+        re.split(r"\.ko|-current\.ko", each)[0] for each in re.findall(r"[^/\s:]+\.ko", "\n".join(map(str, lists)))
+    }
+    for vendor in facts.vendors:
+        drivers = host_vendor(vendor.vendor).drivers
+        unbound = [gpu.pci_address for gpu in vendor.gpus if not gpu.driver]
+        if vendor.driver_expected and unbound and drivers and not known & set(drivers):
+            yield Finding(
+                f"the running kernel has no module {' or '.join(drivers)} for GPU {', '.join(unbound)}",
+                f"/lib/modules/{kernel}/modules.dep does not name it",
+                (f"apt install linux-headers-{kernel} && dkms autoinstall -k {kernel}", f"modprobe {drivers[0]}"),
+            )
+
+
+def _space(system: System) -> Iterator[Finding]:
+    for path, wanted in SPACE.items():
+        try:
+            free = system.free_bytes(path)
+        except OSError:
+            # Missing, or not to be seen: passes report that.
+            continue
+        if free < wanted:
+            yield Finding(
+                f"the file system of {path} is nearly full",
+                f"{free >> 20} MiB are free, {wanted >> 20} MiB are needed",
+                (f"df -h {path}", f"du -xh --max-depth=2 {path} | sort -h | tail"),
+            )
+
+
+def _setting(system: System, name: str, wanted: str) -> Iterator[Finding]:
+    path, key = f"/proc/sys/{name}", name.replace("/", ".")
+    value = read_seen(system.read_text, path)
+    if not isinstance(value, str):
+        yield Finding(f"whether kubelets can start is unknown: cannot read {path}", value.why)
+    elif value.strip() != wanted:
+        yield Finding(
+            f"{key} is {value.strip()}, but kubelets in machines start only if it is {wanted}",
+            f"{path} contains {value.strip()}",
+            (f"echo '{key} = {wanted}' >> /etc/sysctl.d/90-kubelet.conf && sysctl --system",),
+        )

@@ -1,0 +1,123 @@
+"""Diagnoses machines from their conditions: symptoms, and the commands that fix each fault. Pure."""
+
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+
+from agent.cli.doctor.remedies import remedy
+from agent.cli.summary import causes
+from agent.host.outcome import MachineOutcome
+from agent.host.vendors import HOST_VENDORS, host_vendor
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.facts import Facts, VendorFacts
+from agent.model.reasons import Reason
+
+NOTABLE = frozenset(
+    {
+        Reason.RELOAD_NEEDED,
+        Reason.PARTLY_OTHER_VERSION,
+        Reason.PLAIN_COPY,
+        Reason.LAST_GOOD_SETTINGS,
+        Reason.GPU_DETACHED,
+    }
+)
+"""Reasons of True conditions that still ask for something. They are listed, but are no faults."""
+
+
+@dataclass(frozen=True, slots=True)
+class MachineFinding:
+    """One fault of a machine, with the conditions that show it."""
+
+    conditions: tuple[ConditionType, ...]
+    status: Status
+    reason: str
+    message: str
+    """The conditions' message: the evidence."""
+    symptoms: str = ""
+    """The symptoms that users see; empty if unknown."""
+    fix: tuple[str, ...] = ()
+
+    @property
+    def prevents_ready(self) -> bool:
+        return self.status is not Status.TRUE and any(each not in NOT_NEEDED_FOR_READY for each in self.conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The findings of one machine."""
+
+    machine: str
+    ready: Condition
+    findings: tuple[MachineFinding, ...]
+    """In the order in which a machine becomes ready: the first may be the cause of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What the commands for a machine's faults depend on."""
+
+    vendors: tuple[VendorFacts, ...] = ()
+    modules: Set[str] = frozenset()
+    """Names of the kernel's loaded modules."""
+    node: str = "NODE"
+    """The name of the machine's Node object."""
+
+
+def surroundings(facts: Facts, modules: Set[str], node: str) -> Surroundings:
+    """Return the surroundings of a machine. Vendors without a GPU on this host have no symptoms and no commands."""
+    return Surroundings(tuple(each for each in facts.vendors if each.gpus), modules, node or "NODE")
+
+
+NOWHERE = Surroundings()
+
+
+def diagnose(machine: MachineOutcome, around: Surroundings = NOWHERE) -> Diagnosis:
+    """Return the findings in the machine's conditions. Those with the same cause are one finding."""
+    notable = (each for each in machine.conditions if each.status is Status.TRUE and each.reason in NOTABLE)
+    groups = [*causes(machine.conditions), *((each,) for each in notable)]
+    if machine.ready.status is not Status.TRUE and not any(group[0].status is not Status.TRUE for group in groups):
+        # Ready may be False for a reason of its own, such as a host without GPUs.
+        groups.append((machine.ready,))
+    order = list(ConditionType)
+    groups.sort(key=lambda group: order.index(group[0].type))
+    findings = tuple(_finding(group, machine.name, around) for group in groups)
+    return Diagnosis(machine.name, machine.ready, findings)
+
+
+def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> MachineFinding:
+    first, kinds = group[0], tuple(each.type for each in group)
+    return MachineFinding(
+        kinds,
+        first.status,
+        first.reason,
+        first.message,
+        # An Unknown condition has no known symptoms.
+        _symptoms(kinds, first.reason, around) if first.status is Status.FALSE else "",
+        _fix(kinds[0], first.reason, machine, around),
+    )
+
+
+def _symptoms(kinds: Iterable[ConditionType], reason: str, around: Surroundings) -> str:
+    """Return the symptoms that vendors list for these conditions with this reason, or with any reason."""
+    vendors = [host_vendor(each.vendor) for each in around.vendors] or HOST_VENDORS
+    reported = [
+        text
+        for kind in kinds
+        for vendor in vendors
+        if (text := vendor.symptoms.get((kind, reason)) or vendor.symptoms.get((kind, "")))
+    ]
+    return "; ".join(dict.fromkeys(reported))
+
+
+def _fix(kind: ConditionType, reason: str, machine: str, around: Surroundings) -> tuple[str, ...]:
+    special: list[str] = []
+    for vendor in around.vendors:
+        special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, around.modules)
+    general = () if special and kind in REPLACED else remedy(kind, reason)
+    return tuple(
+        each.replace("{machine}", machine).replace("{node}", around.node)
+        for each in dict.fromkeys((*special, *general))
+    )
+
+
+REPLACED = frozenset({ConditionType.DRIVER_LOADED, ConditionType.LIBRARIES_PRESENT, ConditionType.DRIVER_ROOT_STAGED})
+"""Conditions about drivers: a vendor's own commands replace the general ones. Elsewhere they come first."""

@@ -1,0 +1,44 @@
+"""Removes secrets from texts that go to other people. Pure.
+
+It removes what is known to be secret by its form or by the name before it. It cannot know every secret: people should
+read a bundle before they send it.
+"""
+
+import re
+
+REMOVED = "[removed]"
+PATTERNS: tuple[tuple[re.Pattern[str], str], ...] = (
+    (re.compile(r"-----BEGIN ([A-Z ]+)-----.*?-----END \1-----", re.DOTALL), REMOVED),
+    # Bootstrap tokens (bootstrap-token-secret-format in Kubernetes' documentation): the part before the dot is public.
+    (re.compile(r"\b([a-z0-9]{6})\.[a-z0-9]{16}\b"), rf"\1.{REMOVED}"),
+    # JSON web tokens, such as those of service accounts (RFC 7519).
+    (re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*"), REMOVED),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.+/=~-]{8,}"), rf"\1 {REMOVED}"),
+    (re.compile(r"(\w+://[^/\s:@]*):[^/\s@]+@"), rf"\1:{REMOVED}@"),
+    (
+        re.compile(
+            r"""(?ix)
+            ([\w.-]*(?:password|passwd|secret|token|credential|api[_-]?key|private[_-]?key|key[_-]data)[\w.-]*)
+            (["']?\s*[=:]\s*)
+            ("(?:[^"\\]|\\.)*"|'[^']*'|[^\s,;}\]]+)
+            """
+        ),
+        rf"\1\2{REMOVED}",
+    ),
+)
+"""What is removed, with its replacement."""
+NAMES_FILE = re.compile(r"(?i)(?:file|path|directory)$")
+PATH = re.compile(r"""^["']?/[^\s]*$""")
+"""The path of a file with a secret is none, but a secret may begin with a slash: the name before it decides."""
+
+
+def redacted(text: str) -> str:
+    """Return the text without secrets."""
+    for pattern, replacement in PATTERNS[:-1]:
+        text = pattern.sub(replacement, text)
+    pattern, replacement = PATTERNS[-1]
+
+    def replace(match: re.Match[str]) -> str:
+        return match[0] if NAMES_FILE.search(match[1]) and PATH.match(match[3]) else match.expand(replacement)
+
+    return pattern.sub(replace, text)

@@ -1,0 +1,185 @@
+"""The commands that fix the faults that conditions report, for all vendors. Pure.
+
+Vendors have their own for what concerns their drivers (HostVendor.remedies).
+"""
+
+from collections.abc import Mapping
+
+from agent.model.conditions import ConditionType
+from agent.model.reasons import Reason
+
+RESTART = "unbounded-agent restart {machine} --kubeconfig FILE  # moves its pods away first"
+REPORT = "journalctl -M {machine} -b -u unbounded-agent-gpu --no-pager -n 50"
+SERVICE_LOG = "journalctl -u unbounded-agent -p warning --since -1h --no-pager"
+KERNEL_LOG = "dmesg --level=emerg,alert,crit,err,warn | tail -n 50"
+APPLY = "unbounded-agent apply"
+SHELL = "machinectl shell {machine}  # then, in the machine:"
+PLUGIN_PODS = "kubectl get pods -A -o wide --field-selector spec.nodeName={node}  # find the plugin's pod"
+PLUGIN_RESTART = "kubectl -n NAMESPACE delete pod POD  # its DaemonSet makes it again"
+RESTART_SETTING = "machines.{machine}.restart_device_plugin = true lets the agent do that from now on"
+KUBELET_LOG = "journalctl -M {machine} -b -u kubelet --no-pager -n 50"
+SAME_RELEASE = "build the machine's image from the agent's release: docs/install.md"
+
+REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
+    (None, Reason.OBSERVATION_FAILED): ("sudo unbounded-agent doctor  # as root, if you were not", SERVICE_LOG),
+    (None, Reason.INTERNAL_ERROR): (SERVICE_LOG, "report the traceback as a bug"),
+    (None, Reason.NO_REPORT): ("unbounded-agent status {machine} --wait=120  # while it boots", REPORT, SAME_RELEASE),
+    (None, Reason.BAD_REPORT): (SAME_RELEASE,),
+    (None, Reason.HANDOFF_PENDING): ("unbounded-agent status {machine} --wait=120", REPORT),
+    (None, Reason.REPORT_STALE): (SHELL, "systemctl restart unbounded-agent-gpu.timer unbounded-agent-gpu.service"),
+    (None, Reason.NOT_REPORTED): (SAME_RELEASE,),
+    (None, Reason.MACHINE_NOT_RUNNING): ("machinectl start {machine}",),
+    (None, Reason.NO_SUCH_MACHINE): (
+        "ls -ld /var/lib/machines/{machine}",
+        "unbounded-agent up {machine}  # if it has a table [machines.{machine}.node]; else unpack an image there",
+    ),
+    (None, Reason.FAILED): (REPORT,),
+    (None, Reason.NOT_STAGED): (APPLY, "df -h /var/lib/unbounded-agent  # if that fails"),
+    (None, Reason.FOREIGN_FILE): ("move away the file that is named above, then:", APPLY),
+    (None, Reason.GPU_DETACHED): ("unbounded-agent gpus", "unbounded-agent gpus attach PCI-ADDRESS"),
+    (None, Reason.GPU_LOST): (
+        "lspci -D | grep -Ei 'vga|3d|display'",
+        KERNEL_LOG,
+        "unbounded-agent gpus forget PCI-ADDRESS  # only if it is gone for good",
+    ),
+    (None, Reason.NO_CONTAINERD): (SAME_RELEASE, "or install containerd in the image"),
+    (None, Reason.NO_GPU): ("lspci -D | grep -Ei 'vga|3d|display'", "unset machines.{machine}.require_gpus"),
+    (None, Reason.NO_GPU_GRANTED): ("unbounded-agent gpus  # shows which driver each one has",),
+    (None, Reason.SETTLING): (SERVICE_LOG,),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): ("modprobe DRIVER, as named above", KERNEL_LOG),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): ("reinstall the driver's packages, then: systemctl reboot",),
+    (ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER): ("lspci -Dk | grep -A3 -Ei 'vga|3d|display'",),
+    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("udevadm settle", KERNEL_LOG),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND): (
+        "unbounded-agent gpus  # those that the host has, and those that it lost",
+        "correct machines.{machine}.gpus, then: systemctl reload unbounded-agent",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_FALLEN_OFF_BUS): (
+        "unbounded-agent stop {machine} --kubeconfig FILE",
+        "systemctl reboot  # if it happens again: power, seating, firmware",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (
+        "lspci -Dk | grep -A3 -Ei 'vga|3d|display'",
+        KERNEL_LOG,
+    ),
+    (ConditionType.GPUS_COMPLETE, Reason.RECORD_DAMAGED): (
+        "lspci -D | grep -Ei 'vga|3d|display'  # is one missing?",
+        "unbounded-agent gpus forget",
+    ),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_TO_STAGE): ("see LibrariesPresent",),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS): ("see LibrariesPresent",),
+    (ConditionType.DRIVER_ROOT_STAGED, Reason.NOT_MOUNTED): (
+        "systemctl --failed --type=mount",
+        "modprobe overlay && systemctl reset-failed",
+        APPLY,
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
+        "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.STOPPED): ("machinectl start {machine}",),
+    (ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED): (
+        "systemctl status unbounded-agent-prepare@{machine}  # waits for a late driver",
+        "machinectl start {machine}",
+    ),
+    (ConditionType.MACHINE_RUNNING, Reason.NOT_RUNNING): (
+        "journalctl -b -u systemd-nspawn@{machine} -u unbounded-agent-prepare@{machine} --no-pager -n 50",
+        "systemctl reset-failed systemd-nspawn@{machine} && machinectl start {machine}",
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.MACHINE_RESTART_NEEDED): (RESTART,),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_GIVEN): (SERVICE_LOG, RESTART),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_WITHDRAWN): ("unbounded-agent gpus holders", REPORT),
+    (ConditionType.DEVICES_ALLOWED, Reason.WRONG_NODE): (APPLY, SERVICE_LOG),
+    (ConditionType.DEVICES_ALLOWED, Reason.NOT_PERMITTED): (
+        APPLY,
+        "systemctl show -p DeviceAllow systemd-nspawn@{machine}  # if that does not help: EPERM",
+        "ls -l the node  # EACCES",
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN): (RESTART,),
+    (ConditionType.DEVICES_ALLOWED, Reason.NO_DRIVER): (KERNEL_LOG, "load the GPUs' kernel module on the host"),
+    (ConditionType.DEVICES_ALLOWED, Reason.GPU_FAILED): (
+        KERNEL_LOG,
+        "unbounded-agent gpus holders",
+        "systemctl reboot",
+    ),
+    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_TIMED_OUT): (KERNEL_LOG, "systemctl reboot"),
+    (ConditionType.DEVICES_ALLOWED, Reason.OPEN_FAILED): (KERNEL_LOG,),
+    (ConditionType.LIBRARIES_LINKED, Reason.CONFLICT): (
+        SHELL,
+        "dpkg -S FILE  # the file named above; remove its package",
+    ),
+    (ConditionType.LIBRARIES_LINKED, Reason.NOT_IN_LOADER_CACHE): (
+        SHELL,
+        "echo DIRECTORY > /etc/ld.so.conf.d/unbounded-agent.conf && ldconfig",
+    ),
+    (ConditionType.LIBRARIES_LINKED, Reason.SHADOWED): (SHELL, "rm FILE && ldconfig  # the file named above"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.GPU_MISSING): (KERNEL_LOG,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.PARTITION_MISSING): (KERNEL_LOG,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.GENERATION_FAILED): (REPORT,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.SPEC_REFUSED): (REPORT,),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.NO_DRIVER_ROOT): ("see DriverRootStaged",),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.SHADOWED): (SHELL, "stop what writes the file named above, then remove it"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.NAMES_COLLIDE): (
+        SHELL,
+        "stop what writes the file named above, then remove it",
+    ),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.RUNTIME_BLOCKED): (SHELL, "rm FILE  # the file named above"),
+    (ConditionType.CDI_SPEC_CURRENT, Reason.UNKNOWN_VENDOR): (SAME_RELEASE,),
+    (ConditionType.RUNTIME_CONFIGURED, Reason.READ_BACK_FAILED): (SHELL, "containerd config dump > /dev/null", REPORT),
+    (ConditionType.RUNTIME_CONFIGURED, Reason.NO_HANDLER): (SAME_RELEASE,),
+    (ConditionType.RUNTIME_ACTIVE, Reason.OTHER_CONFIGURATION): (
+        SHELL,
+        "systemctl edit --full containerd  # remove --config, then: systemctl restart containerd",
+    ),
+    (ConditionType.RUNTIME_ACTIVE, Reason.FAILED): ("journalctl -M {machine} -b -u containerd --no-pager -n 50",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_CONFIGURED): ("see RuntimeConfigured",),
+    (ConditionType.RUNTIME_ACTIVE, Reason.NOT_STARTED): (SHELL, "systemctl status containerd"),
+    (ConditionType.VALIDATION_MARKERS_SET, Reason.NOT_PROVEN): ("see the condition named above",),
+    (ConditionType.GPUS_ADVERTISED, Reason.NO_KUBELET): (
+        "unbounded-agent up {machine}  # or install the kubelet yourself",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.KUBELET_DOWN): (KUBELET_LOG,),
+    (ConditionType.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN): (
+        "unbounded-agent kube manifests runtime-class device-plugin | kubectl apply -f -",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.NOT_PUBLISHED): ("see CDISpecCurrent",),
+    (ConditionType.GPUS_ADVERTISED, Reason.BAD_CHECKPOINT): (KUBELET_LOG, PLUGIN_PODS, PLUGIN_RESTART),
+    (ConditionType.GPUS_ADVERTISED, Reason.UNKNOWN_IDS): ("kubectl describe node {node}  # see Allocatable",),
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_DOWN): (
+        PLUGIN_PODS,
+        "kubectl -n NAMESPACE logs POD --previous",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.NOT_REGISTERED): (PLUGIN_PODS, "kubectl -n NAMESPACE logs POD", KUBELET_LOG),
+    (ConditionType.GPUS_ADVERTISED, Reason.GPUS_MISSING): (
+        PLUGIN_PODS,
+        "kubectl -n NAMESPACE logs POD",
+        PLUGIN_RESTART,
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_RESTART_NEEDED): (
+        PLUGIN_PODS,
+        PLUGIN_RESTART,
+        RESTART_SETTING,
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.PLUGIN_SPEC_OUTDATED): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+    (ConditionType.GPUS_ADVERTISED, Reason.STALE_GPUS): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+    (ConditionType.NODE_CONDITION_SET, Reason.NOT_TRIED): (
+        SHELL,
+        "systemctl status unbounded-agent-node-condition.timer",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECTL): ("install kubectl in the image",),
+    (ConditionType.NODE_CONDITION_SET, Reason.KUBELET_NOT_RUNNING): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECONFIG): ("give the kubelet --kubeconfig with an absolute path",),
+    (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (SHELL, "hostnamectl hostname NAME"),
+    (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
+        "kubectl auth can-i patch nodes/status --as=system:node:{node}",
+    ),
+    (ConditionType.NODE_CONDITION_SET, Reason.API_UNREACHABLE): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.BAD_DOCUMENT): (SAME_RELEASE,),
+    (ConditionType.NODE_CONDITION_SET, Reason.AGENT_SILENT): ("systemctl enable --now unbounded-agent",),
+}
+"""By condition and reason; None means any condition that has no entry of its own."""
+
+
+def remedy(kind: ConditionType, reason: str) -> tuple[str, ...]:
+    """Return the commands, with `{machine}` and `{node}` in them; none if there is nothing to do but wait."""
+    return REMEDIES.get((kind, reason)) or REMEDIES.get((None, reason)) or ()

@@ -1,0 +1,141 @@
+"""Renders diagnoses for people and for programs. Pure."""
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from agent.cli.doctor.host import HostDiagnosis
+from agent.cli.doctor.machines import Diagnosis, MachineFinding
+from agent.cli.summary import WIDTH
+from agent.host.outcome import NO_MACHINES
+from agent.model.conditions import Status
+from agent.model.finding import Finding
+from agent.vendors.host_vendor import DriverForPods
+
+STATES = {Status.TRUE: "ready", Status.FALSE: "not ready"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterDiagnosis:
+    """What `doctor` says about a cluster."""
+
+    findings: tuple[Finding, ...] = ()
+    unknown: tuple[str, ...] = ()
+    """What the kubeconfig's user may not read, or what failed; a sentence each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that `doctor` found."""
+
+    machines: tuple[Diagnosis, ...]
+    host: HostDiagnosis
+    cluster: ClusterDiagnosis | None = None
+    """None if nobody asked for it."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether every machine is ready, and neither host nor cluster has a finding."""
+        cluster = self.cluster or ClusterDiagnosis()
+        ready = all(each.ready.status is Status.TRUE for each in self.machines)
+        return ready and not (self.host.findings or cluster.findings or cluster.unknown)
+
+
+def in_words(report: Report, width: int = WIDTH) -> Iterator[str]:
+    """Yield the report as lines for people."""
+    host, cluster = report.host, report.cluster
+    yield "host:" if host.findings else "host: no fault found"
+    yield from _findings(host.findings, width)
+    if not report.machines:
+        yield NO_MACHINES
+    for diagnosis in report.machines:
+        state = STATES.get(diagnosis.ready.status, "readiness unknown")
+        yield f"{diagnosis.machine}: {state}: {diagnosis.ready.reason}"
+        for finding in diagnosis.findings:
+            yield from _machine_finding(finding, width)
+    if cluster is not None:
+        yield "cluster:" if cluster.findings or cluster.unknown else "cluster: no fault found"
+        yield from _findings(cluster.findings, width)
+        for each in cluster.unknown:
+            yield from _paragraph("  - unknown: ", each, width)
+    for each in host.remarks:
+        yield from _paragraph("note: ", each, width)
+    for driver in host.drivers:
+        yield f"driver for pods: {_driver(driver)}"
+    yield f"image for machines of this host: containerfiles/{host.image}"
+
+
+def _findings(findings: Iterable[Finding], width: int) -> Iterator[str]:
+    for each in findings:
+        yield from _paragraph("  - ", each.cause, width)
+        if each.evidence:
+            yield from _paragraph("    evidence: ", each.evidence, width)
+        yield from _fix(each.fix)
+
+
+def _machine_finding(finding: MachineFinding, width: int) -> Iterator[str]:
+    aside = "" if finding.prevents_ready else " (not needed for Ready)"
+    yield from _paragraph("  - ", f"{', '.join(finding.conditions)}: {finding.status}, {finding.reason}{aside}", width)
+    yield from _paragraph("    evidence: ", finding.message, width)
+    if finding.symptoms:
+        yield from _paragraph("    symptoms: ", finding.symptoms, width)
+    yield from _fix(finding.fix)
+
+
+def _fix(commands: Sequence[str]) -> Iterator[str]:
+    """Yield each command on a line of its own, however long it is: users copy it."""
+    for heading, command in zip(("    fix:      ", *[" " * 14] * len(commands)), commands, strict=False):
+        yield f"{heading}{command}"
+
+
+def _paragraph(heading: str, text: str, width: int) -> Iterator[str]:
+    indent = " " * min(len(heading), 14)
+    yield from textwrap.wrap(
+        text,
+        width,
+        initial_indent=heading,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _driver(driver: DriverForPods) -> str:
+    interfaces = "".join(f", {name} {version}" for name, version in driver.interfaces.items())
+    unknown = f"; API version unknown: {driver.unknown}" if driver.unknown else ""
+    return f"{driver.vendor} {driver.version}{interfaces}{unknown}"
+
+
+def as_object(report: Report) -> dict[str, object]:
+    """Return the report for programs (docs/json.md)."""
+    cluster = report.cluster
+    return {
+        "sound": report.sound,
+        "host": [asdict(each) for each in report.host.findings],
+        "notes": report.host.remarks,
+        "drivers": [asdict(each) for each in report.host.drivers],
+        "image": report.host.image,
+        "machines": {
+            each.machine: {
+                "ready": each.ready.status,
+                "reason": each.ready.reason,
+                "findings": [_object(finding) for finding in each.findings],
+            }
+            for each in report.machines
+        },
+        "cluster": None
+        if cluster is None
+        else {"findings": [asdict(each) for each in cluster.findings], "unknown": cluster.unknown},
+    }
+
+
+def _object(finding: MachineFinding) -> dict[str, object]:
+    return {
+        "conditions": finding.conditions,
+        "status": finding.status,
+        "reason": finding.reason,
+        "message": finding.message,
+        "looksLike": finding.symptoms,
+        "fix": finding.fix,
+        "preventsReady": finding.prevents_ready,
+    }

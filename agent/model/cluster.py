@@ -1,0 +1,94 @@
+"""What `unbounded-agent doctor --kubeconfig` reads of a cluster: objects as the API server writes them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, TypeAlias
+
+KubernetesObject: TypeAlias = Mapping[str, Any]
+"""Of Kubernetes' API, which may leave out every key that is used here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """The objects that matter for the machines' nodes. What could not be read is empty, and named in `unknown`."""
+
+    nodes: Sequence[KubernetesObject] = ()
+    pods: Sequence[KubernetesObject] = ()
+    """Pods on these nodes, and pods that wait for a node."""
+    daemon_sets: Sequence[KubernetesObject] = ()
+    events: Sequence[KubernetesObject] = ()
+    """Those of type Warning."""
+    logs: Mapping[str, str] = field(default_factory=dict)
+    """The ends of the logs of containers that failed, by `NAMESPACE/POD`."""
+    unknown: tuple[str, ...] = ()
+    """What could not be read, a sentence each."""
+    now: float = 0.0
+    """When it was read, in seconds since the epoch."""
+
+
+def name(item: KubernetesObject) -> str:
+    """Return `NAMESPACE/NAME`, or only the name of an object without a namespace."""
+    metadata = item.get("metadata") or {}
+    return "/".join(each for each in (metadata.get("namespace"), metadata.get("name")) if each)
+
+
+def labels(item: KubernetesObject) -> Mapping[str, str]:
+    """Return the object's labels."""
+    return (item.get("metadata") or {}).get("labels") or {}
+
+
+def pod_spec(item: KubernetesObject) -> KubernetesObject:
+    """Return the spec of a pod, or of the pods that a DaemonSet makes."""
+    spec = item.get("spec") or {}
+    return (spec.get("template") or {}).get("spec") or {} if "template" in spec else spec
+
+
+def containers(item: KubernetesObject) -> Iterator[KubernetesObject]:
+    """Yield the containers of a pod or a DaemonSet, without its init containers."""
+    yield from pod_spec(item).get("containers") or ()
+
+
+def environment(container: KubernetesObject) -> Mapping[str, str]:
+    """Return the container's variables with a value."""
+    return {
+        each["name"]: each["value"] for each in container.get("env") or () if each.get("name") and each.get("value")
+    }
+
+
+def limits(item: KubernetesObject) -> Mapping[str, str]:
+    """Return the resources of all containers of a pod."""
+    return {
+        key: str(value)
+        for each in containers(item)
+        for key, value in ((each.get("resources") or {}).get("limits") or {}).items()
+    }
+
+
+def statuses(pod: KubernetesObject, *, init: bool = False) -> Iterator[KubernetesObject]:
+    """Yield the statuses of the pod's containers, or of its init containers."""
+    yield from (pod.get("status") or {}).get("initContainerStatuses" if init else "containerStatuses") or ()
+
+
+def said(pod: KubernetesObject) -> Iterator[str]:
+    """Yield what the kubelet says about the pod's containers, and why they wait or ended."""
+    for each in (*statuses(pod, init=True), *statuses(pod)):
+        for key in ("state", "lastState"):
+            for state in (each.get(key) or {}).values():
+                yield from (text for text in ((state or {}).get("reason"), (state or {}).get("message")) if text)
+
+
+def crashes(pod: KubernetesObject) -> bool:
+    """Return whether a container of the pod keeps failing."""
+    waiting = (((each.get("state") or {}).get("waiting") or {}) for each in (*statuses(pod), *statuses(pod, init=True)))
+    return any(
+        each.get("reason") in ("CrashLoopBackOff", "RunContainerError", "CreateContainerError") for each in waiting
+    )
+
+
+def seconds(time: object) -> float:
+    """Return a time of Kubernetes' API in seconds since the epoch; 0 if there is none."""
+    try:
+        return datetime.fromisoformat(str(time).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0

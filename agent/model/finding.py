@@ -1,0 +1,15 @@
+"""One fault as `unbounded-agent doctor` describes it."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A fault with its cause, the evidence for it, and what fixes it."""
+
+    cause: str
+    """A sentence without a full stop."""
+    evidence: str = ""
+    """What was observed: a file with its content, or what a program said."""
+    fix: tuple[str, ...] = ()
+    """Commands in the order in which to run them, each perhaps with a comment after `  #`; or sentences."""

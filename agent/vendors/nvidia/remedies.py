@@ -1,0 +1,105 @@
+"""The commands that fix faults of NVIDIA's driver on the host. Pure."""
+
+from collections.abc import Mapping, Set
+
+from agent.model.conditions import ConditionType
+from agent.model.facts import VendorFacts
+from agent.model.reasons import Reason
+from agent.vendors.nvidia.grant import wrong_driver
+
+UNLOAD_ORDER = ("nvidia_fs", "nvidia_peermem", "nvidia_drm", "nvidia_modeset", "nvidia_uvm", "nvidia")
+"""Each module before those that it uses: modinfo's `depends` of NVIDIA's open kernel modules."""
+DAEMONS = ("nvidia-persistenced", "nvidia-fabricmanager", "nvidia-dcgm")
+"""Services that keep GPUs open. Those that are not installed make no difference to `systemctl stop`."""
+LOAD = "modprobe -a nvidia nvidia_uvm"
+FABRIC_LOG = "journalctl -b -u nvidia-fabricmanager --no-pager -n 50"
+REINSTALL = "apt install --reinstall libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH"
+
+FIXED: Mapping[tuple[ConditionType, str], tuple[str, ...]] = {
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): (
+        LOAD,
+        "dmesg | grep -iE 'nvidia|nvrm|key was rejected'  # if that fails",
+        "mokutil --sb-state  # a rejected key: Secure Boot wants a signed module",
+        "dkms autoinstall -k $(uname -r)  # if there is no module for this kernel: needs its linux-headers package",
+    ),
+    (ConditionType.DRIVER_LOADED, Reason.MODULE_BROKEN): (
+        "apt install --reinstall nvidia-kernel-dkms  # Ubuntu: nvidia-dkms-BRANCH",
+        "systemctl reboot",
+    ),
+    (ConditionType.DEVICES_PRESENT, Reason.NODES_MISSING): ("nvidia-smi", "nvidia-modprobe -u -c 0  # for each number"),
+    (ConditionType.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): (LOAD, "dmesg | grep -iE 'nvidia|nvrm'"),
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): (
+        "apt install libcuda1 libnvidia-ml1 && ldconfig  # Ubuntu: libnvidia-compute-BRANCH",
+        "or set driver.root or driver.library_directories: docs/drivers/roots.md",
+    ),
+    (ConditionType.LIBRARIES_PRESENT, Reason.NOT_IN_CONFIGURED_PLACE): (
+        "correct the key that is named above, then: systemctl reload unbounded-agent",
+    ),
+    (ConditionType.LIBRARIES_PRESENT, Reason.LIBRARIES_BROKEN): (REINSTALL,),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STARTING): (FABRIC_LOG,),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_STUCK): (FABRIC_LOG, "systemctl restart nvidia-fabricmanager"),
+    (ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): (
+        "systemctl enable --now nvidia-fabricmanager",
+        FABRIC_LOG,
+    ),
+    (ConditionType.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): (
+        "systemctl enable --now nvidia-persistenced",
+        "nvidia-smi -pm 1  # instead, only until the next boot",
+    ),
+}
+
+
+def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[str]) -> tuple[str, ...]:
+    """Return the commands for this fault; none if it is not about this driver. `modules` are loaded kernel modules."""
+    version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
+    match kind, reason:
+        case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH | Reason.RELOAD_NEEDED:
+            return reload_driver(modules)
+        case ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS:
+            return reload_driver(modules)
+        case ConditionType.LIBRARIES_PRESENT, Reason.PARTLY_OTHER_VERSION:
+            return (REINSTALL,)
+        case ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING:
+            return _install_fabric_manager(version)
+        case ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER:
+            return _blacklist(sorted({gpu.driver for gpu in wrong_driver(facts.gpus)}))
+        case ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND:
+            return _look_for_uuids(facts)
+        case _:
+            return FIXED.get((kind, reason), ())
+
+
+def reload_driver(modules: Set[str]) -> tuple[str, ...]:
+    """Return how to load the installed driver's modules in place of the loaded ones."""
+    loaded = [each for each in UNLOAD_ORDER if each in modules] or ["nvidia_uvm", "nvidia"]
+    return (
+        "unbounded-agent gpus holders  # stop or drain all users first: machines, containers, a display",
+        f"systemctl stop {' '.join(DAEMONS)}",
+        f"rmmod {' '.join(loaded)}  # in this order",
+        f"modprobe -a {' '.join(reversed(loaded))}",
+        f"systemctl start {' '.join(DAEMONS)}  # those that ran before",
+        "systemctl reboot  # instead, if a module stays in use",
+    )
+
+
+def _install_fabric_manager(version: str) -> tuple[str, ...]:
+    branch = version.partition(".")[0] or "BRANCH"
+    return (
+        f"apt install nvidia-fabricmanager-{branch}  # exactly version {version or 'of the driver'}",
+        "systemctl enable --now nvidia-fabricmanager",
+    )
+
+
+def _blacklist(drivers: list[str]) -> tuple[str, ...]:
+    return (
+        *(f"echo 'blacklist {each}' >> /etc/modprobe.d/blacklist-gpu.conf" for each in drivers),
+        "update-initramfs -u  # RPM-based hosts: dracut --force",
+        "systemctl reboot",
+    )
+
+
+def _look_for_uuids(facts: VendorFacts) -> tuple[str, ...]:
+    unknown = [gpu.pci_address for gpu in facts.gpus if gpu.driver and not gpu.uuid]
+    if not unknown:
+        return ()
+    return (f"nvidia-smi -L  # initialises {', '.join(unknown)}, whose UUID is not known yet",)

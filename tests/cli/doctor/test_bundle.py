@@ -1,0 +1,119 @@
+"""The archive has what helps, within limits, and no secret."""
+
+import io
+import json
+import stat
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from agent.cli.doctor import bundle
+from agent.cli.doctor.command import doctor
+from agent.cli.doctor.redaction import REMOVED, redacted
+from agent.model.paths import CONFIG_FILE
+from agent.system.process import Completed
+from tests.cli.doctor.test_doctor import answer_of_libcuda
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+TOKEN = "abcdef.0123456789abcdef"
+KEY = "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----"
+
+
+class Journal(dict[tuple[str, ...], Completed]):
+    """Answers every command that has no answer of its own."""
+
+    def __init__(self, known: dict[tuple[str, ...], Completed], text: str) -> None:
+        super().__init__(known)
+        self.text = text
+
+    def __contains__(self, argv: object) -> bool:
+        return True
+
+    def __missing__(self, argv: tuple[str, ...]) -> Completed:
+        if argv[0] == "lspci":
+            raise FileNotFoundError(argv[0])
+        return Completed(0, f"{' '.join(argv)}\n{self.text}\n".encode(), b"")
+
+
+@pytest.fixture
+def seeded(gpu_host: Host) -> Host:
+    """A host with a secret wherever one may be."""
+    answer_of_libcuda(gpu_host, "12040\n")
+    gpu_host.bus.unit("unbounded-agent.service")
+    gpu_host.file(CONFIG_FILE, f'[machines.gpu-node]\npod_environment.X_PASSWORD = "hunter2"\n# {TOKEN}\n')
+    gpu_host.file("/proc/cmdline", "root=/dev/vda1 registry_token=s3cr3tvalue quiet\n")
+    gpu_host.runner.answers = Journal(gpu_host.runner.answers, f"joined with {TOKEN}\n{KEY}")
+    return gpu_host
+
+
+def written(host: Host) -> dict[str, str]:
+    assert doctor(reconciler(host), bundle="/root/b.tar.gz") == 0
+    place = Path(f"{host.root}/root/b.tar.gz")
+    assert stat.S_IMODE(place.stat().st_mode) == 0o600
+    with tarfile.open(fileobj=io.BytesIO(place.read_bytes())) as archive:
+        files = {member.name: archive.extractfile(member) for member in archive.getmembers()}
+        return {name.removeprefix("unbounded-agent/"): file.read().decode() for name, file in files.items() if file}
+
+
+def test_what_is_in_it(seeded: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    files = written(seeded)
+    assert {"version.txt", "doctor.txt", "plan.txt", f"machines/{MACHINE}/kubelet.log", f"files{CONFIG_FILE}"} <= set(
+        files
+    )
+    assert json.loads(files["status.json"])["machines"][MACHINE]["ready"] == "False"
+    assert json.loads(files["doctor.json"])["version"] == 1
+    assert "registry_token=" in files["files/proc/cmdline"]
+    assert "commands/lspci: lspci -Dnnk: not found" in files["left-out.txt"]
+    printed = capsys.readouterr().out
+    assert printed.startswith("/root/b.tar.gz is written; ")
+    assert "Read it before you send it." in printed
+
+
+def test_it_has_no_secret(seeded: Host) -> None:
+    text = "\n".join(written(seeded).values())
+    assert REMOVED in text
+    assert [each for each in ("hunter2", TOKEN, "s3cr3tvalue", "MIIEow") if each in text] == []
+
+
+def test_its_size_is_limited(seeded: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "FILE_LIMIT", 100)
+    monkeypatch.setattr(bundle, "TOTAL_LIMIT", 1000)
+    files = written(seeded)
+    assert max(len(text) for name, text in files.items() if name != "left-out.txt") <= 100
+    assert sum(len(text) for name, text in files.items() if name != "left-out.txt") <= 1000
+    assert "what would follow: the archive is limited" in files["left-out.txt"]
+
+
+@pytest.mark.parametrize(
+    ("text", "secret"),
+    [
+        (f"token: {TOKEN}", "0123456789abcdef"),
+        ('password = "a b c"', "a b c"),
+        ("client-key-data: LS0tLS1CRUdJTg==", "LS0t"),
+        ('{"apiKey": "xyz"}', "xyz"),
+        ("password=/x9Zk3Qe+", "x9Zk3Qe"),
+        ("Authorization: Bearer abc.def-ghi_jkl", "abc.def"),
+        ("https://user:pass@registry.example/image", "pass@"),
+        ("eyJhbGciOiJSUzI1NiIs.eyJpc3MiOiJrdWJl.c2lnbmF0dXJl", "c2lnbm"),
+        (KEY, "MIIEow"),
+    ],
+)
+def test_secrets_are_removed(text: str, secret: str) -> None:
+    assert secret not in redacted(text)
+    assert REMOVED in redacted(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'bootstrap_token_file = "/etc/unbounded-agent/token"',
+        "libcuda.so.550.163.01 => /usr/lib/x86_64-linux-gnu/libcuda.so.550.163.01",
+        "GPU-5e1f0a8c-0000-4000-8000-000000000000 0000:01:00.0",
+        "https://registry.example:5000/image@sha256:0123456789abcdef",
+        "2026-11-23T04:00:00Z unbounded-agent[1]: pass ended",
+    ],
+)
+def test_other_texts_stay(text: str) -> None:
+    assert redacted(text) == text

@@ -1,0 +1,84 @@
+"""Faults of the host that no condition shows: each is seeded and found, and a sound host has none."""
+
+import errno
+import os
+
+import pytest
+
+from agent.cli.doctor.command import doctor, examine
+from agent.cli.doctor.host import SERVICE, diagnose_host
+from agent.config.settings import Config
+from agent.model.facts import PciDevice
+from agent.model.finding import Finding
+from tests.cli.doctor.test_doctor import answer_of_libcuda
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+EMPTY = Config(machines={})
+SOCKETS = "  sl  local_address rem_address   st tx_queue\n   0: 0100007F:{port:04X} 00000000:0000 {state} 0:0\n"
+KERNEL = "6.12.0-1-amd64"
+
+
+@pytest.fixture
+def sound(gpu_host: Host) -> Host:
+    gpu_host.bus.unit(SERVICE)
+    for name, value in (("vm/overcommit_memory", "1"), ("kernel/panic", "10"), ("kernel/panic_on_oops", "1")):
+        gpu_host.file(f"/proc/sys/{name}", f"{value}\n")
+    gpu_host.file("/proc/net/tcp", SOCKETS.format(port=9788, state="0A"))
+    gpu_host.file("/proc/sys/kernel/osrelease", f"{KERNEL}\n")
+    gpu_host.file(f"/lib/modules/{KERNEL}/modules.dep", "updates/dkms/nvidia-current.ko.xz:\nkernel/i915.ko:\n")
+    gpu_host.file(f"/lib/modules/{KERNEL}/modules.builtin", "kernel/drivers/gpu/drm/simpledrm.ko\n")
+    answer_of_libcuda(gpu_host, "12040\n")
+    return gpu_host
+
+
+def found(host: Host) -> tuple[Finding, ...]:
+    return diagnose_host(reconciler(host).preview()[0], EMPTY, host).findings
+
+
+def test_a_sound_host_has_no_finding(sound: Host) -> None:
+    assert found(sound) == ()
+
+
+@pytest.mark.parametrize("sockets", [SOCKETS.format(port=9787, state="0A"), SOCKETS.format(port=9788, state="01")])
+def test_a_service_that_serves_no_metrics(sound: Host, sockets: str) -> None:
+    sound.file("/proc/net/tcp", sockets)
+    (finding,) = found(sound)
+    assert finding.cause == "the service runs, but serves no metrics"
+    assert "9788" in finding.evidence
+    sound.file("/proc/net/tcp6", SOCKETS.format(port=9788, state="0A"))
+    assert found(sound) == ()
+
+
+def test_sockets_that_cannot_be_listed_are_no_fault(sound: Host) -> None:
+    sound.failing["/proc/net/tcp"] = PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/proc/net/tcp")
+    assert found(sound) == ()
+
+
+def test_a_kernel_for_which_the_driver_was_not_built(sound: Host) -> None:
+    sound.pci = tuple(PciDevice(each.address, 0x10DE, 0x2330, 0x030200) for each in sound.pci)  # type: ignore[union-attr]
+    assert found(sound) == (), "the module is there, so loading it is enough: DriverLoaded says so"
+    sound.file(f"/lib/modules/{KERNEL}/modules.dep", "kernel/i915.ko:\nkernel/nvidiafb.ko:\n")
+    (finding,) = found(sound)
+    assert finding.cause.startswith("the running kernel has no module nvidia for GPU 0000:01:00.0")
+    assert finding.fix[0] == f"apt install linux-headers-{KERNEL} && dkms autoinstall -k {KERNEL}"
+
+
+def test_a_full_disk(sound: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sound, "free_bytes", lambda path: 5 << 20 if path == "/run" else 1 << 40)
+    (finding,) = found(sound)
+    assert (finding.cause, finding.evidence) == (
+        "the file system of /run is nearly full",
+        "5 MiB are free, 16 MiB are needed",
+    )
+
+
+def test_what_was_refused_is_a_note_and_no_fault(sound: Host, capsys: pytest.CaptureFixture[str]) -> None:
+    sound.file(f"/var/lib/machines/{MACHINE}.nspawn", "[Exec]\n")
+    sound.file(f"/etc/systemd/nspawn/{MACHINE}.nspawn", "[Exec]\n")
+    report = examine(reconciler(sound))
+    assert report.host.findings == ()
+    (note,) = report.host.remarks
+    assert note.startswith(f"/var/lib/machines/{MACHINE}.nspawn has no effect")
+    assert doctor(reconciler(sound)) == 1, "the machine is not ready"
+    assert "note: /var/lib/machines" in capsys.readouterr().out

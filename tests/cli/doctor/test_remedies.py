@@ -1,0 +1,132 @@
+"""Every fault comes with the command that fixes it, and with no command of another vendor."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from agent.cli.doctor.machines import Surroundings, diagnose, surroundings
+from agent.cli.doctor.remedies import REMEDIES, remedy
+from agent.host.outcome import MachineOutcome
+from agent.host.vendors import HOST_VENDORS
+from agent.model.conditions import ConditionType, Status, false, true, unknown
+from agent.model.facts import Gpu, VendorFacts
+from agent.model.reasons import Reason
+from tests.fakes import facts
+from tests.fakes.reconciler import conditions
+from tests.project.test_docs import DOCUMENT, rows
+
+NVIDIA = (facts.nvidia(),)
+AROUND = Surroundings(
+    NVIDIA, frozenset({"nvidia", "nvidia_uvm", "nvidia_modeset", "nvidia_drm", "nvidia_peermem"}), "n1"
+)
+WAIT = {"NotEvaluated", "StaleEvidence", "NotTried", "RestartPending", "NotApplicable"}
+"""Reasons without a command: only metrics have them, or they pass by themselves."""
+
+
+def documented() -> list[tuple[ConditionType, str]]:
+    """Return condition and reason of each row of docs/conditions.md that is not True."""
+    found, kind = [], ConditionType.READY
+    for line in DOCUMENT.read_text().splitlines():
+        if heading := re.fullmatch(r"## (\w+)", line):
+            kind = ConditionType(heading[1])
+        row = re.match(r"\| `(\w+)` \| (False|Unknown) \|", line)
+        if row and row[1] not in WAIT:
+            found.append((kind, row[1]))
+    return found
+
+
+def fix(kind: ConditionType, reason: str, around: Surroundings = AROUND) -> tuple[str, ...]:
+    machine = MachineOutcome("gpu-node", conditions(false(kind, Reason(reason), "it is so")))
+    return diagnose(machine, around).findings[0].fix
+
+
+@pytest.mark.parametrize(("kind", "reason"), documented(), ids=lambda each: str(each))
+def test_every_documented_fault_has_a_remedy(kind: ConditionType, reason: str) -> None:
+    special = [each for vendor in HOST_VENDORS for each in vendor.remedies(kind, reason, NVIDIA[0], frozenset())]
+    assert remedy(kind, reason) or special
+
+
+def test_remedies_belong_to_documented_reasons() -> None:
+    known = {row["reason"] for row in rows()}
+    assert {reason for _, reason in REMEDIES} - known == set()
+
+
+def test_placeholders_are_filled() -> None:
+    faults = [false(kind, Reason(reason), reason) for kind, reason in REMEDIES if kind]
+    found = [line for fault in faults for line in fix(fault.type, fault.reason)]
+    assert found
+    assert [line for line in found if "{" in line] == []
+
+
+# ---- the rows of the troubleshooting pages
+
+
+def test_the_driver_is_reloaded_in_the_order_of_its_modules() -> None:
+    lines = fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH)
+    (unload,) = (each for each in lines if each.startswith("rmmod"))
+    assert unload == "rmmod nvidia_peermem nvidia_drm nvidia_modeset nvidia_uvm nvidia  # in this order"
+    assert lines[0].startswith("unbounded-agent gpus holders")
+    assert fix(ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS) == lines
+
+
+def test_the_package_of_the_fabric_manager_has_the_drivers_version() -> None:
+    lines = fix(ConditionType.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING)
+    assert lines[0] == "apt install nvidia-fabricmanager-550  # exactly version 550.163.01"
+
+
+def test_a_gpu_whose_uuid_is_not_known_yet_may_be_the_missing_one() -> None:
+    gpus = (facts.gpu(0), replace(facts.gpu(1), uuid=""))
+    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=gpus),))
+    lines = fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND, around)
+    assert lines[0].startswith(f"nvidia-smi -L  # initialises {gpus[1].pci_address}")
+    assert lines[1].startswith("unbounded-agent gpus")
+    assert fix(ConditionType.DEVICES_PRESENT, Reason.GPU_NOT_FOUND)[0].startswith("unbounded-agent gpus")
+
+
+def test_another_driver_is_blacklisted_by_its_name() -> None:
+    gpu = replace(facts.gpu(0), driver="nouveau")
+    around = replace(AROUND, vendors=(replace(NVIDIA[0], gpus=(gpu,)),))
+    assert "blacklist nouveau" in fix(ConditionType.DRIVER_LOADED, Reason.WRONG_DRIVER, around)[0]
+
+
+def test_a_machine_that_has_not_started() -> None:
+    assert "machinectl start gpu-node" in fix(ConditionType.MACHINE_RUNNING, Reason.NOT_STARTED)
+
+
+def test_vendors_without_a_gpu_have_no_symptoms_and_no_commands() -> None:
+    """NVIDIA's hosts need no `vainfo`, and Intel's no `nvidia-smi`."""
+    fault = MachineOutcome("m", conditions(false(ConditionType.DRIVER_LOADED, Reason.MODULE_NOT_LOADED, "no")))
+    intel = VendorFacts("intel", (Gpu("0000:00:02.0", "intel"),))
+    (nvidias,) = diagnose(fault, AROUND).findings
+    (intels,) = diagnose(fault, Surroundings((intel,))).findings
+    assert ("nvidia-smi" in nvidias.symptoms, "vainfo" in nvidias.symptoms) == (True, False)
+    assert ("nvidia-smi" in intels.symptoms, "vainfo" in intels.symptoms) == (False, True)
+    assert [line for line in intels.fix if "nvidia" in line] == []
+    host = replace(facts.facts(), vendors=(*NVIDIA, VendorFacts("intel")))
+    assert surroundings(host, frozenset(), "").vendors == NVIDIA
+
+
+# ---- what is listed
+
+
+def test_what_follows_from_a_stopped_machine_is_left_out() -> None:
+    stopped = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
+    follows = unknown(ConditionType.CDI_SPEC_CURRENT, Reason.MACHINE_NOT_RUNNING, "it is not running")
+    (finding,) = diagnose(MachineOutcome("m", conditions(stopped, follows))).findings
+    assert finding.reason == "Stopped"
+
+
+def test_true_conditions_that_ask_for_something_are_no_faults() -> None:
+    waits = true(ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED, "libraries 575 take effect later")
+    diagnosis = diagnose(MachineOutcome("m", conditions(waits)), AROUND)
+    (finding,) = diagnosis.findings
+    assert (finding.status, finding.prevents_ready, finding.symptoms) == (Status.TRUE, False, "")
+    assert any(each.startswith("rmmod") for each in finding.fix)
+
+
+def test_a_machine_that_is_not_ready_by_a_reason_of_its_own() -> None:
+    ready = false(ConditionType.READY, Reason.NO_GPU, "this host has no GPU, and require_gpus is set")
+    (finding,) = diagnose(MachineOutcome("m", (ready,))).findings
+    assert finding.conditions == (ConditionType.READY,)
+    assert "unset machines.m.require_gpus" in finding.fix
