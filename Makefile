@@ -1,10 +1,16 @@
 # The gate is integration/test; these are short-cuts for hacking.
 PYTHON ?= python3
 
-.PHONY: check docs lock
+.PHONY: check deb docs lock wheel
 
 check:  ## unit tests, linters and layers, without root and without a VM
 	$(PYTHON) -m pytest
+
+deb:  ## build the Debian packages into dist/
+	deploy/build-packages
+
+wheel:  ## build the agent's wheel into dist/, without its dependencies
+	$(PYTHON) -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir dist .
 
 docs:  ## write the generated parts of docs/configuration.md and docs/commands.md
 	$(PYTHON) -m tests.project.configuration_reference

@@ -83,21 +83,21 @@ def _section(table: str, model: type[BaseModel]) -> str:
     title = _title(table)
     title = title[0].upper() + title[1:]
     schema = model.model_json_schema()
-    texts = dict(_docstrings(model))
+    texts = dict(docstrings(model))
     parts = [f"\n## {title}\n\n{_prose(inspect.getdoc(model) or '')}"]
     for field, properties in schema["properties"].items():
-        default = f"default `{_toml(properties['default'])}`" if "default" in properties else "required"
+        default = f"default `{toml(properties['default'])}`" if "default" in properties else "required"
         if f"{table}.{field}" in UNSET:
             default = "not set by default"
         if f"{table}.{field}" in OPTIONAL:
             default = "optional, see below"
         elif "$ref" in properties or f"{table}.{field}" in TABLES:
             default = "see below"
-        parts.append(f"\n### `{field}`\n\n*{_values(properties, schema)}; {default}*\n\n{_prose(texts[field])}")
+        parts.append(f"\n### `{field}`\n\n*{values(properties, schema)}; {default}*\n\n{_prose(texts[field])}")
     return "".join(parts)
 
 
-def _docstrings(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
+def docstrings(model: type[BaseModel]) -> Iterator[tuple[str, str]]:
     """Yield each field with the string below it. Raises ValueError for a field without one."""
     (definition,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
     assert isinstance(definition, ast.ClassDef)
@@ -118,21 +118,21 @@ def _prose(docstring: str) -> str:
     return "\n\n".join(paragraphs) + "\n"
 
 
-def _values(schema: Schema, root: Schema) -> str:
+def values(schema: Schema, root: Schema) -> str:
     """Describe the values that a key accepts."""
     if "$ref" in schema:
         return "table"
     if "anyOf" in schema:
-        return ", or ".join(_values(each, root) for each in schema["anyOf"] if each.get("type") != "null")
+        return ", or ".join(values(each, root) for each in schema["anyOf"] if each.get("type") != "null")
     if "const" in schema:
-        return f"`{_toml(schema['const'])}`"
+        return f"`{toml(schema['const'])}`"
     if "enum" in schema:
-        *others, last = (f"`{_toml(each)}`" for each in schema["enum"])
+        *others, last = (f"`{toml(each)}`" for each in schema["enum"])
         return f"{', '.join(others)} or {last}"
     match schema["type"]:
         case "array":
             items = schema["items"]
-            return f"list of {'tables' if '$ref' in items else _values(items, root).replace('string', 'strings')}"
+            return f"list of {'tables' if '$ref' in items else values(items, root).replace('string', 'strings')}"
         case "object":
             return "table"
         case "integer":
@@ -141,10 +141,10 @@ def _values(schema: Schema, root: Schema) -> str:
             return {"boolean": "`true` or `false`", "string": "string"}[kind]
 
 
-def _toml(value: object) -> str:
+def toml(value: object) -> str:
     """Return a value as TOML writes it; JSON differs only for tables."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }" if value else "{}"
+        return "{ " + ", ".join(f"{key} = {toml(each)}" for key, each in value.items()) + " }" if value else "{}"
     return json.dumps(value)
 
 

@@ -1,0 +1,1 @@
+"""What users of the agent install, and how it is made."""

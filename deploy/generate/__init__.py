@@ -1,0 +1,1 @@
+"""Generators of the documents in the packages."""

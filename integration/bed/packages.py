@@ -1,0 +1,74 @@
+"""The Debian packages of this checkout, and bare Debian roots to install them in, without systemd as PID 1."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from integration.bed import debian
+from integration.bed.cache import REPOSITORY, cache_root, cached
+from integration.bed.process import Argument, run
+
+DEPENDENCIES = ("python3", "python3-tomlkit", "python3-yaml", "systemd", "systemd-container", "kmod", "libgcc-s1")
+"""What the packages depend on: a test's root has no network."""
+INPUTS = ("agent", "deploy", "docs", "systemd", "requirements.lock", "LICENSE", "README.md", "CHANGELOG.md")
+ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environment "$@"'
+ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive", "HOME=/root")
+
+
+def packages(version: str, architecture: str = "amd64") -> dict[str, Path]:
+    """Return the packages of this checkout by their names, with a version of the test's choice."""
+
+    def build(target: Path) -> None:
+        command: list[Argument] = [REPOSITORY / "deploy" / "build-packages", "--arch", architecture, target]
+        run(command, env={"VERSION": version})
+
+    inputs: list[Path | str] = [version, *(REPOSITORY / name for name in INPUTS)]
+    directory = cached(f"packages-{version}-{architecture}", inputs, build)
+    return {path.name.partition("_")[0]: path for path in directory.glob("*.deb")}
+
+
+class Root:
+    """A root file system in which commands run with their own processes, as in the build of an image."""
+
+    def __init__(self, path: Path) -> None:
+        """Use the tree at `path`."""
+        self.path = path
+
+    def run(self, *argv: Argument) -> str:
+        """Run a command and return its standard output. Raises CommandError."""
+        unshare = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", ENTER]
+        return run([*unshare, self.path, *ENVIRONMENT, *argv])
+
+    def install(self, *debs: Path) -> str:
+        """Install packages as dpkg(1) does, also an older version. Raises CommandError if something is missing."""
+        for deb in debs:
+            shutil.copy(deb, self.path / "root")
+        return self.run("sh", "-c", 'cd /root && exec dpkg --install "$@" 2>&1', "sh", *(deb.name for deb in debs))
+
+    def files(self) -> set[str]:
+        """Return all paths, except those of logs, caches and dpkg's own records."""
+        pruned = " -o ".join(f"-path {each}" for each in ("/proc", "/var/log", "/var/cache", "/var/lib/dpkg", "/root"))
+        return set(self.run("sh", "-c", f"find / -xdev '(' {pruned} ')' -prune -o -print").splitlines())
+
+
+@contextmanager
+def debian_root(suite: str) -> Iterator[Root]:
+    """Yield a bare Debian with the packages' dependencies. Changes are lost at the end."""
+
+    def build(target: Path) -> None:
+        debian.debian_tree(target / "root", "minbase", DEPENDENCIES, suite=suite)
+
+    base = cached(f"package-root-{suite}", [*DEPENDENCIES, Path(debian.__file__)], build) / "root"
+    # Not in /tmp, which may be a tmpfs or itself an overlay.
+    with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:
+        upper, work, merged = (Path(name) / part for part in ("upper", "work", "merged"))
+        for each in (upper, work, merged):
+            each.mkdir()
+        options = f"lowerdir={base},upperdir={upper},workdir={work}"
+        run(["mount", "-t", "overlay", "overlay", "-o", options, merged])
+        try:
+            yield Root(merged)
+        finally:
+            run(["umount", merged])
