@@ -12,7 +12,7 @@ from agent.cli.doctor.words import ClusterDiagnosis, Report, as_object, in_words
 from agent.cli.documents import document
 from agent.cli.output import style
 from agent.cli.printing import say
-from agent.host.provision.observe import observe_joined
+from agent.host.observe.joined import observe_joined
 from agent.host.reconcile import Reconciler
 
 

@@ -1,7 +1,7 @@
 """What a kubelet's own identity may do for `gpus detach`: evict pods of its node, and no others. Without a machine.
 
-The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet, so pods that are told to end
-stay.
+The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet, so pods that are told to
+end stay.
 """
 
 import json

@@ -1,0 +1,279 @@
+"""The node offers its GPUs itself, by Dynamic Resource Allocation, in a real cluster without any pod of a vendor."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from agent.model.paths import DRA_DRIVER
+from integration.bed.cluster.cluster import Cluster, pod
+from integration.bed.machine.node import MACHINE
+from integration.bed.measure.versions import host_versions, machine_versions
+from integration.bed.process import CommandError
+from integration.bed.vm.installation import CONFIGURATION
+from integration.bed.vm.simulated_host import SimulatedHost
+from integration.conftest import READY, Bed
+from integration.tests.kubernetes.test_cluster import configure, expect_one_gpu, unscheduled
+from integration.tests.kubernetes.test_pods import GPUS, LOOK, seen_in, uuids
+from integration.tests.node.test_gpu_errors import raise_xid
+from integration.tests.node.test_hotplug import PORT, plug, uuid_of
+
+pytestmark = pytest.mark.scenario("002")
+
+NUMBER = len(GPUS)
+SERVICE = "unbounded-agent-dra.service"
+CLASSES = "device-class-nvidia"
+DOUBLE_BIT_ECC = 48
+HOLD = "nvidia-smi -L; echo; echo shown; sleep infinity"
+NODES_API = "/apis/resource.k8s.io/v1/resourceslices"
+
+
+@pytest.fixture(scope="module")
+def cluster(simulated_host: SimulatedHost) -> Iterator[Cluster]:
+    """A cluster whose node offers its GPUs itself; one DeviceClass is all that the cluster has for them."""
+    simulated_host.restore(READY)
+    simulated_host.guest.set_clock()
+    bed = Bed(simulated_host)
+    bed.node.run("systemctl", "start", "unbounded-agent-gpu.service")
+    configure(bed, f'{CONFIGURATION}allocation = "dra"\n')
+    with Cluster(simulated_host) as cluster:
+        cluster.apply("runtime-class", CLASSES)
+        wait_for_devices(cluster, NUMBER)
+        yield cluster
+    simulated_host.pause()
+
+
+@pytest.fixture(autouse=True)
+def _alone(cluster: Cluster, bed: Bed, record_property: Callable[[str, object], None]) -> Iterator[None]:
+    """Record versions, and delete all pods and claims after each test."""
+    for part, version in (host_versions(cluster.host.guest) | machine_versions(cluster.node)).items():
+        record_property(part, version)
+    yield
+    cluster.kubectl("delete", "pods", "--all", "--timeout=120s")
+    cluster.kubectl("delete", "resourceclaims,resourceclaimtemplates", "--all", "--timeout=120s")
+
+
+@pytest.fixture
+def bed(cluster: Cluster) -> Bed:
+    return Bed(cluster.host)
+
+
+def devices(cluster: Cluster) -> dict[str, dict[str, Any]]:
+    """Return the devices of the node's slices by name."""
+    slices = cluster.get("resourceslices")["items"]
+    newest = max((each["spec"]["pool"]["generation"] for each in slices), default=0)
+    found = [each["spec"] for each in slices if each["spec"]["pool"]["generation"] == newest]
+    return {device["name"]: device for each in found for device in each.get("devices", [])}
+
+
+def value(device: dict[str, Any], name: str) -> Any:  # noqa: ANN401
+    """Return a device's attribute, without its type."""
+    ((_, found),) = device["attributes"][name].items()
+    return found
+
+
+def offered(cluster: Cluster) -> set[str]:
+    """Return the UUIDs of the GPUs in the slices."""
+    return {value(each, "uuid") for each in devices(cluster).values()}
+
+
+def wait_for_devices(cluster: Cluster, number: int) -> None:
+    cluster.wait(f"{number} GPUs in the slices", lambda: len(devices(cluster)) == number)
+
+
+def tainted(cluster: Cluster, uuid: str) -> list[str]:
+    """Return the taints of a GPU in the slices, as key=value:effect."""
+    (device,) = (each for each in devices(cluster).values() if value(each, "uuid") == uuid)
+    return [f"{each['key']}={each.get('value', '')}:{each['effect']}" for each in device.get("taints", [])]
+
+
+def holding(cluster: Cluster, name: str) -> str:
+    """Return the UUID of the one GPU that a pod with the script HOLD sees."""
+    cluster.wait(f"pod {name} shows its GPU", lambda: cluster.log(name).endswith("\nshown"))
+    (uuid,) = uuids(cluster.log(name).partition("\n\nshown")[0])
+    return uuid
+
+
+def claim_template(name: str, *selectors: str, count: int = 1) -> dict[str, Any]:
+    exact = {
+        "deviceClassName": "nvidia-gpu",
+        "count": count,
+        "selectors": [{"cel": {"expression": each}} for each in selectors],
+    }
+    return {
+        "apiVersion": "resource.k8s.io/v1",
+        "kind": "ResourceClaimTemplate",
+        "metadata": {"name": name},
+        "spec": {"spec": {"devices": {"requests": [{"name": "gpu", "exactly": exact}]}}},
+    }
+
+
+def claiming(name: str, template: str, *command: str) -> dict[str, Any]:
+    """Return a pod with a claim of its own."""
+    claiming = pod(name, *command)
+    claiming["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": template}]
+    claiming["spec"]["containers"][0]["resources"] = {"claims": [{"name": "gpu"}]}
+    return claiming
+
+
+def test_the_slices_have_every_gpu(cluster: Cluster, bed: Bed) -> None:
+    listed = uuids(bed.run("nvidia-smi", "-L").stdout)
+    assert offered(cluster) == set(listed)
+    assert cluster.allocatable() == 0, "no device plugin"
+    for device in devices(cluster).values():
+        assert value(device, "vendor") == "nvidia"
+        assert value(device, "productName").startswith("NVIDIA H100")
+        assert value(device, "kernelDriver") == "nvidia"
+        assert value(device, "driverVersion") == "550.163.1"
+        assert value(device, "resource.kubernetes.io/pciBusID").startswith("0000:")
+        assert value(device, "resource.kubernetes.io/pcieRoot") == "pci0000:00"
+        assert not device.get("taints")
+    advertised = bed.conditions()["GPUsAdvertised"]
+    assert (advertised["status"], advertised["reason"]) == ("True", "Advertised"), advertised
+    pods = cluster.get("pods", "--all-namespaces")["items"]
+    assert not [each for each in pods if "gpu" in each["metadata"]["name"]], "no pod of a vendor"
+
+
+def test_eight_unchanged_pods_and_the_ninth_waits_for_a_gpu_that_is_plugged_in(cluster: Cluster, bed: Bed) -> None:
+    """Pods ask as they ask a device plugin. Nothing is restarted when a GPU comes and goes."""
+    names = [f"one-gpu-{index}" for index in range(NUMBER)]
+    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
+    cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
+    seen = [expect_one_gpu(bed, seen_in(cluster.log(name).partition("\n\nshown")[0])) for name in names]
+    assert len(set(seen)) == NUMBER
+    cluster.apply(pod("ninth", "sh", "-c", HOLD, gpus=1))
+    cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "ninth")))
+    assert cluster.phase("ninth") == "Pending"
+
+    at_start = bed.starts()
+    containers = [cluster.get("pod", name)["status"]["containerStatuses"] for name in names]
+    plug(bed)
+    assert holding(cluster, "ninth") == uuid_of(bed, PORT)
+    cluster.delete_pods("ninth")
+    bed.host.qemu.unplug(PORT)
+    wait_for_devices(cluster, NUMBER)
+    assert [cluster.get("pod", name)["status"]["containerStatuses"] for name in names] == containers
+    assert bed.restarted(at_start) == "nothing"
+
+
+def test_claims_choose_by_attributes(cluster: Cluster, bed: Bed) -> None:
+    wanted = uuid_of(bed, 5)
+    by_uuid = f'device.attributes["{DRA_DRIVER}"].uuid == "{wanted}"'
+    big = f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("40Gi")) >= 0'
+    huge = f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("4Ti")) >= 0'
+    cluster.apply(claim_template("one", by_uuid), claim_template("two", big, count=2), claim_template("huge", huge))
+    assert uuids(cluster.run(claiming("by-uuid", "one", "nvidia-smi", "-L"))) == [wanted]
+    assert len(set(uuids(cluster.run(claiming("two-gpus", "two", "nvidia-smi", "-L"))))) == 2
+    cluster.apply(claiming("too-big", "huge", "true"))
+    cluster.wait("the scheduler's words", lambda: "cannot allocate all claims" in unscheduled(cluster, "too-big"))
+
+
+def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> None:
+    failed = uuid_of(bed, 3)
+    cluster.apply(claim_template("third", f'device.attributes["{DRA_DRIVER}"].uuid == "{failed}"'))
+    cluster.apply(claiming("holder", "third", "sh", "-c", HOLD))
+    assert holding(cluster, "holder") == failed
+    raise_xid(bed, 3, DOUBLE_BIT_ECC)
+    cluster.wait("the taint", lambda: bool(tainted(cluster, failed)))
+
+    def health() -> str:
+        (status,) = cluster.get("pod", "holder")["status"]["containerStatuses"]
+        return json.dumps(status.get("allocatedResourcesStatus", []))
+
+    cluster.wait("the pod's status says it", lambda: "Unhealthy" in health() and "Xid 48" in health())
+    others = [f"other-{index}" for index in range(NUMBER - 1)]
+    cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in others))
+    assert failed not in {holding(cluster, name) for name in others}
+    cluster.apply(pod("none-left", "true", gpus=1))
+    cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "none-left")))
+    assert cluster.phase("none-left") == "Pending"
+    cluster.delete_pods("holder", *others)
+    # Detached and attached again, the GPU is as new.
+    address = str(value(next(each for each in devices(cluster).values() if value(each, "uuid") == failed),
+                        "resource.kubernetes.io/pciBusID"))  # fmt: skip
+    bed.agent("gpus", "detach", address)
+    cluster.wait("it is not offered", lambda: failed not in offered(cluster))
+    bed.agent("gpus", "attach", address)
+    cluster.wait("it is offered again", lambda: failed in offered(cluster) and not tainted(cluster, failed))
+    cluster.finished("none-left")
+
+
+def test_service_kubelet_and_api_server_go_away_and_come_back(cluster: Cluster, bed: Bed) -> None:
+    cluster.apply(pod("holder", "sh", "-c", HOLD, gpus=1))
+    held = holding(cluster, "holder")
+
+    # Killed while pods arrive and one leaves.
+    cluster.apply(*(pod(f"new-{index}", "sh", "-c", HOLD, gpus=1) for index in range(3)))
+    for _ in range(3):
+        bed.node.run("systemctl", "kill", "--signal=KILL", SERVICE)
+        time.sleep(1)
+    cluster.delete_pods("holder")
+    shown = [holding(cluster, f"new-{index}") for index in range(3)]
+    assert len(set(shown)) == 3
+
+    # At its start, the kubelet deletes the slices of drivers that have not registered yet.
+    bed.node.run("systemctl", "restart", "kubelet.service")
+    cluster.wait("the service has registered again", lambda: registered(bed))
+    cluster.wait("the slices are back", lambda: offered_stays(cluster))
+    cluster.apply(pod("after-kubelet", "sh", "-c", HOLD, gpus=1))
+    assert holding(cluster, "after-kubelet") not in shown
+    assert held in offered(cluster)
+
+
+def registered(bed: Bed) -> bool:
+    return bed.node.run("test", "-S", f"/var/lib/kubelet/plugins/{DRA_DRIVER}/dra.sock", check=False).status == 0
+
+
+def offered_stays(cluster: Cluster, seconds: float = 15) -> bool:
+    """Return whether every GPU is offered, and still is a while later: the kubelet deletes slices belatedly."""
+    if len(devices(cluster)) != NUMBER:
+        return False
+    time.sleep(seconds)
+    return len(devices(cluster)) == NUMBER
+
+
+def test_nothing_is_published_next_to_a_device_plugin(cluster: Cluster, bed: Bed) -> None:
+    """Both at once would hand out the same GPU twice."""
+    cluster.deploy_plugin(gpus=NUMBER)
+    try:
+        cluster.wait("the slices are withdrawn", lambda: not devices(cluster))
+        bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
+        advertised = bed.conditions()["GPUsAdvertised"]
+        assert advertised["status"] == "False", advertised
+        assert "device plugin" in advertised["message"]
+    finally:
+        cluster.delete_plugin()
+        with pytest.raises(CommandError):
+            cluster.kubectl("--namespace=kube-system", "get", "daemonset/nvidia-device-plugin")
+        bed.node.shell(
+            "systemctl stop kubelet; rm -f /var/lib/kubelet/device-plugins/kubelet_internal_checkpoint; "
+            "systemctl start kubelet"
+        )
+        patch = [{"op": "remove", "path": f"/status/{kind}/nvidia.com~1gpu"} for kind in ("capacity", "allocatable")]
+        cluster.kubectl("patch", "node", MACHINE, "--subresource=status", "--type=json", f"--patch={json.dumps(patch)}")
+        wait_for_devices(cluster, NUMBER)
+
+
+@pytest.mark.exhaustive
+def test_thirty_cycles_of_plug_fault_recovery_and_unplug(cluster: Cluster, bed: Bed) -> None:
+    """Slices and PCI bus agree each time, nothing is restarted, and no pod gets a tainted GPU or that of another."""
+    at_start = bed.starts()
+    for cycle in range(30):
+        plug(bed)
+        wait_for_devices(cluster, NUMBER + 1)
+        ninth = uuid_of(bed, PORT)
+        assert ninth in offered(cluster)
+        raise_xid(bed, PORT, DOUBLE_BIT_ECC)
+        cluster.wait("the taint", lambda uuid=ninth: bool(tainted(cluster, uuid)))  # type: ignore[misc]
+        names = [f"cycle-{cycle}-{index}" for index in range(2)]
+        cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in names))
+        seen = {holding(cluster, name) for name in names}
+        assert len(seen) == len(names)
+        assert ninth not in seen
+        cluster.delete_pods(*names)
+        bed.host.qemu.unplug(PORT)
+        wait_for_devices(cluster, NUMBER)
+        assert offered(cluster) == set(uuids(bed.run("nvidia-smi", "-L").stdout))
+    assert bed.restarted(at_start) == "nothing"
