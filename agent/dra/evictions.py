@@ -7,7 +7,6 @@ plugin/pkg/admission/noderestriction), which respects disruption budgets and gra
 """
 
 import logging
-import time
 import urllib.parse
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -24,9 +23,6 @@ log = logging.getLogger(__name__)
 
 EXTENDED = "resource.kubernetes.io/extended-resource-claim"
 """The annotation of a claim that the scheduler made (k8s.io/api/resource/v1/types.go)."""
-INTERVAL = 5.0
-"""Seconds between two attempts: a disruption budget may forbid the first one."""
-
 Fetch = Callable[[ClaimReference], Mapping[str, Any]]
 Send = Callable[[str, str, object], object]
 """Sends a request with method, path and content. Raises AgentError."""
@@ -42,27 +38,19 @@ class Pod:
 
 
 class Evictions:
-    """Evicts pods, and tries again until they have given their claims back."""
+    """Evicts pods. Each attempt is made for those that have not given their claims back yet."""
 
     def __init__(self, fetch: Fetch, send: Send) -> None:
         """`fetch` returns a claim as the API server has it, and raises AgentError."""
         self._fetch, self._send = fetch, send
-        self._due = 0.0
         self._logged: set[tuple[Pod, str]] = set()
 
     def make(
         self, devices: Iterable[Device], prepared: Mapping[ClaimReference, tuple[PreparedDevice, ...]]
     ) -> tuple[Pod, ...]:
-        """Ask for the eviction of pods that have a device with a NoExecute taint. Return these pods.
-
-        It asks for nothing until INTERVAL has passed since the last attempt.
-        """
+        """Ask for the eviction of pods that have a device with a NoExecute taint. Return these pods."""
         names = {each.name for each in devices if any(taint.effect is Effect.NO_EXECUTE for taint in each.taints)}
         held = [claim for claim, its in prepared.items() if any(e.device in names and not e.admin for e in its)]
-        now = time.monotonic()
-        if not held or now < self._due:
-            return ()
-        self._due = now + INTERVAL
         pods = sorted({pod for claim in held for pod in self._pods(claim)})
         for pod in pods:
             self._evict(pod)

@@ -8,7 +8,7 @@ import functools
 import logging
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from agent.dra.api_client import ApiClient
 from agent.dra.api_errors import ConflictError, NotFoundError
@@ -16,6 +16,7 @@ from agent.dra.checkpoint import Checkpoint
 from agent.dra.claim_reader import claim_reader
 from agent.dra.claims import NodeClaims
 from agent.dra.credentials import Credentials
+from agent.dra.evictions import Evictions
 from agent.dra.health import HealthService
 from agent.dra.inventory import Inventory
 from agent.dra.kubelet_state import read_record
@@ -42,9 +43,29 @@ RESYNC = 60.0
 """Seconds after which a pass is made although nothing has changed."""
 IDENTITY_CHECK = 30.0
 """Seconds between looks for a kubelet with another name or kubeconfig."""
+EVICTION_INTERVAL = 5.0
+"""Seconds between attempts to evict pods: a disruption budget may forbid the first ones."""
+REPORTER = "unbounded-agent-gpu.service"
+"""The unit that reports the status to the host. Otherwise it runs only once a minute."""
 NO_KUBELET_PAUSE = 1.0
 FIRST_RETRY, LONGEST_RETRY = 0.2, 15.0
 """Seconds after a failed pass. The time doubles with each further one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What serves one kubelet."""
+
+    identity: Identity
+    offer: Offer
+    inventory: Inventory
+    plugin: DriverPlugin
+    health: HealthService
+    claims: NodeClaims
+    evictions: Evictions
+
+    def publish_health(self) -> None:
+        self.health.publish(self.identity.node, self.inventory.all_devices().values())
 
 
 class Service:
@@ -96,37 +117,42 @@ class Service:
         try:
             for each in watchers:
                 each.start()
-            self._pass_until_stopped(identity, Offer(identity.node, client, inventory), inventory, plugin, health)
+            evictions = Evictions(claim_reader(client), client.request)
+            offer = Offer(identity.node, client, inventory)
+            self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, evictions))
         finally:
             for each in watchers:
                 each.stop()
             plugin.stop()
 
-    def _pass_until_stopped(
-        self, identity: Identity, offer: Offer, inventory: Inventory, plugin: DriverPlugin, health: HealthService
-    ) -> None:
-        due, retry, checked = 0.0, FIRST_RETRY, time.monotonic()
+    def _pass_until_stopped(self, parts: Parts) -> None:
+        due, retry, checked, evicted = 0.0, FIRST_RETRY, time.monotonic(), 0.0
         while not self._stopping:
-            changed, now = inventory.refresh(), time.monotonic()
+            changed, now = parts.inventory.refresh(), time.monotonic()
             if changed:
-                health.publish(identity.node, inventory.all_devices().values())
+                parts.publish_health()
             if changed or self._wake.is_set() or now >= due:
                 self._wake.clear()
-                result = offer.make()
+                result = parts.offer.make()
                 _log_change(self._status, result)
                 retry = _longer(retry) if result.error else FIRST_RETRY
                 due = time.monotonic() + (retry if result.error else RESYNC)
-                health.publish(identity.node, inventory.all_devices().values())
+                parts.publish_health()
                 time.sleep(GAP)
-            self._keep(plugin, offer.result, identity.node, inventory)
+            if changed or now - evicted >= EVICTION_INTERVAL:
+                # After the taints are published: a new pod would get the GPU at once.
+                evicted = now
+                parts.evictions.make(parts.inventory.all_devices().values(), parts.claims.prepared)
+            self._keep(parts)
             if now - checked >= IDENTITY_CHECK:
                 checked = now
-                if self._is_another(identity):
+                if self._is_another(parts.identity):
                     return
             self._wake.wait(POLL)
 
-    def _keep(self, plugin: DriverPlugin, result: Result, node: str, inventory: Inventory) -> None:
+    def _keep(self, parts: Parts) -> None:
         """Serve the kubelet again if something ended that, and report what is offered."""
+        plugin, result, node = parts.plugin, parts.offer.result, parts.identity.node
         found = [(result.reason, str(result.error))] if result.error else []
         try:
             plugin.keep()
@@ -137,7 +163,7 @@ class Service:
             why = f"the kubelet does not register the driver, and will try again: {registration.error}"
             found.append((Reason.NOT_REGISTERED, why))
         reason = found[0][0] if found else ""
-        message = "; ".join((*(text for _, text in found), *inventory.problems))
+        message = "; ".join((*(text for _, text in found), *parts.inventory.problems))
         self._report(DraStatus(0.0, node, registration.registered, result.offers, reason, message))
 
     def _is_another(self, identity: Identity) -> bool:
@@ -158,7 +184,18 @@ class Service:
         except OSError as error:
             log.error("cannot write %s: %s", DRA_STATUS, error.strerror)
             return
-        self._status, self._written = status, now
+        before, self._status, self._written = self._status, status, now
+        # Before the kubelet runs, the unit has its turn at boot, and the kubelet's start would wait for another one.
+        if status.node and _in_short(status) != _in_short(before):
+            try:
+                self._system.run("systemctl", "--no-block", "start", REPORTER)
+            except AgentError as error:
+                log.warning("the host hears of this by the next regular run of %s: %s", REPORTER, error)
+
+
+def _in_short(status: DraStatus) -> object:
+    """Return the part of a status that decides about GPUsAdvertised."""
+    return status.registered, status.reason, status.offers
 
 
 def _longer(retry: float) -> float:

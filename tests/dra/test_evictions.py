@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from agent.dra import evictions
 from agent.dra.devices import Device, Taint
 from agent.dra.evictions import EXTENDED, Evictions, Pod, pods_of
 from agent.dra.messages import ClaimReference, PreparedDevice
@@ -51,8 +50,7 @@ class Cluster:
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
-    monkeypatch.setattr(evictions, "INTERVAL", 0.0)
+def cluster() -> Cluster:
     return Cluster()
 
 
@@ -92,14 +90,6 @@ def test_a_refusal_is_logged_once_and_tried_again(cluster: Cluster, caplog: pyte
     cluster.refusal = None
     found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
     assert caplog.records[-1].message == "pod team/train is evicted: its GPU is being detached"
-
-
-def test_attempts_have_a_distance() -> None:
-    cluster = Cluster()
-    found = Evictions(cluster.fetch, cluster.send)
-    for _ in range(3):
-        found.make([device("gpu-1", EVICT)], {CLAIM: prepared("gpu-1")})
-    assert len(cluster.sent) == 1
 
 
 def test_a_claim_that_is_gone_or_was_made_again_evicts_nobody(cluster: Cluster) -> None:

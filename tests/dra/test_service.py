@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import pytest
 
 from agent.dra import service as module
 from agent.dra import watcher
-from agent.model.gpu_states import GpuState, GpuStatus
+from agent.dra.checkpoint import CHECKPOINT, render_checkpoint
+from agent.dra.evictions import EXTENDED
+from agent.dra.messages import ClaimReference, PreparedDevice
+from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_STATUS
 from agent.model.reasons import Reason
 from tests.fakes.api_server import NODES, ApiServer, failure
@@ -68,6 +72,54 @@ def test_a_failed_gpu_is_tainted_until_it_is_well(api: ApiServer, running: DraMa
     until("the status says so", lambda: running.status.offers[0].tainted == ("gpu-0000-02-00-0",))
     running.change(healthy(GPUS[1]))
     until("it is not", lambda: tainted(api) == [])
+
+
+def test_a_change_is_reported_at_once_and_nothing_else_is(
+    api: ApiServer, running: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine's GPU setup reads the status. By itself it runs once a minute."""
+
+    def reports() -> int:
+        return sum(argv[0] == "systemctl" for argv in running.calls)
+
+    until("the offer is reported", lambda: running.status.offers and reports())
+    monkeypatch.setattr(module, "RENEWED_AFTER", 0.02)
+    time.sleep(0.3)
+    before = reports()
+    time.sleep(0.3)
+    assert reports() == before, "the status is only written again"
+    running.change(GpuStatus(GPUS[1], "nvidia", GpuState.UNHEALTHY, "Xid48", "an ECC error", since=7))
+    until("the taint is reported", lambda: reports() > before)
+
+
+def test_pods_are_evicted_from_a_gpu_that_is_taken_by_force(
+    api: ApiServer, joined: DraMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that asked by extended resource: Kubernetes leaves them out."""
+    monkeypatch.setattr(module, "EVICTION_INTERVAL", 0.05)
+    claim = ClaimReference("team", "train-gpu", "c1")
+    device = PreparedDevice(("gpu",), NODE, "gpu-0000-02-00-0", ("nvidia.com/gpu=GPU-02",))
+    joined.put(CHECKPOINT, render_checkpoint({claim: (device,)}))
+    joined.grant(*GPUS[:2])
+    joined.start()
+    api.put(
+        "/apis/resource.k8s.io/v1/namespaces/team/resourceclaims/train-gpu",
+        {
+            "metadata": {"name": "train-gpu", "uid": "c1", "annotations": {EXTENDED: "true"}},
+            "status": {"reservedFor": [{"resource": "pods", "name": "train", "uid": "p1"}]},
+        },
+    )
+
+    def asked() -> int:
+        eviction = "/api/v1/namespaces/team/pods/train/eviction"
+        return sum((method, path) == ("POST", eviction) for method, path, _, _ in api.requests)
+
+    taint = GpuStatus(GPUS[1], "nvidia", GpuState.DRAINING, "Detaching", "", Effect.NO_SCHEDULE, 7)
+    joined.change(taint)
+    until("it is tainted", lambda: tainted(api) == ["02"])
+    assert asked() == 0
+    joined.change(replace(taint, effect=Effect.NO_EXECUTE))
+    until("the eviction is tried again", lambda: asked() > 2)
 
 
 def test_wiped_slices_are_written_again(api: ApiServer, running: DraMachine) -> None:
