@@ -8,6 +8,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 from agent.cli.kube import DIRECTORY
 from agent.dra.plugin_server import SERVICE
 from agent.dra.protobuf import encode_message, encode_text
+from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
 from agent.model.reasons import Reason
@@ -39,7 +41,8 @@ def cluster() -> Iterator[ControlPlane]:
             made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}
             control_plane.kubectl("create", "--filename=-", stdin=json.dumps(made), user=node_user(node))
         set_resources(control_plane, ROOM)
-        control_plane.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
+        for vendor in ("nvidia", "intel"):
+            control_plane.kubectl("create", f"--filename={DIRECTORY}/device-class-{vendor}.yaml")
         until("the default service account exists", lambda: control_plane.kubectl("get", "serviceaccounts", "-oname"))
         yield control_plane
 
@@ -128,8 +131,8 @@ def pod(name: str, **spec: object) -> dict[str, Any]:
     }
 
 
-def by_resource(name: str) -> dict[str, Any]:
-    return pod(name, container={"resources": {"limits": {"nvidia.com/gpu": "1"}}})
+def by_resource(name: str, resource: str = "nvidia.com/gpu") -> dict[str, Any]:
+    return pod(name, container={"resources": {"limits": {resource: "1"}}})
 
 
 def with_claim(name: str, expression: str) -> list[dict[str, Any]]:
@@ -207,21 +210,69 @@ def test_a_gpu_without_an_attribute_does_not_keep_claims_from_the_others(
     cluster: ControlPlane, machine: DraMachine
 ) -> None:
     """CEL ends with an error where an attribute is missing, unless the expression says what then counts."""
-    gpus = dict(machine.gpus)
-    machine.gpus.pop(GPUS[0])
     machine.allocate([])
     until("nothing is offered", lambda: names(cluster) == [])
-    machine.allocate(map(whole, GPUS[:2]))
+    machine.states(map(healthy, GPUS[1:3]))
+    machine.allocate(map(whole, GPUS[:3]))
     until(
-        "one is without memory",
-        lambda: [name for name, each in offered(cluster).items() if "capacity" in each] == ["02"],
+        "two have memory", lambda: [bus for bus, each in offered(cluster).items() if "capacity" in each] == ["02", "03"]
     )
-    machine.gpus = gpus
-    expression = f'device.capacity["{DRA_DRIVER}"].?memory.orValue(quantity("0")).compareTo(quantity("30Gi")) >= 0'
-    create(cluster, *with_claim("large", expression))
-    until("it is bound", lambda: bound(cluster) == {"large": "02"})
+    product = f'device.attributes["{DRA_DRIVER}"].productName'
+    selectors = {
+        "memory": f'device.capacity["{DRA_DRIVER}"].?memory.orValue(quantity("0")).compareTo(quantity("30Gi")) >= 0',
+        "product": f'has({product}) && {product}.contains("40960")',
+    }
+    for name, expression in selectors.items():
+        create(cluster, *with_claim(name, expression))
+    until("they are bound", lambda: sorted(bound(cluster).values()) == ["02", "03"])
     create(cluster, *with_claim("strict", f'device.capacity["{DRA_DRIVER}"].memory.compareTo(quantity("1Gi")) >= 0'))
     until("the error is in the pod's status", lambda: "no such key: memory" in json.dumps(listed(cluster, "pods")))
+
+
+def test_an_intel_gpu_without_a_driver_does_not_keep_pods_from_the_others(
+    cluster: ControlPlane, machine: DraMachine
+) -> None:
+    """The class selects by the kernel driver's name, which such a GPU does not have."""
+    first, second = (GpuStatus(each, "intel", GpuState.HEALTHY) for each in GPUS[:2])
+    machine.states([first, replace(second, kernel_driver="xe")])
+    machine.allocate((AllocatableDevice(each, (f"intel.com/gpu={each}",)) for each in GPUS[:2]), vendor="intel")
+    until("Intel's GPUs are offered", lambda: [of_vendor(each) for each in offered(cluster).values()] == ["intel"] * 2)
+    create(cluster, by_resource("xe", "gpu.intel.com/xe"), by_resource("i915", "gpu.intel.com/i915"))
+    until("one is bound", lambda: bound(cluster) == {"xe": "02"})
+
+
+def of_vendor(device: dict[str, Any]) -> str:
+    return str(device["attributes"]["vendor"]["string"])
+
+
+def test_mig_devices_are_given_by_claims_and_their_gpu_is_not(cluster: ControlPlane, machine: DraMachine) -> None:
+    parts = [AllocatableDevice(GPUS[0], (f"nvidia.com/gpu=MIG-{each}",), (each, 0)) for each in (7, 8)]
+    machine.allocate([whole(GPUS[0]), *parts])
+    until("only partitions are offered", lambda: len(listed(cluster, "resourceslices")[0]["spec"]["devices"]) == 2)
+    claim, user = with_claim("part", f'device.attributes["{DRA_DRIVER}"].gpuInstance == 8')
+    claim["spec"]["devices"]["requests"][0]["exactly"]["deviceClassName"] = "nvidia-mig"
+    create(cluster, by_resource("whole"), claim, user)
+    until("one is bound", lambda: list(bound(cluster)) == ["part"])
+    (given,) = (each for each in listed(cluster, "resourceclaims") if each["metadata"]["name"] == "part")
+    (result,) = given["status"]["allocation"]["devices"]["results"]
+    assert result["device"] == "gpu-0000-01-00-0-mig-8-0"
+
+
+def test_a_pool_may_have_several_slices(cluster: ControlPlane, machine: DraMachine) -> None:
+    """The server's limits: 128 devices in a slice, and 64 if one of them has a taint."""
+    many = [AllocatableDevice(f"0001:{bus:02x}:00.0", (f"nvidia.com/gpu={bus}",)) for bus in range(130)]
+    machine.allocate(many)
+    until("there are two", lambda: sizes(cluster) == [128, 2])
+    machine.states([GpuStatus(many[0].pci_address, "nvidia", GpuState.UNHEALTHY, "Xid48", "x", since=7)])
+    until("there are three", lambda: sizes(cluster) == [64, 64, 2])
+    create(cluster, by_resource("bound"))
+    until("it is bound", lambda: "bound" in bound(cluster))
+    machine.grant(*GPUS[:2])
+    until("there is one", lambda: sizes(cluster) == [2])
+
+
+def sizes(cluster: ControlPlane) -> list[int]:
+    return sorted((len(each["spec"]["devices"]) for each in listed(cluster, "resourceslices")), reverse=True)
 
 
 def test_a_claim_is_prepared_with_the_name_in_the_verified_specification(
