@@ -92,7 +92,7 @@ class MachineSettings(Model):
     `.part`. Empty means `/etc/containerd/conf.d/99-nvidia.toml` (docs/drivers/roots.md#containerd)."""
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
     """Who offers the machine's GPUs to pods: a vendor's device plugin, or with `"dra"` the node itself, by Kubernetes'
-    Dynamic Resource Allocation (docs/dra.md). Change it for a running node with `unbounded-agent kube allocation`."""
+    Dynamic Resource Allocation (docs/dra.md). For a running node, use `unbounded-agent kube allocation dra`."""
     restart_device_plugin: bool = False
     """Restart the container of NVIDIA's or AMD's device plugin when a GPU has appeared or disappeared without the
     plugin noticing, or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine

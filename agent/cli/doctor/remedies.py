@@ -161,6 +161,13 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     ),
     (ConditionType.GPUS_ADVERTISED, Reason.PLUGIN_SPEC_OUTDATED): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
     (ConditionType.GPUS_ADVERTISED, Reason.STALE_GPUS): (PLUGIN_PODS, PLUGIN_RESTART, RESTART_SETTING),
+    (ConditionType.GPUS_ADVERTISED, Reason.DRA_DRIVER_DOWN): (
+        "systemctl -M {machine} status unbounded-agent-dra",
+        "journalctl -M {machine} -u unbounded-agent-dra -n 50",
+    ),
+    (ConditionType.GPUS_ADVERTISED, Reason.DEVICE_PLUGIN_ACTIVE): (
+        "unbounded-agent kube allocation dra {machine} --kubeconfig FILE",
+    ),
     (ConditionType.NODE_CONDITION_SET, Reason.NOT_TRIED): (
         SHELL,
         "systemctl status unbounded-agent-node-condition.timer",
@@ -170,6 +177,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.NODE_CONDITION_SET, Reason.NO_KUBECONFIG): ("give the kubelet --kubeconfig with an absolute path",),
     (ConditionType.NODE_CONDITION_SET, Reason.BAD_NODE_NAME): (SHELL, "hostnamectl hostname NAME"),
     (ConditionType.NODE_CONDITION_SET, Reason.NODE_NOT_REGISTERED): (KUBELET_LOG,),
+    (ConditionType.NODE_CONDITION_SET, Reason.NODE_DELETED): ("systemctl -M {machine} restart kubelet", KUBELET_LOG),
     (ConditionType.NODE_CONDITION_SET, Reason.REFUSED): (
         "kubectl auth can-i patch nodes/status --as=system:node:{node}",
     ),

@@ -1,7 +1,7 @@
 """What a kubelet's own identity may do for `gpus detach`: evict pods of its node, and no others. Without a machine.
 
-The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet, so pods that are told to
-end stay.
+The API server, its node authorizer and NodeRestriction are real. The nodes have no kubelet, so pods that are
+asked to end stay.
 """
 
 import json
@@ -68,7 +68,7 @@ def evict(control_plane: ControlPlane, which: Pod) -> list[str]:
 
 
 def ending(control_plane: ControlPlane) -> list[str]:
-    """Return the pods that were told to end."""
+    """Return the pods that were asked to end."""
     found = json.loads(control_plane.kubectl("get", "pods", "--output=json"))
     metadata = (each["metadata"] for each in found["items"])
     return [each["name"] for each in metadata if "deletionTimestamp" in each]

@@ -19,6 +19,16 @@ def wakeups(bed: Bed) -> dict[str, int]:
     return {each["source"]: int(float(each["count"])) for each in COUNTED.finditer(bed.page("/metrics"))}
 
 
+def settled(bed: Bed) -> dict[str, int]:
+    """Return the wakeups once a change has caused no further one for a while."""
+    bed.run("udevadm", "settle")
+    before: dict[str, int] = {}
+    while (found := wakeups(bed)) != before:
+        before = found
+        time.sleep(2)
+    return found
+
+
 def wait_for_wakeup(bed: Bed, source: str, after: int, seconds: float = 90) -> dict[str, int]:
     """Wait until that source has caused more passes than `after`."""
     deadline = time.monotonic() + seconds
@@ -59,7 +69,7 @@ def test_each_source_of_events_causes_a_pass(ready: Bed) -> None:
     """Only the source that changed causes a pass, in the service's sandbox with real udev, inotify and mounts."""
     ready.wait_served()
     for source, change in CHANGES:
-        before = wakeups(ready)
+        before = settled(ready)
         change(ready)
         after = wait_for_wakeup(ready, source, before[source])
         others = {name: count - before[name] for name, count in after.items() if name not in (source, "reports")}
