@@ -10,7 +10,10 @@ from integration.bed import debian
 from integration.bed.cache import REPOSITORY, cache_root, cached
 from integration.bed.process import Argument, run
 
-DEPENDENCIES = ("python3", "python3-tomlkit", "python3-yaml", "systemd", "systemd-container", "kmod", "libgcc-s1")
+DEPENDENCIES = (
+    *("python3", "python3-h2", "python3-tomlkit", "python3-yaml"),
+    *("systemd", "systemd-container", "kmod", "libgcc-s1"),
+)
 """What the packages depend on: a test's root has no network."""
 INPUTS = ("agent", "deploy", "docs", "systemd", "requirements.lock", "LICENSE", "README.md", "CHANGELOG.md")
 ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environment "$@"'

@@ -12,7 +12,7 @@ from integration.bed.cache import REPOSITORY
 from integration.bed.packages import Root, debian_root, packages
 from integration.bed.process import CommandError, run
 
-HOST, MACHINE = "unbounded-agent", "unbounded-agent-machine"
+HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-agent-machine-dra"
 VERSION, NEXT = "1.0", "1.1"
 SUITES = {"bookworm": "3.11", "trixie": "3.13"}
 """Python's version, by Debian's."""
@@ -70,10 +70,11 @@ assert not used, used
 
 IMPORT_MACHINE_HALF = """
 import pkgutil
-import agent.machine, tomlkit, yaml
-for each in pkgutil.walk_packages(agent.machine.__path__, "agent.machine."):
-    if not each.name.endswith(("__main__", "open_nodes")):
-        __import__(each.name)
+import agent.dra, agent.machine, tomlkit, yaml
+for part in (agent.dra, agent.machine):
+    for each in pkgutil.walk_packages(part.__path__, f"{part.__name__}."):
+        if not each.name.endswith(("__main__", "open_nodes")):
+            __import__(each.name)
 """
 
 
@@ -139,6 +140,8 @@ def test_machine_half(root: Root) -> None:
     """It needs only the distribution's Python packages, and its units start with the machine."""
     before = root.files()
     root.install(packages(VERSION)[MACHINE])
+    assert not [path for path in root.files() if "unbounded-agent-dra" in path or "/agent/dra" in path]
+    root.install(packages(VERSION)[DRA])
     wanted = {path.rpartition("/")[2] for path in root.files() - before if ".wants/" in path}
     units = REPOSITORY / "systemd" / "machine"
     assert wanted == {path.name for path in units.glob("*.*") if path.is_file() and "[Install]" in path.read_text()}
@@ -148,7 +151,7 @@ def test_machine_half(root: Root) -> None:
     with pytest.raises(CommandError, match="conflicting packages"):
         root.install(packages(VERSION)[HOST])
     root.run("dpkg", "--purge", HOST)
-    root.run("dpkg", "--purge", MACHINE)
+    root.run("dpkg", "--purge", DRA, MACHINE)
     assert root.files() - before == set()
 
 
@@ -182,7 +185,8 @@ def test_same_bytes(tmp_path: Path) -> None:
 def test_other_architecture() -> None:
     """Nothing is compiled: its wheels are packed."""
     found = packages(VERSION, "arm64")
-    assert found[MACHINE].read_bytes() == packages(VERSION)[MACHINE].read_bytes()
+    for name in (MACHINE, DRA):
+        assert found[name].read_bytes() == packages(VERSION)[name].read_bytes()
     contents = run(["dpkg", "--contents", found[HOST]])
     versions = re.findall(r"_pydantic_core\.cpython-(\d+)-aarch64-linux-gnu\.so", contents)
     assert versions == ["311", "312", "313"]
