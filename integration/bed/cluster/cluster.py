@@ -102,7 +102,7 @@ class Cluster(Lifetime):
 
     def delete_plugin(self, plugin: str = PLUGIN) -> None:
         """Delete a device plugin and wait until its pod is gone."""
-        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=120s")
+        self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=200s")
 
     def plugin_log(self) -> str:
         """Return the log of the device plugin's current pod."""
@@ -110,7 +110,7 @@ class Cluster(Lifetime):
 
     def wait_plugin(self, gpus: int) -> None:
         """Wait until the current device plugin has registered and the node offers that many GPUs."""
-        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=180s")
+        self.kubectl("--namespace=kube-system", "rollout", "status", PLUGIN, "--timeout=200s")
         # The number of GPUs alone could still be that of the previous plugin.
         self.wait("the device plugin registered", lambda: "Registered device plugin" in self.plugin_log())
         self.wait(f"{gpus} GPUs allocatable", lambda: self.allocatable() == gpus)
@@ -124,7 +124,7 @@ class Cluster(Lifetime):
         finally:
             self.delete_pods(name)
 
-    def finished(self, name: str, namespace: str = "default", seconds: float = 120) -> str:
+    def finished(self, name: str, namespace: str = "default", seconds: float = 240) -> str:
         """Wait until a pod ends by itself, and return its log. Raises ClusterError if it fails."""
         self.wait(f"pod {name} ended", lambda: self.phase(name, namespace) in ("Succeeded", "Failed"), seconds)
         log = self.kubectl(f"--namespace={namespace}", "logs", name)
@@ -160,9 +160,9 @@ class Cluster(Lifetime):
 
     def delete_pods(self, *names: str) -> None:
         """Delete pods and wait until their containers have stopped."""
-        self.kubectl("delete", "pod", *names, "--timeout=120s")
+        self.kubectl("delete", "pod", *names, "--timeout=200s")
 
-    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 180) -> None:
+    def wait(self, what: str, reached: Callable[[], bool], seconds: float = 300) -> None:
         """Wait until `reached()`. Raises ClusterError with what the cluster and the kubelet report."""
         deadline = time.monotonic() + seconds
         while not reached():
