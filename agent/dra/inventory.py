@@ -88,26 +88,41 @@ class Inventory:
         """Ask the vendors' tools for what is not known yet: at most FACTS_LIMIT for each vendor, and rarely at all."""
         with self._lock:
             vendors = self._documents.vendors
-        now = time.monotonic()
         for each in vendors:
-            since, _ = self._failed.get(each.vendor, (-RETRY, ""))
-            unknown = [device for device in each.devices if (device, each.driver_version) not in self._facts]
-            if unknown and now - since >= RETRY:
-                self._ask(each, unknown)
+            known = [self._facts.get((device, each.driver_version)) for device in each.devices]
+            retry = time.monotonic() - self._failed.get(each.vendor, (0.0, ""))[0] >= RETRY
+            # A new device never waits for the next attempt at another one.
+            if None in known or (retry and not all(facts.complete for facts in known if facts)):
+                self._ask(each)
 
-    def _ask(self, each: AllocatableVendor, devices: list[AllocatableDevice]) -> None:
+    def _ask(self, each: AllocatableVendor) -> None:
         vendor = dra_vendor(each.vendor)
+        found: Mapping[AllocatableDevice, DeviceFacts] = {}
+        why = ""
         try:
-            found = vendor.read_facts(self._system, devices, each.driver_version) if vendor is not None else {}
-            self._failed.pop(each.vendor, None)
+            found = vendor.read_facts(self._system, each.devices, each.driver_version) if vendor is not None else {}
         except (AgentError, OSError) as error:
-            why = f"attributes of {each.vendor}'s devices are not known, and left out: {error}"
-            log.warning("%s", why)
-            self._failed[each.vendor] = (time.monotonic(), why)
-            return
+            why = f": {error}"
         with self._lock:
-            self._facts |= {(device, each.driver_version): found.get(device, DeviceFacts()) for device in devices}
+            for device in each.devices:
+                key = (device, each.driver_version)
+                before, new = self._facts.get(key), found.get(device, DeviceFacts(complete=vendor is None))
+                # What an earlier attempt found stays.
+                self._facts[key] = new if new.complete or before is None else before
+            missing = [device for device in each.devices if not self._facts[device, each.driver_version].complete]
             self._forget()
+        if missing:
+            names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
+            self._note_failure(each.vendor, f"attributes of {names} are not known, and left out{why}")
+        else:
+            self._failed.pop(each.vendor, None)
+
+    def _note_failure(self, vendor: str, problem: str) -> None:
+        """Note when a vendor's tool failed. Log why, unless it failed so before."""
+        why = f"{vendor}: {problem}"
+        if self._failed.get(vendor, (0.0, ""))[1] != why:
+            log.warning("%s", why)
+        self._failed[vendor] = (time.monotonic(), why)
 
     def _all(self) -> dict[str, Device]:
         documents = self._documents

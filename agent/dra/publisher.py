@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agent.dra.api_client import ApiClient
-from agent.dra.api_errors import NotFoundError
+from agent.dra.api_errors import ConflictError, NotFoundError
 from agent.dra.devices import Device
 from agent.dra.slices import (
     COLLECTION,
@@ -23,6 +23,7 @@ from agent.model.paths import DRA_DRIVER
 
 SELECTOR = "spec.nodeName={},spec.driver=" + DRA_DRIVER
 """A node may list only slices with its own name in the selector (authorizeResourceSlice of node_authorizer.go)."""
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,20 @@ class Publisher:
         self._newest = 0
 
     def publish(self, node: Node, devices: Sequence[Device]) -> Published:
-        """Make the slices those of the devices. Raises ApiError: ConflictError if somebody else writes them too."""
-        published = self._publish(node, devices)
+        """Make the slices those of the devices. Raises ApiError: ConflictError if somebody else keeps writing them."""
+        published = self._tried_again(node, devices)
         if self._keeps_taints or not published.written:
             return published
         # It has just turned out that the server drops taints: without them, claims would get failed GPUs.
+        return self._tried_again(node, devices)
+
+    def _tried_again(self, node: Node, devices: Sequence[Device]) -> Published:
+        """Publish. A wipe, or anybody else who writes at the same moment, is a reason to look again."""
+        for _ in range(ATTEMPTS - 1):
+            try:
+                return self._publish(node, devices)
+            except (ConflictError, NotFoundError):
+                continue
         return self._publish(node, devices)
 
     def _publish(self, node: Node, devices: Sequence[Device]) -> Published:

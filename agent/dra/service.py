@@ -80,8 +80,8 @@ class Service:
 
     def stop(self) -> None:
         """Let `run` return soon. A signal handler may call this."""
+        # Nothing else: an Event that a signal handler sets while the same thread waits for it can lock up.
         self._stopping = True
-        self._wake.set()
 
     def run(self) -> None:
         """Serve until `stop`, or until the kubelet's identity is another one. Raises AgentError or OSError."""

@@ -31,6 +31,8 @@ class DeviceFacts:
     """By name, such as `uuid`, `productName`, `driverVersion`; for a partition also `profile` and `parentUUID`."""
     capacity: Mapping[str, int] = field(default_factory=dict)
     """By name, such as `memory` in bytes."""
+    complete: bool = True
+    """Whether the tool has said what it can; if not, it is run again later."""
 
 
 class DraVendor(ABC):

@@ -11,7 +11,7 @@ from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import ALLOCATABLE
 from agent.vendors.dra_vendor import Version
-from tests.fakes.dra_machine import GPUS, DraMachine
+from tests.fakes.dra_machine import GPUS, DraMachine, healthy, whole
 
 
 @pytest.fixture
@@ -117,6 +117,29 @@ def test_a_tool_that_fails_costs_the_attributes_and_is_run_again_later(
     inventory.read_facts()
     assert inventory.devices()["gpu-0000-01-00-0"].attributes["driverVersion"] == Version("550.163.1")
     assert inventory.problems == ()
+
+
+def test_what_a_tool_did_not_say_is_looked_up_later(
+    machine: DraMachine, inventory: Inventory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "RETRY", 0.0)
+    machine.states([])
+    machine.allocate(map(whole, GPUS[:2]))
+    inventory.refresh()
+    inventory.read_facts()
+    assert GPUS[1] in inventory.problems[0]
+    machine.gpus = {each: healthy(each) for each in GPUS[:2]}
+    inventory.read_facts()
+    assert inventory.problems == ()
+    assert inventory.devices()["gpu-0000-02-00-0"].attributes["uuid"] == "GPU-02"
+    count = len(machine.calls)
+    inventory.read_facts()
+    assert len(machine.calls) == count
+    machine.gpus.pop(GPUS[0])
+    machine.allocate(map(whole, GPUS[:3]))
+    inventory.refresh()
+    inventory.read_facts()
+    assert inventory.devices()["gpu-0000-01-00-0"].attributes["uuid"] == "GPU-01", "what is known stays"
 
 
 def test_a_vendor_that_is_not_known_has_no_facts(machine: DraMachine, inventory: Inventory) -> None:

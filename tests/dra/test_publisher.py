@@ -124,6 +124,19 @@ def test_what_the_server_adds_is_not_a_difference(api: ApiServer, client: ApiCli
     assert api.written == ["POST"]
 
 
+def test_a_wipe_at_the_moment_of_a_write_is_no_failure(api: ApiServer, client: ApiClient) -> None:
+    publisher = Publisher(client)
+    publisher.publish(HERE, [device(1)])
+
+    def wipe_once(method: str, path: str) -> None:
+        if method == "PUT" and api.slices:
+            api.wipe()
+
+    api.answer = wipe_once
+    assert publisher.publish(HERE, [device(2)]).devices == ("gpu-002",)
+    assert pools(api) == [(2, 1)]
+
+
 def test_a_slice_that_is_gone_need_not_be_removed(api: ApiServer, client: ApiClient) -> None:
     publisher = Publisher(client)
     publisher.publish(HERE, [device(1)])

@@ -61,14 +61,15 @@ def _facts(
     memory = whole_number(gpu.get("memory.total", ""))
     if not device.partition:
         attributes |= _uuid("uuid", gpu)
-        return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {})
+        return DeviceFacts(attributes, {"memory": memory * MIB} if memory else {}, complete="uuid" in gpu)
     # No query tells the memory of a MIG device; its profile says it.
     uuid = next((uuid for name in device.cdi_names if (uuid := gpu_of(name.partition("=")[2]))), "")
     if uuid:
         attributes["uuid"] = uuid
-    if profile := profiles.get(uuid):
+    profile = profiles.get(uuid)
+    if profile:
         attributes["profile"] = profile
-    return DeviceFacts(attributes | _uuid("parentUUID", gpu))
+    return DeviceFacts(attributes | _uuid("parentUUID", gpu), complete="uuid" in gpu and bool(profile))
 
 
 def _uuid(name: str, gpu: Mapping[str, str]) -> dict[str, Attribute]:

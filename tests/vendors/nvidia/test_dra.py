@@ -63,7 +63,7 @@ def test_what_the_driver_cannot_tell_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("query", ["", "\n", "No devices were found\n", "x" * 100, '"' * 100])
 def test_any_other_text_costs_only_the_attributes(tmp_path: Path, query: str) -> None:
     found = facts(tmp_path, answers(query, listed=query, version=query), GPU, PART)
-    assert found[GPU] == DeviceFacts({"driverVersion": Version("550.163.1")})
+    assert found[GPU] == DeviceFacts({"driverVersion": Version("550.163.1")}, complete=False)
     assert found[PART].attributes["uuid"] == MIG
 
 
@@ -78,6 +78,7 @@ def test_one_failed_gpu_does_not_hide_the_others(tmp_path: Path) -> None:
     found = facts(tmp_path, run, GPU, other)
     assert found[GPU].attributes["uuid"] == UUID
     assert "uuid" not in found[other].attributes
+    assert (found[GPU].complete, found[other].complete) == (True, False)
 
 
 def test_an_old_program_lacks_a_field_and_an_option(tmp_path: Path) -> None:
