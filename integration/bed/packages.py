@@ -16,6 +16,8 @@ DEPENDENCIES = (
 )
 """What the packages depend on: a test's root has no network."""
 INPUTS = ("agent", "deploy", "docs", "systemd", "requirements.lock", "LICENSE", "README.md", "CHANGELOG.md")
+EPOCH = "1700000000"
+"""The files' time, in the past. With the commit's, each commit would change the packages."""
 ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environment "$@"'
 ENVIRONMENT = ("PATH=/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL=C.UTF-8", "DEBIAN_FRONTEND=noninteractive", "HOME=/root")
 
@@ -25,7 +27,7 @@ def packages(version: str, architecture: str = "amd64") -> dict[str, Path]:
 
     def build(target: Path) -> None:
         command: list[Argument] = [REPOSITORY / "deploy" / "build-packages", "--arch", architecture, target]
-        run(command, env={"VERSION": version})
+        run(command, env={"VERSION": version, "SOURCE_DATE_EPOCH": EPOCH})
 
     inputs: list[Path | str] = [version, *(REPOSITORY / name for name in INPUTS)]
     directory = cached(f"packages-{version}-{architecture}", inputs, build)

@@ -1,6 +1,7 @@
 """The Debian packages on bare Debian 12 and 13, without systemd as PID 1, as in the build of an image."""
 
 import json
+import os
 import re
 import tomllib
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from integration.bed.cache import REPOSITORY
-from integration.bed.packages import Root, debian_root, packages
+from integration.bed.packages import EPOCH, Root, debian_root, packages
 from integration.bed.process import CommandError, run
 
 HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-agent-machine-dra"
@@ -174,10 +175,16 @@ def test_upgrade_of_debian() -> None:
 
 
 def test_same_bytes(tmp_path: Path) -> None:
-    """Another directory, time zone, umask and language change nothing."""
+    """Another directory, time zone, umask, language and age of the checkout change nothing."""
     script = 'umask 077; exec "$0" "$1"'
     command: list[str | Path] = ["sh", "-c", script, REPOSITORY / "deploy" / "build-packages", tmp_path]
-    run(command, env={"VERSION": VERSION, "TZ": "Asia/Tokyo", "LANG": "de_DE.UTF-8"})
+    unit = REPOSITORY / "systemd" / "unbounded-agent.service"
+    times = (unit.stat().st_atime, unit.stat().st_mtime)
+    os.utime(unit, (0, 0))
+    try:
+        run(command, env={"VERSION": VERSION, "SOURCE_DATE_EPOCH": EPOCH, "TZ": "Asia/Tokyo", "LANG": "de_DE.UTF-8"})
+    finally:
+        os.utime(unit, times)
     for path in packages(VERSION).values():
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path.name
 
