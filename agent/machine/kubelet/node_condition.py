@@ -39,7 +39,7 @@ NODE = f"{MACHINE_STATE}/node.json"
 RESTART = (
     "a kubelet registers only when it starts: run `systemctl restart kubelet` in the machine, or remove the machine"
 )
-ATTEMPTS = 3
+ATTEMPTS = 6
 """How many times to try to change the Node if others change it at the same time."""
 
 
@@ -208,7 +208,6 @@ def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> 
     """
     if system.find_program("kubectl") is None:
         return false(KIND, Reason.NO_KUBECTL, "kubectl is not installed in this machine: install it in the image")
-    refusal = None
     for _ in range(ATTEMPTS):
         try:
             _replace(system, identity, ours)
@@ -216,8 +215,9 @@ def _change(system: System, identity: Identity, ours: dict[str, str] | None) -> 
         except (CommandError, DocumentError) as error:
             refusal = _refusal(identity, error)
             if "(Conflict)" not in refusal.message:
-                break
-    return refusal
+                return refusal
+    changed = f"others changed node {identity.node} each of the {ATTEMPTS} times that {TYPE} was written"
+    return false(KIND, Reason.REFUSED, f"{changed}: the next run tries again")
 
 
 def _replace(system: System, identity: Identity, ours: dict[str, str] | None) -> None:
