@@ -6,15 +6,14 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.model.paths import CONDITIONS
-from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.cluster.cluster import Cluster
-from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import MACHINE, Node
 from integration.bed.measure import pages
 from integration.bed.measure.evidence import evidence
@@ -22,8 +21,8 @@ from integration.bed.measure.restarts import restarted, starts
 from integration.bed.measure.tested_with import MEASURED
 from integration.bed.measure.versions import host_versions
 from integration.bed.vm.guest import Completed, Guest, GuestError
-from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import install
+from integration.bed.vm.saved_host import saved_host
 from integration.bed.vm.simulated_host import SimulatedHost
 
 INSTALLED = "installed"
@@ -138,22 +137,24 @@ def pytest_runtest_makereport(
     return report
 
 
+def prepare(host: SimulatedHost) -> None:
+    """Install the agent on a host that has booted, and wait until its machine is ready."""
+    with step("install the host half"):
+        install(host.guest)
+    host.snapshot(INSTALLED)
+    bed = Bed(host)
+    with step("start the service and wait until the machine is ready"):
+        bed.run("systemctl", "enable", "--now", "unbounded-agent.service", timeout=240)
+        bed.wait_ready()
+        bed.wait_served()
+    with step("wait for the pod images"):
+        bed.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
+    host.snapshot(READY)
+
+
 @pytest.fixture(scope="session")
 def simulated_host() -> Iterator[SimulatedHost]:
-    image = host_image(wheels.dependencies())
-    machines = machines_disk()
-    with SimulatedHost(image, machines) as host:
-        with step("install the host half"):
-            install(host.guest)
-        host.snapshot(INSTALLED)
-        bed = Bed(host)
-        with step("start the service and wait until the machine is ready"):
-            bed.run("systemctl", "enable", "--now", "unbounded-agent.service", timeout=240)
-            bed.wait_ready()
-            bed.wait_served()
-        with step("wait for the pod images"):
-            bed.node.run("systemctl", "start", "simulated-pod-images.service", timeout=300)
-        host.snapshot(READY)
+    with saved_host(prepare, Path(__file__)) as host:
         host.pause()
         yield host
 

@@ -69,7 +69,9 @@ class Qemu:
             raise
 
     def close(self) -> None:
-        """Stop the machine like a power cut, and reap the process."""
+        """Stop the machine like a power cut, and reap the process; do nothing the second time."""
+        if self._process.returncode is not None:
+            return
         try:
             self.execute("quit", timeout=5)
         except (QemuError, ClosedError):

@@ -1,6 +1,7 @@
 """The simulated GPU host: a virtual machine with NVIDIA's user space and a stand-in driver for QEMU devices."""
 
 import errno
+import json
 import shutil
 import time
 from collections.abc import Iterable
@@ -18,17 +19,20 @@ from integration.bed.vm.qemu import Qemu
 
 # An emulated machine is slow, and slower still next to a build on the same two cores.
 BOOT_SECONDS = 300.0
+SNAPSHOTS = "snapshots.json"
+"""In a directory of a saved host: the hot-plug ports that hold a GPU, by snapshot."""
 
 
 class SimulatedHost(Lifetime):
     """A host on copies of images: `host` is a raw host image, `machines` a raw or qcow2 image labelled "machines".
 
-    Neither image is written to: overlays of this host take the changes, and are removed with it.
+    Neither image is written to: overlays of this host take the changes, and are removed with it. `saved` is a directory
+    that `save` has filled: the host continues from its last snapshot.
     """
 
     def __init__(
         self, host: Path | None = None, machines: Path | None = None, *,
-        gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "",
+        gpus: Iterable[int] = range(8), memory_mib: int = 4096, append: str = "", saved: Path | None = None,
     ) -> None:  # fmt: skip
         self.directory = run_directory("simulated-host")
         self._memory_mib = memory_mib
@@ -36,10 +40,13 @@ class SimulatedHost(Lifetime):
         self._boot = boot_files()
         self._snapshots: dict[str, frozenset[int]] = {}
         try:
-            self._disks = [self._overlay("host", host or host_image())]
-            if machines is not None:
-                self._disks.append(self._overlay("machines", machines))
-            self.qemu = self._start(gpus)
+            if saved is not None:
+                self.qemu = self._continue(saved)
+            else:
+                self._disks = [self._overlay("host", host or host_image())]
+                if machines is not None:
+                    self._disks.append(self._overlay("machines", machines))
+                self.qemu = self._start(gpus)
         except BaseException:
             shutil.rmtree(self.directory, ignore_errors=True)
             raise
@@ -47,6 +54,9 @@ class SimulatedHost(Lifetime):
 
     def start(self) -> None:
         """Wait until the virtual machine answers; its construction has started it."""
+        if self._snapshots:
+            self.guest.wait(60)
+            return
         with step("boot the simulated GPU host (its processor is emulated)"):
             self.wait()
 
@@ -112,6 +122,17 @@ class SimulatedHost(Lifetime):
         self.qemu.savevm(name)
         self._snapshots[name] = frozenset(self.qemu.plugged)
 
+    def save(self, directory: Path) -> None:
+        """Keep the disks with their snapshots in `directory`, and close the host."""
+        self.guest.close()
+        self.qemu.close()
+        for disk in self._disks:
+            shutil.move(disk, directory)
+            _link(directory, disk.stem, self.directory / f"{disk.stem}.image")
+        ports = {name: sorted(each) for name, each in self._snapshots.items()}
+        (directory / SNAPSHOTS).write_text(json.dumps(ports))
+        shutil.rmtree(self.directory, ignore_errors=True)
+
     def pause(self) -> None:
         """Stop the guest's processors until the next `restore`: other emulated machines need the time."""
         self.qemu.execute("stop")
@@ -138,17 +159,41 @@ class SimulatedHost(Lifetime):
             memory_mib=self._memory_mib, append=self._append, snapshot=snapshot,
         )  # fmt: skip
 
+    def _continue(self, saved: Path) -> Qemu:
+        self._snapshots = {name: frozenset(each) for name, each in json.loads((saved / SNAPSHOTS).read_text()).items()}
+        self._disks = []
+        for disk in (saved / "host.qcow2", saved / "machines.qcow2"):
+            copy = self.directory / disk.name
+            run(["cp", "--reflink=auto", "--sparse=always", disk, copy])
+            base = _link(self.directory, disk.stem, saved / f"{disk.stem}.image")
+            # -u: only the name changes.
+            run([*qemu_img(), "rebase", "-u", "-F", _kind(base), "-b", base, copy])
+            self._disks.append(copy)
+        newest = list(self._snapshots)[-1]
+        return self._start(self._snapshots[newest], snapshot=newest)
+
     def _overlay(self, name: str, image: Path) -> Path:
         overlay = self.directory / f"{name}.qcow2"
-        try:
-            # The cache may remove the image while this host still runs.
-            kept = self.directory / f"{name}.image"
-            kept.hardlink_to(image.resolve())
-            image = kept
-        except OSError as error:
-            if error.errno != errno.EXDEV:
-                raise
-        with image.open("rb") as file:
-            kind = "qcow2" if file.read(4) == b"QFI\xfb" else "raw"
-        run([*qemu_img(), "create", "-q", "-f", "qcow2", "-b", image.resolve(), "-F", kind, overlay])
+        base = _link(self.directory, name, image)
+        run([*qemu_img(), "create", "-q", "-f", "qcow2", "-b", base, "-F", _kind(base), overlay])
         return overlay
+
+
+def _link(directory: Path, name: str, image: Path) -> Path:
+    """Return a link to an image in `directory`, or the image itself, if that is on another file system.
+
+    The cache may remove the image while a host still runs.
+    """
+    link = directory / f"{name}.image"
+    try:
+        link.hardlink_to(image.resolve())
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return image.resolve()
+    return link
+
+
+def _kind(image: Path) -> str:
+    with image.open("rb") as file:
+        return "qcow2" if file.read(4) == b"QFI\xfb" else "raw"

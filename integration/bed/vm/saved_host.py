@@ -1,0 +1,31 @@
+"""A simulated host whose preparation takes minutes, kept with its snapshots: it boots once for each checkout."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from integration.bed import wheels
+from integration.bed.cache import REPOSITORY, cached
+from integration.bed.machine.machine_image import machines_disk
+from integration.bed.vm import guest, qemu, simulated_host
+from integration.bed.vm.emulator import emulator
+from integration.bed.vm.host_image import host_image
+from integration.bed.vm.kernel_modules import boot_files
+from integration.bed.vm.simulated_host import SimulatedHost
+
+
+def saved_host(prepare: Callable[[SimulatedHost], None], prepared_by: Path) -> SimulatedHost:
+    """Return a host in the state of the last snapshot that `prepare` makes; `prepared_by` is the file that defines it.
+
+    The result is kept as long as nothing that it is made from changes.
+    """
+    image, machines = host_image(wheels.dependencies()), machines_disk()
+
+    def build(target: Path) -> None:
+        with SimulatedHost(image, machines) as host:
+            prepare(host)
+            host.save(target)
+
+    sources = [Path(str(module.__file__)) for module in (guest, qemu, simulated_host)]
+    inputs: list[Path | str] = [*sources, prepared_by, wheels.agent(), REPOSITORY / "systemd", *emulator()]
+    inputs += [str(image), str(machines), str(boot_files()), str(qemu.processors())]
+    return SimulatedHost(saved=cached(f"saved-host-{qemu.processors()}", inputs, build))
