@@ -24,8 +24,18 @@ KERNEL_SETTINGS = b"vm.overcommit_memory = 1\nkernel.panic = 10\nkernel.panic_on
 SYSCTL = "/etc/sysctl.d/90-kubelet.conf"
 # Manifests that users deploy, and those that only the tests need.
 MANIFESTS = (REPOSITORY / "agent" / "manifests", Path(__file__).with_name("manifests"))
+EVICTION_SIGNALS = (
+    "memory.available",
+    "nodefs.available",
+    "nodefs.inodesFree",
+    "imagefs.available",
+    "imagefs.inodesFree",
+)
 PLUGIN = "daemonset/nvidia-device-plugin"
 RESOURCE = "nvidia.com/gpu"
+SHOW = "echo; echo shown; sleep infinity"
+"""The end of a shell script in a pod that keeps what it has until it is deleted; see `Cluster.shown`."""
+SHOWN = "\n\nshown"
 PLUGIN_ARCHIVE = "var/lib/unbounded-agent-bed/device-plugin.tar"
 
 
@@ -134,8 +144,16 @@ class Cluster(Lifetime):
             )
         return log
 
-    def log(self, name: str) -> str:
-        """Return what a pod has written; empty if its container does not run yet."""
+    def shown(self, *names: str) -> list[str]:
+        """Wait until pods have written an empty line and `shown`, and return what each wrote before.
+
+        The logs of pods that do not run yet are not read: each attempt takes time from the emulated processor.
+        """
+        self.wait(f"{', '.join(names)} run", lambda: all(self.phase(name) == "Running" for name in names))
+        self.wait(f"{', '.join(names)} have shown", lambda: all(self._log(name).endswith(SHOWN) for name in names))
+        return [self._log(name).removesuffix(SHOWN) for name in names]
+
+    def _log(self, name: str) -> str:
         try:
             return self.kubectl("logs", name)
         except CommandError:
@@ -204,8 +222,12 @@ class Cluster(Lifetime):
             "cgroupDriver": "systemd",
             "containerRuntimeEndpoint": "unix:///run/containerd/containerd.sock",
             "failSwapOn": False,
+            # Without thresholds, the kubelet does not read all statistics each 10 s.
+            "evictionHard": dict.fromkeys(EVICTION_SIGNALS, "0%"),
             # The default of 10 s would delay what the API knows of changed resources.
             "nodeStatusUpdateFrequency": "2s",
+            # The default follows the line before, and the kubelet would write what has not changed.
+            "nodeStatusReportFrequency": "5m",
             # QEMU forwards this port of the API server's machine to the kubelet.
             "port": self._kubelet_port,
         }
@@ -231,7 +253,13 @@ def pod(
     }
     if gpus:
         container["resources"] = {"limits": {resource: str(gpus)}}
-    spec: dict[str, Any] = {"restartPolicy": "Never", "terminationGracePeriodSeconds": 1, "containers": [container]}
+    # Without a token: the kubelet would start systemd-run and mount for it.
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": 1,
+        "automountServiceAccountToken": False,
+        "containers": [container],
+    }
     if runtime:
         spec["runtimeClassName"] = runtime
     return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec}

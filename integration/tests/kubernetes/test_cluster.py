@@ -1,12 +1,13 @@
 """A user's whole setup: a real Kubernetes cluster, NVIDIA's device plugin, `kubectl apply`, and pods on GPUs."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from integration.bed.cluster.cluster import Cluster, pod
+from integration.bed.cluster.cluster import SHOW, Cluster, pod
 from integration.bed.cluster.control_plane import node_user
 from integration.bed.cluster.intel_plugin import intel_plugin_image, intel_plugin_version
 from integration.bed.drivers import drm_gpus
@@ -56,10 +57,16 @@ def bed(cluster: Cluster) -> Bed:
     return Bed(cluster.host)
 
 
+def expect_gpus_of(bed: Bed, seen: Look) -> list[str]:
+    """Assert that of the host's GPUs only those open that nvidia-smi lists; return their UUIDs."""
+    on_host = uuids(bed.run("nvidia-smi", "-L").stdout)
+    expect_gpus(seen.probe, {on_host.index(uuid) for uuid in seen.uuids})
+    return seen.uuids
+
+
 def expect_one_gpu(bed: Bed, seen: Look) -> str:
     """Assert that exactly one of the host's GPUs opens, and that nvidia-smi lists only that one; return its UUID."""
-    (uuid,) = seen.uuids
-    expect_gpus(seen.probe, {uuids(bed.run("nvidia-smi", "-L").stdout).index(uuid)})
+    (uuid,) = expect_gpus_of(bed, seen)
     return uuid
 
 
@@ -71,14 +78,20 @@ def wait_condition(cluster: Cluster, bed: Bed, kind: str, reached: Callable[[dic
     found: dict[str, Any] = {}
 
     def look() -> bool:
-        bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
-        conditions = bed.conditions()
+        conditions = report(bed)
         assert conditions["Ready"]["status"] == "True", conditions
         found.update(conditions[kind])
         return reached(found)
 
     cluster.wait(f"condition {kind}", look)
     return found
+
+
+def report(bed: Bed, seconds: float = 3) -> dict[str, dict[str, Any]]:
+    """Run the machine half, and return the conditions by type once the service has had time to read its report."""
+    bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
+    time.sleep(seconds)
+    return bed.last_conditions()
 
 
 def test_the_node_offers_every_gpu(cluster: Cluster, bed: Bed) -> None:
@@ -133,19 +146,20 @@ def unscheduled(cluster: Cluster, name: str) -> str:
     return "".join(each.get("message", "") for each in conditions if each["type"] == "PodScheduled")
 
 
-def test_eight_pods_get_one_gpu_each_and_the_ninth_waits(cluster: Cluster, bed: Bed) -> None:
-    """The ninth pod runs once one of the eight ends."""
-    names = [f"one-gpu-{index}" for index in range(NUMBER)]
-    # An empty line ends a pod's output.
-    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
-    cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
-    cluster.apply(pod("ninth", "nvidia-smi", "-L", gpus=1))
-    cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in unscheduled(cluster, "ninth"))
-    assert cluster.phase("ninth") == "Pending"
-    seen = [expect_one_gpu(bed, seen_in(cluster.log(name).partition("\n\nshown")[0])) for name in names]
-    assert len(set(seen)) == NUMBER
+@pytest.mark.parametrize("shares", [(1, 5, 2), pytest.param((1,) * NUMBER, marks=pytest.mark.exhaustive)])
+def test_pods_get_all_gpus_and_one_more_pod_waits(cluster: Cluster, bed: Bed, shares: tuple[int, ...]) -> None:
+    """The last pod runs once the first ends. `shares` are numbers of GPUs, as the pods' limits."""
+    names = [f"share-{index}" for index in range(len(shares))]
+    command = ("sh", "-c", f"{LOOK}; {SHOW}")
+    cluster.apply(*(pod(name, *command, gpus=share) for name, share in zip(names, shares, strict=True)))
+    seen = [expect_gpus_of(bed, seen_in(each)) for each in cluster.shown(*names)]
+    assert [len(each) for each in seen] == list(shares)
+    assert len(set[str]().union(*seen)) == NUMBER
+    cluster.apply(pod("last", "nvidia-smi", "-L", gpus=1))
+    cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in unscheduled(cluster, "last"))
+    assert cluster.phase("last") == "Pending"
     cluster.delete_pods(names[0])
-    assert uuids(cluster.finished("ninth")) == [seen[0]]
+    assert uuids(cluster.finished("last")) == seen[0]
 
 
 def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
@@ -168,7 +182,8 @@ def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
 
 @pytest.mark.scenario("001")
 @pytest.mark.parametrize(
-    "strategy", ["cdi-cri", pytest.param("cdi-annotations", marks=pytest.mark.exhaustive), "envvar"]
+    "strategy",
+    ["cdi-cri", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("cdi-annotations", "envvar"))],
 )
 def test_device_list_strategies(cluster: Cluster, bed: Bed, strategy: str) -> None:
     # Otherwise a file of the previous strategy could make this one pass.
@@ -292,8 +307,7 @@ def test_the_condition_on_the_node_says_ready_or_why_not(cluster: Cluster, bed: 
 
     def is_on_node(status: str) -> Callable[[], bool]:
         def reached() -> bool:
-            bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
-            ready, found = bed.conditions()["Ready"], on_node()
+            ready, found = report(bed)["Ready"], on_node()
             return ready["status"] == status and all(
                 found.get(key) == ready[key] for key in ("status", "reason", "message")
             )

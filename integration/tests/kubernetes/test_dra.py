@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from agent.model.paths import DRA_DRIVER
-from integration.bed.cluster.cluster import Cluster, pod
+from integration.bed.cluster.cluster import SHOW, Cluster, pod
 from integration.bed.machine.node import MACHINE
 from integration.bed.measure.versions import host_versions, machine_versions
 from integration.bed.process import CommandError
@@ -26,7 +26,7 @@ NUMBER = len(GPUS)
 SERVICE = "unbounded-agent-dra.service"
 CLASSES = "device-class-nvidia"
 DOUBLE_BIT_ECC = 48
-HOLD = "nvidia-smi -L; echo; echo shown; sleep infinity"
+HOLD = f"nvidia-smi -L; {SHOW}"
 NODES_API = "/apis/resource.k8s.io/v1/resourceslices"
 
 
@@ -91,8 +91,8 @@ def tainted(cluster: Cluster, uuid: str) -> list[str]:
 
 def holding(cluster: Cluster, name: str) -> str:
     """Return the UUID of the one GPU that a pod with the script HOLD sees."""
-    cluster.wait(f"pod {name} shows its GPU", lambda: cluster.log(name).endswith("\nshown"))
-    (uuid,) = uuids(cluster.log(name).partition("\n\nshown")[0])
+    (listing,) = cluster.shown(name)
+    (uuid,) = uuids(listing)
     return uuid
 
 
@@ -139,9 +139,8 @@ def test_the_slices_have_every_gpu(cluster: Cluster, bed: Bed) -> None:
 def test_eight_unchanged_pods_and_the_ninth_waits_for_a_gpu_that_is_plugged_in(cluster: Cluster, bed: Bed) -> None:
     """Pods ask as they ask a device plugin. Nothing is restarted when a GPU comes and goes."""
     names = [f"one-gpu-{index}" for index in range(NUMBER)]
-    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; echo; echo shown; sleep infinity", gpus=1) for name in names))
-    cluster.wait("all pods show their GPUs", lambda: all(cluster.log(name).endswith("\nshown") for name in names))
-    seen = [expect_one_gpu(bed, seen_in(cluster.log(name).partition("\n\nshown")[0])) for name in names]
+    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; {SHOW}", gpus=1) for name in names))
+    seen = [expect_one_gpu(bed, seen_in(each)) for each in cluster.shown(*names)]
     assert len(set(seen)) == NUMBER
     cluster.apply(pod("ninth", "sh", "-c", HOLD, gpus=1))
     cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "ninth")))
@@ -183,13 +182,13 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
         return json.dumps(status.get("allocatedResourcesStatus", []))
 
     cluster.wait("the pod's status says it", lambda: "Unhealthy" in health() and "Xid 48" in health())
-    others = [f"other-{index}" for index in range(NUMBER - 1)]
-    cluster.apply(*(pod(name, "sh", "-c", HOLD, gpus=1) for name in others))
-    assert failed not in {holding(cluster, name) for name in others}
+    cluster.apply(pod("others", "sh", "-c", HOLD, gpus=NUMBER - 1))
+    (listing,) = cluster.shown("others")
+    assert len(set(uuids(listing)) - {failed}) == NUMBER - 1
     cluster.apply(pod("none-left", "true", gpus=1))
     cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "none-left")))
     assert cluster.phase("none-left") == "Pending"
-    cluster.delete_pods("holder", *others)
+    cluster.delete_pods("holder", "others")
     # Detached and attached again, the GPU is as new.
     address = str(value(next(each for each in devices(cluster).values() if value(each, "uuid") == failed),
                         "resource.kubernetes.io/pciBusID"))  # fmt: skip

@@ -20,7 +20,7 @@ SUITES = {"bookworm": "3.11", "trixie": "3.13"}
 SETTINGS = "/etc/unbounded-agent"
 
 
-@pytest.fixture(params=SUITES)
+@pytest.fixture(params=[pytest.param("bookworm", marks=pytest.mark.exhaustive), "trixie"])
 def root(request: pytest.FixtureRequest) -> Iterator[Root]:
     with debian_root(request.param) as root:
         yield root
