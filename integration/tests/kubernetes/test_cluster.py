@@ -146,20 +146,27 @@ def unscheduled(cluster: Cluster, name: str) -> str:
     return "".join(each.get("message", "") for each in conditions if each["type"] == "PodScheduled")
 
 
-@pytest.mark.parametrize("shares", [(1, 5, 2), pytest.param((1,) * NUMBER, marks=pytest.mark.exhaustive)])
-def test_pods_get_all_gpus_and_one_more_pod_waits(cluster: Cluster, bed: Bed, shares: tuple[int, ...]) -> None:
-    """The last pod runs once the first ends. `shares` are numbers of GPUs, as the pods' limits."""
+def share_gpus(cluster: Cluster, bed: Bed, shares: tuple[int, ...]) -> dict[str, list[str]]:
+    """Run a pod for each of `shares`, which is its limit, and return the UUIDs by pod; together they have all GPUs."""
     names = [f"share-{index}" for index in range(len(shares))]
     command = ("sh", "-c", f"{LOOK}; {SHOW}")
     cluster.apply(*(pod(name, *command, gpus=share) for name, share in zip(names, shares, strict=True)))
     seen = [expect_gpus_of(bed, seen_in(each)) for each in cluster.shown(*names)]
     assert [len(each) for each in seen] == list(shares)
     assert len(set[str]().union(*seen)) == NUMBER
+    return dict(zip(names, seen, strict=True))
+
+
+@pytest.mark.parametrize("shares", [(1, 5, 2), pytest.param((1,) * NUMBER, marks=pytest.mark.exhaustive)])
+def test_pods_get_all_gpus_and_one_more_waits(cluster: Cluster, bed: Bed, shares: tuple[int, ...]) -> None:
+    """The last pod runs once the first ends."""
+    held = share_gpus(cluster, bed, shares)
     cluster.apply(pod("last", "nvidia-smi", "-L", gpus=1))
     cluster.wait("the scheduler's words", lambda: "Insufficient nvidia.com/gpu" in unscheduled(cluster, "last"))
     assert cluster.phase("last") == "Pending"
-    cluster.delete_pods(names[0])
-    assert uuids(cluster.finished("last")) == seen[0]
+    first = next(iter(held))
+    cluster.delete_pods(first)
+    assert uuids(cluster.finished("last")) == held[first]
 
 
 def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:

@@ -15,8 +15,8 @@ from integration.bed.process import CommandError
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.conftest import READY, Bed
-from integration.tests.kubernetes.test_cluster import configure, expect_one_gpu, unscheduled
-from integration.tests.kubernetes.test_pods import GPUS, LOOK, seen_in, uuids
+from integration.tests.kubernetes.test_cluster import configure, share_gpus, unscheduled
+from integration.tests.kubernetes.test_pods import GPUS, uuids
 from integration.tests.node.test_gpu_errors import raise_xid
 from integration.tests.node.test_hotplug import PORT, plug, uuid_of
 
@@ -136,21 +136,21 @@ def test_the_slices_have_every_gpu(cluster: Cluster, bed: Bed) -> None:
     assert not [each for each in pods if "gpu" in each["metadata"]["name"]], "no pod of a vendor"
 
 
-def test_eight_unchanged_pods_and_the_ninth_waits_for_a_gpu_that_is_plugged_in(cluster: Cluster, bed: Bed) -> None:
+@pytest.mark.parametrize("shares", [(1, 1, 6), pytest.param((1,) * NUMBER, marks=pytest.mark.exhaustive)])
+def test_unchanged_pods_get_all_gpus_and_one_more_waits_for_a_gpu_that_is_plugged_in(
+    cluster: Cluster, bed: Bed, shares: tuple[int, ...]
+) -> None:
     """Pods ask as they ask a device plugin. Nothing is restarted when a GPU comes and goes."""
-    names = [f"one-gpu-{index}" for index in range(NUMBER)]
-    cluster.apply(*(pod(name, "sh", "-c", f"{LOOK}; {SHOW}", gpus=1) for name in names))
-    seen = [expect_one_gpu(bed, seen_in(each)) for each in cluster.shown(*names)]
-    assert len(set(seen)) == NUMBER
-    cluster.apply(pod("ninth", "sh", "-c", HOLD, gpus=1))
-    cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "ninth")))
-    assert cluster.phase("ninth") == "Pending"
+    names = share_gpus(cluster, bed, shares)
+    cluster.apply(pod("last", "sh", "-c", HOLD, gpus=1))
+    cluster.wait("the scheduler's words", lambda: bool(unscheduled(cluster, "last")))
+    assert cluster.phase("last") == "Pending"
 
     at_start = bed.starts()
     containers = [cluster.get("pod", name)["status"]["containerStatuses"] for name in names]
     plug(bed)
-    assert holding(cluster, "ninth") == uuid_of(bed, PORT)
-    cluster.delete_pods("ninth")
+    assert holding(cluster, "last") == uuid_of(bed, PORT)
+    cluster.delete_pods("last")
     bed.host.qemu.unplug(PORT)
     wait_for_devices(cluster, NUMBER)
     assert [cluster.get("pod", name)["status"]["containerStatuses"] for name in names] == containers
