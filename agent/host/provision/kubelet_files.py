@@ -163,10 +163,15 @@ JOINED_SERVICE = """\
 [Unit]
 Description=This node has joined its cluster
 
+StartLimitIntervalSec=0
+
 [Service]
 Type=oneshot
 # Stays active until the next boot: the path unit would otherwise start it again and again.
 RemainAfterExit=yes
+# The kubelet registers the Node some seconds after it has its certificate.
+Restart=on-failure
+RestartSec=5s
 """
 
 
@@ -187,9 +192,17 @@ def _command(settings: NodeSettings, inputs: NodeInputs) -> str:
 
 
 def _report(inputs: NodeInputs) -> str:
-    """Return the command that reports the join to the host, which then takes the bootstrap token back."""
+    """Return the commands that report the join to the host, once the API server has the Node.
+
+    The host then takes the bootstrap token back.
+    """
     there, new = (f"{MACHINE_REPORT_DIRECTORY}/{name}" for name in (JOINED_NAME, f".{JOINED_NAME}"))
-    return f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
+    ask = f"kubectl --kubeconfig={KUBECONFIG} --request-timeout=10s get --raw=/api/v1/nodes/{inputs.name} >/dev/null"
+    return (
+        # An image that has a kubelet may be without kubectl: the certificate is enough then.
+        f"ExecStartPre=/bin/sh -c 'command -v kubectl >/dev/null || exit 0; {ask}'\n"
+        f"ExecStart=/bin/sh -c 'printf %%s {inputs.name} >{new} && mv {new} {there}'\n"
+    )
 
 
 def _json(document: Mapping[str, Any]) -> bytes:

@@ -58,6 +58,12 @@ def test_a_program_gives_the_credential_instead_of_a_token() -> None:
 def test_the_certificate_shows_that_a_node_has_joined() -> None:
     """The kubeconfig does not show that a kubelet has joined: it writes that before it has a certificate."""
     files = made()
+    service = files[f"{UNITS}/unbounded-agent-joined.service"].content.decode()
+    first, then = (line for line in service.splitlines() if line.startswith("ExecStart"))
+    # The kubelet registers the Node after it has the certificate.
+    assert first.startswith("ExecStartPre=")
+    assert "get --raw=/api/v1/nodes/" in first
+    assert then.startswith("ExecStart=")
     assert f"PathExists={CERTIFICATE}" in files[f"{UNITS}/unbounded-agent-joined.path"].content.decode()
     assert "unbounded-agent-joined.path" in files[f"{UNITS}/multi-user.target.d/50-kubelet.conf"].content.decode()
 
