@@ -1,10 +1,11 @@
-"""The record of prepared claims, on disk: written before the kubelet gets an answer, so a crash forgets nothing."""
+"""The record of prepared claims, in a file: written before the kubelet gets an answer, so a crash forgets nothing."""
 
 import fcntl
 import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -33,6 +34,8 @@ class Checkpoint:
     def __init__(self, system: System, kubelet: str) -> None:
         """`kubelet` is the kubelet's root directory. Raises AgentError, if another process has the file too."""
         self._system, self._kubelet = system, kubelet
+        self._durable = threading.Event()
+        self._durable.set()
         try:
             system.make_directory(DRA_STATE)
             self._lock = system.open_lock(LOCK)
@@ -49,6 +52,7 @@ class Checkpoint:
 
     def close(self) -> None:
         """Let another process have the file."""
+        self.keep()
         os.close(self._lock)
 
     def load(self) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:
@@ -70,8 +74,22 @@ class Checkpoint:
         return claims
 
     def save(self, claims: Prepared) -> None:
-        """Replace the file. Raises OSError."""
-        self._system.write(CHECKPOINT, render_checkpoint(claims), mode=0o600)
+        """Replace the file, so that a crash of this process forgets nothing. Raises OSError.
+
+        The kubelet need not wait for the disk: no pod of it survives a crash of the kernel. `keep` soon follows.
+        """
+        self._system.write_quickly(CHECKPOINT, render_checkpoint(claims), mode=0o600)
+        self._durable.clear()
+
+    def keep(self) -> None:
+        """Make the file durable, if it has changed. To be called now and then."""
+        if self._durable.is_set():
+            return
+        self._durable.set()
+        try:
+            self._system.sync(CHECKPOINT)
+        except OSError as error:
+            log.error("%s may be lost when the kernel crashes: %s", CHECKPOINT, error.strerror)
 
 
 def render_checkpoint(claims: Prepared) -> bytes:
@@ -81,7 +99,7 @@ def render_checkpoint(claims: Prepared) -> bytes:
         for claim, devices in sorted(claims.items(), key=lambda item: item[0].uid)
     ]
     document = {"version": VERSION, "digest": _digest(items), "claims": items}
-    return json.dumps(document, indent=1).encode() + b"\n"
+    return json.dumps(document).encode() + b"\n"
 
 
 def parse_checkpoint(data: bytes) -> dict[ClaimReference, tuple[PreparedDevice, ...]]:

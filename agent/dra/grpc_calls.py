@@ -1,8 +1,10 @@
 """Runs the calls of a gRPC server, each in a thread, so that one that waits for an API server delays no other."""
 
 import logging
+import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from agent.dra.grpc_connection import Connection
 from agent.dra.grpc_wire import Code, RpcError, Service, Unary
@@ -32,7 +34,9 @@ class Calls:
         """Whether calls are refused, because the server stops."""
         self._limit, self._post = limit, post
         self._jobs: dict[tuple[Connection, int], _Job] = {}
-        self._threads = threading.Semaphore(limit)
+        self._threads, self._idle = threading.Semaphore(limit), threading.Semaphore(0)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        """Calls that idle threads take: to start a thread takes longer than most of what a call does."""
 
     @property
     def unary(self) -> bool:
@@ -47,10 +51,12 @@ class Calls:
         if not self._threads.acquire(blocking=False):
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"{self._limit} calls are running, which is the limit")
         job = self._jobs[connection, stream] = _Job(isinstance(service, Unary))
+        call = partial(self._run, job, connection, stream, service, request)
+        if self._idle.acquire(blocking=False):
+            self._work.put(call)
+            return
         try:
-            threading.Thread(
-                target=self._run, args=(job, connection, stream, service, request), name="grpc-call", daemon=True
-            ).start()
+            threading.Thread(target=self._work_on, args=(call,), name="grpc-call", daemon=True).start()
         except RuntimeError as error:
             self._threads.release()
             raise RpcError(Code.RESOURCE_EXHAUSTED, f"cannot start a thread: {error}") from error
@@ -68,17 +74,29 @@ class Calls:
             job.gone = True
             job.ready.set()
 
+    def end(self) -> None:
+        """Let the idle threads end, and each other one after its call."""
+        for _ in range(self._limit):
+            self._work.put(None)
+
+    def _work_on(self, call: Callable[[], None] | None) -> None:
+        """Run a call, then those that come."""
+        while call is not None:
+            call()
+            self._idle.release()
+            call = self._work.get()
+
     def _run(self, job: _Job, connection: Connection, stream: int, service: Service, request: bytes) -> None:
-        code, message = Code.OK, ""
+        code, message, only = Code.OK, "", None
         try:
             if isinstance(service, Unary):
-                self._send(connection, stream, service.handle(request))
+                only = service.handle(request)
             else:
                 for response in service.handle(request):
                     job.ready.clear()
                     if job.gone:
                         break
-                    self._send(connection, stream, response)
+                    self._post(connection, partial(connection.send, stream, response))
                     job.ready.wait()
         except RpcError as error:
             code, message = error.code, error.message
@@ -88,7 +106,11 @@ class Calls:
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
             self._threads.release()
-        self._post(connection, lambda: connection.finish(stream, code, message))
 
-    def _send(self, connection: Connection, stream: int, response: bytes) -> None:
-        self._post(connection, lambda: connection.send(stream, response))
+        def finish() -> None:
+            # Together with an only response, so that the server's thread wakes up once, and the client too.
+            if only is not None:
+                connection.send(stream, only)
+            connection.finish(stream, code, message)
+
+        self._post(connection, finish)

@@ -95,7 +95,15 @@ class Connection:
         self.greeted = False
         """Whether the client has sent its settings, with which HTTP/2 begins."""
         self._services, self._caller, self._message_limit = services, caller, message_limit
-        self._http2 = _Http2(H2Configuration(client_side=False, header_encoding=None))
+        # What the client sends is validated; the few headers that go out are this module's own.
+        self._http2 = _Http2(
+            H2Configuration(
+                client_side=False,
+                header_encoding=None,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
         self._http2.initiate_connection()
         self._incomplete = 0
 

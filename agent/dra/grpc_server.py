@@ -110,6 +110,7 @@ class Server:
             self._selector.unregister(self._listener.socket)
             self._listener.close()
             self._say_goodbye()
+            self._calls.end()
             for each in (self._selector, self._waker, self._woken):
                 each.close()
 

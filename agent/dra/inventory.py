@@ -45,6 +45,8 @@ class Inventory:
         self._seen: dict[str, FileIdentity | None] = {}
         self._documents = Documents()
         self._facts: dict[tuple[AllocatableDevice, str], DeviceFacts] = {}
+        self._made: Mapping[str, Device] | None = None
+        """All devices; None if they have to be made again."""
         self._failed: dict[str, tuple[float, str]] = {}
         """When each vendor's tool failed, by time.monotonic(), and why."""
         self._allowed: frozenset[str] = frozenset()
@@ -111,6 +113,7 @@ class Inventory:
                 self._facts[key] = new if new.complete or before is None else before
             missing = [device for device in each.devices if not self._facts[device, each.driver_version].complete]
             self._forget()
+            self._made = None
         if missing:
             names = ", ".join(dict.fromkeys(device.pci_address for device in missing))
             self._note_failure(each.vendor, f"attributes of {names} are not known, and left out{why}")
@@ -124,7 +127,12 @@ class Inventory:
             log.warning("%s", why)
         self._failed[vendor] = (time.monotonic(), why)
 
-    def _all(self) -> dict[str, Device]:
+    def _all(self) -> Mapping[str, Device]:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+    def _make(self) -> dict[str, Device]:
         documents = self._documents
         facts = {
             device: self._facts[device, vendor.driver_version]
@@ -151,6 +159,7 @@ class Inventory:
             log.error("%s", why)
         self._documents = documents
         self._edition += 1
+        self._made = None
         self._forget()
 
     def _forget(self) -> None:

@@ -62,6 +62,7 @@ class Parts:
     plugin: DriverPlugin
     health: HealthService
     claims: NodeClaims
+    checkpoint: Checkpoint
     evictions: Evictions
 
     def publish_health(self) -> None:
@@ -119,7 +120,7 @@ class Service:
                 each.start()
             evictions = Evictions(claim_reader(client), client.request)
             offer = Offer(identity.node, client, inventory)
-            self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, evictions))
+            self._pass_until_stopped(Parts(identity, offer, inventory, plugin, health, claims, checkpoint, evictions))
         finally:
             for each in watchers:
                 each.stop()
@@ -128,6 +129,7 @@ class Service:
     def _pass_until_stopped(self, parts: Parts) -> None:
         due, retry, checked, evicted = 0.0, FIRST_RETRY, time.monotonic(), 0.0
         while not self._stopping:
+            parts.checkpoint.keep()
             changed, now = parts.inventory.refresh(), time.monotonic()
             if changed:
                 parts.publish_health()

@@ -159,11 +159,26 @@ class System(Rooted):
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably: no reader ever sees a part of the content."""
+        self._write(path, content, mode, durable=True)
+
+    def write_quickly(self, path: str, content: bytes, mode: int = 0o644) -> None:
+        """Replace a file atomically. A crash of the kernel may leave the old file or a damaged one, until `sync`."""
+        self._write(path, content, mode, durable=False)
+
+    def _write(self, path: str, content: bytes, mode: int, *, durable: bool) -> None:
         self.make_directory(os.path.dirname(path))
         with self._replacing(path) as temporary, opening.new_file(temporary) as file:
             file.write(content)
             file.flush()
             os.fchmod(file.fileno(), mode)
+            if durable:
+                os.fsync(file.fileno())
+        if durable:
+            self.sync_directory(os.path.dirname(path))
+
+    def sync(self, path: str) -> None:
+        """Make what `write_quickly` wrote durable."""
+        with opening.plain(self._at(path)) as file:
             os.fsync(file.fileno())
         self.sync_directory(os.path.dirname(path))
 

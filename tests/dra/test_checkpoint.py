@@ -1,5 +1,6 @@
 """The record of prepared claims survives damage, because the kubelet has a record too."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,14 @@ def test_no_record_stops_the_service(node: Node, record: str) -> None:
     """The format is the kubelet's own, and may change. The scheduler is the first guard."""
     (node.tree / KUBELET[1:] / RECORD_NAME).write_text(record)
     assert node.restarted().prepared == {}
+
+
+def test_the_kubelet_does_not_wait_for_the_disk(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A crash of this process forgets nothing all the same; what is written is soon made durable, once."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    node.api["a"] = claim("a", GPUS[0])
+    prepared = node.claims.prepare(reference("a"))
+    assert synced == []
+    assert node.restarted().prepared == {reference("a"): prepared}
+    assert synced == [str(node.checkpoint), str(node.checkpoint.parent)]

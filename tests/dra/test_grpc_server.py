@@ -119,6 +119,16 @@ def test_many_calls_on_one_connection(channel: grpc.Channel, server: Server) -> 
     assert server.clients == 1
 
 
+def test_calls_one_after_the_other_share_a_thread(channel: grpc.Channel) -> None:
+    """To start one takes longer than most of what a call does."""
+    echo = channel.unary_unary("/test.Example/Echo")
+    for _ in range(20):
+        echo(b"x", timeout=LONG)
+        # The thread is idle a moment after its response is there.
+        time.sleep(0.01)
+    assert sum(each.name == "grpc-call" for each in threading.enumerate()) <= 2
+
+
 def test_calls_run_at_the_same_time(channel: grpc.Channel, example: Example) -> None:
     """Also on the same connection: a claim that waits delays no other."""
     waiting = [channel.unary_unary("/test.Example/Wait").future(b"%d" % number, timeout=LONG) for number in range(20)]

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.machine.machine_image import machines_disk
+from integration.bed.measure.bench_dra import measure_dra
 from integration.bed.measure.bench_live import measure_hotplug, measure_idle
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
 from integration.bed.vm.guest import Guest
@@ -70,6 +71,8 @@ def _staging(guest: Guest) -> Measures:
 
 
 def _run() -> Iterator[tuple[str, float | int | str]]:
+    with step("GPUs by Dynamic Resource Allocation"):
+        yield from measure_dra().items()
     dependencies, machines = wheels.dependencies(), machines_disk()
     with SimulatedHost(host_image(dependencies, layout="flat"), machines) as host:
         with step("install the host half"):

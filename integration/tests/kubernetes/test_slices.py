@@ -12,24 +12,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 
 from agent.cli.kube import DIRECTORY
-from agent.dra.plugin_server import SERVICE
-from agent.dra.protobuf import encode_message, encode_text
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import Effect, GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
 from agent.model.reasons import Reason
-from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
+from integration.bed.cluster.control_plane import ControlPlane, node_user
+from integration.bed.cluster.stand_in_kubelet import ROOM, DriverSocket, StandInKubelet, listed, until
 from integration.bed.process import CommandError
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy, whole
 
 OTHER_NODE = "other-node"
-SECONDS = 90.0
-SLICES = "/apis/resource.k8s.io/v1/resourceslices"
-ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
 ANYTHING = [{"operator": "Exists"}]
 """The node has no kubelet that renews its lease, so it gets taints."""
 
@@ -38,9 +33,7 @@ ANYTHING = [{"operator": "Exists"}]
 def cluster() -> Iterator[ControlPlane]:
     with ControlPlane((NODE, OTHER_NODE)) as control_plane:
         for node in (NODE, OTHER_NODE):
-            made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": node}}
-            control_plane.kubectl("create", "--filename=-", stdin=json.dumps(made), user=node_user(node))
-        set_resources(control_plane, ROOM)
+            StandInKubelet(control_plane, node).create_node(ROOM if node == NODE else {})
         for vendor in ("nvidia", "intel"):
             control_plane.kubectl("create", f"--filename={DIRECTORY}/device-class-{vendor}.yaml")
         until("the default service account exists", lambda: control_plane.kubectl("get", "serviceaccounts", "-oname"))
@@ -57,7 +50,7 @@ def machine(cluster: ControlPlane) -> Iterator[DraMachine]:
 
 def running_machine(cluster: ControlPlane, tree: Path) -> Iterator[DraMachine]:
     found = DraMachine(tree)
-    found.run_kubelet(kubeconfig(cluster, found, NODE))
+    found.run_kubelet(StandInKubelet(cluster, NODE).kubeconfig(found))
     found.grant(*GPUS[:2])
     found.start()
     until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
@@ -66,44 +59,7 @@ def running_machine(cluster: ControlPlane, tree: Path) -> Iterator[DraMachine]:
     cluster.kubectl("delete", "pods", "--all", "--force", "--grace-period=0")
     cluster.kubectl("delete", "resourceclaims,resourceclaimtemplates", "--all", "--wait=false")
     until("no claim is left", lambda: not listed(cluster, "resourceclaims"))
-    wipe(cluster)
-
-
-def until(what: str, holds: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
-        time.sleep(0.2)
-
-
-def kubeconfig(cluster: ControlPlane, machine: DraMachine, node: str) -> str:
-    """Return a kubelet's kubeconfig whose certificate and key are in the machine."""
-    content: dict[str, Any] = json.loads(cluster.kubelet_kubeconfig(node))
-    user = content["users"][0]["user"]
-    for key, end in CERTIFICATE_FILES.items():
-        machine.put(f"/pki/{node}.{end}", Path(user[key]).read_bytes())
-        user[key] = f"/pki/{node}.{end}"
-    return json.dumps(content)
-
-
-def set_resources(cluster: ControlPlane, resources: dict[str, str]) -> None:
-    """Write the node's status as its kubelet does."""
-    path, user = f"/api/v1/nodes/{NODE}", node_user(NODE)
-    node = json.loads(cluster.kubectl("get", f"--raw={path}", user=user))
-    node["metadata"].pop("resourceVersion")
-    ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
-    node["status"] = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
-    cluster.kubectl("replace", f"--raw={path}/status", "--filename=-", stdin=json.dumps(node), user=user)
-
-
-def wipe(cluster: ControlPlane) -> None:
-    """Remove the node's slices as its kubelet does (wipeResourceSlices of dra_plugin_manager.go)."""
-    cluster.kubectl("delete", f"--raw={SLICES}?fieldSelector=spec.nodeName={NODE}", user=node_user(NODE))
-
-
-def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(cluster.kubectl("get", kind, "--output=json"))["items"]
-    return found
+    StandInKubelet(cluster, NODE).wipe()
 
 
 def offered(cluster: ControlPlane) -> dict[str, dict[str, Any]]:
@@ -282,19 +238,11 @@ def test_a_claim_is_prepared_with_the_name_in_the_verified_specification(
     create(cluster, *with_claim("prepared", "true"))
     until("it is bound", lambda: "prepared" in bound(cluster))
     (claim,) = listed(cluster, "resourceclaims")
-    assert f"nvidia.com/gpu=GPU-{bound(cluster)['prepared']}".encode() in prepare(machine, claim)
-    machine.grant()
-    assert b"has no device" in prepare(machine, claim)
-
-
-def prepare(machine: DraMachine, claim: dict[str, Any]) -> bytes:
-    """Return the answer to NodePrepareResources (dra/v1/api.proto: a claim has namespace, uid and name)."""
-    metadata = claim["metadata"]
-    parts = (encode_text(number, metadata[key]) for number, key in enumerate(("namespace", "uid", "name"), 1))
-    request = encode_message(1, b"".join(parts))
-    with grpc.insecure_channel(f"unix:{machine.kubelet}/plugins/{DRA_DRIVER}/dra.sock") as channel:
-        answer: bytes = channel.unary_unary(f"{SERVICE}/NodePrepareResources")(request, timeout=20)
-    return answer
+    with DriverSocket(machine.kubelet) as driver:
+        (device,) = driver.prepare(claim).devices
+        assert device.cdi_device_ids == [f"nvidia.com/gpu=GPU-{bound(cluster)['prepared']}"]
+        machine.grant()
+        assert "has no device" in driver.prepare(claim).error
 
 
 def test_no_pod_gets_a_tainted_gpu(cluster: ControlPlane, machine: DraMachine) -> None:
@@ -324,7 +272,7 @@ def test_the_kubelet_s_wipe_is_repaired(
 ) -> None:
     before, longest = generation(cluster), 0.0
     for _ in range(3):
-        wipe(cluster)
+        StandInKubelet(cluster, NODE).wipe()
         begun = time.monotonic()
         until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
         longest = max(longest, time.monotonic() - begun)
@@ -346,12 +294,13 @@ def test_thirty_changes_are_generation_after_generation(cluster: ControlPlane, m
 
 
 def test_nothing_is_offered_beside_a_device_plugin(cluster: ControlPlane, machine: DraMachine) -> None:
-    set_resources(cluster, {**ROOM, "nvidia.com/gpu": "2"})
+    kubelet = StandInKubelet(cluster, NODE)
+    kubelet.set_resources({**ROOM, "nvidia.com/gpu": "2"})
     until("nothing is offered", lambda: names(cluster) == [])
     until("the status says why", lambda: machine.status.offers[0].reason == Reason.DEVICE_PLUGIN_ACTIVE)
-    set_resources(cluster, {**ROOM, "nvidia.com/gpu": "0"})
+    kubelet.set_resources({**ROOM, "nvidia.com/gpu": "0"})
     until("two GPUs are offered", lambda: names(cluster) == ["01", "02"])
-    set_resources(cluster, ROOM)
+    kubelet.set_resources(ROOM)
 
 
 def test_an_outage_of_the_server_is_survived(cluster: ControlPlane, machine: DraMachine) -> None:
@@ -370,7 +319,7 @@ def test_a_kubelet_may_not_write_another_node_s_slices(cluster: ControlPlane, ma
     foreign["spec"] = {**foreign["spec"], "nodeName": OTHER_NODE}
     with pytest.raises(CommandError, match="can only create ResourceSlice with the same NodeName"):
         cluster.kubectl("create", "--filename=-", stdin=json.dumps(foreign), user=node_user(NODE))
-    machine.put(KUBECONFIG, kubeconfig(cluster, machine, OTHER_NODE))
+    machine.put(KUBECONFIG, StandInKubelet(cluster, OTHER_NODE).kubeconfig(machine))
     machine.grant(GPUS[0])
     until("the status says so", lambda: machine.status.reason == Reason.REFUSED)
     assert "a kubelet's own identity" in machine.status.message

@@ -1,0 +1,106 @@
+"""A stand-in for a node's kubelet: it writes the Node, and calls the DRA driver on its sockets. It runs no pod.
+
+Its identity towards the API server is a kubelet's own, with a client certificate.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from agent.dra.plugin_server import SERVICE
+from agent.model.paths import DRA_DRIVER
+from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane, node_user
+from tests.fakes.dra_machine import DraMachine
+from tests.fakes.kubelet_api import make, read
+
+SECONDS = 90.0
+SLICES = "/apis/resource.k8s.io/v1/resourceslices"
+ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
+CALL_LIMIT = 20.0
+
+
+def until(what: str, holds: Callable[[], object]) -> None:
+    """Wait until `holds()` is true."""
+    deadline = time.monotonic() + SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {SECONDS:.0f} s: {what}"
+        time.sleep(0.2)
+
+
+def listed(cluster: ControlPlane, kind: str) -> list[dict[str, Any]]:
+    """Return the objects of a kind in all namespaces."""
+    found: list[dict[str, Any]] = json.loads(cluster.kubectl("get", kind, "--all-namespaces", "--output=json"))["items"]
+    return found
+
+
+class StandInKubelet:
+    """The kubelet of one node."""
+
+    def __init__(self, cluster: ControlPlane, node: str) -> None:
+        self._cluster, self._node, self._user = cluster, node, node_user(node)
+
+    def create_node(self, resources: dict[str, str] = ROOM) -> None:
+        """Create the Node object, which is ready and has these resources."""
+        made = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": self._node}}
+        self._cluster.kubectl("create", "--filename=-", stdin=json.dumps(made), user=self._user)
+        self.set_resources(resources)
+
+    def set_resources(self, resources: dict[str, str]) -> None:
+        """Write the node's status."""
+        path = f"/api/v1/nodes/{self._node}"
+        node = json.loads(self._cluster.kubectl("get", f"--raw={path}", user=self._user))
+        node["metadata"].pop("resourceVersion")
+        ready = {"type": "Ready", "status": "True", "reason": "Test", "message": ""}
+        node["status"] = {"capacity": resources, "allocatable": resources, "conditions": [ready]}
+        replace = ("replace", f"--raw={path}/status", "--filename=-")
+        self._cluster.kubectl(*replace, stdin=json.dumps(node), user=self._user)
+
+    def wipe(self) -> None:
+        """Remove the node's slices (wipeResourceSlices of dra_plugin_manager.go)."""
+        self._cluster.kubectl("delete", f"--raw={SLICES}?fieldSelector=spec.nodeName={self._node}", user=self._user)
+
+    def kubeconfig(self, machine: DraMachine, directory: str = "/pki") -> str:
+        """Return the kubeconfig, whose certificate and key are in this directory of the machine."""
+        content: dict[str, Any] = json.loads(self._cluster.kubelet_kubeconfig(self._node))
+        user = content["users"][0]["user"]
+        for key, end in CERTIFICATE_FILES.items():
+            place = f"{directory}/{self._node}.{end}"
+            machine.put(place, Path(user[key]).read_bytes())
+            user[key] = place
+        return json.dumps(content)
+
+
+class DriverSocket:
+    """The driver's socket in a kubelet's directory. To be closed by `with`."""
+
+    def __init__(self, kubelet: str) -> None:
+        self._channel = grpc.insecure_channel(f"unix:{kubelet}/plugins/{DRA_DRIVER}/dra.sock")
+        self._prepare, self._unprepare = (
+            self._channel.unary_unary(f"{SERVICE}/Node{verb}Resources") for verb in ("Prepare", "Unprepare")
+        )
+
+    def __enter__(self) -> "DriverSocket":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._channel.close()
+
+    def prepare(self, claim: dict[str, Any]) -> Any:  # noqa: ANN401 (a class of Google's library)
+        """Return what the driver answers for a claim: `devices` and `error`."""
+        request = make("NodePrepareResourcesRequest", claims=[_reference(claim)])
+        answer = read("NodePrepareResourcesResponse", self._prepare(request, timeout=CALL_LIMIT))
+        return answer.claims[claim["metadata"]["uid"]]
+
+    def unprepare(self, claim: dict[str, Any]) -> str:
+        """Give a claim back, and return the error."""
+        request = make("NodeUnprepareResourcesRequest", claims=[_reference(claim)])
+        answer = read("NodeUnprepareResourcesResponse", self._unprepare(request, timeout=CALL_LIMIT))
+        return str(answer.claims[claim["metadata"]["uid"]].error)
+
+
+def _reference(claim: dict[str, Any]) -> dict[str, str]:
+    return {key: claim["metadata"][key] for key in ("namespace", "uid", "name")}

@@ -1,0 +1,99 @@
+"""The service that offers GPUs, as its unit runs it, in a machine of namespaces instead of a virtual machine.
+
+The program under test is real. Simulated are the kubelet, a process of that name that only sleeps, its cgroup, and
+nvidia-smi.
+"""
+
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from integration.bed.cache import REPOSITORY
+from integration.bed.lifetime import Lifetime
+from integration.bed.process import Argument
+from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
+
+DIRECTORIES = ("/run/unbounded-agent", "/var/lib/unbounded-agent")
+"""Of the agent: those of this machine stay hidden."""
+KUBECONFIG = f"{DIRECTORIES[0]}/kubelet.conf"
+SCRIPT = """
+set -eu
+tree=$1 node=$2 python=$3
+shift 3
+echo "$node" >/proc/sys/kernel/hostname
+for directory in /run/unbounded-agent /var/lib/unbounded-agent; do
+    mount -t tmpfs tmpfs "${directory%/*}"
+    mkdir -p "$directory" "$tree$directory"
+    mount --bind "$tree$directory" "$directory"
+done
+mount --bind "$tree/programs" /usr/local/sbin
+(exec -a kubelet "$python" -I -S -c 'import signal; signal.pause()' "$@") &
+# A kubelet is a service of systemd, and this process is none.
+mount --bind "$tree/cgroup" /proc/$!/cgroup
+cd /
+exec "$python" -P -S -m agent.dra
+"""
+
+
+class DraNamespace(Lifetime):
+    """The running service of the machine below `tree`, in which the tests write the documents."""
+
+    def __init__(self, tree: Path, kubelet: str) -> None:
+        self._tree, self._kubelet = tree, kubelet
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the service next to a kubelet whose kubeconfig is at KUBECONFIG."""
+        (self._tree / "cgroup").write_text("0::/system.slice/kubelet.service\n")
+        lines = "".join(SMI_LINE.format(bus=each[5:7], memory=MEMORY) for each in GPUS)
+        self._program("nvidia-smi", f"case $* in *--query-gpu=*) printf '%s' '{lines}' ;; esac")
+        self._program("systemctl", "exit 0")
+        namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        arguments: list[Argument] = [
+            self._tree,
+            NODE,
+            sys.executable,
+            f"--kubeconfig={KUBECONFIG}",
+            f"--root-dir={self._kubelet}",
+        ]
+        path = f"{REPOSITORY}:{sysconfig.get_path('purelib')}"
+        with (self._tree / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", *namespaces, "bash", "-c", SCRIPT, "bash", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": "/usr/local/sbin:/usr/sbin:/usr/bin", "PYTHONPATH": path},
+            )
+
+    def close(self) -> None:
+        """Kill the service."""
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def log(self) -> str:
+        """What the service has written so far."""
+        return (self._tree / "log").read_text()
+
+    @property
+    def resident(self) -> float:
+        """The MiB of memory that the service has in use, its own and that of shared files (proc_pid_status(5))."""
+        assert self._process is not None
+        parent = self._process.pid
+        (child,) = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        return resident(int(child))
+
+    def _program(self, name: str, script: str) -> None:
+        path = self._tree / "programs" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+
+
+def resident(process: int) -> float:
+    """Return the MiB of memory that a process has in use."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{process}/status").read_text().splitlines())
+    return int(fields["VmRSS"].split()[0]) / 1024

@@ -1,0 +1,167 @@
+"""Measure GPUs by Dynamic Resource Allocation at a real API server and scheduler, without a virtual machine.
+
+The service is a process of its own, as its unit runs it; gRPC's own client calls it as the kubelet does.
+"""
+
+import http.client
+import json
+import ssl
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from agent.cli.kube import DIRECTORY
+from agent.dra.api_client import ApiClient
+from agent.dra.credentials import Credentials
+from agent.dra.slices import COLLECTION
+from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane
+from integration.bed.cluster.stand_in_kubelet import DriverSocket, StandInKubelet, listed, until
+from integration.bed.machine.dra_namespace import KUBECONFIG, DraNamespace
+from integration.bed.measure.bench_script import Measures
+from tests.fakes.dra_machine import GPUS, NODE, DraMachine
+
+PAIRS = 100
+CHANGES = 20
+CLAIM = {
+    "apiVersion": "resource.k8s.io/v1",
+    "kind": "ResourceClaim",
+    "metadata": {"name": "measured"},
+    "spec": {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "nvidia-gpu"}}]}},
+}
+POD = {
+    "apiVersion": "v1",
+    "kind": "Pod",
+    "metadata": {"name": "measured"},
+    "spec": {
+        "containers": [{"name": "main", "image": "registry.invalid/none", "resources": {"claims": [{"name": "gpu"}]}}],
+        "tolerations": [{"operator": "Exists"}],
+        "resourceClaims": [{"name": "gpu", "resourceClaimName": "measured"}],
+    },
+}
+
+
+@dataclass(frozen=True)
+class Offering:
+    """A node whose service offers two GPUs."""
+
+    cluster: ControlPlane
+    machine: DraMachine
+    service: DraNamespace
+
+
+@contextmanager
+def offering() -> Iterator[Offering]:
+    """Run a control plane and the service of one node."""
+    # The usual temporary paths are longer than a socket's path may be.
+    with ControlPlane((NODE,)) as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
+        kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))
+        kubelet.create_node()
+        cluster.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
+        until("the default service account exists", lambda: cluster.kubectl("get", "serviceaccounts", "-oname"))
+        machine.put(KUBECONFIG, kubelet.kubeconfig(machine, str(Path(KUBECONFIG).parent)))
+        machine.grant(*GPUS[:2])
+        with DraNamespace(machine.tree, machine.kubelet) as service:
+            until("GPUs are offered", lambda: listed(cluster, "resourceslices"))
+            yield Offering(cluster, machine, service)
+
+
+def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:
+    """Measure how soon a change is offered, how long a claim takes, and what memory that needs."""
+    with offering() as offer:
+        idle = offer.service.resident
+        slices = _slice_after_cdi(offer, changes)
+        bare, prepared = _prepare(offer, pairs)
+        ratios = [ours / other for ours, other in zip(prepared, bare, strict=True)]
+        return {
+            **_spread("slice_vs_cdi_seconds", slices),
+            **_spread("bare_get_ms", [1000 * each for each in bare]),
+            **_spread("prepare_ms", [1000 * each for each in prepared]),
+            **_spread("prepare_vs_bare", ratios),
+            "dra_resident_at_start_mib": idle,
+            "dra_resident_mib": offer.service.resident,
+        }
+
+
+def _slice_after_cdi(offer: Offering, changes: int) -> list[float]:
+    """Return the seconds from a published CDI specification, each with one GPU more or less, to its slice."""
+    seen: dict[int, float] = {}
+    client = ApiClient(Credentials(offer.machine, KUBECONFIG))
+    selector = f"spec.nodeName={NODE}"
+    version = client.get(COLLECTION, fieldSelector=selector)["metadata"]["resourceVersion"]
+    watching = threading.Event()
+
+    def watch() -> None:
+        for event in client.watch(COLLECTION, version, fieldSelector=selector):
+            watching.set()
+            devices = event.get("object", {}).get("spec", {}).get("devices", ())
+            seen[len(devices)] = time.monotonic()
+
+    threading.Thread(target=watch, daemon=True).start()
+    watching.wait(10)
+    found = []
+    for number in range(changes):
+        count = 3 + number % (len(GPUS) - 2)
+        seen.pop(count, None)
+        offer.machine.grant(*GPUS[:count])
+        begun = time.monotonic()
+        until("the slice is there", lambda count=count: count in seen)  # type: ignore[misc]
+        found.append(seen[count] - begun)
+    client.close()
+    return found
+
+
+def _prepare(offer: Offering, pairs: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each GET of a claim, and those of each call that prepares it, one after the other."""
+    content = {"apiVersion": "v1", "kind": "List", "items": [CLAIM, POD]}
+    offer.cluster.kubectl("create", "--filename=-", stdin=json.dumps(content))
+    until("the claim is allocated", lambda: listed(offer.cluster, "resourceclaims")[0].get("status"))
+    (claim,) = listed(offer.cluster, "resourceclaims")
+    bare, prepared = [], []
+    with DriverSocket(offer.machine.kubelet) as driver, _getting(offer, claim) as get:
+        for number in range(pairs + 10):
+            before = time.perf_counter()
+            get()
+            between = time.perf_counter()
+            answer = driver.prepare(claim)
+            after = time.perf_counter()
+            assert answer.devices, answer
+            assert not driver.unprepare(claim)
+            # At first, connections are made and modules loaded.
+            if number >= 10:
+                bare.append(between - before)
+                prepared.append(after - between)
+    return bare, prepared
+
+
+@contextmanager
+def _getting(offer: Offering, claim: dict[str, Any]) -> Iterator[Callable[[], None]]:
+    """Yield a function that gets the claim on a connection that is kept, as the kubelet's user, and only reads it."""
+    kubeconfig = json.loads(offer.machine.read(KUBECONFIG))
+    files = [offer.machine.place(kubeconfig["users"][0]["user"][key]) for key in CERTIFICATE_FILES]
+    context = ssl.create_default_context(cadata=offer.cluster.certificate_authority)
+    context.load_cert_chain(*files)
+    connection = http.client.HTTPSConnection("127.0.0.1", offer.cluster.port, context=context)
+    namespace, name = (claim["metadata"][key] for key in ("namespace", "name"))
+
+    def get() -> None:
+        connection.request("GET", f"/apis/resource.k8s.io/v1/namespaces/{namespace}/resourceclaims/{name}")
+        response = connection.getresponse()
+        content = response.read()
+        assert response.status == http.HTTPStatus.OK, content
+
+    try:
+        yield get
+    finally:
+        connection.close()
+
+
+def _spread(name: str, values: list[float]) -> Measures:
+    """Return the median, and between which values nine of ten are."""
+    quantiles = statistics.quantiles(values, n=20)
+    return {name: statistics.median(values), f"{name}_low": quantiles[0], f"{name}_high": quantiles[-1]}
