@@ -92,6 +92,13 @@ class Cluster(Lifetime):
         """Return how many of a resource the node offers to pods."""
         return int(self.get("node", MACHINE)["status"]["allocatable"].get(resource, 0))
 
+    def devices(self) -> dict[str, dict[str, Any]]:
+        """Return the devices in the newest ResourceSlices, by name."""
+        slices = [each["spec"] for each in self.get("resourceslices")["items"]]
+        newest = max((each["pool"]["generation"] for each in slices), default=0)
+        found = [each for each in slices if each["pool"]["generation"] == newest]
+        return {device["name"]: device for each in found for device in each.get("devices", [])}
+
     def deploy_plugin(self, gpus: int, **environment: str) -> None:
         """Deploy NVIDIA's device plugin with the users' manifest, and wait until the node offers that many GPUs.
 

@@ -15,7 +15,7 @@ from integration.bed.cluster.cluster import Cluster
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.machine.node import Node
 from integration.bed.vm.host_image import host_image
-from integration.bed.vm.installation import install
+from integration.bed.vm.installation import CONFIGURATION, install
 from integration.bed.vm.simulated_host import SimulatedHost
 
 STATE = Path("/run/unbounded-agent-bed/cluster")
@@ -26,43 +26,48 @@ LOCK = STATE / "lock"
 KUBECONFIG = STATE / "kubeconfig"
 KUBECTL = STATE / "kubectl"
 GPUS = 8
-USAGE = "usage: integration/cluster up | down | kubectl ARGUMENT..."
+DRA = "--dra"
+"""The node offers its GPUs itself, by Dynamic Resource Allocation; no device plugin runs."""
+USAGE = f"usage: integration/cluster up [{DRA}] | down | kubectl ARGUMENT..."
 TRY = """
 The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
     integration/cluster kubectl get nodes
-    integration/cluster kubectl describe node gpu-node
+    integration/cluster kubectl describe node gpu-node{slices}
     integration/cluster kubectl apply -f integration/bed/cluster/manifests/gpu-test.yaml
     integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded pod/gpu-test
     integration/cluster kubectl logs gpu-test
     integration/cluster down
 """
+SLICES = """
+    integration/cluster kubectl get resourceslices -o yaml
+    integration/cluster kubectl get resourceclaims      # while a pod has a GPU"""
 
 
 def main() -> None:
     match sys.argv[1:]:
-        case ["up"]:
-            up()
+        case ["up", *options] if options in ([], [DRA]):
+            up(options)
         case ["down"]:
             down()
         case ["kubectl", *arguments]:
             if not running() or not KUBECTL.exists():
                 raise SystemExit("error: no cluster runs; start one by `integration/cluster up`")
             os.execv(KUBECTL, ["kubectl", f"--kubeconfig={KUBECONFIG}", *arguments])
-        case ["serve"]:
-            serve()
+        case ["serve", *options]:
+            serve(dra=DRA in options)
         case _:
             print(USAGE, file=sys.stderr)
             raise SystemExit(2)
 
 
-def up() -> None:
+def up(options: list[str]) -> None:
     """Start the background process, and show its output until the cluster is ready."""
     if running():
         raise SystemExit("The cluster runs already; `integration/cluster down` ends it.")
     shutil.rmtree(STATE, ignore_errors=True)
     STATE.mkdir(parents=True, mode=0o700)
     with LOG.open("w") as log:
-        argv = [sys.executable, "-m", "integration.bed.cluster.cluster_command", "serve"]
+        argv = [sys.executable, "-m", "integration.bed.cluster.cluster_command", "serve", *options]
         # In its own session, so that the process survives the calling shell.
         server = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
@@ -74,7 +79,7 @@ def up() -> None:
         print(log.read(), end="", flush=True)
     if server.returncode is not None:
         raise SystemExit(f"error: the cluster did not start; see the lines above and {LOG}")
-    print(TRY)
+    print(TRY.format(slices=SLICES if DRA in options else ""))
 
 
 def down() -> None:
@@ -99,7 +104,7 @@ def running() -> int:
         return int(LOCK.read_text())
 
 
-def serve() -> None:
+def serve(*, dra: bool) -> None:
     """Set up the cluster, create KUBECTL once it is ready, and keep it until SIGTERM."""
     # SystemExit lets every context manager stop what it started.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
@@ -109,20 +114,29 @@ def serve() -> None:
         lock.flush()
         image, machines = host_image(wheels.dependencies()), machines_disk()
         with SimulatedHost(image, machines) as host:
-            _make_ready(host)
+            _make_ready(host, f'{CONFIGURATION}allocation = "dra"\n' if dra else CONFIGURATION)
             with Cluster(host) as cluster:
-                cluster.apply("runtime-class")
-                with step("deploy NVIDIA's device plugin"):
-                    cluster.deploy_plugin(GPUS)
+                _offer_gpus(cluster, dra=dra)
                 cluster.control_plane.write_kubeconfig("admin", KUBECONFIG)
                 KUBECTL.symlink_to(cluster.control_plane.binaries / "kubectl")
                 while True:
                     signal.pause()
 
 
-def _make_ready(host: SimulatedHost) -> None:
+def _offer_gpus(cluster: Cluster, *, dra: bool) -> None:
+    cluster.apply("runtime-class")
+    if dra:
+        cluster.apply("device-class-nvidia")
+        with step("wait until the node offers its GPUs"):
+            cluster.wait(f"{GPUS} GPUs in ResourceSlices", lambda: len(cluster.devices()) == GPUS)
+    else:
+        with step("deploy NVIDIA's device plugin"):
+            cluster.deploy_plugin(GPUS)
+
+
+def _make_ready(host: SimulatedHost, configuration: str) -> None:
     with step("install the host half"):
-        install(host.guest)
+        install(host.guest, configuration)
     with step("unbounded-agent apply"):
         print(host.guest.run(["unbounded-agent", "apply"], timeout=300).stdout, flush=True)
         host.guest.run(["systemctl", "enable", "--now", "unbounded-agent.service"], timeout=240)

@@ -60,14 +60,6 @@ def bed(cluster: Cluster) -> Bed:
     return Bed(cluster.host)
 
 
-def devices(cluster: Cluster) -> dict[str, dict[str, Any]]:
-    """Return the devices of the node's slices by name."""
-    slices = cluster.get("resourceslices")["items"]
-    newest = max((each["spec"]["pool"]["generation"] for each in slices), default=0)
-    found = [each["spec"] for each in slices if each["spec"]["pool"]["generation"] == newest]
-    return {device["name"]: device for each in found for device in each.get("devices", [])}
-
-
 def value(device: dict[str, Any], name: str) -> Any:  # noqa: ANN401
     """Return a device's attribute, without its type."""
     ((_, found),) = device["attributes"][name].items()
@@ -76,16 +68,16 @@ def value(device: dict[str, Any], name: str) -> Any:  # noqa: ANN401
 
 def offered(cluster: Cluster) -> set[str]:
     """Return the UUIDs of the GPUs in the slices."""
-    return {value(each, "uuid") for each in devices(cluster).values()}
+    return {value(each, "uuid") for each in cluster.devices().values()}
 
 
 def wait_for_devices(cluster: Cluster, number: int) -> None:
-    cluster.wait(f"{number} GPUs in the slices", lambda: len(devices(cluster)) == number)
+    cluster.wait(f"{number} GPUs in the slices", lambda: len(cluster.devices()) == number)
 
 
 def tainted(cluster: Cluster, uuid: str) -> list[str]:
     """Return the taints of a GPU in the slices, as key=value:effect."""
-    (device,) = (each for each in devices(cluster).values() if value(each, "uuid") == uuid)
+    (device,) = (each for each in cluster.devices().values() if value(each, "uuid") == uuid)
     return [f"{each['key']}={each.get('value', '')}:{each['effect']}" for each in device.get("taints", [])]
 
 
@@ -122,7 +114,7 @@ def test_the_slices_have_every_gpu(cluster: Cluster, bed: Bed) -> None:
     listed = uuids(bed.run("nvidia-smi", "-L").stdout)
     assert offered(cluster) == set(listed)
     assert cluster.allocatable() == 0, "no device plugin"
-    for device in devices(cluster).values():
+    for device in cluster.devices().values():
         assert value(device, "vendor") == "nvidia"
         assert value(device, "productName").startswith("NVIDIA H100")
         assert value(device, "kernelDriver") == "nvidia"
@@ -190,7 +182,7 @@ def test_a_failed_gpu_gets_no_pod_and_says_why(cluster: Cluster, bed: Bed) -> No
     assert cluster.phase("none-left") == "Pending"
     cluster.delete_pods("holder", "others")
     # Detached and attached again, the GPU is as new.
-    address = str(value(next(each for each in devices(cluster).values() if value(each, "uuid") == failed),
+    address = str(value(next(each for each in cluster.devices().values() if value(each, "uuid") == failed),
                         "resource.kubernetes.io/pciBusID"))  # fmt: skip
     bed.agent("gpus", "detach", address)
     cluster.wait("it is not offered", lambda: failed not in offered(cluster))
@@ -227,17 +219,26 @@ def registered(bed: Bed) -> bool:
 
 def offered_stays(cluster: Cluster, seconds: float = 15) -> bool:
     """Return whether every GPU is offered, and still is a while later: the kubelet deletes slices belatedly."""
-    if len(devices(cluster)) != NUMBER:
+    if len(cluster.devices()) != NUMBER:
         return False
     time.sleep(seconds)
-    return len(devices(cluster)) == NUMBER
+    return len(cluster.devices()) == NUMBER
 
 
-def test_nothing_is_published_next_to_a_device_plugin(cluster: Cluster, bed: Bed) -> None:
+def resident(bed: Bed, process: str) -> str:
+    """Return the memory that a process of the machine has in use; `process` is a command that prints its id."""
+    return bed.node.run("sh", "-c", f"grep VmRSS /proc/$({process})/status").stdout.partition(":")[2].strip()
+
+
+def test_nothing_is_published_next_to_a_device_plugin(
+    cluster: Cluster, bed: Bed, measured: Callable[[str, object], None]
+) -> None:
     """Both at once would hand out the same GPU twice."""
     cluster.deploy_plugin(gpus=NUMBER)
+    measured("memory of NVIDIA's device plugin", resident(bed, "pidof -s nvidia-device-plugin"))
+    measured(f"memory of {SERVICE}", resident(bed, f"systemctl show --property=MainPID --value {SERVICE}"))
     try:
-        cluster.wait("the slices are withdrawn", lambda: not devices(cluster))
+        cluster.wait("the slices are withdrawn", lambda: not cluster.devices())
         bed.node.run("systemctl", "start", "unbounded-agent-gpu.service", check=False)
         advertised = bed.conditions()["GPUsAdvertised"]
         assert advertised["status"] == "False", advertised
