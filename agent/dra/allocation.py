@@ -48,6 +48,11 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
     found = tuple(each for each in objects(where, devices, "results", _result) if each.driver == DRA_DRIVER)
     if not found:
         raise AgentError(f"{where} has no device of the driver {DRA_DRIVER}", "see its status.allocation")
+    if any(each == DRA_DRIVER for each in objects(where, {"config": devices.get("config") or []}, "config", _driver)):
+        raise AgentError(
+            f"{where} has parameters for the driver {DRA_DRIVER}, which takes none",
+            "remove `config` from the claim or from its DeviceClass",
+        )
     elsewhere = sorted({each.pool for each in found} - {node})
     if elsewhere:
         raise AgentError(
@@ -55,6 +60,11 @@ def allocated_devices(reference: ClaimReference, claim: Mapping[str, Any], node:
             "delete the pod, so that it is scheduled again",
         )
     return found
+
+
+def _driver(where: str, item: dict[str, Any]) -> str:
+    """Return the driver that a configuration is for. Other drivers' devices may be in the same claim."""
+    return get(where, get(where, item, "opaque", dict), "driver", str) if item.get("opaque") else ""
 
 
 def _result(where: str, item: dict[str, Any]) -> Allocated:

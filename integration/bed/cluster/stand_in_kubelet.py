@@ -102,5 +102,43 @@ class DriverSocket:
         return str(answer.claims[claim["metadata"]["uid"]].error)
 
 
+def prepared(driver: DriverSocket, pod: dict[str, Any], claims: list[dict[str, Any]]) -> dict[str, set[str]]:
+    """Prepare the pod's claims, and return the CDI names that each container gets.
+
+    As the kubelet does: of a claim, a container gets the devices of all requests, or of the one that it names
+    (GetResources of pkg/kubelet/cm/dra/manager.go). Raises AssertionError with the driver's words.
+    """
+    status = pod["status"]
+    names = {each["name"]: each.get("resourceClaimName", "") for each in pod["spec"].get("resourceClaims", ())}
+    names |= {each["name"]: each["resourceClaimName"] for each in status.get("resourceClaimStatuses", ())}
+    extended = status.get("extendedResourceClaimStatus")
+    if extended:
+        names[""] = extended["resourceClaimName"]
+    found: dict[str, list[Any]] = {}
+    for name, claim_name in names.items():
+        (claim,) = (
+            each
+            for each in claims
+            if (each["metadata"]["namespace"], each["metadata"]["name"]) == (pod["metadata"]["namespace"], claim_name)
+        )
+        answer = driver.prepare(claim)
+        assert not answer.error, answer.error
+        found[name] = list(answer.devices)
+    result = {}
+    for container in (*pod["spec"].get("initContainers", ()), *pod["spec"]["containers"]):
+        wanted = [(each["name"], each.get("request", "")) for each in container["resources"].get("claims", ())]
+        if extended:
+            mine = [each for each in extended["requestMappings"] if each["containerName"] == container["name"]]
+            wanted += [("", each["requestName"]) for each in mine]
+        result[container["name"]] = {
+            cdi
+            for name, request in wanted
+            for device in found[name]
+            if not request or request in device.request_names
+            for cdi in device.cdi_device_ids
+        }
+    return result
+
+
 def _reference(claim: dict[str, Any]) -> dict[str, str]:
     return {key: claim["metadata"][key] for key in ("namespace", "uid", "name")}

@@ -17,6 +17,11 @@ from tests.fakes.dra_machine import GPUS, MEMORY, NODE, SMI_LINE
 DIRECTORIES = ("/run/unbounded-agent", "/var/lib/unbounded-agent")
 """Of the agent: those of this machine stay hidden."""
 KUBECONFIG = f"{DIRECTORIES[0]}/kubelet.conf"
+MIG_LINES = """\
+GPU 0: Simulated GPU (UUID: GPU-01)
+  MIG 1g.10gb     Device  0: (UUID: MIG-00000000-0000-4000-8000-000000000007)
+  MIG 3g.40gb     Device  1: (UUID: MIG-00000000-0000-4000-8000-000000000002)
+"""
 SCRIPT = """
 set -eu
 tree=$1 node=$2 python=$3
@@ -47,7 +52,8 @@ class DraNamespace(Lifetime):
         """Start the service next to a kubelet whose kubeconfig is at KUBECONFIG."""
         (self._tree / "cgroup").write_text("0::/system.slice/kubelet.service\n")
         lines = "".join(SMI_LINE.format(bus=each[5:7], memory=MEMORY) for each in GPUS)
-        self._program("nvidia-smi", f"case $* in *--query-gpu=*) printf '%s' '{lines}' ;; esac")
+        cases = f"*--query-gpu=*) printf '%s' '{lines}' ;; -L) printf '%s' '{MIG_LINES}' ;;"
+        self._program("nvidia-smi", f"case $* in {cases} esac")
         self._program("systemctl", "exit 0")
         namespaces = ["unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc", "--kill-child"]
         arguments: list[Argument] = [

@@ -7,24 +7,21 @@ import http.client
 import json
 import ssl
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from agent.cli.kube import DIRECTORY
 from agent.dra.api_client import ApiClient
 from agent.dra.credentials import Credentials
 from agent.dra.slices import COLLECTION
-from integration.bed.cluster.control_plane import CERTIFICATE_FILES, ControlPlane
-from integration.bed.cluster.stand_in_kubelet import DriverSocket, StandInKubelet, listed, until
-from integration.bed.machine.dra_namespace import KUBECONFIG, DraNamespace
+from integration.bed.cluster.control_plane import CERTIFICATE_FILES
+from integration.bed.cluster.dra_node import Offering, offering
+from integration.bed.cluster.stand_in_kubelet import DriverSocket, listed, until
+from integration.bed.machine.dra_namespace import KUBECONFIG
 from integration.bed.measure.bench_script import Measures
-from tests.fakes.dra_machine import GPUS, NODE, DraMachine
+from tests.fakes.dra_machine import GPUS, NODE
 
 PAIRS = 100
 CHANGES = 20
@@ -44,31 +41,6 @@ POD = {
         "resourceClaims": [{"name": "gpu", "resourceClaimName": "measured"}],
     },
 }
-
-
-@dataclass(frozen=True)
-class Offering:
-    """A node whose service offers two GPUs."""
-
-    cluster: ControlPlane
-    machine: DraMachine
-    service: DraNamespace
-
-
-@contextmanager
-def offering() -> Iterator[Offering]:
-    """Run a control plane and the service of one node."""
-    # The usual temporary paths are longer than a socket's path may be.
-    with ControlPlane((NODE,)) as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
-        kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))
-        kubelet.create_node()
-        cluster.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
-        until("the default service account exists", lambda: cluster.kubectl("get", "serviceaccounts", "-oname"))
-        machine.put(KUBECONFIG, kubelet.kubeconfig(machine, str(Path(KUBECONFIG).parent)))
-        machine.grant(*GPUS[:2])
-        with DraNamespace(machine.tree, machine.kubelet) as service:
-            until("GPUs are offered", lambda: listed(cluster, "resourceslices"))
-            yield Offering(cluster, machine, service)
 
 
 def measure_dra(pairs: int = PAIRS, changes: int = CHANGES) -> Measures:

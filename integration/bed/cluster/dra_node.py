@@ -1,0 +1,41 @@
+"""A node that offers GPUs by Dynamic Resource Allocation at a real control plane, without a virtual machine.
+
+The service is a process of its own, as its unit runs it. A stand-in for the kubelet calls it.
+"""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from agent.cli.kube import DIRECTORY
+from integration.bed.cluster.control_plane import ControlPlane
+from integration.bed.cluster.stand_in_kubelet import StandInKubelet, listed, until
+from integration.bed.machine.dra_namespace import KUBECONFIG, DraNamespace
+from tests.fakes.dra_machine import GPUS, NODE, DraMachine
+
+
+@dataclass(frozen=True)
+class Offering:
+    """A node whose service offers two GPUs; `machine` has the documents from which it knows them."""
+
+    cluster: ControlPlane
+    machine: DraMachine
+    service: DraNamespace
+
+
+@contextmanager
+def offering() -> Iterator[Offering]:
+    """Run a control plane and the service of one node."""
+    # The usual temporary paths are longer than a socket's path may be.
+    with ControlPlane((NODE,)) as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
+        kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))
+        kubelet.create_node()
+        cluster.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")
+        until("the default service account exists", lambda: cluster.kubectl("get", "serviceaccounts", "-oname"))
+        machine.put(KUBECONFIG, kubelet.kubeconfig(machine, str(Path(KUBECONFIG).parent)))
+        machine.grant(*GPUS[:2])
+        with DraNamespace(machine.tree, machine.kubelet) as service:
+            until("GPUs are offered", lambda: listed(cluster, "resourceslices"))
+            yield Offering(cluster, machine, service)
