@@ -11,6 +11,7 @@ from agent.cli.printing import say
 from agent.host.plan.goal import Plan
 from agent.host.reconcile import Reconciler
 from agent.host.vendors import host_vendor
+from agent.host.verify.gpu_list import LOST, gpu_state
 from agent.model.facts import Absent, Broken, DeviceNode, Facts, Gpu, Unseen, VendorFacts
 from agent.model.remembered import Remembered
 from agent.model.text import printable
@@ -86,7 +87,7 @@ def _entries(facts: Facts, planned: Plan, system: System) -> Iterator[Entry]:
     remembered = planned.goal.remembered
     for lost in remembered.gpus if isinstance(remembered, Remembered) else ():
         if lost.lost:
-            yield Entry(lost.pci_address, lost.vendor, "lost", lost.machines, "", lost.model, lost.uuid)
+            yield Entry(lost.pci_address, lost.vendor, LOST, lost.machines, "", lost.model, lost.uuid)
 
 
 def _own_nodes(facts: Facts, gpu: Gpu) -> list[DeviceNode]:
@@ -101,7 +102,7 @@ def _entry(
     return Entry(
         gpu.pci_address,
         gpu.vendor,
-        _state(gpu, vendor, machines),
+        gpu_state(gpu, vendor, machines),
         machines,
         " ".join(each for each in (gpu.driver, version) if isinstance(each, str) and each),
         gpu.model or _attribute(system, gpu, "product_name") or _pci_id(system, gpu),
@@ -110,21 +111,6 @@ def _entry(
         tuple(sorted({each.pod_uid for each in users if each.pod_uid})),
         not held.unseen,
     )
-
-
-def _state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:
-    """Return the first of these that applies; docs/json.md describes them."""
-    if gpu.detached:
-        return "detached"
-    if gpu.lost:
-        return "failed"
-    if not gpu.driver:
-        return "no-driver"
-    if gpu.driver not in host_vendor(gpu.vendor).drivers:
-        return "other-driver"
-    if not isinstance(vendor.devices, tuple):
-        return "unknown"
-    return "granted" if machines else "free"
 
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:

@@ -1,6 +1,6 @@
 """The result of a pass, for commands, logs, metrics and pages. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from agent.model.actions import Done
@@ -33,6 +33,14 @@ class MachineOutcome:
     """The agent's settings for the machine are on disk, from this or an earlier pass, and systemd has read them."""
     has_run: bool = False
     """The machine ran since the host booted, and is not running now."""
+    expected: int = 0
+    """How many GPUs the settings ask for. If they ask for all, those that the machine has and those that it lost."""
+    advertised: int | None = None
+    """How many of the granted GPUs the node offers to pods, according to the machine; None if that is unknown."""
+    agent_version: str = ""
+    """The machine half's version, from its report; empty without one."""
+    reported: float = 0.0
+    """When the machine half last reported, in seconds since the epoch; 0 without a report."""
     lost: tuple[str, ...] = ()
     """PCI addresses of the machine's lost GPUs, except acknowledged ones."""
     repairs: Mapping[Repair, int] = field(default_factory=dict)
@@ -51,6 +59,15 @@ class MachineOutcome:
     def ready(self) -> Condition:
         """The condition that sums up all others."""
         return self.condition(ConditionType.READY)
+
+
+def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ...]]:
+    """Return the names of the machines that have a GPU, by its PCI address."""
+    found: dict[str, tuple[str, ...]] = {}
+    for machine in machines:
+        for address in machine.gpus:
+            found[address] = (*found.get(address, ()), machine.name)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

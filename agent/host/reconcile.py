@@ -25,7 +25,7 @@ from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
 from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
-from agent.host.verify.lost_gpus import lost_gpus, with_lost_gpus
+from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
 from agent.host.verify.unseen_machine import with_unseen_machine
 from agent.model.actions import Cleanup, Done, RemoveStaleStaging
 from agent.model.conditions import Condition, with_transitions
@@ -182,7 +182,9 @@ class Reconciler:
                 conditions = with_transitions(outcome.conditions, (), now)
             pending = outcome.pending or conditions[-1].reason == Reason.SETTLING
             lost = tuple(gpu.pci_address for gpu in lost_gpus(machine.name, remembered))
-            machines.append(replace(outcome, conditions=conditions, lost=lost, pending=pending, fault=faulted))
+            expected = expected_gpus(self.config.machines[machine.name].gpus, (*outcome.gpus, *lost))
+            outcome = replace(outcome, conditions=conditions, lost=lost, expected=expected)
+            machines.append(replace(outcome, pending=pending, fault=faulted))
         return tuple(machines)
 
     def _without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
@@ -194,6 +196,7 @@ class Reconciler:
         self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference
     ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
+        answered = report if isinstance(report, Report) else None
         return MachineOutcome(
             name=machine.name,
             conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
@@ -202,7 +205,10 @@ class Reconciler:
             stopped=not refused and machine.unit_state in ("inactive", "failed"),
             startable=not refused and startable(goal, facts),
             has_run=machine.has_run,
-            repairs=report.repairs if isinstance(report, Report) else {},
+            repairs=answered.repairs if answered else {},
+            advertised=answered.advertised_gpus if answered else None,
+            agent_version=answered.agent_version if answered else "",
+            reported=time.time() - machine.report_age if answered else 0.0,
             start_settings=None if refused or settings_pending(goal, difference) else goal.live,
         )
 

@@ -176,7 +176,10 @@ def report(context: Context, outcome: Outcome) -> None:
     # The limit is small, because the kernel refuses reads of KMALLOC_MAX_SIZE bytes or more in /proc/sys (ENOMEM).
     boot_id = system.read(BOOT_ID, 64).decode().strip()
     counts = repairs(context.notes) if outcome.counts_repairs else None
-    document = render_report(context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts)
+    advertised = next((each.count for each in outcome.conditions if each.count is not None), None)
+    document = render_report(
+        context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts, advertised
+    )
     system.write(REPORT, document)
 
 

@@ -80,6 +80,8 @@ class Condition:
     """Only for Ready: recent times when Ready was lost, seconds since the epoch (agent.host.verify.flapping)."""
     good_since: float = 0.0
     """Only for Ready: when all conditions were first met after the last loss, seconds since the epoch; 0 until then."""
+    count: int | None = None
+    """Only for GPUsAdvertised, in the machine half: how many of the granted GPUs are advertised; None if unknown."""
 
     def to_kubernetes(self) -> dict[str, str | None]:
         """Return the condition as Kubernetes' API writes it (metav1.Condition). An unknown time is null."""
@@ -134,7 +136,9 @@ def worst(conditions: Iterable[Condition]) -> Condition:
     applying = [each for each in found if each.reason != Reason.NOT_APPLICABLE] or found[:1]
     status = min((each.status for each in applying), key=(Status.FALSE, Status.UNKNOWN, Status.TRUE).index)
     same = [each for each in applying if each.status is status]
-    return replace(same[0], message="; ".join(dict.fromkeys(each.message for each in same)))
+    counts = [each.count for each in applying if each.count is not None]
+    message = "; ".join(dict.fromkeys(each.message for each in same))
+    return replace(same[0], message=message, count=sum(counts) if counts else None)
 
 
 def with_transitions(new: Iterable[Condition], old: Iterable[Condition], now: float) -> tuple[Condition, ...]:

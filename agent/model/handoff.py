@@ -2,8 +2,9 @@
 
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names) and `repairs` (counts by Repair since the machine's boot). `repairs` is left out if the handoff
-lacks the key `restart_device_plugin`: a host half that does not write this key refuses reports with unknown keys.
+`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot) and `advertised_gpus` (how many granted
+GPUs the node offers to pods; left out if unknown). The last two are left out if the handoff lacks the key
+`restart_device_plugin`: a host half that does not write this key refuses reports with unknown keys.
 """
 
 import hashlib
@@ -187,8 +188,12 @@ def render_report(
     boot_id: str,
     agent_version: str,
     repairs: Mapping[str, int] | None,
+    advertised_gpus: int | None = None,
 ) -> bytes:
-    """Return the report on this generation of the handoff. `repairs` is None for a host half that refuses the key."""
+    """Return the report on this generation of the handoff.
+
+    `repairs` is None for a host half that refuses unknown keys, `advertised_gpus` if the number is unknown.
+    """
     document = {
         "version": REPORT_VERSION,
         "generation": generation,
@@ -200,6 +205,7 @@ def render_report(
         ],
         "cdi_devices": list(cdi_devices),
         **({} if repairs is None else {"repairs": dict(repairs)}),
+        **({} if repairs is None or advertised_gpus is None else {"advertised_gpus": advertised_gpus}),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 

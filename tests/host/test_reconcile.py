@@ -333,7 +333,9 @@ def report(host: Host, devices: Condition) -> None:
     time.sleep(0.02)
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
-    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, conditions, (), "", "", {}))
+    host.write(
+        f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, conditions, (), "", "0.1.0~test", {}, 1)
+    )
     time.sleep(0.02)
 
 
@@ -343,7 +345,10 @@ def test_a_report_from_before_the_stop_does_not_count_for_a_start(gpu_host: Host
     agent.run_pass()
     units(gpu_host, "active")
     report(gpu_host, OPENED)
-    assert not agent.run_pass().machines[0].pending
+    (machine,) = agent.run_pass().machines
+    assert not machine.pending
+    assert (machine.expected, machine.advertised, machine.agent_version) == (2, 1, "0.1.0~test")
+    assert machine.reported == pytest.approx(time.time(), abs=60)
     units(gpu_host, "inactive", stopped_at=4711)
     assert not agent.run_pass().machines[0].pending, "nobody starts it"
     assert agent.run_pass(by_hand=True).machines[0].pending

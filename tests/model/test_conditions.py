@@ -1,8 +1,9 @@
 """Conditions as JSON."""
 
 import json
+from dataclasses import replace
 
-from agent.model.conditions import ConditionType, false, with_transitions
+from agent.model.conditions import ConditionType, false, true, with_transitions, worst
 from agent.model.reasons import Reason
 
 STOPPED = false(ConditionType.MACHINE_RUNNING, Reason.STOPPED, "it was stopped")
@@ -18,3 +19,12 @@ def test_the_format_of_kubernetes() -> None:
 
 def test_an_unknown_time_is_null() -> None:
     assert STOPPED.to_kubernetes()["lastTransitionTime"] is None
+
+
+def test_counts_of_several_vendors_are_added() -> None:
+    kind = ConditionType.GPUS_ADVERTISED
+    found = replace(true(kind, Reason.ADVERTISED, "all"), count=2)
+    unknown_number = false(kind, Reason.DEVICE_PLUGIN_DOWN, "down")
+    assert worst([found, unknown_number]).count == 2
+    assert worst([found, found]).count == 4
+    assert worst([unknown_number]).count is None

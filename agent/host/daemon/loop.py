@@ -97,7 +97,6 @@ class Daemon:
         self._wakeups = wakeups
         self._watchdog = watchdog_interval(os.environ)
         self._metrics = Metrics()
-        self._metrics.convergence.sources(tally.name for tally in wakeups.tallies)
         self._gpu_errors = gpu_errors
         gpu_errors.counted = self._metrics.gpu_error
         self._event_log = EventLog()
@@ -136,7 +135,7 @@ class Daemon:
                 trigger, delay = self.next()
                 if source := self._wakeups.wait(delay, signals):
                     trigger = source
-                    self._metrics.convergence.begin(source, self._wakeups.first)
+                    self._metrics.convergence.begin(self._wakeups.first)
 
     def reload(self) -> None:
         """Read the configuration again. Keep the current one if it is invalid, or its address cannot be bound."""
@@ -167,11 +166,11 @@ class Daemon:
                 outcome = self._reconciler.run_pass()
         except Exception as error:
             # The loop continues after any error, because a restarted service would meet the same error.
-            self._metrics.failed(trigger, time.monotonic() - started)
+            self._metrics.failed(time.monotonic() - started)
             self._why_stale = self._event_log.unfinished(error)
             actions: tuple[str, ...] = ()
         else:
-            self._metrics.passed(trigger, outcome)
+            self._metrics.passed(outcome)
             self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished

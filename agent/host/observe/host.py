@@ -22,7 +22,7 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.facts import CacheEntry, Facts, MachineFacts, Seen, Unseen
 from agent.model.faults import fault
 from agent.model.gpu_facts import GpuFacts
-from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, machine_of, machine_unit, mount_unit
+from agent.model.paths import HOST_NVIDIA, RELOAD_PENDING, STATE, machine_of, machine_unit, mount_unit
 from agent.system.deadlines import begin_device_call
 from agent.system.files import System
 from agent.system.seen import classify_error, read_seen
@@ -90,6 +90,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         gpus=GpuFacts(observe_faults(system), detached.tainted, observe_placements(config, vendors, system)),
         mount_sources=observe_sources(config, system),
         problems=tuple(filter(None, problems)),
+        state_free=read_seen(system.free_bytes, STATE),
         stub_resolver=uses_stub_resolver(system),
         # If this is unknown, systemd reloads its units once more than needed.
         reload_pending=read_seen(system.exists, RELOAD_PENDING) is not False,

@@ -27,6 +27,8 @@ class Report:
     cdi_devices: tuple[str, ...]
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
+    advertised_gpus: int | None = None
+    """How many of the granted GPUs the node offers to pods; None if the machine half does not say."""
 
 
 def _printable(text: str) -> str:
@@ -70,6 +72,7 @@ class _Document(_Model):
     conditions: Annotated[list[_Condition], Field(max_length=len(ConditionType))]
     cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
     repairs: dict[Repair, Count] = Field(default_factory=dict)
+    advertised_gpus: Count | None = None
 
 
 def parse_report(data: bytes) -> Report:
@@ -90,6 +93,7 @@ def parse_report(data: bytes) -> Report:
         conditions,
         tuple(document.cdi_devices),
         document.repairs,
+        document.advertised_gpus,
     )
 
 

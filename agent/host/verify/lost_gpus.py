@@ -1,6 +1,6 @@
 """Evaluates the condition GPUsComplete: whether a machine has lost a GPU that it was granted. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from agent.model.conditions import Condition, ConditionType, Status, false, not_applicable, true, unknown
 from agent.model.facts import Absent, Broken, Seen, Unseen
@@ -14,6 +14,13 @@ KIND = ConditionType.GPUS_COMPLETE
 def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:
     """Return the GPUs that the machine was granted and that are lost. Acknowledged losses are left out."""
     return tuple(gpu for gpu in _granted_gpus(machine, remembered) if gpu.lost)
+
+
+def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
+    """Return how many GPUs a machine is to have. `wanted` is its setting `gpus`, `had` what it has and has lost."""
+    if wanted == "all":
+        return len(had)
+    return len(wanted) if isinstance(wanted, list) else int(wanted.removeprefix("count="))
 
 
 def with_lost_gpus(

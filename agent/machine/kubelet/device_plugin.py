@@ -10,7 +10,7 @@ import fnmatch
 import json
 import time
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from agent.machine.cdi.spec import spec_changed_at
 from agent.machine.context import Context
@@ -90,7 +90,9 @@ def _by_kubelet(context: Context, vendor: MachineVendor, request: Request, publi
         return without
     known = _known(context.notes, vendor, request, plugin)
     outdated = not vendor.plugin_rescans and spec_changed_at(context, vendor) > plugin.begun
-    return _compare(vendor, request, granted, plugin.registered or {}, known if outdated else None)
+    registered = plugin.registered or {}
+    found = _compare(vendor, request, granted, registered, known if outdated else None)
+    return replace(found, count=len(granted & _gpus(vendor, request, registered)))
 
 
 def _known(notes: Notes, vendor: MachineVendor, request: Request, plugin: Plugin) -> Set[str]:

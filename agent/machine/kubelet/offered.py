@@ -6,6 +6,7 @@ the GPU setup never waits: this module only reads its status.
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from agent.machine.cdi.allocatable import publish_allocatable
 from agent.machine.context import Context
@@ -33,7 +34,10 @@ def settle_offer(context: Context, vendors: Sequence[AllocatableVendor]) -> Cond
     if not granted:
         return not_applicable(KIND, "no GPU is granted to this machine")
     status = _status(context.system, time.time())
-    return status if isinstance(status, Condition) else _compare(status, granted, allocatable)
+    if isinstance(status, Condition):
+        return status
+    offered = {gpu for offer in status.offers for gpu in offer.gpus}
+    return replace(_compare(status, granted, allocatable, offered), count=len(granted & offered))
 
 
 def _status(system: System, now: float) -> DraStatus | Condition:
@@ -69,7 +73,7 @@ def _silent(what: str) -> Condition:
     )
 
 
-def _compare(status: DraStatus, granted: set[str], allocatable: set[str]) -> Condition:
+def _compare(status: DraStatus, granted: set[str], allocatable: set[str], offered: set[str]) -> Condition:
     """Compare what is granted with what is offered, and return the condition."""
     for offer in status.offers:
         if offer.reason:
@@ -78,7 +82,6 @@ def _compare(status: DraStatus, granted: set[str], allocatable: set[str]) -> Con
         return unknown(
             KIND, Reason.NOT_PUBLISHED, "no CDI specification names the granted GPUs yet, see CDISpecCurrent"
         )
-    offered = {gpu for offer in status.offers for gpu in offer.gpus}
     tainted = sorted(name for offer in status.offers for name in offer.tainted)
     where = f"the ResourceSlices of node {status.node}"
     if missing := allocatable - offered:

@@ -32,10 +32,17 @@ def test_a_report_of_the_machine_half_is_read_back() -> None:
     assert report.repairs == {"spec": 2}
 
 
-def test_an_older_machine_half_counts_no_repairs() -> None:
+def test_an_older_machine_half_counts_nothing() -> None:
     whole = json.loads(document())
     del whole["repairs"]
     assert parse_report(json.dumps(whole).encode()).repairs == {}
+    assert parse_report(document()).advertised_gpus is None
+
+
+def test_advertised_gpus_are_counted() -> None:
+    data = render_report("", (LINKED,), (), "", "", {}, 0)
+    assert parse_report(data).advertised_gpus == 0, "none is known, and not the same as an unknown number"
+    assert "advertised_gpus" not in json.loads(render_report("", (LINKED,), (), "", "", None, 8))
 
 
 def test_further_keys_of_a_newer_machine_half_are_ignored() -> None:

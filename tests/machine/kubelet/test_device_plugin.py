@@ -83,6 +83,7 @@ def test_time_slicing_is_compared_by_gpu(serving: Kubelet) -> None:
     serving.advertise(gpu_shared=replicas)
     assert serving.condition() == ("True", "Advertised")
     assert "nvidia.com/gpu.shared: 8" in serving.message()
+    assert serving.machine.report()["advertised_gpus"] == 2
     serving.advertise(gpu_shared=[f"{UUIDS[0]}::{index}" for index in range(8)])
     assert serving.condition() == ("False", "GPUsMissing")
 
@@ -91,6 +92,7 @@ def test_missing_and_stale_gpus_are_named(serving: Kubelet) -> None:
     serving.advertise(gpu=[UUIDS[0]])
     assert serving.condition() == ("False", "GPUsMissing")
     assert serving.message().startswith(f"{UUIDS[1]} is granted, but not advertised")
+    assert serving.machine.report()["advertised_gpus"] == 1
     serving.advertise(gpu=[*UUIDS, OTHER])
     assert serving.condition() == ("False", "StaleGPUs")
     assert serving.message().startswith(f"{OTHER} is advertised, but not granted")

@@ -154,6 +154,7 @@ def test_every_gpu_is_offered(kubelet: Kubelet) -> None:
     tell(kubelet.machine, well())
     assert kubelet.condition() == ("True", "Advertised")
     assert kubelet.message() == "the ResourceSlices of node kube1 have 2 devices"
+    assert kubelet.machine.report()["advertised_gpus"] == 2
     tell(kubelet.machine, replace(well(), offers=(replace(OFFER, tainted=("gpu-0000-02-00-0",)),)))
     assert kubelet.condition() == ("True", "Advertised")
     assert "1 of them tainted, so new pods do not get them: gpu-0000-02-00-0" in kubelet.message()

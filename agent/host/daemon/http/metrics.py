@@ -9,7 +9,9 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.process_collector import ProcessCollector
 
 from agent.host.daemon.http.convergence import Convergence
-from agent.host.daemon.http.gauges import PREFIX, Gauges, View
+from agent.host.daemon.http.families import PREFIX
+from agent.host.daemon.http.gauges import Gauges, View
+from agent.host.daemon.http.machine_gauges import Versions
 from agent.host.daemon.http.server import Page
 from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.actions import ActionKind
@@ -17,7 +19,7 @@ from agent.model.conditions import ConditionType, unknown
 from agent.model.facts import Broken, Facts, Unseen
 from agent.model.reasons import Reason
 
-BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+BUCKETS = (0.1, 0.5, 2, 10, 60, 300)
 RESULTS = ("converged", "changed", "partial", "failed")
 """Results of a pass, in this order: there was nothing to do, something was done, some steps or observations failed, the
 pass did not finish."""
@@ -57,26 +59,33 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
-        self._passes = self._counter("reconcile_total", "Reconcile passes, by result.", "result", RESULTS)
-        self._actions = self._counter("actions_total", "Changes made to the host, by kind.", "kind", ACTIONS)
-        self._failures = self._counter("failures_total", "Failed steps, over all passes.", "", ())
+        self._passes = self._counter(
+            "reconcile_total",
+            "Reconcile passes, by result: nothing to do, something done, not all done or observed, not finished.",
+            "result",
+            RESULTS,
+        )
+        self._actions = self._counter(
+            "actions_total", "Changes that the agent made to the host, by kind.", "kind", ACTIONS
+        )
+        self._failures = self._counter("failures_total", "Steps that failed, in all passes.", "", ())
         self._reloads = self._counter(
             "config_reloads_total", "Attempts to reload the configuration.", "result", ("ok", "failed")
         )
         # Its series are created as errors occur: creating one for every GPU and Xid in advance would make thousands.
         self._gpu_errors = Counter(
             f"{PREFIX}_gpu_xid_errors_total",
-            "GPU errors in the kernel log.",
+            "GPU errors that the driver wrote to the kernel log. A series begins with the first error.",
             ["gpu", "xid"],
             registry=self._registry,
         )
         self._duration = Histogram(
             f"{PREFIX}_reconcile_duration_seconds",
-            "How long reconcile passes took, by what started them.",
-            ["trigger"],
+            "How long reconcile passes took.",
             registry=self._registry,
             buckets=BUCKETS,
         )
+        self._versions = Versions()
         self.convergence = Convergence(self._registry)
 
     def _counter(self, name: str, text: str, label: str, values: Iterable[str]) -> Counter:
@@ -86,18 +95,18 @@ class Metrics:
             counter.labels(value)
         return counter
 
-    def passed(self, trigger: str, outcome: Outcome) -> None:
+    def passed(self, outcome: Outcome) -> None:
         """Count a completed pass."""
         self._passes.labels(result(outcome)).inc()
-        self._duration.labels(trigger).observe(outcome.duration)
+        self._duration.observe(outcome.duration)
         self._failures.inc(len(outcome.failures))
         for action in outcome.actions:
             self._actions.labels(action.kind).inc()
 
-    def failed(self, trigger: str, duration: float) -> None:
+    def failed(self, duration: float) -> None:
         """Count a pass that did not finish."""
         self._passes.labels("failed").inc()
-        self._duration.labels(trigger).observe(duration)
+        self._duration.observe(duration)
 
     def gpu_error(self, address: str, number: int, times: int) -> None:
         """Count a GPU's errors. The host's PCI devices limit the number of addresses; error numbers are below 1000."""
@@ -109,7 +118,7 @@ class Metrics:
 
     def page(self, view: View, accept: str) -> Page:
         """Return the metrics page. `accept` is TEXT or OPENMETRICS."""
-        gauges = Gauges(view)
+        gauges = Gauges(view, self._versions)
         self._registry.register(gauges)
         try:
             encode, content_type = choose_encoder(accept)

@@ -1,0 +1,15 @@
+"""How many GPUs a machine is to have."""
+
+import pytest
+
+from agent.host.verify.lost_gpus import expected_gpus
+
+HAD = ("0000:01:00.0", "0000:02:00.0")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "count"),
+    [("all", 2), ("count=3", 3), ("count=0", 0), ([], 0), (["0000:01:00.0", "GPU-1", "GPU-2"], 3)],
+)
+def test_the_settings_say_how_many(wanted: str | list[str], count: int) -> None:
+    assert expected_gpus(wanted, HAD) == count
