@@ -1,0 +1,182 @@
+"""The alerts for Prometheus: metrics that exist, a runbook for each, tests for each, and what inhibits what."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from agent.model.conditions import NOT_NEEDED_FOR_READY
+from agent.model.reasons import Reason
+from tests.project.metrics_reference import metrics, name
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RULES = REPOSITORY / "deploy/prometheus"
+RUNBOOKS = REPOSITORY / "docs/runbooks.md"
+EXAMPLE = RULES / "alertmanager.example.yml"
+URL = "https://docs.example.com/unbounded-agent/runbooks.md"
+"""Stands for the place where an installation has its documentation."""
+
+
+def alerts() -> dict[str, dict[str, Any]]:
+    """Return the alerts by name."""
+    groups = yaml.safe_load((RULES / "unbounded-agent.rules.yml").read_text())["groups"]
+    return {rule["alert"]: rule for group in groups for rule in group["rules"]}
+
+
+def example() -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text())
+    return found
+
+
+def matched(matchers: list[str]) -> set[str]:
+    """Return the alerts that `alertname="A"` or `alertname=~"A|B"` matches."""
+    (matcher,) = matchers
+    found = re.fullmatch(r'alertname=~?"([\w|]+)"', matcher)
+    assert found, matcher
+    return set(found[1].split("|"))
+
+
+def test_the_rules_name_only_metrics_that_exist() -> None:
+    named = set(re.findall(r"\bunbounded_agent_[a-z_]+\b", "".join(path.read_text() for path in RULES.glob("*.yml"))))
+    named = {re.sub(r"_(bucket|sum|count)$", "", each) for each in named}
+    assert named
+    assert named <= {name(each) for each in metrics()}
+
+
+def test_every_alert_has_its_section_of_the_runbooks() -> None:
+    assert re.findall(r"^## (\w+)$", RUNBOOKS.read_text(), re.MULTILINE) == list(alerts())
+    for alert, rule in alerts().items():
+        assert rule["annotations"]["runbook_url"] == f"{URL}#{alert.lower()}"
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        assert rule["labels"]["severity"] in ("page", "ticket")
+
+
+def test_few_alerts_page() -> None:
+    """Running pods do not depend on the agent, so few of its troubles wake a person."""
+    pages = [alert for alert, rule in alerts().items() if rule["labels"]["severity"] == "page"]
+    assert pages == ["UnboundedAgentMachineNotReady", "UnboundedAgentHostsUnobserved"]
+
+
+def test_a_machine_that_only_waits_pages_only_for_conditions_that_ready_needs() -> None:
+    expression = alerts()["UnboundedAgentMachineNotReady"]["expr"]
+    (ignored,) = re.findall(r'condition!~"([\w|]+)"', expression)
+    assert set(ignored.split("|")) == {str(each) for each in NOT_NEEDED_FOR_READY}
+    reasons = {each for listed in re.findall(r'reason!?=?~"([\w|]+)"', expression) for each in listed.split("|")}
+    assert reasons
+    assert reasons <= set(Reason)
+
+
+def test_every_section_of_the_runbooks_has_meaning_check_and_advice() -> None:
+    parts = re.split(r"^## (\w+)$", RUNBOOKS.read_text(), flags=re.MULTILINE)
+    for alert, text in zip(parts[1::2], parts[2::2], strict=True):
+        assert re.findall(r"^\*\*(\w+)\.\*\*", text, re.MULTILINE) == ["Means", "See", "Do"], alert
+        severity = re.findall(r"^Severity: (\w+)", text, re.MULTILINE)
+        assert severity == [alerts()[alert]["labels"]["severity"]], alert
+
+
+def test_every_alert_is_tested_to_wait_to_fire_and_to_end() -> None:
+    tests = yaml.safe_load((RULES / "unbounded-agent.rules.test.yml").read_text())["tests"]
+    for alert in alerts():
+        found = [[each for each in test["alert_rule_test"] if each["alertname"] == alert] for test in tests]
+        orders = ["".join("f" if each.get("exp_alerts") else "s" for each in checks) for checks in found]
+        assert any(re.fullmatch(r"s+f+s.*", order) for order in orders), (alert, orders)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [("check", "unbounded-agent.rules.yml"), ("test", "unbounded-agent.rules.test.yml")],
+)
+def test_promtool_accepts_the_rules(command: str, file: str) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    finished = subprocess.run([promtool, command, "rules", file], cwd=RULES, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def test_inhibition_names_alerts_and_labels_that_exist() -> None:
+    """An alert must not inhibit itself, and only tickets are inhibited."""
+    for rule in example()["inhibit_rules"]:
+        sources, targets = matched(rule["source_matchers"]), matched(rule["target_matchers"])
+        assert sources | targets <= set(alerts())
+        assert not sources & targets
+        assert {alerts()[each]["labels"]["severity"] for each in targets} == {"ticket"}
+        assert set(rule["equal"]) <= {"job", "instance", "machine"}
+
+
+@pytest.fixture
+def alertmanager(tmp_path: Path) -> Iterator[str]:
+    """The address of an Alertmanager with the example's configuration."""
+    program = shutil.which("prometheus-alertmanager")
+    if program is None:
+        pytest.skip("Alertmanager is not installed (apt install prometheus-alertmanager)")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    argv = [program, f"--config.file={EXAMPLE}", f"--storage.path={tmp_path}", f"--web.listen-address={address}"]
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen([*argv, "--cluster.listen-address="], stdout=log, stderr=log, env=os.environ)
+    try:
+        yield address
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def request(url: str, body: object = None) -> Any:  # noqa: ANN401
+    """Send a request until the server answers, and return the answer."""
+    deadline = time.monotonic() + 30
+    data = None if body is None else json.dumps(body).encode()
+    while True:
+        try:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=5
+            ) as found:
+                return json.loads(found.read() or b"null")
+        except urllib.error.URLError:
+            assert time.monotonic() < deadline, "no answer"
+            time.sleep(0.1)
+
+
+@pytest.mark.processes
+def test_alertmanager_inhibits_what_says_nothing_new(alertmanager: str) -> None:
+    """Everything happens at once on one host; on another one, only tickets."""
+    host, machine = {"job": "unbounded-agent", "instance": "h"}, {"machine": "gpu-node"}
+    without_machine = {"UnboundedAgentGPUMissing", "UnboundedAgentStuck", "UnboundedAgentDriverMismatch"}
+    fired = [
+        *({"alertname": "UnboundedAgentMachineNotReady", "severity": "page", **host, **machine},),
+        *({"alertname": each, **host} for each in without_machine),
+        *({"alertname": each, **host, **machine} for each in ("UnboundedAgentGPULost", "UnboundedAgentVersionSkew")),
+        *({"alertname": "UnboundedAgentGPULost", **host, "machine": "other"},),
+        *({"alertname": "UnboundedAgentGPUMissing", **host, "instance": "other"},),
+        *({"alertname": "UnboundedAgentStalled", **host},),
+    ]
+    request(f"http://{alertmanager}/api/v2/alerts", [{"labels": each} for each in fired])
+    deadline = time.monotonic() + 30
+    while True:
+        found = request(f"http://{alertmanager}/api/v2/alerts")
+        silent = {
+            (each["labels"]["alertname"].removeprefix("UnboundedAgent"), each["labels"]["instance"])
+            for each in found
+            if each["status"]["inhibitedBy"]
+        }
+        if len(found) == len(fired) and len(silent) == 4:
+            break
+        assert time.monotonic() < deadline, found
+        time.sleep(0.2)
+    assert silent == {("GPUMissing", "h"), ("DriverMismatch", "h"), ("GPULost", "h"), ("Stalled", "h")}
+    (lost,) = [each for each in found if each["labels"].get("machine") == "other"]
+    assert not lost["status"]["inhibitedBy"], "the page is about another machine"
+    pages = [each for each in found if {"name": "pager"} in each["receivers"]]
+    assert [each["labels"]["alertname"] for each in pages] == ["UnboundedAgentMachineNotReady"]
