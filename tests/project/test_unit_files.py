@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from agent.cli.prepare import LOCK_WAIT
-from agent.config.settings import MachineSettings
+from agent.config.settings import MachineSettings, MetricsSettings
+from agent.host.daemon.http.server import Server
 from agent.host.daemon.loop import START_STEP, Timing
 from agent.machine.kubelet import node_condition
 from agent.model import paths
@@ -22,6 +23,7 @@ from agent.vendors.nvidia.user_space.places import PLACES
 REPOSITORY = Path(__file__).resolve().parents[2]
 UNITS = REPOSITORY / "systemd"
 SERVICE = UNITS / "unbounded-agent.service"
+SOCKET = UNITS / "unbounded-agent.socket"
 PREPARE = UNITS / "unbounded-agent-prepare@.service"
 MODULES = UNITS / "unbounded-agent-modules.service"
 DRA = UNITS / "machine" / "unbounded-agent-dra.service"
@@ -70,6 +72,7 @@ def test_exposure_is_below_the_limit(analyze: str) -> None:
 @pytest.mark.processes
 def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
     """The agent is not installed here: an existing program takes its place."""
+    (tmp_path / SOCKET.name).write_text(SOCKET.read_text())
     for unit in (SERVICE, PREPARE, MODULES):
         text = unit.read_text()
         assert "/usr/bin/unbounded-agent" in text
@@ -80,6 +83,7 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
             "verify",
             "--man=no",
             str(tmp_path / SERVICE.name),
+            str(tmp_path / SOCKET.name),
             str(tmp_path / PREPARE.name.replace("@", "@gpu-node")),
             str(tmp_path / MODULES.name),
         ],
@@ -89,6 +93,14 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
     )
     our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
     assert (finished.returncode, our_warnings) == (0, [])
+
+
+def test_the_socket_listens_where_the_service_would() -> None:
+    """On loopback by default, without a name of its own: systemd starts the service of the same name."""
+    found = settings(SOCKET, "Socket")
+    assert found["ListenStream"] == MetricsSettings().address
+    assert int(found["Backlog"]) == Server.request_queue_size
+    assert not {"Service", "Accept"} & set(found)
 
 
 @pytest.mark.processes

@@ -16,6 +16,8 @@ from agent.system.seen import read_seen
 from agent.vendors.host_vendor import DriverForPods
 
 SERVICE = "unbounded-agent.service"
+SOCKET = "unbounded-agent.socket"
+"""If it is active, systemd listens for the service, perhaps on another address than the configured one."""
 START_SERVICE = "systemctl enable --now unbounded-agent"
 PLAIN_IMAGE = "agent-ubuntu2404"
 """An image in containerfiles/ for machines without GPUs, or whose GPUs need no programs of their vendor."""
@@ -94,7 +96,7 @@ def _service(config: Config, system: System) -> Iterator[Finding]:
 
 def _metrics(config: Config, system: System) -> Iterator[Finding]:
     port = int(config.metrics.address.rpartition(":")[2])
-    if _listens(port, system) is False:
+    if _listens(port, system) is False and observe_units([SOCKET], system)[SOCKET].state != "active":
         yield Finding(
             "the service runs, but serves no metrics",
             f"no socket listens on port {port} (metrics.address = {config.metrics.address!a})",

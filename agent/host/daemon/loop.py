@@ -11,16 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from agent import __version__
 from agent.config.last_good import Loaded
 from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health, statusz
-from agent.host.daemon.http.gauges import View
-from agent.host.daemon.http.metrics import OPENMETRICS, TEXT, Metrics, unseen, without_evidence
-from agent.host.daemon.http.server import OPENMETRICS as OPENMETRICS_KEY
-from agent.host.daemon.http.server import Endpoint, LocalServer, Page, Site
-from agent.host.daemon.sd_notify import Notifier, log_to, watchdog_interval
+from agent.host.daemon.http.endpoint import Endpoint, LocalServer
+from agent.host.daemon.http.metrics import Metrics, unseen
+from agent.host.daemon.http.publisher import Publisher, State
+from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
 from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups
 from agent.host.daemon.wakeups.sources import REPORTS, host_sources
@@ -30,7 +28,6 @@ from agent.host.vendors import HOST_VENDORS
 from agent.model.errors import AgentError, ConfigError
 from agent.model.paths import INSTANCE_LOCK, RUNTIME, STATUSZ_SOCKET
 from agent.model.text import one_line, rfc3339
-from agent.system.damage import discarded
 from agent.system.deadlines import stuck
 from agent.system.files import System
 from agent.system.sh_runner import host_runner
@@ -104,7 +101,8 @@ class Daemon:
         self.config, self._config_loaded = loaded.config, time.time()
         self._reconciler = self._make(loaded, self._progress)
         self._event_log.rejected(loaded.rejected)
-        self._endpoint, self._local = Endpoint(self.config.metrics.address), local
+        self._endpoint = Endpoint(self.config.metrics.address, listeners(os.environ))
+        self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence)
         self._outcome: Outcome | None = None
         self._observed = 0.0
         self._why_stale = "the first pass has not finished"
@@ -234,39 +232,19 @@ class Daemon:
         return tuple(known.get(name) or MachineOutcome(name, ()) for name in sorted(self.config.machines))
 
     def _publish(self) -> None:
-        """Give the servers two sets of pages: the current one, and one to serve if no pass ends in time."""
-        too_long = f"no pass has ended for {self._timing.evidence:.0f} s"
-        fresh, stale = self._pages(self._why_stale), self._pages(too_long, alive=False)
-        until = time.monotonic() + self._timing.evidence
-        self._endpoint.publish(Site(fresh, stale, until))
-        self._local.site = Site(
-            fresh | {"/statusz": self._statusz(self._why_stale)}, stale | {"/statusz": self._statusz(too_long)}, until
+        self._publisher.publish(
+            State(
+                machines=self._machines(),
+                outcome=self._outcome,
+                why_stale=self._why_stale,
+                observed=self._observed,
+                config_good=not self._reconciler.rejected,
+                config_loaded=self._config_loaded,
+                passes=self._passes,
+                wakeups=self._wakeups.tallies,
+                notes=self._notes(),
+            )
         )
-
-    def _statusz(self, why_stale: str) -> Page:
-        found = statusz.Knowledge(__version__, time.time(), why_stale, self._passes, self._wakeups.tallies, stuck())
-        return statusz.page(found, self._machines(), self._outcome.facts if self._outcome else None)
-
-    def _pages(self, why_stale: str, *, alive: bool = True) -> dict[str, Page]:
-        machines = self._machines()
-        if why_stale:
-            machines = tuple(without_evidence(machine, why_stale) for machine in machines)
-        view = View(
-            version=__version__,
-            machines=machines,
-            outcome=None if why_stale else self._outcome,
-            observed=self._observed,
-            config_good=not self._reconciler.rejected,
-            config_loaded=self._config_loaded,
-            wakeups=self._wakeups.tallies,
-            discarded=discarded(),
-            stuck=len(stuck()),
-        )
-        not_seen = why_stale or (unseen(self._outcome.facts) if self._outcome else "")
-        pages = health.pages(machines, alive, not_seen, self._notes())
-        for key, accept in (("/metrics", TEXT), ("/metrics" + OPENMETRICS_KEY, OPENMETRICS)):
-            pages[key] = self._metrics.page(view, accept)
-        return pages
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Talks to systemd: sd_notify(3) datagrams, the watchdog's interval, and priorities of journal lines."""
+"""Talks to systemd: sd_notify(3) datagrams, the watchdog's interval, passed sockets, priorities of journal lines."""
 
 import contextlib
 import logging
@@ -11,6 +11,12 @@ PRIORITIES = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERR
 """Levels of syslog(3), which precede a line as `<N>` (sd-daemon(3))."""
 STATUS_LIMIT = 500
 """Characters of STATUS=, which `systemctl status` shows in one line."""
+
+
+FIRST_PASSED = 3
+"""The first file descriptor that systemd passes (SD_LISTEN_FDS_START)."""
+
+log = logging.getLogger(__name__)
 
 
 class Notifier:
@@ -39,6 +45,31 @@ def watchdog_interval(environment: Mapping[str, str]) -> float:
     if not microseconds.isdecimal() or (pid and pid != str(os.getpid())):
         return 0.0
     return int(microseconds) / 1e6
+
+
+def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
+    """Return the sockets that systemd listens on for this process (sd_listen_fds(3)). Others that it passed are closed.
+
+    Call this once: each call would return objects for the same descriptors.
+    """
+    pid, count = environment.get("LISTEN_PID", ""), environment.get("LISTEN_FDS", "")
+    if pid != str(os.getpid()) or not count.isdecimal():
+        return ()
+    found = []
+    for descriptor in range(FIRST_PASSED, FIRST_PASSED + int(count)):
+        try:
+            passed = socket.socket(fileno=descriptor)
+        except OSError:
+            log.warning("file descriptor %d, which systemd passed, is no socket", descriptor)
+            continue
+        if passed.type is socket.SOCK_STREAM and passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            passed.set_inheritable(False)
+            passed.setblocking(True)
+            found.append(passed)
+        else:
+            log.warning("the socket %d, which systemd passed, is not one that accepts connections", descriptor)
+            passed.close()
+    return tuple(found)
 
 
 class PriorityFormatter(logging.Formatter):

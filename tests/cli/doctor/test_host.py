@@ -6,7 +6,7 @@ import os
 import pytest
 
 from agent.cli.doctor.command import doctor, examine
-from agent.cli.doctor.host import SERVICE, diagnose_host
+from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
 from agent.config.settings import Config
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
@@ -43,10 +43,17 @@ def test_a_sound_host_has_no_finding(sound: Host) -> None:
 @pytest.mark.parametrize("sockets", [SOCKETS.format(port=9787, state="0A"), SOCKETS.format(port=9788, state="01")])
 def test_a_service_that_serves_no_metrics(sound: Host, sockets: str) -> None:
     sound.file("/proc/net/tcp", sockets)
+    sound.bus.unit(SOCKET, "inactive")
     (finding,) = found(sound)
     assert finding.cause == "the service runs, but serves no metrics"
     assert "9788" in finding.evidence
     sound.file("/proc/net/tcp6", SOCKETS.format(port=9788, state="0A"))
+    assert found(sound) == ()
+
+
+def test_systemd_may_listen_elsewhere(sound: Host) -> None:
+    sound.file("/proc/net/tcp", SOCKETS.format(port=9787, state="0A"))
+    sound.bus.unit(SOCKET)
     assert found(sound) == ()
 
 

@@ -4,13 +4,15 @@ import io
 import logging
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from uuid import uuid4
 
 import pytest
 
-from agent.host.daemon.sd_notify import STATUS_LIMIT, Notifier, log_to, watchdog_interval
+from agent.host.daemon.sd_notify import STATUS_LIMIT, Notifier, listeners, log_to, watchdog_interval
 
 
 @pytest.fixture(params=["path", "abstract"])
@@ -69,3 +71,29 @@ def test_every_line_of_the_log_has_its_priority() -> None:
         logging.getLogger("agent").handlers.clear()
         logging.getLogger("agent").propagate = True
     assert stream.getvalue() == "<6>two\n<6>lines\n<4>care\n<3>failed\n"
+
+
+@pytest.mark.processes
+def test_only_sockets_that_accept_connections_are_taken() -> None:
+    """In a process of its own, whose descriptors from 3 on are a listening socket, another socket, and a file."""
+    code = (
+        "import os, sys; from agent.host.daemon.sd_notify import listeners\n"
+        "for target, source in enumerate(map(int, sys.argv[1:]), 3): os.dup2(source, target)\n"
+        "found = listeners({'LISTEN_PID': str(os.getpid()), 'LISTEN_FDS': str(len(sys.argv) - 1)})\n"
+        "print(*(each.getsockname()[1] for each in found), [os.get_inheritable(each.fileno()) for each in found])"
+    )
+    with (
+        socket.create_server(("127.0.0.1", 0)) as good,
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagrams,
+        open(os.devnull) as file,
+    ):
+        passed = [each.fileno() for each in (good, datagrams, file)]
+        argv = [sys.executable, "-c", code, *map(str, passed)]
+        finished = subprocess.run(argv, pass_fds=passed, capture_output=True, text=True, timeout=60)
+        assert finished.stdout == f"{good.getsockname()[1]} [False]\n", finished.stderr
+    assert finished.stderr.count("which systemd passed") == 2
+
+
+@pytest.mark.parametrize("environment", [{}, {"LISTEN_PID": "1", "LISTEN_FDS": "1"}, {"LISTEN_FDS": "1"}])
+def test_sockets_for_another_process_are_left_alone(environment: dict[str, str]) -> None:
+    assert listeners(environment) == ()

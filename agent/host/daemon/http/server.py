@@ -2,8 +2,6 @@
 
 import contextlib
 import errno
-import logging
-import os
 import socket
 import threading
 import time
@@ -16,17 +14,14 @@ from urllib.parse import urlsplit
 
 from agent.host.daemon.http.peers import Peers
 from agent.model.errors import AgentError
-from agent.model.text import one_line
-from agent.system import opening
 from agent.system.sockets import listening_user
-
-log = logging.getLogger(__name__)
 
 CONNECTIONS = 8
 """Connections that are served at a time. A further one takes the slot of an idle one, or is closed: none may wait."""
 POLL = 3600.0
 """Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 VERBOSE = "?verbose"
 OPENMETRICS = "?openmetrics"
 """VERBOSE and OPENMETRICS are suffixes of paths in Site: the verbose form of a health page, and the OpenMetrics form of
@@ -62,6 +57,9 @@ class Site:
         return pages.get(key) or pages.get(path)
 
 
+NO_PAGES = Site()
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Time limits in seconds."""
@@ -70,6 +68,9 @@ class Limits:
     """Limit for a complete request, so that idle and trickling peers (slowloris) free their slots soon."""
     whole: float = 5.0
     """Limit for a whole connection."""
+
+
+LIMITS = Limits()
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -112,6 +113,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
         self.send_header("X-Content-Type-Options", "nosniff")
+        # The page for people has no script, and nothing from elsewhere.
+        self.send_header("Content-Security-Policy", POLICY)
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
         self.end_headers()
@@ -144,7 +147,7 @@ class Server(ThreadingMixIn, TCPServer):
     daemon_threads = True
     block_on_close = False
 
-    def __init__(self, address: str, limits: Limits = Limits()) -> None:
+    def __init__(self, address: str, limits: Limits = LIMITS) -> None:
         """Listen on an address of the configuration, `HOST:PORT` or `[IPv6]:PORT`.
 
         Raises AgentError if the address cannot be bound.
@@ -163,13 +166,24 @@ class Server(ThreadingMixIn, TCPServer):
                 f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`",
             ) from error
 
-    def _serve(self, family: socket.AddressFamily, where: object, limits: Limits) -> None:
-        """Begin to serve. Raises OSError."""
-        self.site = Site()
+    def _serve(
+        self,
+        family: socket.AddressFamily,
+        where: object,
+        limits: Limits,
+        listening: socket.socket | None = None,
+        site: Site = NO_PAGES,
+    ) -> None:
+        """Begin to serve, on a socket that listens already if there is one. Raises OSError."""
+        self.site = site
         self.limits = limits
         self.peers = Peers(CONNECTIONS)
         self.address_family = family
-        super().__init__(where, Handler)  # type: ignore[arg-type]
+        super().__init__(where, Handler, bind_and_activate=listening is None)  # type: ignore[arg-type]
+        if listening is not None:
+            # TCPServer has made a socket of its own, which is not bound.
+            self.socket.close()
+            self.socket, self.server_address = listening, listening.getsockname()
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
         self._thread.start()
 
@@ -210,73 +224,3 @@ class Server(ThreadingMixIn, TCPServer):
 def _stream(request: Request) -> socket.socket:
     """Return the connection. socketserver's type for it also allows datagrams."""
     return request[1] if isinstance(request, tuple) else request
-
-
-class LocalServer(Server):
-    """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
-
-    def __init__(self, directory: str, name: str, limits: Limits = Limits()) -> None:
-        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
-        try:
-            descriptor = opening.open_probe(directory)
-            try:
-                # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
-                place = f"/proc/self/fd/{descriptor}/{name}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(place)
-                self._serve(socket.AF_UNIX, place, limits)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise AgentError(
-                f"{directory}/{name}: cannot listen: {error.strerror}",
-                f"check that {directory} is a directory that the agent can write to",
-            ) from error
-
-    def server_bind(self) -> None:
-        """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""
-        os.fchmod(self.socket.fileno(), 0o600)
-        super().server_bind()
-
-
-class Endpoint:
-    """A server on the configured address. If another process uses the address, `listen` can be called again later."""
-
-    def __init__(self, address: str) -> None:
-        self.error = ""
-        """Why the pages are not served; empty if they are."""
-        self._address, self._site = address, Site()
-        self._server: Server | None = None
-        self.listen()
-
-    def publish(self, site: Site) -> None:
-        """Serve these pages from now on."""
-        self._site = site
-        if self._server:
-            self._server.site = site
-
-    def listen(self) -> None:
-        """Start the server, unless it runs. The same failure is logged only once."""
-        if self._server:
-            return
-        try:
-            self._use(Server(self._address))
-        except AgentError as error:
-            if error.message != self.error:
-                log.error("cannot serve metrics and health pages; each pass tries again: %s", one_line(str(error)))
-            self.error = error.message
-
-    def move(self, address: str) -> None:
-        """Serve on another address. If the new address cannot be bound, raise AgentError and keep the old one."""
-        if address == self._address:
-            return
-        server = Server(address)
-        if self._server:
-            self._server.stop()
-        self._address = address
-        self._use(server)
-
-    def _use(self, server: Server) -> None:
-        server.site = self._site
-        self._server, self.error = server, ""
-        log.info("serving http://%s/metrics", self._address)

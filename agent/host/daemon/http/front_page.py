@@ -1,0 +1,132 @@
+"""Makes the page at `/`, for people: conditions, GPUs, machines and links to the other pages. Pure.
+
+Plain HTML without scripts and without anything from elsewhere. Texts that a machine or a tool wrote are escaped.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from http import HTTPStatus
+
+from agent.host.daemon.http.health import NOT_EVALUATED
+from agent.host.daemon.http.server import Page
+from agent.host.daemon.http.statusz import Knowledge
+from agent.host.outcome import NO_MACHINES, MachineOutcome, Outcome, granted_to
+from agent.host.verify.gpu_list import listed_gpus
+from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
+from agent.model.text import one_line, rfc3339
+
+HTML = "text/html; charset=utf-8"
+REFRESH = 30
+"""Seconds after which a browser loads the page again."""
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 1.5rem auto; max-width: 75rem; padding: 0 1rem; color: #1d2125 }
+h1 { font-size: 1.35rem } h2 { font-size: 1.1rem; margin: 1.6rem 0 .4rem }
+nav a { margin-right: 1rem } a { color: #0b5cad }
+table { border-collapse: collapse; width: 100% }
+th, td { border-bottom: 1px solid #d8dde2; padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top }
+th { font-weight: 600 } td:last-child { overflow-wrap: anywhere }
+.True, .False, .Unknown { font-weight: 600; white-space: nowrap }
+.True { color: #176b34 } .False { color: #b3261e } .Unknown { color: #8a5300 }
+.stale { background: #fdecea; border-left: 4px solid #b3261e; padding: .5rem .8rem }
+.note { color: #5c6670 }
+@media (prefers-color-scheme: dark) {
+  body { background: #16191c; color: #e3e6e9 } a { color: #7db7f0 } th, td { border-color: #363c42 }
+  .True { color: #6fcf8b } .False { color: #ff8a80 } .Unknown { color: #f0b45c }
+  .stale { background: #3a1d1b } .note { color: #9aa4ad }
+}
+"""
+MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
+"""So that colours are not needed to read the page."""
+
+
+def front_page(host: str, known: Knowledge, machines: Iterable[MachineOutcome], outcome: Outcome | None) -> Page:
+    """Return the page of the host named `host`. `outcome` is None without a fresh one."""
+    shown = tuple(machines)
+    title = f"unbounded-agent on {host}"
+    parts = [
+        "<!DOCTYPE html>\n",
+        f'<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n',
+        f'<meta name="viewport" content="width=device-width"><meta http-equiv="refresh" content="{REFRESH}">\n',
+        f"<style>{STYLE}</style></head><body>\n<h1>{_text(title)}</h1>\n",
+        *_heading(known, shown),
+        *(part for machine in shown for part in _machine(machine)),
+        *(_gpus(outcome) if outcome else ()),
+        *(_trouble(outcome) if outcome else ()),
+        "</body></html>\n",
+    ]
+    return Page(HTTPStatus.OK, "".join(parts).encode(), HTML)
+
+
+def _text(text: object) -> str:
+    """Return a text on one line with HTML's characters escaped."""
+    return escape(one_line(str(text)))
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table. The cells of the rows are HTML."""
+    head = "".join(f"<th>{each}</th>" for each in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table>\n"
+
+
+def _heading(known: Knowledge, machines: Sequence[MachineOutcome]) -> Iterator[str]:
+    links = ["/metrics", "/healthz?verbose", "/readyz?verbose"]
+    links += [f"/readyz/machines/{machine.name}?verbose" for machine in machines]
+    anchors = (f'<a href="{_text(link)}">{_text(link.partition("?")[0])}</a> ' for link in links)
+    yield f"<nav>{''.join(anchors)}</nav>\n"
+    yield f'<p class="note">Version {_text(known.version)}. Written at {rfc3339(known.now)}.</p>\n'
+    if known.why_stale:
+        yield f'<p class="stale">This host is not observed now: {_text(known.why_stale)}.</p>\n'
+    if not machines:
+        yield f"<p>{_text(NO_MACHINES)}</p>\n"
+
+
+def _machine(machine: MachineOutcome) -> Iterator[str]:
+    yield f"<h2>Machine {_text(machine.name)}: {_ready(machine)}</h2>\n"
+    counts = [f"{len(machine.gpus)} of {machine.expected} GPUs granted"]
+    counts += [f"{machine.advertised} advertised"] if machine.advertised is not None else []
+    counts += [f"{len(machine.lost)} lost"] if machine.lost else []
+    counts += [f"its agent is {machine.agent_version}"] if machine.agent_version else []
+    counts += [f"last report at {rfc3339(machine.reported)}"] if machine.reported else []
+    yield f'<p class="note">{_text("; ".join(counts))}.</p>\n'
+    yield _table(("Condition", "Status", "Reason", "Since", "Message"), map(_condition, _sorted(machine.conditions)))
+
+
+def _ready(machine: MachineOutcome) -> str:
+    if not machine.conditions:
+        return NOT_EVALUATED
+    ready = machine.ready
+    return f'<span class="{ready.status}">{"" if ready.status is Status.TRUE else "not "}ready</span>'
+
+
+def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
+    """Return the conditions: Ready first, then those that are not True, what Ready needs before the others."""
+    return sorted(
+        conditions,
+        key=lambda each: (
+            each.type is not ConditionType.READY,
+            each.status is Status.TRUE,
+            each.type in NOT_NEEDED_FOR_READY,
+        ),
+    )
+
+
+def _condition(condition: Condition) -> tuple[str, ...]:
+    status = f'<span class="{condition.status}">{MARKS[condition.status]} {condition.status}</span>'
+    since = rfc3339(condition.last_transition) if condition.last_transition else ""
+    return _text(condition.type), status, _text(condition.reason), since, _text(condition.message)
+
+
+def _gpus(outcome: Outcome) -> Iterator[str]:
+    rows = [
+        tuple(map(_text, (gpu.pci_address, gpu.state, ", ".join(gpu.machines), gpu.model or gpu.vendor, gpu.uuid)))
+        for gpu in listed_gpus(outcome.facts, granted_to(outcome.machines))
+    ]
+    yield "<h2>GPUs</h2>\n"
+    yield _table(("Address", "State", "Machine", "Model", "UUID"), rows) if rows else "<p>This host has no GPU.</p>\n"
+
+
+def _trouble(outcome: Outcome) -> Iterator[str]:
+    for title, sentences in (("Failed steps", outcome.failures), ("Notes", outcome.facts.all_problems())):
+        if sentences:
+            yield f"<h2>{title}</h2>\n<ul>{''.join(f'<li>{_text(each)}</li>' for each in sentences)}</ul>\n"

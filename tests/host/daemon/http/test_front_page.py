@@ -1,0 +1,112 @@
+"""The page at `/`: complete, escaped, and without anything that a browser would have to fetch or run."""
+
+from dataclasses import replace
+from html.parser import HTMLParser
+
+from agent.host.daemon.http.front_page import HTML, front_page
+from agent.host.daemon.http.metrics import without_evidence
+from agent.host.daemon.http.statusz import Knowledge
+from agent.host.outcome import MachineOutcome, Outcome
+from agent.model.conditions import Condition, ConditionType, Status
+from tests.fakes import eight_gpus
+from tests.fakes.reconciler import conditions
+
+KNOWN = Knowledge("0.1.0", 1.7e9, "", (), (), ())
+HOSTILE = "<script>alert(1)</script>&\"'\x1b[31m"
+
+
+class Reader(HTMLParser):
+    """Collects tags, attributes, text, and the rows of tables. Fails on tags that are closed in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src", "action")]
+        assert not [name for name, _ in attrs if name.startswith("on")]
+        if tag != "meta":
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "style" not in self._open:
+            self.text += data
+            if {"td", "th"} & set(self._open):
+                self.rows[-1][-1] += data
+
+    def close(self) -> None:
+        super().close()
+        assert self._open == []
+
+
+def read(known: Knowledge, *machines: MachineOutcome, outcome: Outcome | None = None) -> Reader:
+    page = front_page("gpu-host-1", known, machines, outcome)
+    assert page.content_type == HTML
+    reader = Reader()
+    reader.feed(page.body.decode())
+    reader.close()
+    assert not {"script", "img", "link", "iframe", "form"} & set(reader.tags)
+    assert all(link.startswith("/") for link in reader.links)
+    return reader
+
+
+def test_a_host_with_eight_gpus() -> None:
+    view = eight_gpus.view()
+    page = read(KNOWN, *view.machines, outcome=view.outcome)
+    assert "unbounded-agent on gpu-host-1" in page.text
+    assert "Machine gpu-node: ready" in page.text
+    assert "8 of 8 GPUs granted; 8 advertised; its agent is 0.1.0; last report at 2023-11-14T22:13:20Z." in page.text
+    assert {row[0] for row in page.rows} >= {*ConditionType, *eight_gpus.ADDRESSES}
+    gpu = next(row for row in page.rows if row[0] == eight_gpus.ADDRESSES[3])
+    uuid = "GPU-00000000-0000-4000-8000-000000000003"
+    assert gpu[1:] == ["granted", "gpu-node", "NVIDIA H100 80GB HBM3", uuid]
+    expected = ["/metrics", "/healthz?verbose", "/readyz?verbose", "/readyz/machines/gpu-node?verbose"]
+    assert page.links == expected
+    assert len(front_page("h", KNOWN, view.machines, view.outcome).body) < 16_000
+
+
+def test_what_is_wrong_comes_first() -> None:
+    lost = Condition(ConditionType.GPUS_COMPLETE, Status.FALSE, "GPULost", "one is lost")
+    stopped = Condition(ConditionType.MACHINE_RUNNING, Status.FALSE, "Stopped", "somebody stopped it")
+    page = read(KNOWN, MachineOutcome("gpu-node", conditions(lost, stopped)))
+    assert "Machine gpu-node: not ready" in page.text
+    assert [row[0] for row in page.rows[1:4]] == ["Ready", "MachineRunning", "GPUsComplete"]
+    assert page.rows[2][1:3] == ["\u2717 False", "Stopped"]
+
+
+def test_attack_texts_of_a_machine_stay_texts() -> None:
+    strange = Condition(ConditionType.RUNTIME_ACTIVE, Status.FALSE, "Failed", HOSTILE)
+    machine = MachineOutcome("gpu-node", conditions(strange), agent_version=HOSTILE)
+    facts = replace(eight_gpus.facts(), problems=(HOSTILE,))
+    outcome = Outcome(facts, (machine,), failures=(HOSTILE,))
+    page = read(replace(KNOWN, version=HOSTILE, why_stale=HOSTILE), machine, outcome=outcome)
+    assert page.text.count("<script>alert(1)</script>&\"'\\x1b[31m") >= 5
+
+
+def test_without_evidence_nothing_is_claimed() -> None:
+    known = replace(KNOWN, why_stale="no pass has ended for 180 s")
+    machine = without_evidence(eight_gpus.view().machines[0], known.why_stale)
+    page = read(known, machine)
+    assert "This host is not observed now: no pass has ended for 180 s." in page.text
+    assert {row[2] for row in page.rows[1:]} == {"StaleEvidence"}
+    assert "Machine gpu-node: not ready" in page.text
+    assert not {row[0] for row in page.rows} & set(eight_gpus.ADDRESSES)
+
+
+def test_a_host_without_machines_or_gpus() -> None:
+    assert "no machine is configured" in read(KNOWN).text
+    assert "Machine new: not evaluated" in read(KNOWN, MachineOutcome("new", ())).text
+    bare = Outcome(replace(eight_gpus.facts(), vendors=()), ())
+    assert "This host has no GPU." in read(KNOWN, outcome=bare).text
