@@ -59,13 +59,15 @@ class Root:
 
 
 @contextmanager
-def debian_root(suite: str) -> Iterator[Root]:
-    """Yield a bare Debian with the packages' dependencies. Changes are lost at the end."""
+def debian_root(suite: str, *more: str) -> Iterator[Root]:
+    """Yield a bare Debian with the packages' dependencies, and with `more` packages. Changes are lost at the end."""
+    included = [*DEPENDENCIES, *more]
 
     def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "minbase", DEPENDENCIES, suite=suite)
+        debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
-    base = cached(f"package-root-{suite}", [*DEPENDENCIES, Path(debian.__file__)], build) / "root"
+    # Each kind has its own name: the cache keeps only the newest result of a name.
+    base = cached("-".join(("package-root", suite, *more)), [*included, Path(debian.__file__)], build) / "root"
     # Not in /tmp, which may be a tmpfs or itself an overlay.
     with tempfile.TemporaryDirectory(dir=cache_root(), prefix=".package-root-") as name:
         upper, work, merged = (Path(name) / part for part in ("upper", "work", "merged"))

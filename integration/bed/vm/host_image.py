@@ -12,7 +12,8 @@ from integration.bed.vm.kernel_modules import IDENTITY_MODULE, kernel_modules, k
 
 FILES = REPOSITORY / "integration/simulation/host"
 DISK_SIZE = "12G"
-AGENT_ENVIRONMENT = Path("/opt/unbounded-agent")
+AGENT_ENVIRONMENT = Path("/opt/unbounded-agent/1")
+"""As systemd/install leaves it, so that it finds the packages there. The simulated host has no network."""
 
 ENABLED_UNITS = ("emulated-network.service", "simulated-driver.service")
 # Tests start these. nvidia-persistenced would need a real driver.
@@ -73,7 +74,7 @@ def host_image(wheels: Path | None = None, *, layout: Layout = "split", suite: s
     library = nvml(original, version)
     inputs: list[Path | str] = [Path(__file__), FILES, str(base), str(library), str(modules)]
     if wheels is not None:
-        inputs.append(wheels)
+        inputs += [wheels, REPOSITORY / "requirements.lock"]
     # Each kind has its own name: the cache keeps only the newest result of a name.
     name = f"host-image-{suite}-{layout}" if wheels else f"host-image-{suite}-{layout}-bare"
     return cached(name, inputs, build) / "host.ext4"
@@ -114,3 +115,6 @@ def _install_wheels(root: Path, wheels: Path) -> None:
     pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--compile"]
     run(["chroot", root, AGENT_ENVIRONMENT / "bin/python", *pip, *names])
     shutil.rmtree(inside)
+    environment = root / AGENT_ENVIRONMENT.relative_to("/")
+    shutil.copy(REPOSITORY / "requirements.lock", environment)
+    (environment.parent / "current").symlink_to(environment.name)
