@@ -15,6 +15,8 @@ DEPENDENCIES = (
     *("systemd", "systemd-container", "kmod", "libgcc-s1"),
 )
 """What the packages depend on: a test's root has no network."""
+TOOLS = ("python3-venv", "gpg", "gpg-agent")
+"""What an installation from a checkout needs, and a signed package source."""
 INPUTS = ("agent", "deploy", "docs", "systemd", "requirements.lock", "LICENSE", "README.md", "CHANGELOG.md")
 EPOCH = "1700000000"
 """The files' time, in the past. With the commit's, each commit would change the packages."""

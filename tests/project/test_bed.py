@@ -18,13 +18,17 @@ def run(*argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def build(
-    directory: Path, ends_with: str = "true", program: str = "buildah", name: str = "agent-ubuntu2404"
+    directory: Path,
+    ends_with: str = "true",
+    program: str = "buildah",
+    name: str = "agent-ubuntu2404",
+    options: str = "",
 ) -> subprocess.CompletedProcess[str]:
     """Run containerfiles/build with limits of 512, and a program that records its arguments."""
     builder = directory / program
     builder.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{directory}/arguments\n{ends_with}\n')
     builder.chmod(0o755)
-    command = f"containerfiles/build --with {program} {name} example.org/base"
+    command = f"containerfiles/build --with {program} {options} {name} example.org/base"
     path = f"{directory}:{os.environ['PATH']}"
     return run("bash", "-c", f"ulimit -n 512 && ulimit -u 512 && exec {command}", PATH=path)
 
@@ -42,7 +46,32 @@ def test_podman_and_docker_build_images_too(tmp_path: Path) -> None:
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments[:3] == ["buildx", "build", "--load"]
     assert not {"--layers", "--isolation", "--ulimit"} & set(arguments)
-    assert contexts(tmp_path).keys() == {"agent", "systemd"}
+    assert contexts(tmp_path).keys() == {"agent", "systemd", "packages"}
+
+
+def test_the_machine_half_comes_from_its_packages_or_from_the_checkout(tmp_path: Path) -> None:
+    record = f'for each; do case $each in *=/*) ls "${{each#*=}}" >>{tmp_path}/contents ;; esac; done'
+    dist = tmp_path / "dist"
+    dist.mkdir()
+    for name in ("unbounded-agent_1_amd64", "unbounded-agent-machine_1_all", "unbounded-agent-machine-dra_1_all"):
+        (dist / f"{name}.deb").touch()
+    assert build(tmp_path, record, options=f"--packages {dist}").returncode == 0
+    assert set((tmp_path / "contents").read_text().split()) == {
+        "unbounded-agent-machine_1_all.deb",
+        "unbounded-agent-machine-dra_1_all.deb",
+    }
+    (tmp_path / "contents").unlink()
+    assert build(tmp_path, record).returncode == 0
+    assert {"unbounded-agent-gpu.service", "machine"} <= set((tmp_path / "contents").read_text().split())
+
+
+@pytest.mark.parametrize("found", [0, 2])
+def test_packages_must_be_there_once(tmp_path: Path, found: int) -> None:
+    for number in range(found):
+        (tmp_path / f"unbounded-agent-machine_{number}_all.deb").touch()
+    finished = build(tmp_path, options=f"--packages {tmp_path}")
+    assert finished.returncode == 1
+    assert f"has {found} packages unbounded-agent-machine; one is needed" in finished.stderr
 
 
 def test_the_toolkit_comes_from_packages_unless_it_is_compiled(tmp_path: Path) -> None:

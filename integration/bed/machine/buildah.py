@@ -14,11 +14,11 @@ def buildah(*arguments: Argument) -> str:
     return run(["buildah", *arguments], env=_environment())
 
 
-def build(name: str, base: str) -> str:
+def build(name: str, base: str, *options: Argument) -> str:
     """Return the image that containerfiles/build makes from containerfiles/NAME on `base`; unchanged layers stay."""
     # The toolkit is compiled: NVIDIA's packages are not served everywhere.
     build = REPOSITORY / "containerfiles" / "build"
-    run([build, "--with", "buildah", "--build-toolkit", name, base], env=_environment())
+    run([build, "--with", "buildah", "--build-toolkit", *options, name, base], env=_environment())
     # Layers of earlier builds that no image uses now.
     buildah("rmi", "--prune")
     return f"localhost/unbounded-agent/{name}"

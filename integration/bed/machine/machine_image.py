@@ -58,11 +58,16 @@ def _build_debian(output: Path) -> None:
 
 def machine_image() -> str:
     """Return the name, in buildah's storage, of the image that containerfiles/ makes on Debian."""
+    return buildah.build(CONTAINERFILE, debian_image())
+
+
+def debian_image() -> str:
+    """Return the name, in buildah's storage, of an image of `debian_base`."""
     root = debian_base()
     base = f"localhost/unbounded-agent-bed/debian:{digest([str(root)])}"
     if not buildah.has_image(base):
         buildah.import_root(base, root)
-    return buildah.build(CONTAINERFILE, base)
+    return base
 
 
 def _build_disk(output: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from integration.bed import wheels
 from integration.bed.cache import REPOSITORY
-from integration.bed.packages import Root, debian_root
+from integration.bed.packages import TOOLS, Root, debian_root
 from integration.bed.process import CommandError
 
 CHECKOUT = "/srv/checkout"
@@ -20,7 +20,7 @@ ENSUREPIP = Path("usr/lib/python3.13/ensurepip")
 
 @pytest.fixture
 def root() -> Iterator[Root]:
-    with debian_root("trixie", "python3-venv") as root:
+    with debian_root("trixie", *TOOLS) as root:
         checkout = root.path / CHECKOUT.strip("/")
         shutil.copytree(REPOSITORY / "systemd", checkout / "systemd")
         shutil.copy(REPOSITORY / "requirements.lock", checkout)

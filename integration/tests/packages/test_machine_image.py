@@ -1,0 +1,75 @@
+"""Images whose machine half comes from its packages, and the key of NVIDIA's packages."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from integration.bed.cache import REPOSITORY
+from integration.bed.machine import buildah
+from integration.bed.machine.machine_image import debian_image
+from integration.bed.packages import TOOLS, Root, debian_root, packages
+from integration.bed.process import CommandError
+
+IMAGE = "agent-ubuntu2404"
+"""The bed's machines are made of the other one."""
+MACHINE = "unbounded-agent-machine"
+
+
+def test_an_image_of_packages() -> None:
+    directory = packages("1.0")[MACHINE].parent
+    image = buildah.build(IMAGE, debian_image(), "--packages", directory)
+    with buildah.working_container(image) as container:
+        root = Root(Path(buildah.buildah("mount", container).strip()))
+        shown = root.run("dpkg-query", "--show", "--showformat=${Package} ${Version}\\n", f"{MACHINE}*").splitlines()
+        assert [f"{MACHINE} 1.0", f"{MACHINE}-dra 1.0"] == shown
+        units = [each for each in (REPOSITORY / "systemd/machine").iterdir() if each.is_file()]
+        expected = {each.name for each in units if "[Install]" in each.read_text()}
+        assert expected
+        for unit in {*expected, "containerd.service"}:
+            assert root.run("systemctl", "is-enabled", unit) == "enabled", unit
+        root.run("env", "PYTHONPATH=/usr/lib/unbounded-agent", "python3", "-P", "-c", "import agent.machine.run")
+        assert not (root.path / "tmp/packages").exists()
+
+
+@pytest.fixture
+def root() -> Iterator[Root]:
+    """Yield a root with gpg, in which Python downloads /root/key, and apt-get does nothing."""
+    with debian_root("trixie", *TOOLS) as root:
+        (root.path / "usr/local/bin/python3").write_text('#!/bin/sh\nexec cp /root/key "$4"\n')
+        (root.path / "usr/local/bin/apt-get").write_text('#!/bin/sh\necho "$@" >>/root/apt-get\n')
+        for name in ("python3", "apt-get"):
+            (root.path / "usr/local/bin" / name).chmod(0o755)
+        yield root
+
+
+def install_toolkit(root: Root, fingerprint: str) -> None:
+    """Run containerfiles/install-toolkit as if NVIDIA's key had this fingerprint."""
+    script = (REPOSITORY / "containerfiles/install-toolkit").read_text()
+    nvidia = "C95B321B61E88C1809C4F759DDCAE044F796ECB0"
+    assert script.count(nvidia) == 1
+    (root.path / "root/install-toolkit").write_text(script.replace(nvidia, fingerprint))
+    root.run("env", "PATH=/usr/local/bin:/usr/sbin:/usr/bin", "sh", "/root/install-toolkit")
+
+
+def test_the_key_of_packages_is_checked(root: Root) -> None:
+    keyring = root.path / "usr/share/keyrings/nvidia-container-toolkit.asc"
+    fingerprints = []
+    for name in ("a", "b"):
+        generate = f"gpg --batch --passphrase '' --quick-generate-key {name}@example.org rsa2048 sign"
+        root.run("sh", "-c", f"{generate} && gpg --armor --export {name}@example.org >/root/key-{name}")
+        lines = root.run("gpg", "--list-keys", "--with-colons", f"{name}@example.org").splitlines()
+        fingerprints.append(next(line.split(":")[9] for line in lines if line.startswith("fpr")))
+    keys = {name: (root.path / f"root/key-{name}").read_bytes() for name in ("a", "b")}
+
+    for served in (keys["b"], keys["a"] + keys["b"], b"<html>not found</html>\n"):
+        (root.path / "root/key").write_bytes(served)
+        with pytest.raises(CommandError, match="error: .*gpgkey has the key"):
+            install_toolkit(root, fingerprints[0])
+        assert not keyring.exists()
+        assert "nvidia" not in (root.path / "root/apt-get").read_text()
+
+    (root.path / "root/key").write_bytes(keys["a"])
+    install_toolkit(root, fingerprints[0])
+    assert keyring.read_bytes() == keys["a"]
+    assert "nvidia-container-toolkit-base" in (root.path / "root/apt-get").read_text()
