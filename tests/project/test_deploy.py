@@ -9,7 +9,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 MANIFESTS = REPOSITORY / "agent" / "manifests"
-VALUES = ("device-plugin-values", "gpu-operator-values")
+VALUES = ("dcgm-exporter-values", "device-plugin-values", "gpu-operator-values")
 
 
 def load(name: str) -> dict[str, Any]:
@@ -71,3 +71,10 @@ def test_plugins_run_before_a_startup_taint_is_gone() -> None:
     assert load("device-plugin")["spec"]["template"]["spec"]["tolerations"] == everything
     assert load("device-plugin-values")["tolerations"] == everything
     assert load("gpu-operator-values")["daemonsets"]["tolerations"] == everything
+
+
+def test_the_exporter_has_the_same_settings_with_helm_and_without() -> None:
+    pod = load("dcgm-exporter")["spec"]["template"]["spec"]
+    values = load("dcgm-exporter-values")
+    shared = ("runtimeClassName", "nodeSelector", "tolerations")
+    assert {key: pod[key] for key in shared} == {key: values[key] for key in shared}
