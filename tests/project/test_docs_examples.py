@@ -1,0 +1,122 @@
+"""What readers copy from the documentation is valid: configurations, YAML, and commands."""
+
+import re
+import shlex
+import tomllib
+from collections.abc import Iterator
+from itertools import dropwhile, groupby
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from agent.config.settings import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$", re.MULTILINE | re.DOTALL)
+PROGRAMS = {
+    *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "echo", "eglinfo", "glxinfo", "grep", "helm"),
+    *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "rm", "rmmod"),
+    *("skopeo", "systemctl", "unbounded-agent", "vulkaninfo"),
+}
+"""What the pages' commands begin with. A misspelt program, or one that no reader has heard of, is not among them."""
+OPERATORS = {"|", "||", "&&", ";"}
+ASSIGNMENT = re.compile(r"\w+=\S*")
+OTHER_TEXT = {
+    # Pictures, files of other programs, and output.
+    *("HOST", "vm.overcommit_memory", "overlay", "[Service]", "apiVersion:", "GPU", "lrwxrwxrwx", "LibrariesPresent"),
+    *("gpu-node:", "#cloud-config"),
+}
+"""The first words of blocks that have no commands."""
+
+
+PARSERS = "".join(path.read_text() for path in (REPOSITORY / "integration").rglob("*.py"))
+"""What the short programs in integration/ start."""
+
+
+class Block(NamedTuple):
+    """A block of code in a page."""
+
+    page: str
+    language: str
+    text: str
+
+    @property
+    def first_word(self) -> str:
+        return self.text.split(maxsplit=1)[0]
+
+
+def blocks() -> Iterator[Block]:
+    pages = [*REPOSITORY.glob("*.md"), REPOSITORY / "integration/README.md", *(REPOSITORY / "docs").rglob("*.md")]
+    for page in sorted(pages):
+        for found in BLOCK.finditer(page.read_text()):
+            text = re.sub(f"^{found['indent']}", "", found["text"], flags=re.MULTILINE)
+            yield Block(page.relative_to(REPOSITORY).as_posix(), found["language"], text)
+
+
+def in_language(name: str) -> list[Block]:
+    return [block for block in blocks() if block.language == name]
+
+
+def named(block: Block) -> str:
+    return f"{block.page}: {block.text.splitlines()[0]}"
+
+
+@pytest.mark.parametrize("block", in_language("toml"), ids=named)
+def test_configurations_are_valid(block: Block) -> None:
+    faults = []
+    try:
+        Config.model_validate(tomllib.loads(block.text.replace("...", 64 * "0")))
+    except ValidationError as error:
+        # A page shows only the tables that it explains.
+        faults = [each for each in error.errors() if each["type"] != "missing"]
+    assert faults == []
+
+
+@pytest.mark.parametrize("block", in_language("yaml"), ids=named)
+def test_yaml_is_valid(block: Block) -> None:
+    assert list(yaml.safe_load_all(block.text))
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the words of a block's commands; with prompts, other lines are output. Raises ValueError for bad quotes."""
+    text = block.text.replace("\\\n", " ")
+    # Not a shell: what is in parentheses stays.
+    text = re.sub(r'"?\$\([^()]*\)"?', "...", text)
+    for line in re.findall(r"^\$ (.*)$", text, re.MULTILINE) or text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|;&<>")
+        lexer.whitespace_split = True
+        for operator, words in groupby(lexer, key=lambda word: word in OPERATORS):
+            found = list(dropwhile(ASSIGNMENT.fullmatch, words))
+            if not operator and found:
+                yield found
+
+
+def shell_blocks() -> list[Block]:
+    """Return the blocks of commands, except the reference's, which has usages and a test of its own."""
+    found = (block for block in blocks() if block.language in ("", "bash", "sh") and block.page != "docs/commands.md")
+    return [block for block in found if block.first_word not in OTHER_TEXT]
+
+
+@pytest.mark.parametrize("block", shell_blocks(), ids=named)
+def test_commands_are_known(block: Block) -> None:
+    """Programs of the repository exist, and have the options that the page gives them."""
+    for program, *arguments in commands(block):
+        if "/" not in program:
+            assert program in PROGRAMS, program
+        elif not program.startswith(("~", "/")):
+            path = REPOSITORY / program
+            assert path.stat().st_mode & 0o100, f"{program} is not a program"
+            options = [each.partition("=")[0] for each in arguments if each.startswith("--")]
+            assert [each for each in options if not re.search(rf"{each}\b(?!-)", path.read_text() + PARSERS)] == []
+        if program == "make":
+            targets = re.findall(r"^(\w+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
+            assert set(arguments) <= set(targets)
+
+
+def test_the_checks_see_the_blocks() -> None:
+    assert len(in_language("toml")) > 10
+    assert len(shell_blocks()) > 20
+    assert list(commands(Block("", "", "A=1 make deb | jq x # y\n"))) == [["make", "deb"], ["jq", "x"]]
