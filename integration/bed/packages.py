@@ -17,7 +17,10 @@ DEPENDENCIES = (
 """What the packages depend on: a test's root has no network."""
 TOOLS = ("python3-venv", "gpg", "gpg-agent")
 """What an installation from a checkout needs, and a signed package source."""
-INPUTS = ("agent", "deploy", "docs", "systemd", "requirements.lock", "LICENSE", "README.md", "CHANGELOG.md")
+INPUTS = (
+    *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "docs", "systemd"),
+    *("requirements.lock", "LICENSE", "README.md", "CHANGELOG.md"),
+)
 EPOCH = "1700000000"
 """The files' time, in the past. With the commit's, each commit would change the packages."""
 ENTER = 'mount -t proc proc "$0/proc" && exec chroot "$0" env --ignore-environment "$@"'
@@ -34,6 +37,14 @@ def packages(version: str, architecture: str = "amd64") -> dict[str, Path]:
     inputs: list[Path | str] = [version, *(REPOSITORY / name for name in INPUTS)]
     directory = cached(f"packages-{version}-{architecture}", inputs, build)
     return {path.name.partition("_")[0]: path for path in directory.glob("*.deb")}
+
+
+def repository(directory: Path, *debs: Path) -> None:
+    """Make a directory of packages into a source for apt(8), without signatures."""
+    directory.mkdir()
+    for deb in debs:
+        shutil.copy(deb, directory)
+    (directory / "Packages").write_text(run(["dpkg-scanpackages", "--multiversion", "."], cwd=directory) + "\n")
 
 
 class Root:

@@ -64,7 +64,7 @@ def test_the_key_of_packages_is_checked(root: Root) -> None:
 
     for served in (keys["b"], keys["a"] + keys["b"], b"<html>not found</html>\n"):
         (root.path / "root/key").write_bytes(served)
-        with pytest.raises(CommandError, match="error: .*gpgkey has the key"):
+        with pytest.raises(CommandError, match=r"error: .*gpgkey has the key"):
             install_toolkit(root, fingerprints[0])
         assert not keyring.exists()
         assert "nvidia" not in (root.path / "root/apt-get").read_text()
