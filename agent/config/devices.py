@@ -40,7 +40,7 @@ def _device(value: str) -> str:
 class ExtraDevice(BaseModel):
     """One character device of the host. It has the same path in the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     path: Annotated[str, AfterValidator(absolute), AfterValidator(plain), AfterValidator(_device)]
     """Below `/dev`. A symbolic link is not followed."""

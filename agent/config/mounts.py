@@ -86,7 +86,7 @@ def _contains(path: str, places: Iterable[str]) -> bool:
 class ExtraMount(BaseModel):
     """A directory or file of the host, with everything mounted below it, at a path in the machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     source: Annotated[str, AfterValidator(absolute), AfterValidator(plain)]
     """Absolute path on the host."""

@@ -35,7 +35,7 @@ LoadCredential=). The secret itself is never in the configuration."""
 class NodeModel(BaseModel):
     """Immutable; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class ImageSettings(NodeModel):

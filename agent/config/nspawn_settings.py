@@ -23,7 +23,7 @@ class NspawnSettings(BaseModel):
     """Settings of systemd-nspawn, systemd.nspawn(5). Where a default weakens the machine's isolation, its description
     says why."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
     capability: OneLine = "CAP_BPF CAP_IPC_LOCK CAP_NET_ADMIN CAP_PERFMON CAP_SYSLOG"
     """Capabilities in addition to systemd-nspawn's own set (`--capability=` in systemd-nspawn(1)), which contains

@@ -35,7 +35,7 @@ DROP_IN = re.compile(r"(/[A-Za-z0-9][A-Za-z0-9_.-]*){2,}\.(toml|part)")
 class Model(BaseModel):
     """Immutable; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True)
 
 
 class MachineSettings(Model):
