@@ -1,12 +1,11 @@
 """The command `unbounded-agent`: parses its arguments, runs the command, and sets the exit code."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from agent.cli.parser import VERSION, make_parser
-from agent.cli.printing import progress, report, report_failures, say
+from agent.cli.printing import ignore_broken_pipe, progress, report, report_failures, say
 from agent.model.errors import AgentError, ConfigError
 
 
@@ -25,8 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report(str(error))
         return 1
     except BrokenPipeError:
-        # `unbounded-agent status | head`: the reader has all that it wants.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        ignore_broken_pipe()
         return 0
     except OSError as error:
         report(f"{error.filename or 'system call'}: {error.strerror or error}")

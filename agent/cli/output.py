@@ -1,31 +1,20 @@
 """What several commands print about machines and their host."""
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 
 from agent.cli.printing import report, say
-from agent.cli.summary import WIDTH, Style, summaries, table
+from agent.cli.summary import Style, summaries, table
+from agent.cli.terminal import terminal
 from agent.host.outcome import NO_MACHINES, MachineOutcome
 from agent.host.reconcile import Reconciler
 from agent.model.facts import Facts
 from agent.model.text import rfc3339
 
-NARROWEST, WIDEST = 60, 120
-"""Columns: text in longer lines is hard to read."""
-
 
 def style(*, whole: bool = True) -> Style:
-    """Return how to print to standard output. Only a terminal gets colours, unless NO_COLOR is set (no-color.org)."""
-    if not sys.stdout.isatty():
-        return Style(WIDTH, False, whole)
-    try:
-        columns = os.get_terminal_size(sys.stdout.fileno()).columns or WIDTH
-    except OSError:
-        columns = WIDTH
-    colour = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return Style(min(max(columns, NARROWEST), WIDEST), colour, whole)
+    """Return how to print to standard output."""
+    return Style(*terminal(), whole)
 
 
 def print_machines(machines: Sequence[MachineOutcome], reconciler: Reconciler) -> None:

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Callable
 
+from agent.cli import garbage
+from agent.cli.answering import Answers
 from agent.cli.host import load, this_host
 from agent.cli.wiring import make_reconciler
 from agent.config.last_good import Loaded
@@ -20,4 +22,5 @@ def run(options: argparse.Namespace) -> int:
     def make(loaded: Loaded, progress: Callable[[str], None]) -> Reconciler:
         return make_reconciler(loaded, system, progress)
 
-    return loop.run(load_again, make)
+    garbage.for_a_service()
+    return loop.run(load_again, make, answer=Answers().page)

@@ -4,12 +4,11 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from agent.cli.terminal import WIDTH
 from agent.host.outcome import MachineOutcome
 from agent.model.conditions import NOT_NEEDED_FOR_READY, Condition, ConditionType, Status
 from agent.model.reasons import Reason
 
-WIDTH = 80
-"""Columns of an output that is not a terminal."""
 CONDITIONS_NAMED = 3
 """How many conditions a line names at most; it counts the others."""
 FOLLOWING = frozenset({Reason.MACHINE_NOT_RUNNING})

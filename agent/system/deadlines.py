@@ -70,6 +70,8 @@ class _Worker:
             # Before `call.end()`, which lets the caller continue: the caller's next call can then use this worker.
             _idle.append(self)
             call.end()
+            # Until the next call, this thread would keep all that the last one refers to, such as a connection.
+            del call
 
 
 _idle: list[_Worker] = []
@@ -124,8 +126,9 @@ def _begin(what: str, call: Callable[[], T], seconds: float, *, is_source: bool 
 
 def stuck() -> tuple[str, ...]:
     """Return the names of calls that missed their deadline and still hang."""
-    for what in [what for what, each in _overdue.items() if each.wait(0)]:
-        del _overdue[what]
+    # A copy, and `pop`: the service's threads call this at the same time.
+    for what in [what for what, each in list(_overdue.items()) if each.wait(0)]:
+        _overdue.pop(what, None)
     return tuple(_overdue)
 
 

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 
 from agent.cli.doctor.host import HostDiagnosis
 from agent.cli.doctor.machines import Diagnosis, MachineFinding
-from agent.cli.summary import WIDTH
+from agent.cli.terminal import WIDTH
 from agent.host.outcome import NO_MACHINES
 from agent.model.conditions import Status
 from agent.model.finding import Finding

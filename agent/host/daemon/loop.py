@@ -15,7 +15,8 @@ from agent.config.last_good import Loaded
 from agent.host.daemon.event_log import EventLog
 from agent.host.daemon.gpu_errors import GpuErrors
 from agent.host.daemon.http import health, statusz
-from agent.host.daemon.http.endpoint import Endpoint, LocalServer
+from agent.host.daemon.http.endpoint import Endpoint
+from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import Metrics, unseen
 from agent.host.daemon.http.publisher import Publisher, State
 from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
@@ -252,13 +253,13 @@ def run(
     make: Callable[[Loaded, Progress], Passes],
     timing: Timing | None = None,
     system: System | None = None,
+    answer: Callable[[str], Page | None] = lambda query: None,
 ) -> int:
-    """Run the service until SIGTERM, and return the exit code. `make` gets a function that reports progress.
+    """Run the service until SIGTERM, and return the exit code. Raises AgentError if it cannot start.
 
-    Raises AgentError if the service cannot start, because another one runs or the configuration is invalid.
+    `make` gets a function that reports progress. `answer` is LocalServer's.
     """
-    # The watchdog's SIGABRT then writes the stack of each thread to the journal.
-    faulthandler.enable()
+    faulthandler.enable()  # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     log_to(sys.stderr)
     timing, system = timing or Timing(), system or System(host_runner)
     notifier = Notifier(os.environ.get("NOTIFY_SOCKET", ""))
@@ -266,7 +267,7 @@ def run(
     with locked(system, INSTANCE_LOCK, 0, busy):
         gpu_errors = GpuErrors(system)
         wakeups = Wakeups((*host_sources(system, HOST_VENDORS, lambda: daemon.config.driver), gpu_errors))
-        local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET)
+        local = LocalServer(system.place(RUNTIME), STATUSZ_SOCKET, answer)
         daemon = Daemon(load, make, notifier, timing, gpu_errors, wakeups, local)
         signals = Signals(notifier, timing.grace)
         try:

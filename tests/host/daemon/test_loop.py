@@ -23,7 +23,7 @@ import pytest
 from agent.config.last_good import Loaded
 from agent.config.load import load_config
 from agent.host.daemon.gpu_errors import GpuErrors
-from agent.host.daemon.http.endpoint import LocalServer
+from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.loop import Daemon, Timing
 from agent.host.daemon.sd_notify import Notifier
 from agent.host.daemon.wakeups.poller import Wakeups

@@ -1,44 +1,14 @@
-"""Serves the pages on the configured address or on sockets that systemd passed, and on a local socket for root."""
+"""Serves the pages on the configured address, or on sockets that systemd passed."""
 
-import contextlib
 import logging
-import os
 import socket
 from collections.abc import Sequence
 
 from agent.host.daemon.http.server import LIMITS, Limits, Server, Site
 from agent.model.errors import AgentError
 from agent.model.text import one_line
-from agent.system import opening
 
 log = logging.getLogger(__name__)
-
-
-class LocalServer(Server):
-    """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
-
-    def __init__(self, directory: str, name: str, limits: Limits = LIMITS) -> None:
-        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created."""
-        try:
-            descriptor = opening.open_probe(directory)
-            try:
-                # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
-                place = f"/proc/self/fd/{descriptor}/{name}"
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(place)
-                self._serve(socket.AF_UNIX, place, limits)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise AgentError(
-                f"{directory}/{name}: cannot listen: {error.strerror}",
-                f"check that {directory} is a directory that the agent can write to",
-            ) from error
-
-    def server_bind(self) -> None:
-        """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""
-        os.fchmod(self.socket.fileno(), 0o600)
-        super().server_bind()
 
 
 class InheritedServer(Server):
@@ -46,7 +16,7 @@ class InheritedServer(Server):
 
     def __init__(self, listening: socket.socket, site: Site, limits: Limits = LIMITS) -> None:
         """Serve the pages of `site`. Peers may have been waiting since before the service started."""
-        self._serve(listening.family, None, limits, listening, site)
+        self.serve(listening.family, None, limits, listening, site)
 
     def stop(self) -> None:
         """Do nothing: shutting the socket down would do so for systemd too. The threads end with the process."""

@@ -95,7 +95,9 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
         verbose = "verbose" in url.query.split("&")
-        page = self.server.site.page(url.path, verbose, openmetrics, time.monotonic())
+        page = self.server.made_page(url.path, url.query) or self.server.site.page(
+            url.path, verbose, openmetrics, time.monotonic()
+        )
         if page is None:
             self.send_error(HTTPStatus.NOT_FOUND)
         else:
@@ -157,7 +159,7 @@ class Server(ThreadingMixIn, TCPServer):
             family, _, _, _, where = socket.getaddrinfo(
                 host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
-            self._serve(family, where, limits)
+            self.serve(family, where, limits)
         except OSError as error:
             user = listening_user(int(port)) if error.errno == errno.EADDRINUSE else None
             holder = f" by a process of user {user}, which answers Prometheus instead" if user is not None else ""
@@ -166,7 +168,7 @@ class Server(ThreadingMixIn, TCPServer):
                 f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`",
             ) from error
 
-    def _serve(
+    def serve(
         self,
         family: socket.AddressFamily,
         where: object,
@@ -191,6 +193,10 @@ class Server(ThreadingMixIn, TCPServer):
     def port(self) -> int:
         """The port in use. The kernel chooses it if the address has port 0."""
         return int(self.server_address[1])
+
+    def made_page(self, path: str, query: str) -> Page | None:
+        """Return a page that is made for this request; None for all other pages."""
+        return None
 
     def process_request(self, request: Request, client_address: object) -> None:
         if not self.peers.admit(_stream(request), self.limits.headers):

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from agent.host.daemon.http.endpoint import Endpoint, LocalServer
+from agent.host.daemon.http.endpoint import Endpoint
+from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.peers import Peers
 from agent.host.daemon.http.server import CONNECTIONS, OPENMETRICS, POLICY, VERBOSE, Limits, Page, Server, Site
 from agent.model.errors import AgentError

@@ -1,0 +1,56 @@
+"""Runs commands for other processes, inside the service."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextvars import copy_context
+from http import HTTPStatus
+
+from agent.cli.asking import answerable, installation
+from agent.cli.printing import CAPTURED
+from agent.cli.terminal import OTHER
+from agent.host.daemon.http.server import Page
+from agent.system.damage import discarded
+
+DECLINED = Page(HTTPStatus.CONFLICT, b"run the command yourself\n")
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run a command as its own process would, and return its exit code."""
+    from agent.cli.main import main
+
+    return main(arguments)
+
+
+class Answers:
+    """Answers requests of agent.cli.asking. Each command makes its own reconciler, and so observes everything again."""
+
+    def __init__(self, command: Callable[[Sequence[str]], int] = run_command) -> None:
+        """`command` runs a command. Remembers which version of the agent runs now."""
+        self._command, self._installation = command, installation()
+
+    def page(self, query: str) -> Page:
+        """Return the command's output and exit code as JSON, or DECLINED. Runs in a thread of the HTTP server."""
+        try:
+            request = json.loads(bytes.fromhex(query))
+            arguments, form = request["arguments"], (int(request["width"]), bool(request["colour"]))
+            if request["installation"] != self._installation or not answerable(arguments):
+                return DECLINED
+        except (KeyError, TypeError, ValueError):
+            return DECLINED
+        before = discarded()
+        try:
+            code, output = copy_context().run(self._run, arguments, form)
+        except SystemExit:
+            # A wrong argument: argparse prints its message itself.
+            return DECLINED
+        if discarded() != before:
+            # A damaged file is named in the journal here, but must be named to the user.
+            return DECLINED
+        document = {"code": code, "output": output}
+        return Page(HTTPStatus.OK, json.dumps(document).encode() + b"\n", "application/json")
+
+    def _run(self, arguments: Sequence[str], form: tuple[int, bool]) -> tuple[int, list[tuple[str, str]]]:
+        output: list[tuple[str, str]] = []
+        CAPTURED.set(output)
+        OTHER.set(form)
+        return self._command(arguments), output

@@ -1,0 +1,25 @@
+"""The process of a command: lets the running service answer if it can, and otherwise runs the command."""
+
+import os
+import sys
+
+from agent.cli import garbage
+from agent.cli.asking import ask_service
+
+
+def run() -> int:
+    """Run the command of this process, and return its exit code."""
+    garbage.for_a_command()
+    # pydantic would read the metadata of every installed package to find plugins. Root loads no code that way.
+    os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
+    code = ask_service(sys.argv[1:])
+    if code is None:
+        from agent.cli.main import main
+
+        code = main()
+    garbage.at_the_end()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(run())

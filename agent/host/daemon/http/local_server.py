@@ -1,0 +1,46 @@
+"""Serves root on this host: what the service knows, and answers to commands."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Callable
+
+from agent.host.daemon.http.server import Limits, Page, Server
+from agent.model.errors import AgentError
+from agent.model.paths import COMMAND_PAGE
+from agent.system import opening
+
+
+class LocalServer(Server):
+    """A server on a Unix socket to which only root may connect. It replaces a socket that an earlier process left."""
+
+    def __init__(self, directory: str, name: str, answer: Callable[[str], Page | None] = lambda query: None) -> None:
+        """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created.
+
+        `answer` makes COMMAND_PAGE from a request's query, in a thread of its own; None if there is no answer.
+        """
+        self._make_answer = answer
+        try:
+            descriptor = opening.open_probe(directory)
+            try:
+                # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
+                place = f"/proc/self/fd/{descriptor}/{name}"
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(place)
+                self.serve(socket.AF_UNIX, place, Limits())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise AgentError(
+                f"{directory}/{name}: cannot listen: {error.strerror}",
+                f"check that {directory} is a directory that the agent can write to",
+            ) from error
+
+    def made_page(self, path: str, query: str) -> Page | None:
+        """Return the answer to a command."""
+        return self._make_answer(query) if path == COMMAND_PAGE else None
+
+    def server_bind(self) -> None:
+        """Bind the socket so that other users can never connect: the file gets the socket's mode (unix_bind)."""
+        os.fchmod(self.socket.fileno(), 0o600)
+        super().server_bind()

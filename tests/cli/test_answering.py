@@ -1,0 +1,213 @@
+"""Commands that the running service answers: the same output and exit code as from the command's own process."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http import HTTPStatus
+from pathlib import Path
+
+import pytest
+
+from agent.cli import garbage
+from agent.cli.answering import DECLINED, Answers
+from agent.cli.asking import ask_service, installation
+from agent.cli.printing import report, say
+from agent.cli.status import Request, status
+from agent.host.daemon.http.local_server import LocalServer
+from agent.model.paths import STATUSZ_SOCKET
+from agent.system.damage import count
+from tests.fakes.gpu_host import MACHINE, reconciler
+from tests.fakes.host import Host
+
+Command = Callable[[Sequence[str]], int]
+REPOSITORY = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root asks")
+
+
+@contextmanager
+def service(directory: Path, command: Command) -> Iterator[str]:
+    server = LocalServer(str(directory), STATUSZ_SOCKET, Answers(command).page)
+    try:
+        yield str(directory)
+    finally:
+        server.stop()
+
+
+def request(*arguments: str, **different: object) -> str:
+    content = {"arguments": arguments, "width": 80, "colour": False, "installation": installation()} | different
+    return json.dumps(content).encode().hex()
+
+
+def test_the_answer_is_that_of_the_command(gpu_host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def command(arguments: Sequence[str]) -> int:
+        report("a remark")
+        return status(reconciler(gpu_host), Request(check="--check" in arguments))
+
+    own = command(["status", "--check"])
+    printed = capsys.readouterr()
+    with service(tmp_path, command) as directory:
+        assert ask_service(["status", "--check"], directory) == own == 3
+    assert capsys.readouterr() == printed
+    assert printed.out.startswith(f"{MACHINE}: not ready")
+    assert printed.err == "unbounded-agent: a remark\n"
+
+
+def test_the_askers_terminal_counts(
+    gpu_host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    with service(tmp_path, lambda arguments: status(reconciler(gpu_host))) as directory:
+        ask_service(["status"], directory)
+    assert "\x1b[" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["apply"],
+        ["status", "--watch"],
+        ["status", "--wait=5"],
+        ["--config", "/etc/x.toml", "status"],
+        ["plan", "--help"],
+        ["gpus", "list"],
+        ["doctor"],
+    ],
+)
+def test_what_the_service_is_not_asked(tmp_path: Path, arguments: list[str]) -> None:
+    """Long commands would hold the service's slots, and its sandbox hides processes and files in /tmp."""
+
+    def command(arguments: Sequence[str]) -> int:
+        raise AssertionError("must not run")
+
+    with service(tmp_path, command) as directory:
+        assert ask_service(arguments, directory) is None
+    assert Answers(lambda arguments: 0).page(request(*arguments)) == DECLINED
+
+
+def test_without_a_service_the_command_runs_itself(tmp_path: Path) -> None:
+    assert ask_service(["status"], str(tmp_path)) is None
+
+
+def test_an_older_service_has_no_such_page(tmp_path: Path) -> None:
+    server = LocalServer(str(tmp_path), STATUSZ_SOCKET)
+    try:
+        assert ask_service(["status"], str(tmp_path)) is None
+    finally:
+        server.stop()
+
+
+def test_a_user_who_is_not_root_never_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with service(tmp_path, lambda arguments: 0) as directory:
+        assert ask_service(["status"], directory) is None
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "",
+        "zz",
+        b"[]".hex(),
+        b"{}".hex(),
+        request("status", installation=["0.0.9", "/usr/lib/agent/__init__.py", 1]),
+        request("status", width="wide"),
+        request("run"),
+        request("status", arguments=7),
+    ],
+)
+def test_the_service_declines(query: str) -> None:
+    def command(arguments: Sequence[str]) -> int:
+        raise AssertionError("must not run")
+
+    assert Answers(command).page(query) == DECLINED
+
+
+def test_a_wrong_argument_is_worded_by_the_commands_own_process(capsys: pytest.CaptureFixture[str]) -> None:
+    assert Answers().page(request("status", "one", "two")) == DECLINED
+    assert "usage" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_named_by_the_commands_own_process() -> None:
+    def command(arguments: Sequence[str]) -> int:
+        count("live.json")
+        return 0
+
+    assert Answers(command).page(request("status")) == DECLINED
+
+
+def test_an_unexpected_error_in_the_service_is_no_answer(tmp_path: Path) -> None:
+    def command(arguments: Sequence[str]) -> int:
+        raise RuntimeError("simulated")
+
+    with service(tmp_path, command) as directory:
+        assert ask_service(["status"], directory) is None
+
+
+def test_requests_at_once_do_not_mix(tmp_path: Path) -> None:
+    barrier = threading.Barrier(2)
+
+    def command(arguments: Sequence[str]) -> int:
+        say([arguments[1]])
+        barrier.wait(60)
+        say([arguments[1]])
+        return 0
+
+    answers = Answers(command)
+    with ThreadPoolExecutor(2) as pool:
+        pages = list(pool.map(answers.page, [request("status", "a"), request("status", "b")]))
+    assert [page.status for page in pages] == [HTTPStatus.OK] * 2
+    assert [json.loads(page.body)["output"] for page in pages] == [[["stdout", f"{each}\n"]] * 2 for each in "ab"]
+
+
+def test_the_service_collects_garbage_as_usual() -> None:
+    """A command puts it off until it ends; in the service, it would use tens of megabytes."""
+    usual = gc.get_threshold()
+    try:
+        garbage.for_a_command()
+        assert gc.get_threshold()[0] > usual[0]
+        garbage.for_a_service()
+        assert gc.get_threshold() == garbage.USUAL
+        assert gc.get_freeze_count() > 1000
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*usual)
+
+
+CHILD = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from agent.cli.asking import ask_service
+print("code", ask_service(["status"], sys.argv[2]))
+print("loaded", *sys.modules)
+"""
+
+
+@pytest.mark.processes
+def test_asking_loads_next_to_nothing(tmp_path: Path) -> None:
+    """Each module costs about a third of a thousandth of a second; Python alone has 30 to 60."""
+
+    def command(arguments: Sequence[str]) -> int:
+        say(["answer"])
+        return 4
+
+    with service(tmp_path, command) as directory:
+        argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), directory)
+        printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
+    answer, code, loaded = printed.splitlines()
+    assert (answer, code) == ("answer", "code 4")
+    names = set(loaded.split())
+    assert {name for name in names if name.startswith("agent.")} <= {
+        *("agent.cli", "agent.cli.asking", "agent.cli.printing", "agent.cli.terminal"),
+        *("agent.model", "agent.model.paths"),
+    }
+    assert names & {"argparse", "dataclasses", "pydantic", "asyncio", "typing", "logging", "http"} == set()
+    assert len(names) < 90
