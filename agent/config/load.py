@@ -1,6 +1,5 @@
 """Reads config.toml and config.d/*.toml, merges them in this order, and validates the result."""
 
-import tomllib
 from collections.abc import Mapping
 from typing import Any, get_args
 
@@ -14,6 +13,7 @@ from agent.config.pod_environment import VariableName, VariableValue
 from agent.config.settings import Address, Config, MachineName
 from agent.model.errors import ConfigError, NoMachinesError
 from agent.model.paths import CONFIG_DIRECTORY, CONFIG_FILE
+from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.system.path_trust import settings_fault
 
@@ -55,7 +55,7 @@ def _parse(system: System, file: str, *, root_owned: bool) -> dict[str, Any]:
     try:
         if root_owned and (fault := settings_fault(system, file)):
             raise ConfigError(f"{file}: refused, because it decides what root does on this host: {fault}")
-        return tomllib.loads(system.read(file).decode())
+        return parse_toml(system.read(file).decode())
     except OSError as error:
         raise ConfigError(f"{file}: cannot read it: {error.strerror}") from error
     except ValueError as error:

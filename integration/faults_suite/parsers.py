@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from agent.config.load import load_config
+from agent.dra.checkpoint import parse_checkpoint as parse_claims
+from agent.dra.kubeconfig import parse_kubeconfig
 from agent.host.observe.loader_cache import parse_listing
 from agent.host.observe.machine_report import parse_report
 from agent.host.observe.units import parse_device_allow
@@ -14,14 +16,20 @@ from agent.host.state.driver_roots import parse_handed, parse_manifest
 from agent.host.state.granted import GRANTED
 from agent.host.state.owned_files import OWNED_FILES
 from agent.machine.containerd import files, tables
+from agent.machine.containerd.active import config_argument
 from agent.machine.kubelet.device_plugin import parse_checkpoint
+from agent.model.allocatable import parse_allocatable
+from agent.model.dra_status import parse_dra_status
+from agent.model.gpu_states import parse_gpu_states
 from agent.model.handoff import parse_handoff
 from agent.model.host_status import parse_host_status
 from agent.model.json_document import parse_object
 from agent.model.live import parse_live
 from agent.model.pci_address import as_in_sysfs
+from agent.model.remembered import parse_remembered
 from agent.system.files import System
 from agent.system.kernel_log import parse_record
+from agent.vendors.cdi import yaml_names
 from agent.vendors.cdi.names import device_names
 from agent.vendors.drm.machine import parse_groups
 from agent.vendors.nvidia.cdi import nvidia_ctk
@@ -71,18 +79,25 @@ def _toml(data: bytes) -> object:
 
 
 PARSERS: dict[str, Parser] = {
+    "allocatable": parse_allocatable,
     "cdi-names": _of_text(device_names),
     "cdi-spec": _spec,
+    "cdi-yaml": _of_text(yaml_names.parse),
+    "claims": parse_claims,
+    "conditions": parse_host_status,
     "config": _config,
     "containerd-config": _toml,
     "containerd-version": _of_text(tables.parse_version),
-    "conditions": parse_host_status,
+    "dra-status": parse_dra_status,
+    "exec-start": _of_text(config_argument),
+    "gpu-states": parse_gpu_states,
     "granted": lambda data: GRANTED.parse("granted.json", data),
     "group": _of_text(parse_groups),
     "handed": lambda data: parse_handed("driver-roots.json", data),
     "handoff": parse_handoff,
     "kernel-log": parse_record,
     "kernel-message": _of_text(parse_xid),
+    "kubeconfig": lambda data: parse_kubeconfig("/etc/kubernetes/kubelet.conf", data),
     "kubelet-checkpoint": parse_checkpoint,
     "ldconfig": _of_text(parse_listing),
     "live": parse_live,
@@ -97,6 +112,7 @@ PARSERS: dict[str, Parser] = {
     "pci-address": _of_text(as_in_sysfs),
     "proc-devices": _of_text(parse_majors),
     "proc-misc": _of_text(parse_misc),
+    "remembered": lambda data: parse_remembered("remembered.json", data),
     "report": parse_report,
     "unit": _of_text(parse_device_allow),
 }

@@ -1,13 +1,13 @@
 """Reads and writes containerd's configuration files."""
 
 import re
-import tomllib
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from agent.machine.containerd.tables import MAIN, Table, covers, imports
 from agent.model.errors import DocumentError
+from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.machine_vendor import EDIT_LIMIT
 
@@ -76,7 +76,7 @@ def effective(system: System, main: str, version: tuple[int, ...]) -> Table:
 def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
     try:
-        return tomllib.loads(text.decode())
+        return parse_toml(text.decode())
     # ValueError: the text is not TOML or UTF-8, or has a number with more digits than int() accepts.
     except (ValueError, RecursionError) as error:
         raise DocumentError(

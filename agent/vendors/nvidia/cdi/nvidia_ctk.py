@@ -2,13 +2,13 @@
 
 import json
 import re
-import tomllib
 from dataclasses import astuple
 from typing import Any
 
 from agent.model.errors import AgentError, CommandError, DocumentError, UnsupportedError
 from agent.model.handoff import Request
 from agent.model.paths import MACHINE_STATE
+from agent.model.toml_document import parse_toml
 from agent.system.files import System
 from agent.vendors.cdi.document import devices, object_of
 from agent.vendors.machine_vendor import EDIT_LIMIT, Generated
@@ -188,7 +188,7 @@ def edit_runtime_config(text: str) -> str:
     """Return the text with RUNTIME_SETTINGS set and everything else kept; `text` itself if they are already set."""
     where = "nvidia-container-runtime's config.toml"
     try:
-        wanted, before = tomllib.loads(text), tomllib.loads(text)
+        wanted, before = parse_toml(text), parse_toml(text)
     # ValueError: the text is not TOML, or has a number with more digits than int() accepts.
     except (ValueError, RecursionError) as error:
         raise DocumentError(f"{where}: not TOML: {error}", "repair or remove it") from error
@@ -213,7 +213,7 @@ def _with_settings(text: str, wanted: dict[str, Any]) -> str:
 
     try:
         edited = _edited(text)
-        if tomllib.loads(edited) == wanted:
+        if parse_toml(edited) == wanted:
             return edited
     # Any exception, because tomlkit fails at dotted keys and unusual orders of tables, and may write invalid TOML.
     except Exception:
