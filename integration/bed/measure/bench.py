@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from integration.bed import wheels
 from integration.bed.cache import step
 from integration.bed.machine.machine_image import machines_disk
+from integration.bed.measure import history
 from integration.bed.measure.bench_dra import measure_dra
-from integration.bed.measure.bench_live import measure_hotplug, measure_idle
+from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
+from integration.bed.measure.pairs import compared, disturbed
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.host_image import host_image
 from integration.bed.vm.installation import install
@@ -25,6 +27,7 @@ LINKS = 60
 """A current driver has this many; each link is one call into the machine."""
 PAIRS = 4
 """GPUs to plug in: as many as the virtual machine has empty ports."""
+COMMAND_PAIRS = 7
 IDLE = 600.0
 """Seconds."""
 
@@ -46,10 +49,9 @@ def measure_setup(guest: Guest, rounds: int = ROUNDS) -> Measures:
         "first_setup_seconds": first,
         "recipe_seconds": recipe["seconds"],
         "recipe_links": recipe["links"],
-        "setup_vs_floor": statistics.median(ours / bare for ours, bare in zip(setup, floor, strict=True)),
         "recipe_vs_setup": recipe["seconds"] / statistics.median(setup),
     }
-    return measures
+    return measures | compared("setup_vs_floor", setup, floor)
 
 
 def recipe_on_split_layout(guest: Guest) -> str:
@@ -84,6 +86,8 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
             install(host.guest)
         with step("start the service"):
             host.guest.run(["systemctl", "start", "unbounded-agent.service"], timeout=240)
+        with step("commands"):
+            yield from measure_commands(host.guest, COMMAND_PAIRS).items()
         with step(f"what the service costs in {IDLE:.0f} s"):
             yield from measure_idle(host.guest, IDLE).items()
         with step("GPUs that are plugged in"):
@@ -93,16 +97,23 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
 
 
 def main() -> None:
-    """Print one line for each measurement, or with --json one object."""
+    """Print one line for each measurement, or with --json one object, and keep the run; or draw all runs."""
     parser = argparse.ArgumentParser(prog="integration/bench", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; draw all runs that were kept")
     options = parser.parse_args()
+    if options.draw:
+        print("\n".join(history.draw(history.runs(history.history_file()))))
+        return
     measures = dict(_run())
+    history.keep(measures, history.history_file())
     if options.json:
         print(json.dumps(measures, indent=1))
         return
     for name, value in measures.items():
-        print(f"{name:24} {value if isinstance(value, str) else f'{value:.2f}'}")
+        print(f"{name:36} {value if isinstance(value, str) else f'{value:.2f}'}")
+    if names := disturbed(measures):
+        print(f"other work disturbed this run, repeat it for: {', '.join(names)}")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import statistics
 
 from integration.bed.measure.bench_script import Measures, numbers, script
+from integration.bed.measure.pairs import compared
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.qemu import PORTS
 from integration.bed.vm.simulated_host import SimulatedHost
@@ -35,9 +36,24 @@ def measure_hotplug(host: SimulatedHost, pairs: int) -> Measures:
         "hotplug_bare_seconds": statistics.median(bare),
         "hotplug_ready_seconds": statistics.median(ready),
         "hotplug_ctk_seconds": statistics.median(ctk),
-        "hotplug_open_vs_bare": _ratio(opened, bare),
-        "hotplug_ready_vs_ctk": _ratio(ready, ctk),
+        **compared("hotplug_open_vs_bare", opened, bare),
+        **compared("hotplug_ready_vs_ctk", ready, ctk),
     }
+
+
+def measure_commands(guest: Guest, pairs: int) -> Measures:
+    """Measure the processor time of commands next to the running service, relative to an empty Python program."""
+    guest.run(["sh", "-c", READY], timeout=200)
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for line in script(guest, "commands", str(pairs), timeout=600).stdout.splitlines():
+        name, ours, bare = line.split()
+        times = found.setdefault(name, ([], []))
+        times[0].append(float(ours))
+        times[1].append(float(bare))
+    measures: Measures = {}
+    for name, (ours_times, bare_times) in found.items():
+        measures |= compared(f"{name}_vs_python", ours_times, bare_times)
+    return measures
 
 
 def measure_idle(guest: Guest, seconds: float) -> Measures:
@@ -63,7 +79,3 @@ def _plug(host: SimulatedHost, port: int) -> None:
     bound = f"until test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(host.gpus)}; do sleep 0.5; done"
     host.guest.run(["sh", "-c", bound], timeout=60)
     script(host.guest, "quiet", str(QUIET), timeout=200)
-
-
-def _ratio(ours: list[float], bare: list[float]) -> float:
-    return statistics.median(one / other for one, other in zip(ours, bare, strict=True))
