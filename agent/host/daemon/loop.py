@@ -19,6 +19,7 @@ from agent.host.daemon.http.endpoint import Endpoint
 from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import Metrics, unseen
 from agent.host.daemon.http.publisher import Publisher, State
+from agent.host.daemon.http.server import Page
 from agent.host.daemon.sd_notify import Notifier, listeners, log_to, watchdog_interval
 from agent.host.daemon.signals import PassInterruptedError, Signals
 from agent.host.daemon.wakeups.poller import Wakeups

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from agent import __version__
 from agent.host.daemon.http import health, statusz
 from agent.host.daemon.http.endpoint import Endpoint
-from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.front_page import front_page
 from agent.host.daemon.http.gauges import View
+from agent.host.daemon.http.local_server import LocalServer
 from agent.host.daemon.http.metrics import OPENMETRICS, TEXT, Metrics, unseen, without_evidence
 from agent.host.daemon.http.server import OPENMETRICS as OPENMETRICS_KEY
 from agent.host.daemon.http.server import Page, Site
