@@ -83,7 +83,6 @@ class Calls:
         """Run a call, then those that come."""
         while call is not None:
             call()
-            self._idle.release()
             call = self._work.get()
 
     def _run(self, job: _Job, connection: Connection, stream: int, service: Service, request: bytes) -> None:
@@ -105,6 +104,8 @@ class Calls:
             log.exception("a call has failed")
             code, message = Code.INTERNAL, f"internal error: {type(error).__name__}: {error}"
         finally:
+            # Before the response, which the next call may follow. In this order, there are at most `limit` threads.
+            self._idle.release()
             self._threads.release()
 
         def finish() -> None:
