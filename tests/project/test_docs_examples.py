@@ -19,14 +19,24 @@ BLOCK = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^ *```$",
 PROGRAMS = {
     *("ansible-playbook", "apt", "buildah", "cat", "cp", "curl", "echo", "eglinfo", "glxinfo", "grep", "helm"),
     *("install", "journalctl", "jq", "kubectl", "ls", "machinectl", "make", "modprobe", "rm", "rmmod"),
-    *("skopeo", "systemctl", "unbounded-agent", "vulkaninfo"),
+    *("sed", "skopeo", "systemctl", "unbounded-agent", "vulkaninfo"),
 }
 """What the pages' commands begin with. A misspelt program, or one that no reader has heard of, is not among them."""
 OPERATORS = {"|", "||", "&&", ";"}
 ASSIGNMENT = re.compile(r"\w+=\S*")
 OTHER_TEXT = {
     # Pictures, files of other programs, and output.
-    *("HOST", "vm.overcommit_memory", "overlay", "[Service]", "apiVersion:", "GPU", "lrwxrwxrwx", "LibrariesPresent"),
+    *(
+        "HOST",
+        "vm.overcommit_memory",
+        "overlay",
+        "[Service]",
+        "[Socket]",
+        "apiVersion:",
+        "GPU",
+        "lrwxrwxrwx",
+        "LibrariesPresent",
+    ),
     *("gpu-node:", "#cloud-config"),
 }
 """The first words of blocks that have no commands."""

@@ -43,7 +43,7 @@ class Endpoint:
         self._site = site
         if self._server:
             self._server.site = site
-        # Begun only now, so that no peer that has waited gets "Not Found".
+        # Not earlier: a peer that has waited would get "Not Found".
         self._served = self._served or tuple(InheritedServer(each, site) for each in self._inherited)
         for each in self._served:
             each.site = site
