@@ -77,8 +77,10 @@ def parse(path: str, text: bytes) -> Table:
     """Parse TOML. Raises DocumentError, which names the file."""
     try:
         return parse_toml(text.decode())
-    # ValueError: the text is not TOML or UTF-8, or has a number with more digits than int() accepts.
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise DocumentError(f"{path}: nested too deeply: {error}", "nest its tables less deeply") from error
+    # The text is not TOML or UTF-8, or has a number with more digits than int() accepts.
+    except ValueError as error:
         raise DocumentError(
             f"{path}: not TOML: {error}", "repair it: containerd cannot start with it either"
         ) from error

@@ -533,15 +533,13 @@ def test_a_broken_main_file_stays(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("path", [MAIN, "/etc/nvidia-container-runtime/config.toml"])
-@pytest.mark.parametrize(
-    ("text", "expected"), [("x = " + "[" * 100_000, "not TOML"), (f"[a{'.a' * 2000}]\n", "cannot be edited")]
-)
-def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str, expected: str) -> None:
+@pytest.mark.parametrize("text", ["x = " + "[" * 100_000, f"[a{'.a' * 2000}]\n"])
+def test_deep_nesting_does_not_crash(machine: Machine, path: str, text: str) -> None:
     """tomllib raises RecursionError, and so does everything that handles its result; both files are the machine's."""
     machine.put(path, text)
     run(machine)
     assert machine.conditions()["RuntimeConfigured"] == ("False", "Failed")
-    assert expected in machine.message("RuntimeConfigured")
+    assert "nested too deeply" in machine.message("RuntimeConfigured")
 
 
 def test_a_table_too_deep_to_copy_does_not_crash(machine: Machine) -> None:
@@ -747,9 +745,16 @@ def test_the_runtime_config_keeps_the_packages_settings(machine: Machine) -> Non
     assert edit_runtime_config(text) is text
 
 
-@pytest.mark.parametrize("text", ["mode = ", f"mode = {'9' * 5000}", f"mode = {'[' * 5000}{']' * 5000}"])
-def test_a_broken_runtime_config_is_reported(text: str) -> None:
-    with pytest.raises(AgentError, match="not TOML"):
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [
+        ("mode = ", "not TOML"),
+        (f"mode = {'9' * 5000}", "not TOML"),
+        (f"mode = {'[' * 5000}{']' * 5000}", "nested too deeply"),
+    ],
+)
+def test_a_broken_runtime_config_is_reported(text: str, fault: str) -> None:
+    with pytest.raises(AgentError, match=fault):
         edit_runtime_config(text)
 
 

@@ -189,8 +189,10 @@ def edit_runtime_config(text: str) -> str:
     where = "nvidia-container-runtime's config.toml"
     try:
         wanted, before = parse_toml(text), parse_toml(text)
-    # ValueError: the text is not TOML, or has a number with more digits than int() accepts.
-    except (ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise DocumentError(f"{where}: nested too deeply: {error}", "nest tables less deeply, or remove it") from error
+    # The text is not TOML, or has a number with more digits than int() accepts.
+    except ValueError as error:
         raise DocumentError(f"{where}: not TOML: {error}", "repair or remove it") from error
     try:
         for names, keys in RUNTIME_SETTINGS.items():
