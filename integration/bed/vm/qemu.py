@@ -155,10 +155,10 @@ class Qemu:
                     raise QemuError(f"cannot connect to QEMU's monitor {path}: {error}; {self.evidence()}") from error
                 time.sleep(0.05)
         try:
-            # With -loadvm the greeting comes only after the snapshot has been read.
+            # With -loadvm, QEMU answers only after it has read the snapshot.
             monitor.receive(timeout=120)
             monitor.send({"execute": "qmp_capabilities"})
-            monitor.receive(timeout=10)
+            monitor.receive(timeout=120)
         except (TimeoutError, ClosedError) as error:
             raise QemuError(f"QEMU's monitor {path}: {error}; {self.evidence()}") from error
         return monitor

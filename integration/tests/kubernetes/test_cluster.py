@@ -176,6 +176,7 @@ def test_a_pod_without_a_limit_sees_nothing(cluster: Cluster) -> None:
         assert all("error" in result for result in found["load"].values()), runtime
 
 
+@pytest.mark.exhaustive
 def test_an_xid_makes_a_gpu_unhealthy(cluster: Cluster, bed: Bed) -> None:
     """The device plugin's own health check sees a simulated Xid through NVML's events."""
     assert "Ignoring the following XIDs for health checks" in cluster.plugin_log()
@@ -281,6 +282,7 @@ def kill_plugin(bed: Bed, program: str = "nvidia-device-plugin") -> str:
     return process
 
 
+@pytest.mark.exhaustive
 def test_gpus_advertised_follows_the_device_plugin(cluster: Cluster, bed: Bed) -> None:
     """The plugin is killed, removed and started, then the kubelet is restarted; Ready does not change."""
     ready = bed.wait_ready()["Ready"]

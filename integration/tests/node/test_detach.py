@@ -74,6 +74,7 @@ def test_a_gpu_is_detached_removed_and_plugged_again(ready: Bed) -> None:
     assert ready.restarted(at_start) == "nothing"
 
 
+@pytest.mark.exhaustive
 def test_a_gpu_in_use_is_drained_or_taken_by_force(ready: Bed) -> None:
     """A drained GPU stays with its users, and nobody else gets it. By force, users keep what is open, and are named."""
     pci, table = address(ready), f"[machines.{MACHINE}]\n"

@@ -70,6 +70,7 @@ def test_nvidia_ctk_ranks_specs_as_conditions_assume(tmp_path: Path) -> None:
 # ---- on the bed
 
 
+@pytest.mark.exhaustive
 def test_cuda_stub_in_the_image(ready: Bed) -> None:
     """A file, a foreign link and a directory take the place of libcuda.so.1; pods still have the driver's own."""
     for make, said in (

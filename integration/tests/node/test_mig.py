@@ -106,6 +106,7 @@ def test_an_instance_without_a_node_is_named_and_published_with_it(ready: Bed) -
     wait_until(ready, "published", lambda: "0:0" in names(ready) and is_ready(ready))
 
 
+@pytest.mark.exhaustive
 def test_an_imex_channel_comes_and_goes(ready: Bed) -> None:
     """If the configuration asks for channels, the node appears in the running machine, opens, and is withdrawn."""
     at_start = ready.starts()
