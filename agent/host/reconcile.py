@@ -23,6 +23,7 @@ from agent.host.state.condition_history import read_history, write_history
 from agent.host.state.locks import locked
 from agent.host.state.remains import clear_remains, clear_report
 from agent.host.verify import answers, readiness
+from agent.host.verify.changed_files import with_changed_files
 from agent.host.verify.flapping import with_time
 from agent.host.verify.gpu_states import gpu_states
 from agent.host.verify.lost_gpus import expected_gpus, lost_gpus, with_lost_gpus
@@ -197,9 +198,10 @@ class Reconciler:
     ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
         answered = report if isinstance(report, Report) else None
+        conditions = readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused)
         return MachineOutcome(
             name=machine.name,
-            conditions=readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused),
+            conditions=with_changed_files(conditions, machine.name, answered),
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused and answers.pending(machine, goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),

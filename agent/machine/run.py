@@ -25,6 +25,7 @@ from agent.model.paths import (
     HANDOFF_NAME,
     MACHINE_HANDOFF_DIRECTORY,
     MACHINE_REPORT_DIRECTORY,
+    NODE_FILES,
     REPORT_NAME,
 )
 from agent.model.reasons import Reason
@@ -178,9 +179,28 @@ def report(context: Context, outcome: Outcome) -> None:
     counts = repairs(context.notes) if outcome.counts_repairs else None
     advertised = next((each.count for each in outcome.conditions if each.count is not None), None)
     document = render_report(
-        context.generation, outcome.conditions, outcome.devices, boot_id, __version__, counts, advertised
+        context.generation,
+        outcome.conditions,
+        outcome.devices,
+        boot_id,
+        __version__,
+        counts,
+        advertised,
+        _changed_files(context),
     )
     system.write(REPORT, document)
+
+
+def _changed_files(context: Context) -> tuple[str, ...]:
+    """Return which files of those that `up` put into this machine have changed since."""
+    # An error must not keep the report from being written. The next run compares again.
+    with contextlib.suppress(OSError):
+        if context.system.exists(NODE_FILES):
+            # Imported here: only machines that `up` made have the list.
+            from agent.machine.kubelet.changed_files import changed_files
+
+            return changed_files(context)
+    return ()
 
 
 def _newest(system: System) -> Handoff | None:

@@ -2,8 +2,9 @@
 
 The host half publishes a Handoff, the machine half answers with a report: a JSON object of the keys `version`,
 `generation`, `boot_id`, `agent_version`, `conditions` (objects of `type`, `status`, `reason`, `message`),
-`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot) and `advertised_gpus` (how many granted
-GPUs the node offers to pods; left out if unknown). The last two are left out if the handoff lacks the key
+`cdi_devices` (names), `repairs` (counts by Repair since the machine's boot), `advertised_gpus` (how many granted GPUs
+the node offers to pods; left out if unknown) and `changed_files` (paths of files that differ from what `up` put into
+the machine; left out if there are none). The last three are left out if the handoff lacks the key
 `restart_device_plugin`: a host half that does not write this key refuses reports with unknown keys.
 """
 
@@ -39,6 +40,9 @@ DRA = "dra"
 """The value of `allocation` for a node that offers its GPUs itself, by Dynamic Resource Allocation."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
 """Characters of a condition's message that a remark may take up."""
+
+CHANGED_FILES_LIMIT = 100
+"""Changed files that a report lists at most."""
 
 
 class Repair(StrEnum):
@@ -189,6 +193,7 @@ def render_report(
     agent_version: str,
     repairs: Mapping[str, int] | None,
     advertised_gpus: int | None = None,
+    changed_files: tuple[str, ...] = (),
 ) -> bytes:
     """Return the report on this generation of the handoff.
 
@@ -206,6 +211,7 @@ def render_report(
         "cdi_devices": list(cdi_devices),
         **({} if repairs is None else {"repairs": dict(repairs)}),
         **({} if repairs is None or advertised_gpus is None else {"advertised_gpus": advertised_gpus}),
+        **({} if repairs is None or not changed_files else {"changed_files": changed_files[:CHANGED_FILES_LIMIT]}),
     }
     return json.dumps(document, indent=1).encode() + b"\n"
 

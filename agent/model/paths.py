@@ -31,6 +31,8 @@ AS_FOUND = (f"{STATE}/as-found.json", f"{STATE}/as-found.copy.json")
 """Two copies of the record of the host as it was before `up` first changed it, in the order of writing."""
 NODES = f"{STATE}/nodes"
 """Has a record `<machine>.json` for each node that `up` made: what its root file system was made from."""
+NODE_FILES = f"{STATE}/node-files.json"
+"""In a machine: what `up` put into its root file system (agent.model.node_files)."""
 BINARIES = f"{STATE}/binaries"
 """Kubernetes' programs that were downloaded and verified, by digest."""
 

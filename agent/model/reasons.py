@@ -82,6 +82,7 @@ class Reason(StrEnum):
 
     # MachineRunning:
     LAST_GOOD_SETTINGS = "LastGoodSettings"
+    NODE_FILES_CHANGED = "NodeFilesChanged"
     STARTING = "Starting"
     STOPPED = "Stopped"
     NOT_RUNNING = "NotRunning"

@@ -62,6 +62,14 @@ class System(Rooted):
         """Return the first bytes of a regular file of any size."""
         return opening.content(opening.open_probe(self._at(path)), path, size, whole=False)[0]
 
+    def digest(self, path: str) -> str:
+        """Return the SHA-256 digest of a regular file of any size, in hexadecimal."""
+        # Imported here: few runs need it.
+        import hashlib
+
+        with opening.plain(self._at(path)) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
     def read_untrusted(self, path: str, limit: int = READ_LIMIT) -> tuple[bytes, float]:
         """Return content and change time of a file that other users may replace. Raises OSError (ELOOP) for a link."""
         return opening.content(opening.open_probe(self._at(path, follow=False), follow=False), path, limit)

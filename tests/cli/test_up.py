@@ -9,9 +9,20 @@ import pytest
 
 from agent.cli.reset import reset_machine
 from agent.cli.up import up
+from agent.host.provision.record import NODE_RECORDS, NodeRecord, record_paths
 from agent.model.errors import AgentError
 from agent.model.network import Link
-from agent.model.paths import AS_FOUND, BINARIES, STATE, machine_root, node_record, nspawn_file, unit_drop_in
+from agent.model.node_files import parse_node_files
+from agent.model.paths import (
+    AS_FOUND,
+    BINARIES,
+    NODE_FILES,
+    STATE,
+    machine_root,
+    node_record,
+    nspawn_file,
+    unit_drop_in,
+)
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
@@ -88,6 +99,19 @@ def test_programs_of_a_bundle_are_put_into_the_node(host: NodeHost, capsys: pyte
     assert (program.read_bytes(), program.stat().st_mode & 0o777) == (b"a program", 0o755)
     assert undo(host) == 0
     assert not host.exists(BINARIES)
+
+
+def test_the_machine_has_a_list_of_what_was_put_into_it(host: NodeHost) -> None:
+    host.file("/srv/kubelet", b"a program")
+    digest = hashlib.sha256(b"a program").hexdigest()
+    assert run(host, binaries={"version": "1.36.3", "bundle": "/srv", "sha256": {"kubelet": digest}}) == 0
+    root = machine_root(MACHINE)
+    listed = parse_node_files(NODE_FILES, host.read(f"{root}{NODE_FILES}"))
+    assert listed["/usr/local/bin/kubelet"] == (digest, len(b"a program"))
+    record = NODE_RECORDS.read(record_paths(MACHINE), host)
+    assert isinstance(record, NodeRecord)
+    assert {path: each for path, (each, _) in listed.items()} == record.binaries | record.files
+    assert all(host.identity(f"{root}{path}").size == size for path, (_, size) in listed.items())
 
 
 def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:

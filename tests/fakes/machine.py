@@ -83,6 +83,8 @@ class Machine(System):
         """May raise, like a failing disk."""
         self.before_list: Callable[[str], None] = lambda path: None
         """May raise the kernel's error for a directory, or hang."""
+        self.digests: list[str] = []
+        """Paths of files of which a digest was made."""
         self.put("/proc/sys/kernel/random/boot_id", "11111111-2222-3333-4444-555555555555\n")
         for directory in ("/run/unbounded-agent/report", f"/{LIBRARIES}", "/usr/bin", "/etc"):
             (tree / directory.lstrip("/")).mkdir(parents=True)
@@ -109,6 +111,10 @@ class Machine(System):
     def read(self, path: str, limit: int = READ_LIMIT) -> bytes:
         self.before_read(path)
         return super().read(path, limit)
+
+    def digest(self, path: str) -> str:
+        self.digests.append(path)
+        return super().digest(path)
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         self.before_write(path)

@@ -328,14 +328,13 @@ def test_a_running_machine_with_other_settings_needs_a_restart(gpu_host: Host) -
     assert not [argv for argv in gpu_host.runner.calls if argv[1:2] == ("restart",)]
 
 
-def report(host: Host, devices: Condition) -> None:
+def report(host: Host, devices: Condition, changed_files: tuple[str, ...] = ()) -> None:
     """Let the machine report after a tick of the clock by which the kernel dates files."""
     time.sleep(0.02)
     generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
     conditions = (devices, *(Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE))
-    host.write(
-        f"{report_directory(MACHINE)}/{REPORT_NAME}", render_report(generation, conditions, (), "", "0.1.0~test", {}, 1)
-    )
+    document = render_report(generation, conditions, (), "", "0.1.0~test", {}, 1, changed_files)
+    host.write(f"{report_directory(MACHINE)}/{REPORT_NAME}", document)
     time.sleep(0.02)
 
 
@@ -393,6 +392,23 @@ def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
     assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "LastGoodSettings")
     assert any(agent.rejected in each.message for each in machine.conditions)
     agent.rejected = ""
+    (machine,) = agent.reconcile().machines
+    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
+
+
+def test_changed_files_of_a_node_are_told_with_the_next_step(gpu_host: Host) -> None:
+    agent = reconciler(gpu_host)
+    agent.run_pass()
+    units(gpu_host, "active")
+    report(gpu_host, OPENED, ("/etc/a", "/etc/b", "/etc/c", "/etc/d"))
+    (machine,) = agent.reconcile().machines
+    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "NodeFilesChanged")
+    message = next(each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING).message
+    assert "machine says: files differ from those that `up` put into it: /etc/a, /etc/b, /etc/c and 1 more" in message
+    (finding,) = [each for each in diagnose(machine).findings if each.reason == "NodeFilesChanged"]
+    assert finding.fix[-1].startswith(f"unbounded-agent up --rebuild {MACHINE}  #")
+    assert not finding.prevents_ready
+    report(gpu_host, OPENED)
     (machine,) = agent.reconcile().machines
     assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
 

@@ -17,6 +17,7 @@ NOTABLE = frozenset(
         Reason.PARTLY_OTHER_VERSION,
         Reason.PLAIN_COPY,
         Reason.LAST_GOOD_SETTINGS,
+        Reason.NODE_FILES_CHANGED,
         Reason.GPU_DETACHED,
     }
 )

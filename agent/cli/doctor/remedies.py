@@ -73,6 +73,10 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
         "modprobe overlay && systemctl reset-failed",
         APPLY,
     ),
+    (ConditionType.MACHINE_RUNNING, Reason.NODE_FILES_CHANGED): (
+        "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
+        "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
+    ),
     (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
         "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
     ),

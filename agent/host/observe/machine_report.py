@@ -8,7 +8,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import SIZE_LIMIT, Repair
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Repair
 from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
 
@@ -29,6 +29,8 @@ class Report:
     """How often each repair was made since the machine's boot; empty if the machine half does not count repairs."""
     advertised_gpus: int | None = None
     """How many of the granted GPUs the node offers to pods; None if the machine half does not say."""
+    changed_files: tuple[str, ...] = ()
+    """Files that differ from what `up` put into the machine."""
 
 
 def _printable(text: str) -> str:
@@ -47,6 +49,8 @@ def _distinct(items: list[H]) -> list[H]:
 Printable = AfterValidator(_printable)
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
 Name = Annotated[str, StringConstraints(max_length=255), Printable]
+PathInMachine = Annotated[str, StringConstraints(pattern=r"^/[^\s`'\"$;|&<>]{1,254}$"), Printable]
+"""Without what would let a path read like a command: an administrator sees it next to the agent's advice."""
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
@@ -73,6 +77,7 @@ class _Document(_Model):
     cdi_devices: Annotated[list[Name], Field(max_length=4096), AfterValidator(_distinct)]
     repairs: dict[Repair, Count] = Field(default_factory=dict)
     advertised_gpus: Count | None = None
+    changed_files: Annotated[list[PathInMachine], Field(max_length=CHANGED_FILES_LIMIT), AfterValidator(_distinct)] = []
 
 
 def parse_report(data: bytes) -> Report:
@@ -94,6 +99,7 @@ def parse_report(data: bytes) -> Report:
         tuple(document.cdi_devices),
         document.repairs,
         document.advertised_gpus,
+        tuple(document.changed_files),
     )
 
 

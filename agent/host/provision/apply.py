@@ -1,5 +1,6 @@
 """Runs the steps of `up` and `reset`. Each can be repeated after it was interrupted anywhere."""
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,11 +42,13 @@ from agent.host.reconcile import BUSY
 from agent.host.state.locks import locked
 from agent.model.errors import AgentError, ApplyError
 from agent.model.network import Chains
+from agent.model.node_files import render_node_files
 from agent.model.paths import (
     AS_FOUND,
     BINARIES,
     MACHINES_RUNTIME,
     MACHINES_STATE,
+    NODE_FILES,
     PASS_LOCK,
     cordoned_file,
     machine_root,
@@ -178,6 +181,9 @@ def _fill(action: FillRoot, system: System) -> None:
         writer.copy(system.place(cached(binary, BINARIES)), binary.path, 0o755)
     for file in action.files:
         writer.write(file.path, file.content, file.mode)
+    listed = {each.path: (each.sha256, system.identity(cached(each, BINARIES)).size) for each in action.binaries}
+    listed |= {each.path: (hashlib.sha256(each.content).hexdigest(), len(each.content)) for each in action.files}
+    writer.write(NODE_FILES, render_node_files(listed))
 
 
 def _publish(action: PublishRoot, system: System) -> None:

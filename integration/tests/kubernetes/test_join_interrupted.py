@@ -1,4 +1,7 @@
-"""`up` is killed at each step, and the host loses its power at some: the next `up` goes on, and the node joins."""
+"""`up` is killed at each step, and the host loses its power at some: the next `up` goes on, and the node joins.
+
+Of what `up` put into the machine, the machine half reports changes.
+"""
 
 import json
 import time
@@ -79,6 +82,26 @@ def expect_joined(host: EmptyHost) -> None:
     (result,) = map(json.loads, host.guest.run(["unbounded-agent", "up", "--json"], timeout=300).stdout.splitlines())
     assert result["machines"][MACHINE]["node"] == NODE
     assert Node(host.guest).run("systemctl", "is-active", "kubelet").stdout.strip() == "active"
+
+
+def changed_files(host: EmptyHost) -> list[str]:
+    """Return the changed files in the report of the machine half's next run but one: its first run reads none."""
+    for _ in range(2):
+        Node(host.guest).run("systemctl", "start", "unbounded-agent-gpu.service", timeout=180)
+    report = json.loads(host.guest.read(f"/run/unbounded-agent/machines/{MACHINE}/report/report.json"))
+    found: list[str] = report.get("changed_files", [])
+    return found
+
+
+def test_a_change_of_the_nodes_files_is_reported(empty_host: EmptyHost) -> None:
+    """The real kubelet, containerd and systemd change none of them."""
+    expect_joined(empty_host)
+    assert changed_files(empty_host) == []
+    settings = "/etc/kubernetes/kubelet.json"
+    Node(empty_host.guest).shell(f"echo >>{settings}")
+    assert changed_files(empty_host) == [settings]
+    shown = empty_host.guest.run(["unbounded-agent", "status", "--wide", MACHINE], timeout=120).stdout
+    assert f"up --rebuild {MACHINE}" in shown
 
 
 def test_up_is_killed_at_each_step(empty_host: EmptyHost) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agent.host.observe.machine_report import parse_report
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
-from agent.model.handoff import SIZE_LIMIT, render_report
+from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, render_report
 
 LINKED = Condition(ConditionType.LIBRARIES_LINKED, Status.TRUE, "Linked", "25 libraries are linked")
 
@@ -43,6 +43,20 @@ def test_advertised_gpus_are_counted() -> None:
     data = render_report("", (LINKED,), (), "", "", {}, 0)
     assert parse_report(data).advertised_gpus == 0, "none is known, and not the same as an unknown number"
     assert "advertised_gpus" not in json.loads(render_report("", (LINKED,), (), "", "", None, 8))
+
+
+def test_changed_files_are_listed_up_to_a_limit() -> None:
+    paths = tuple(f"/etc/{number}" for number in range(CHANGED_FILES_LIMIT + 1))
+    data = render_report("", (LINKED,), (), "", "", {}, changed_files=paths)
+    assert parse_report(data).changed_files == paths[:-1]
+    assert "changed_files" not in json.loads(render_report("", (LINKED,), (), "", "", None, changed_files=paths))
+    assert "changed_files" not in json.loads(document()), "an older host half need not know the key"
+
+
+@pytest.mark.parametrize("path", ["/etc/x; run `curl evil`", "etc/x", "/etc/\x1b[2J", "/", 7])
+def test_attack_a_changed_file_cannot_read_like_a_command(path: object) -> None:
+    with pytest.raises(DocumentError, match="changed_files"):
+        parse_report(document(changed_files=[path]))
 
 
 def test_further_keys_of_a_newer_machine_half_are_ignored() -> None:

@@ -1,0 +1,49 @@
+"""Finds which files of those that `up` put into this machine have changed since."""
+
+from dataclasses import astuple
+from typing import Any
+
+from agent.machine.containerd.tables import MAIN
+from agent.machine.context import Context
+from agent.model.errors import DocumentError
+from agent.model.handoff import SIZE_LIMIT
+from agent.model.node_files import parse_node_files
+from agent.model.paths import NODE_FILES
+from agent.system.files import System
+
+NOTE = "node-files"
+
+
+def changed_files(context: Context) -> tuple[str, ...]:
+    """Return the paths of changed files, sorted. The list itself counts as changed if it cannot be used.
+
+    The first call after a boot returns nothing: the kubelet waits for that run, and digests of Kubernetes' programs
+    take a third of a second. Later calls read only files with another identity. Raises OSError.
+    """
+    system, noted = context.system, context.notes.load(NOTE)
+    if not noted:
+        context.notes.save(NOTE, {"booted": True, "compared": {}})
+        return ()
+    try:
+        listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
+    except (DocumentError, OSError):
+        return (NODE_FILES,)
+    if context.handoff.containerd_drop_in:
+        # The agent may have added its import to this file.
+        listed.pop(MAIN, None)
+    before = noted["compared"]
+    found = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
+    context.notes.save(NOTE, {"booted": True, "compared": found})
+    return tuple(sorted(path for path, each in found.items() if not each or not each[-1]))
+
+
+def _compared(path: str, digest: str, size: int, before: list[Any] | None, system: System) -> list[Any]:
+    """Return the file's identity, and whether its content is the original; nothing if it cannot be read."""
+    try:
+        identity = system.identity(path)
+        if before and before[:-1] == list(astuple(identity)):
+            return before
+        # A file of another size is not read: it may have any.
+        return [*astuple(identity), identity.size == size and system.digest(path) == digest]
+    except OSError:
+        return []

@@ -1,0 +1,31 @@
+"""The list of the files that `up` put into a machine, by which the machine half notices changes: JSON. Pure.
+
+It has the keys `version`, and `files` (lists of SHA-256 digest and size by path in the machine).
+"""
+
+import json
+from collections.abc import Mapping
+
+from agent.model.errors import DocumentError
+from agent.model.json_document import accept_version, mapping, parse_object
+
+VERSION = 1
+
+
+def render_node_files(files: Mapping[str, tuple[str, int]]) -> bytes:
+    """Return the document; the same files give the same bytes."""
+    return json.dumps({"version": VERSION, "files": files}, indent=1, sort_keys=True).encode() + b"\n"
+
+
+def parse_node_files(where: str, data: bytes) -> dict[str, tuple[str, int]]:
+    """Return digests and sizes by path. Raises DocumentError."""
+    document = parse_object(where, data)
+    accept_version(where, document, (VERSION,))
+    found = {}
+    for path, file in mapping(where, document, "files", list).items():
+        match file:
+            case [str(digest), int(size)]:
+                found[path] = (digest, size)
+            case _:
+                raise DocumentError(f"{where}: files[{path[:100]!a}] must be a digest and a size")
+    return found

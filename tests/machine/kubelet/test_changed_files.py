@@ -1,0 +1,110 @@
+"""The machine half reports files that differ from what `up` put into the machine."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.machine.containerd.tables import MAIN
+from agent.machine.run import HANDOFF, run
+from agent.model.node_files import render_node_files
+from agent.model.paths import NODE_FILES
+from tests.fakes.machine import REQUEST, Machine, gpu_machine
+
+KUBELET, UNIT = "/usr/local/bin/kubelet", "/etc/systemd/system/kubelet.service"
+SETTINGS = "/etc/kubernetes/kubelet.json"
+FILES = {KUBELET: b"a program", UNIT: b"[Unit]\n", SETTINGS: b"{}\n"}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Machine:
+    """A machine that `up` made, after its first run."""
+    machine = gpu_machine(tmp_path)
+    for path, content in FILES.items():
+        machine.put(path, content)
+    main = {MAIN: machine.read(MAIN)} if machine.exists(MAIN) else {}
+    listed = {path: (hashlib.sha256(each).hexdigest(), len(each)) for path, each in {**FILES, **main}.items()}
+    machine.put(NODE_FILES, render_node_files(listed))
+    run(machine)
+    return machine
+
+
+def reported(machine: Machine) -> list[str]:
+    run(machine)
+    found: list[str] = machine.report().get("changed_files", [])
+    return found
+
+
+def replaced_by_directory(machine: Machine) -> None:
+    machine.drop(UNIT)
+    machine.make_directory(UNIT)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda machine: None, []),
+        (lambda machine: machine.put(KUBELET, b"a proGram"), [KUBELET]),
+        (lambda machine: machine.put(SETTINGS, b'{"maxPods": 500}\n'), [SETTINGS]),
+        (lambda machine: machine.drop(KUBELET), [KUBELET]),
+        (replaced_by_directory, [UNIT]),
+        (lambda machine: machine.put(NODE_FILES, b"{"), [NODE_FILES]),
+        (lambda machine: machine.put(NODE_FILES, b'{"version": 1, "files": {"/etc/x": [1]}}'), [NODE_FILES]),
+        (lambda machine: machine.drop(NODE_FILES), []),
+    ],
+)
+def test_a_change_is_reported_until_it_is_undone(
+    node: Machine, change: Callable[[Machine], None], expected: list[str]
+) -> None:
+    listed = node.read(NODE_FILES)
+    assert reported(node) == []
+    change(node)
+    assert [reported(node), reported(node)] == [expected, expected]
+    if node.is_directory(UNIT):
+        node.remove_tree(UNIT)
+    for path, content in {**FILES, NODE_FILES: listed}.items():
+        node.put(path, content)
+    assert reported(node) == []
+
+
+def test_the_first_run_after_a_boot_reads_no_program(node: Machine) -> None:
+    """The kubelet waits for that run."""
+    assert node.digests == []
+    node.put(KUBELET, b"another")
+    node.remove_tree("/run/unbounded-agent/state")
+    assert [reported(node), reported(node)] == [[], [KUBELET]]
+
+
+def test_a_file_is_read_again_only_after_it_was_written(node: Machine) -> None:
+    reported(node)
+    assert set(FILES) <= set(node.digests)
+    node.digests.clear()
+    reported(node)
+    node.put(UNIT, b"[Uni2]\n")
+    node.put(KUBELET, b"a program of another size")
+    assert [reported(node), reported(node)] == [[UNIT, KUBELET]] * 2
+    assert node.digests == [UNIT]
+
+
+def test_the_agents_own_import_is_no_change(tmp_path: Path) -> None:
+    machine = gpu_machine(tmp_path)
+    machine.put(MAIN, "version = 2\n")
+    listed = {MAIN: (hashlib.sha256(b"version = 2\n").hexdigest(), len("version = 2\n"))}
+    machine.put(NODE_FILES, render_node_files(listed))
+    machine.hand(REQUEST, containerd_drop_in="/etc/containerd/other.d/99-gpu.toml")
+    run(machine)
+    assert machine.read_text(MAIN) != "version = 2\n"
+    assert reported(machine) == []
+
+
+def test_a_host_of_the_previous_release_hears_nothing(node: Machine) -> None:
+    """It would refuse the whole report because of the key."""
+    node.drop(KUBELET)
+    document = json.loads(node.read(HANDOFF))
+    del document["restart_device_plugin"]
+    node.put(HANDOFF, json.dumps(document))
+    run(node)
+    run(node)
+    assert "changed_files" not in node.report()
