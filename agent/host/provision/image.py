@@ -89,7 +89,7 @@ def access(settings: ImageSettings, name: str, prefix: str, system: System) -> t
 
 def _check_umoci(system: System) -> None:
     printed = system.run("umoci", "--version")
-    found = re.search(r"([0-9]+)\.([0-9]+)\.([0-9]+)", printed)
+    found = re.search(r"([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", printed)
     if not found or tuple(int(each) for each in found.groups()) < SAFE_UMOCI:
         version = found[0] if found else f"of unknown version ({printed.strip()[:100]!a})"
         raise UnsupportedError(

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator, Set
 from typing import NamedTuple
 
-CAPABILITY = re.compile(r"gpu([0-9]+)/mig/gi([0-9]+)(?:/ci([0-9]+))?/access")
+CAPABILITY = re.compile(r"gpu([0-9]{1,9})/mig/gi([0-9]{1,9})(?:/ci([0-9]{1,9}))?/access")
 
 
 class Instance(NamedTuple):

@@ -152,6 +152,7 @@ def test_imex_channels_are_followed(mig: Host) -> None:
         ("gpu12/mig/gi14/ci7/access", Instance(12, 14, 7)),
         ("mig/config", None),
         ("gpu0/mig/gi1", None),
+        (f"gpu0/mig/gi{'9' * 5000}/access", None),
         ("gpu0/mig/gi1/ci0/accessory", None),
         ("", None),
     ],

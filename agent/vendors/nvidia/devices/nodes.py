@@ -37,18 +37,18 @@ FRONTEND = ("nvidia", "nvidia-frontend")
 """Names in /proc/devices: nvidia-frontend up to 535. Since 545, control and modeset have their own lines too."""
 RULES = {
     "/dev": (
-        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]+)"), FRONTEND),
+        Rule(DeviceKind.GPU, re.compile(r"nvidia([0-9]{1,9})"), FRONTEND),
         Rule(DeviceKind.CONTROL, re.compile(r"nvidiactl"), ("nvidiactl", *FRONTEND), 255),
         Rule(DeviceKind.MODESET, re.compile(r"nvidia-modeset"), ("nvidia-modeset", *FRONTEND), 254),
         Rule(DeviceKind.UVM, re.compile(r"nvidia-uvm"), ("nvidia-uvm",), 0),
         Rule(DeviceKind.UVM_TOOLS, re.compile(r"nvidia-uvm-tools"), ("nvidia-uvm",), 1),
         Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitchctl"), ("nvidia-nvswitch",), 255),
-        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]+)"), ("nvidia-nvswitch",)),
+        Rule(DeviceKind.NVSWITCH, re.compile(r"nvidia-nvswitch([0-9]{1,9})"), ("nvidia-nvswitch",)),
         Rule(DeviceKind.NVLINK, re.compile(r"nvidia-nvlink"), ("nvidia-nvlink",), 0),
     ),
-    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]+)"), ("nvidia-caps",)),),
+    "/dev/nvidia-caps": (Rule(DeviceKind.CAPABILITY, re.compile(r"nvidia-cap([0-9]{1,9})"), ("nvidia-caps",)),),
     "/dev/nvidia-caps-imex-channels": (
-        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]+)"), ("nvidia-caps-imex-channels",)),
+        Rule(DeviceKind.IMEX_CHANNEL, re.compile(r"channel([0-9]{1,9})"), ("nvidia-caps-imex-channels",)),
     ),
 }
 SWITCH_CONTROL = "/dev/nvidia-nvswitchctl"
