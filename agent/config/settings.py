@@ -93,6 +93,9 @@ class MachineSettings(Model):
     allocation: Literal["device-plugin", "dra"] = "device-plugin"
     """Who offers the machine's GPUs to pods: a vendor's device plugin, or with `"dra"` the node itself, by Kubernetes'
     Dynamic Resource Allocation (docs/dra.md). For a running node, use `unbounded-agent kube allocation dra`."""
+    share_gpus: bool = False
+    """With `allocation = "dra"`, let pods share a GPU if their claims ask for a part of its memory. Nothing keeps a pod
+    from using more than it asked for (docs/dra.md#share-a-gpu)."""
     restart_device_plugin: bool = False
     """Restart the container of NVIDIA's or AMD's device plugin when a GPU has appeared or disappeared without the
     plugin noticing, or when the plugin's own CDI specification is out of date. Needs `crictl` in the machine

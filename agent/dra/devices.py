@@ -54,6 +54,8 @@ class Device:
     health: Health = Health.UNKNOWN
     health_message: str = ""
     """What is wrong, and what it means, for people."""
+    shared: bool = False
+    """Whether several claims may have it, each with a part of its capacity; by default, with all of it."""
 
 
 def device_name(device: AllocatableDevice) -> str:
@@ -104,6 +106,8 @@ def _device(vendor: str, source: AllocatableDevice, state: GpuStatus | None, fac
         attributes=attributes,
         capacity=facts.capacity,
         taints=_taints(state),
+        # Without a known capacity, there would be no limit to the number of claims.
+        shared=state is not None and state.shared and not source.partition and bool(facts.capacity),
         health=_health(state),
         health_message=state.message if state is not None and state.state is not GpuState.HEALTHY else "",
     )

@@ -23,6 +23,8 @@ TEXT_LIMIT = 64
 """Bytes of an attribute's string or version (DeviceAttributeMaxValueLength)."""
 NODE_SHOWN = 180
 """Characters of the node's name in a slice's name, which has up to 253."""
+SMALLEST_PART = 1 << 20
+"""Bytes of a shared device's capacity that a claim gets at least."""
 BINARY = ("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei")
 """Suffixes of quantities (pkg/api/resource of apimachinery)."""
 
@@ -146,10 +148,21 @@ def _device(device: Device) -> Object:
     attributes = {name: value for name, each in device.attributes.items() if (value := _attribute(each))}
     result: Object = {"name": device.name, "attributes": attributes}
     if device.capacity:
-        result["capacity"] = {name: {"value": quantity(number)} for name, number in device.capacity.items()}
+        result["capacity"] = {name: _capacity(number, device.shared) for name, number in device.capacity.items()}
+    if device.shared:
+        result["allowMultipleAllocations"] = True
     if device.taints:
         result["taints"] = [_taint(each) for each in device.taints]
     return result
+
+
+def _capacity(number: int, shared: bool) -> Object:
+    """Return a capacity of bytes. Of a shared device, a claim gets what it asks for; by default all."""
+    value = quantity(number)
+    if not shared:
+        return {"value": value}
+    # Without a smallest part, a claim that asks for 0 would share a GPU that another claim has all of.
+    return {"value": value, "requestPolicy": {"default": value, "validRange": {"min": quantity(SMALLEST_PART)}}}
 
 
 def _attribute(value: Attribute) -> Object:

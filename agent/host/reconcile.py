@@ -239,7 +239,10 @@ class Reconciler:
 
     def _publish_gpu_states(self, facts: Facts, planned: Plan) -> tuple[str, ...]:
         goals = [goal for goal in planned.goal.machines if self.config.machines[goal.name].allocation == DRA]
-        states = {goal.name: gpu_states(goal, facts, planned.goal.remembered) for goal in goals}
+        states = {
+            goal.name: gpu_states(goal, facts, planned.goal.remembered, self.config.machines[goal.name].share_gpus)
+            for goal in goals
+        }
         return publish_gpu_states(self.system, states, unchanged=planned.held)
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:

@@ -71,6 +71,8 @@ class GpuStatus:
     """-1 if the platform does not say."""
     pcie_root: str = ""
     """The root complex, such as `pci0000:00`; empty if unknown."""
+    shared: bool = False
+    """Whether several claims may have parts of the GPU's memory."""
 
 
 def render_gpu_states(gpus: Iterable[GpuStatus]) -> bytes:
@@ -104,6 +106,8 @@ def _gpu(where: str, item: dict[str, Any]) -> GpuStatus:
         kernel_driver=_matching(where, item, "kernel_driver", DRIVER),
         numa_node=get(where, item, "numa_node", int),
         pcie_root=_matching(where, item, "pcie_root", PCIE_ROOT),
+        # An older host half does not write it.
+        shared="shared" in item and get(where, item, "shared", bool),
     )
     if not 0 <= gpu.since < 1 << 36:
         raise DocumentError(f"{where}: key since must be a time in seconds, not {gpu.since}")

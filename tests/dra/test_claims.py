@@ -11,6 +11,7 @@ from agent.dra.devices import Device
 from agent.dra.kubelet_state import RECORD_NAME
 from agent.dra.messages import ClaimReference, PreparedDevice
 from agent.model.errors import AgentError
+from agent.model.paths import DRA_DRIVER
 from tests.fakes.dra_node import GPUS, KUBELET, NODE, PARTITION, Node, claim, reference
 
 
@@ -33,6 +34,19 @@ def test_only_this_drivers_devices_count(node: Node) -> None:
     results = node.api["a"]["status"]["allocation"]["devices"]["results"]
     results.insert(0, {"request": "nic", "driver": "nic.example", "pool": "other", "device": "nic0"})
     assert [each.device for each in node.claims.prepare(reference("a"))] == [GPUS[0]]
+
+
+@pytest.mark.parametrize(("driver", "refused"), [(DRA_DRIVER, True), ("nic.example", False)])
+def test_parameters_are_refused(node: Node, driver: str, refused: bool) -> None:
+    """The driver takes none. Those for other drivers are none of its business, and other kinds may come."""
+    node.api["a"] = claim("a", GPUS[0])
+    config = [{"source": "FromClaim", "opaque": {"driver": driver, "parameters": {}}}, {"source": "FromClass"}]
+    node.api["a"]["status"]["allocation"]["devices"]["config"] = config
+    if refused:
+        with pytest.raises(AgentError, match="which takes none"):
+            node.claims.prepare(reference("a"))
+    else:
+        assert node.claims.prepare(reference("a"))
 
 
 def test_an_alternative_is_named_as_its_whole_request(node: Node) -> None:

@@ -54,6 +54,25 @@ def test_what_is_known_becomes_attributes() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("shared", "source", "capacity", "expected"),
+    [
+        (True, WHOLE, {"memory": 1 << 30}, True),
+        (False, WHOLE, {"memory": 1 << 30}, False),
+        (True, WHOLE, {}, False),
+        (True, FIRST, {"memory": 1 << 30}, False),
+    ],
+)
+def test_only_whole_gpus_with_known_memory_are_shared(
+    shared: bool, source: AllocatableDevice, capacity: dict[str, int], expected: bool
+) -> None:
+    """Without a known capacity, there would be no limit to the number of claims."""
+    state = GpuStatus(GPU, "vendor", GpuState.HEALTHY, shared=shared)
+    facts = DeviceFacts({}, capacity)
+    (device,) = make_devices([AllocatableVendor("vendor", (source,))], {GPU: state}, {source: facts}).values()
+    assert device.shared is expected
+
+
 def test_what_is_unknown_is_left_out_and_the_gpu_is_offered_all_the_same() -> None:
     (device,) = offered().values()
     assert device.attributes == {"vendor": "vendor", "type": "gpu", PCI_BUS_ID: GPU}

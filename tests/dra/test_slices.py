@@ -59,6 +59,14 @@ def test_a_slice_has_what_claims_select_by() -> None:
     ]
 
 
+def test_a_shared_device_may_be_allocated_several_times() -> None:
+    (item,) = make_slices(NODE, [Device("gpu-0", "vendor", (), "", {}, {"memory": 80 << 30}, shared=True)], 1)
+    (device,) = item["spec"]["devices"]
+    assert device["allowMultipleAllocations"] is True
+    policy = {"default": "80Gi", "validRange": {"min": "1Mi"}}
+    assert device["capacity"] == {"memory": {"value": "80Gi", "requestPolicy": policy}}
+
+
 @pytest.mark.parametrize(
     ("found", "sizes"),
     [

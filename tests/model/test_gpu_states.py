@@ -1,6 +1,7 @@
 """The document with the states of a machine's GPUs."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,6 +37,13 @@ def test_a_document_is_read_back_in_one_order() -> None:
     assert found == {WELL.pci_address: WELL, FAILED.pci_address: FAILED}
     assert render_gpu_states([WELL, FAILED]) == render_gpu_states(found.values())
     assert parse_gpu_states(render_gpu_states([])) == {}
+
+
+def test_an_older_document_shares_no_gpu() -> None:
+    content = json.loads(render_gpu_states([replace(WELL, shared=True)]))
+    assert parse_gpu_states(json.dumps(content).encode())[WELL.pci_address].shared
+    del content["gpus"][0]["shared"]
+    assert parse_gpu_states(json.dumps(content).encode()) == {WELL.pci_address: WELL}
 
 
 def test_messages_are_one_short_line() -> None:

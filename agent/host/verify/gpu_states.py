@@ -1,6 +1,7 @@
 """Evaluates the state of each GPU of a machine, for its offer by Dynamic Resource Allocation. Pure."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from agent.model.facts import Facts, Gpu, Seen
 from agent.model.goal import MachineGoal
@@ -14,12 +15,17 @@ DETACHING = "Detaching"
 RECOVERY = "after a reset without a reboot or a reload of the driver, run `unbounded-agent gpus attach`"
 
 
-def gpu_states(goal: MachineGoal, facts: Facts, remembered: Seen[Remembered]) -> tuple[GpuStatus, ...]:
-    """Return the states of the GPUs that the machine has, is losing, or has lost. Detached GPUs are included."""
+def gpu_states(
+    goal: MachineGoal, facts: Facts, remembered: Seen[Remembered], shared: bool = False
+) -> tuple[GpuStatus, ...]:
+    """Return the states of the GPUs that the machine has, is losing, or has lost. Detached GPUs are included.
+
+    `shared` says whether pods may share them.
+    """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = sorted({address for grant in goal.grants for address in (*grant.gpus, *grant.detached)})
     found = [_state(present[address], facts.gpus) for address in addresses if address in present]
-    return tuple(sorted((*found, *_lost(goal, remembered))))
+    return tuple(sorted(replace(each, shared=shared) for each in (*found, *_lost(goal, remembered))))
 
 
 def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:

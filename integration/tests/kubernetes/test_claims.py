@@ -3,7 +3,9 @@
 The manifests are those of Kubernetes' example driver and our own examples.
 """
 
+import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ NINE = (*GPUS, "0000:09:00.0")
 """The demo's pods need nine GPUs."""
 ANYTHING = [{"operator": "Exists"}]
 """The node has no kubelet that renews its lease, so it gets taints."""
+SHARED = "allowMultipleAllocations"
+WHILE = 2.0
+"""Seconds in which the scheduler would have bound a pod that fits."""
 MIG = "MIG-00000000-0000-4000-8000-000000000007"
 
 
@@ -48,18 +53,23 @@ def _alone(node: Offering) -> Iterator[None]:
     until("no claim is left", lambda: not listed(node.cluster, "resourceclaims"))
 
 
-def offer(node: Offering, *devices: AllocatableDevice, vendor: str = "nvidia", driver: str = "nvidia") -> None:
+def offer(
+    node: Offering, *devices: AllocatableDevice, vendor: str = "nvidia", driver: str = "nvidia", shared: bool = False
+) -> None:
     """Let these devices be verified and healthy, and wait until they are offered."""
     addresses = sorted({each.pci_address for each in devices})
     if vendor == "nvidia":
-        node.machine.states(map(healthy, addresses))
+        node.machine.states(replace(healthy(each), shared=shared) for each in addresses)
     else:
         node.machine.states(GpuStatus(each, vendor, GpuState.HEALTHY, kernel_driver=driver) for each in addresses)
     node.machine.allocate(devices, vendor)
 
     def count() -> int:
         found = [device for each in listed(node.cluster, "resourceslices") for device in each["spec"]["devices"]]
-        return sum(device["attributes"]["vendor"]["string"] == vendor for device in found)
+        return sum(
+            device["attributes"]["vendor"]["string"] == vendor and device.get(SHARED, False) == shared
+            for device in found
+        )
 
     until("the devices are offered", lambda: count() == len(devices))
 
@@ -75,6 +85,13 @@ def create(node: Offering, text: str) -> None:
         if each["kind"] == "Pod":
             each["spec"]["tolerations"] = ANYTHING
     node.cluster.kubectl("apply", "--filename=-", stdin=yaml.safe_dump_all(objects))
+
+
+def by_resource(name: str, resource: str) -> str:
+    container = {"name": "main", "image": "registry.invalid/none", "resources": {"limits": {resource: "1"}}}
+    return yaml.safe_dump(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": {"containers": [container]}}
+    )
 
 
 def started(node: Offering, count: int) -> dict[str, dict[str, set[str]]]:
@@ -133,16 +150,85 @@ def test_parameters_for_our_driver_are_refused(node: Offering) -> None:
         started(node, 1)
 
 
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("name", "count"),
     [("memory", 1), ("product", 1), ("shared", 1), ("two-gpus", 2), ("admin-access", 8)],
 )
-def test_our_examples(node: Offering, name: str, count: int) -> None:
-    offer(node, *map(whole, GPUS))
+def test_our_examples(node: Offering, name: str, count: int, shared: bool) -> None:
+    """They get the same where claims may share GPUs."""
+    offer(node, *map(whole, GPUS), shared=shared)
     create(node, example(f"claim-{name}"))
     (containers,) = started(node, 1).values()
     assert {len(each) for each in containers.values()} == {count}
     assert len(set(map(frozenset, containers.values()))) == 1
+
+
+@pytest.mark.exhaustive
+def test_claims_share_a_gpu_by_its_memory(node: Offering) -> None:
+    """If the host's settings say so. A claim that asks for no part gets the whole GPU for itself."""
+    offer(node, whole(GPUS[1]))
+    create(node, example("claim-part"))
+    started(node, 1)
+    share(node, GPUS[1])
+    time.sleep(WHILE)
+    assert len(started(node, 1)) == 1, "a claim that was allocated before has all of its GPU"
+    remove(node, "gpu-part-1", "gpu-part-2")
+    create(node, example("claim-part"))
+    both = started(node, 2)
+    assert both["default/gpu-part-1"] == both["default/gpu-part-2"]
+    assert len(shares(node)) == 2
+    # 20 of 40 GiB are left, and a pod that asks for a GPU does not share one.
+    create(node, by_resource("whole", "nvidia.com/gpu"))
+    create(node, example("claim-part").replace("gpu-part", "gpu-third").replace("gpu-third-2", "gpu-fourth"))
+    assert "default/whole" not in started(node, 4)
+    remove(node, "gpu-part-1", "gpu-part-2", "gpu-third-1", "gpu-fourth")
+    assert list(started(node, 1)) == ["default/whole"]
+    create(node, example("claim-part"))
+    create(node, example("claim-part").replace("gpu-", "nothing-").replace("10Gi", "0"))
+    time.sleep(WHILE)
+    assert list(started(node, 1)) == ["default/whole"], "it has all of the GPU"
+
+
+@pytest.mark.exhaustive
+def test_a_gpu_that_is_no_longer_shared_goes_to_one_claim_after_the_others(node: Offering) -> None:
+    """Those that have parts of it keep them."""
+    offer(node, whole(GPUS[1]))
+    share(node, GPUS[1])
+    create(node, example("claim-part"))
+    started(node, 2)
+    node.machine.states([healthy(GPUS[1])])
+    until("the slice says so", lambda: SHARED not in str(listed(node.cluster, "resourceslices")))
+    create(node, by_resource("whole", "nvidia.com/gpu"))
+    time.sleep(WHILE)
+    assert "default/whole" not in started(node, 2)
+    remove(node, "gpu-part-1", "gpu-part-2")
+    assert list(started(node, 1)) == ["default/whole"]
+
+
+def share(node: Offering, address: str) -> None:
+    """Let pods share this GPU, which is the only one."""
+    node.machine.states([replace(healthy(address), shared=True)])
+    until("the slice says so", lambda: SHARED in str(listed(node.cluster, "resourceslices")))
+
+
+def shares(node: Offering) -> set[str]:
+    """Return the ids of the parts that claims have."""
+    allocations = [each.get("status", {}).get("allocation") for each in listed(node.cluster, "resourceclaims")]
+    return {result.get("shareID", "") for each in allocations if each for result in each["devices"]["results"]}
+
+
+def remove(node: Offering, *names: str) -> None:
+    """Delete pods, and give their claims back, as the kubelet does."""
+    mine = [
+        each
+        for each in listed(node.cluster, "resourceclaims")
+        if any(user["name"] in names for user in each.get("status", {}).get("reservedFor", ()))
+    ]
+    node.cluster.kubectl("delete", "pod", *names, "--force", "--grace-period=0")
+    with DriverSocket(node.machine.kubelet) as driver:
+        for each in mine:
+            assert not driver.unprepare(each)
 
 
 def test_a_mig_instance_by_its_profile(node: Offering) -> None:
@@ -164,7 +250,5 @@ def test_gpus_of_other_vendors(node: Offering, vendor: str, driver: str, resourc
     """By their extended resource, as unchanged pods ask for them."""
     device = AllocatableDevice(GPUS[0], (f"{vendor}.com/gpu={GPUS[0]}",))
     offer(node, device, vendor=vendor, driver=driver)
-    container = {"name": "main", "image": "registry.invalid/none", "resources": {"limits": {resource: "1"}}}
-    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "one"}, "spec": {"containers": [container]}}
-    create(node, yaml.safe_dump(pod))
+    create(node, by_resource("one", resource))
     assert started(node, 1) == {"default/one": {"main": set(device.cdi_names)}}

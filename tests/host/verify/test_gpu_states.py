@@ -58,6 +58,14 @@ def test_only_machines_that_offer_their_gpus_get_the_document(host: Host) -> Non
     assert not host.exists(FILE)
 
 
+def test_to_share_gpus_is_no_new_generation(host: Host) -> None:
+    states(host)
+    handoff = host.identity(handoff_file(MACHINE))
+    reconciler(host, allocation="dra", share_gpus=True).reconcile()
+    assert {each.shared for each in parse_gpu_states(host.read(FILE)).values()} == {True}
+    assert host.identity(handoff_file(MACHINE)) == handoff
+
+
 def test_a_change_of_state_is_no_new_generation_and_no_change_is_no_write(host: Host) -> None:
     states(host)
     handoff, before = host.identity(handoff_file(MACHINE)), host.identity(FILE)
