@@ -114,7 +114,7 @@ def serve(*, dra: bool) -> None:
         lock.flush()
         image, machines = host_image(wheels.dependencies()), machines_disk()
         with SimulatedHost(image, machines) as host:
-            _make_ready(host, f'{CONFIGURATION}allocation = "dra"\n' if dra else CONFIGURATION)
+            make_ready(host, f'{CONFIGURATION}allocation = "dra"\n' if dra else CONFIGURATION)
             with Cluster(host) as cluster:
                 _offer_gpus(cluster, dra=dra)
                 cluster.control_plane.write_kubeconfig("admin", KUBECONFIG)
@@ -134,7 +134,8 @@ def _offer_gpus(cluster: Cluster, *, dra: bool) -> None:
             cluster.deploy_plugin(GPUS)
 
 
-def _make_ready(host: SimulatedHost, configuration: str) -> None:
+def make_ready(host: SimulatedHost, configuration: str) -> None:
+    """Install the agent on a host that has booted, and start its machine, with the images of pods."""
     with step("install the host half"):
         install(host.guest, configuration)
     with step("unbounded-agent apply"):

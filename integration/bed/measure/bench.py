@@ -10,15 +10,18 @@ from collections.abc import Iterator
 
 from integration.bed import wheels
 from integration.bed.cache import step
+from integration.bed.cluster.cluster import Cluster
+from integration.bed.cluster.cluster_command import make_ready
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.measure import history
 from integration.bed.measure.bench_dra import measure_dra
 from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle
+from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
 from integration.bed.measure.pairs import compared, disturbed
 from integration.bed.vm.guest import Guest
 from integration.bed.vm.host_image import host_image
-from integration.bed.vm.installation import install
+from integration.bed.vm.installation import CONFIGURATION, install
 from integration.bed.vm.simulated_host import SimulatedHost
 
 ROUNDS = 15
@@ -94,6 +97,10 @@ def _run() -> Iterator[tuple[str, float | int | str]]:
             yield from measure_hotplug(host, PAIRS).items()
         with step("the plain recipe on the split layout"):
             yield "recipe_on_split_layout", recipe_on_split_layout(host.guest)
+    with SimulatedHost(host_image(dependencies), machines) as host:
+        make_ready(host, CONFIGURATION)
+        with Cluster(host) as cluster, step("pods by the device plugin and by Dynamic Resource Allocation"):
+            yield from measure_pod_start(cluster).items()
 
 
 def main() -> None:

@@ -1,0 +1,62 @@
+"""Measure how soon pods with a GPU start: by NVIDIA's device plugin, and by Dynamic Resource Allocation.
+
+Both must not offer the same GPUs, so the node moves from one to the other between a few pods and the next few.
+"""
+
+import statistics
+import time
+
+from agent.cli.allocation_steps import CHECKPOINT
+from agent.model.handoff import DRA
+from integration.bed.cluster.cluster import Cluster, pod
+from integration.bed.measure.bench_script import Measures
+from integration.bed.measure.pairs import compared
+from integration.bed.vm.installation import CONFIGURATION
+
+ROUNDS, PODS = 4, 3
+PLUGIN = "device-plugin"
+
+
+def measure_pod_start(cluster: Cluster, rounds: int = ROUNDS, pods: int = PODS) -> Measures:
+    """Return the seconds from a pod's creation until it runs, with a ratio for each round.
+
+    The cluster's node has no device plugin yet, and the machine's configuration is CONFIGURATION. In the end, the node
+    offers its GPUs itself.
+    """
+    cluster.apply("runtime-class", "device-class-nvidia")
+    times: dict[str, list[float]] = {PLUGIN: [], DRA: []}
+    for _ in range(rounds):
+        for allocation, found in times.items():
+            _offer(cluster, allocation)
+            # The first one waits for whatever follows the move.
+            _start(cluster)
+            found.append(statistics.median(_start(cluster) for _ in range(pods)))
+    return {
+        "pod_start_plugin_seconds": statistics.median(times[PLUGIN]),
+        "pod_start_dra_seconds": statistics.median(times[DRA]),
+        **compared("pod_start_dra_vs_plugin", times[DRA], times[PLUGIN]),
+    }
+
+
+def _start(cluster: Cluster) -> float:
+    begun = time.monotonic()
+    cluster.apply(pod("measured", "sleep", "infinity", gpus=1))
+    cluster.wait("the pod runs", lambda: cluster.phase("measured") == "Running")
+    seconds = time.monotonic() - begun
+    cluster.delete_pods("measured")
+    return seconds
+
+
+def _offer(cluster: Cluster, allocation: str) -> None:
+    """Move the node, which has no pod with a GPU, in the order of `unbounded-agent kube allocation`."""
+    number, guest = len(cluster.host.gpus), cluster.host.guest
+    if allocation == DRA:
+        cluster.delete_plugin()
+        cluster.node.shell(f"systemctl stop kubelet; rm -f {CHECKPOINT}; systemctl start kubelet")
+    guest.write("/etc/unbounded-agent/config.toml", f'{CONFIGURATION}allocation = "{allocation}"\n'.encode())
+    guest.run(["systemctl", "reload", "unbounded-agent.service"])
+    if allocation == DRA:
+        cluster.wait(f"{number} GPUs in the slices", lambda: len(cluster.devices()) == number)
+    else:
+        cluster.wait("the slices are gone", lambda: not cluster.devices())
+        cluster.deploy_plugin(number)
