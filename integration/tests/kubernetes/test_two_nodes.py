@@ -19,6 +19,8 @@ NETWORK = f"[machines.{SECOND_MACHINE}.nspawn]\nvirtual_ethernet = true\n"
 @pytest.fixture(scope="module")
 def empty_host() -> Iterator[EmptyHost]:
     with EmptyHost(NODE, SECOND, memory_mib=6144) as host:
+        # It gives the second machine its address, and lets it out by the host's (80-container-ve.network).
+        host.guest.run(["systemctl", "start", "systemd-networkd.service"])
         yield host
 
 
