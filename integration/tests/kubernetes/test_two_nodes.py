@@ -20,6 +20,7 @@ NETWORK = f"[machines.{SECOND_MACHINE}.nspawn]\nvirtual_ethernet = true\n"
 def empty_host() -> Iterator[EmptyHost]:
     with EmptyHost(NODE, SECOND, memory_mib=6144) as host:
         # It gives the second machine its address, and lets it out by the host's (80-container-ve.network).
+        host.guest.run(["systemctl", "unmask", "systemd-networkd.service"])
         host.guest.run(["systemctl", "start", "systemd-networkd.service"])
         yield host
 
