@@ -1,4 +1,4 @@
-"""The Debian packages of this checkout, and bare Debian roots to install them in, without systemd as PID 1."""
+"""The Debian packages of this checkout, and bare roots to install them in, without systemd as PID 1."""
 
 import shutil
 import tempfile
@@ -18,7 +18,8 @@ DEPENDENCIES = (
 TOOLS = ("python3-venv", "gpg", "gpg-agent")
 """What an installation from a checkout needs, and a signed package source."""
 INPUTS = (
-    *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "docs", "systemd"),
+    *("agent", "deploy/build-packages", "deploy/debian", "deploy/generate", "deploy/grafana", "deploy/prometheus"),
+    *("docs", "systemd"),
     *("requirements.lock", "LICENSE", "README.md", "CHANGELOG.md"),
 )
 EPOCH = "1700000000"
@@ -73,11 +74,14 @@ class Root:
 
 @contextmanager
 def debian_root(suite: str, *more: str) -> Iterator[Root]:
-    """Yield a bare Debian with the packages' dependencies, and with `more` packages. Changes are lost at the end."""
+    """Yield a bare Debian or Ubuntu with the packages' dependencies, and with `more`. Changes are lost at the end."""
     included = [*DEPENDENCIES, *more]
 
     def build(target: Path) -> None:
-        debian.debian_tree(target / "root", "minbase", included, suite=suite)
+        if suite == debian.UBUNTU:
+            debian.ubuntu_tree(target / "root", included)
+        else:
+            debian.debian_tree(target / "root", "minbase", included, suite=suite)
 
     # Each kind has its own name: the cache keeps only the newest result of a name.
     base = cached("-".join(("package-root", suite, *more)), [*included, Path(debian.__file__)], build) / "root"

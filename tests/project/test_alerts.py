@@ -108,6 +108,22 @@ def test_promtool_accepts_the_rules(command: str, file: str) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 
+@pytest.mark.processes
+def test_the_documented_commands_install_the_rules(tmp_path: Path) -> None:
+    """Run them with the checkout's files; promtool, which is one of them, reads the page's own configuration."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (apt install prometheus)")
+    section = (REPOSITORY / "docs/metrics.md").read_text().partition("\n## Prometheus\n")[2]
+    configuration, commands = re.findall(r"^```(?:yaml)?\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[:2]
+    (tmp_path / "prometheus.yml").write_text(configuration)
+    script = re.sub(r"^(apt|systemctl) .*\n", "", commands, flags=re.MULTILINE)
+    script = script.replace("/usr/share/unbounded-agent-monitoring", f"{REPOSITORY}/deploy")
+    subprocess.run(["sh", "-ec", script.replace("/etc/prometheus", str(tmp_path))], check=True, capture_output=True)
+    installed = yaml.safe_load((tmp_path / "unbounded-agent.rules.yml").read_text())["groups"]
+    links = [rule["annotations"]["runbook_url"] for group in installed for rule in group["rules"]]
+    assert links == [f"https://WIKI/unbounded-agent/docs/runbooks.md#{alert.lower()}" for alert in alerts()]
+
+
 def test_inhibition_names_alerts_and_labels_that_exist() -> None:
     """An alert must not inhibit itself, and only tickets are inhibited."""
     for rule in example()["inhibit_rules"]:

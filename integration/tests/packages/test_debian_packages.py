@@ -1,4 +1,4 @@
-"""The Debian packages on bare Debian 12 and 13, without systemd as PID 1, as in the build of an image."""
+"""The packages on bare Debian 12 and 13 and Ubuntu 24.04, without systemd as PID 1, as in the build of an image."""
 
 import json
 import os
@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from integration.bed.cache import REPOSITORY
+from integration.bed.debian import SUITE
 from integration.bed.packages import EPOCH, Root, debian_root, packages
 from integration.bed.process import CommandError, run
 
 HOST, MACHINE, DRA = "unbounded-agent", "unbounded-agent-machine", "unbounded-agent-machine-dra"
+MONITORING = "unbounded-agent-monitoring"
 VERSION, NEXT = "1.0", "1.1"
-SUITES = {"bookworm": "3.11", "trixie": "3.13"}
-"""Python's version, by Debian's."""
+SUITES = {"bookworm": "3.11", "trixie": "3.13", "noble": "3.12"}
+"""Python's version, by the distribution's."""
 SETTINGS = "/etc/unbounded-agent"
 
 
-@pytest.fixture(params=[pytest.param("bookworm", marks=pytest.mark.exhaustive), "trixie"])
+@pytest.fixture(params=[*(pytest.param(each, marks=pytest.mark.exhaustive) for each in SUITES if each != SUITE), SUITE])
 def root(request: pytest.FixtureRequest) -> Iterator[Root]:
     with debian_root(request.param) as root:
         yield root
@@ -30,7 +32,7 @@ def test_installation_upgrade_downgrade_removal(root: Root) -> None:
     before = root.files()
     printed = root.install(packages(VERSION)[HOST])
     assert "error" not in printed.lower()
-    assert re.fullmatch(r"unbounded-agent \S+ \(Python 3\.1[13]\.\d+\)", root.run("unbounded-agent", "--version"))
+    assert re.fullmatch(r"unbounded-agent \S+ \(Python 3\.1[123]\.\d+\)", root.run("unbounded-agent", "--version"))
     with pytest.raises(CommandError, match=r"exit code 2:\n.*no such file"):
         root.run("unbounded-agent", "status")
     (root.path / "etc/unbounded-agent/config.toml").write_text("[machines.gpu-node]\n")
@@ -81,8 +83,8 @@ for part in (agent.dra, agent.machine):
 
 def test_packages_of_the_distribution_and_of_pip_are_not_used(root: Root) -> None:
     root.install(packages(VERSION)[HOST])
-    for place in ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3.11/dist-packages",
-                  "/usr/local/lib/python3.13/dist-packages"):  # fmt: skip
+    places = (f"/usr/local/lib/python{version}/dist-packages" for version in SUITES.values())
+    for place in ("/usr/lib/python3/dist-packages", *places):
         (root.path / place.strip("/")).mkdir(parents=True, exist_ok=True)
         (root.path / place.strip("/") / "pydantic.py").write_text("raise SystemExit('a foreign one')\n")
     (root.path / "etc/unbounded-agent/config.toml").write_text("[machines]\n")
@@ -156,6 +158,18 @@ def test_machine_half(root: Root) -> None:
     assert root.files() - before == set()
 
 
+def test_monitoring(root: Root) -> None:
+    """For the server that runs Prometheus, which has none of the other packages."""
+    before = root.files()
+    root.install(packages(VERSION)[MONITORING])
+    place = root.path / "usr/share/unbounded-agent-monitoring"
+    for name in ("prometheus", "grafana"):
+        files = {path.name: path.read_bytes() for path in (REPOSITORY / "deploy" / name).iterdir()}
+        assert {path.name: path.read_bytes() for path in (place / name).iterdir()} == files
+    root.run("dpkg", "--purge", MONITORING)
+    assert root.files() - before == set()
+
+
 @pytest.mark.exhaustive
 def test_upgrade_of_debian() -> None:
     """From 12 to 13 the agent goes on with the new Python, without anything that has to be built again."""
@@ -192,7 +206,7 @@ def test_same_bytes(tmp_path: Path) -> None:
 def test_other_architecture() -> None:
     """Nothing is compiled: its wheels are packed."""
     found = packages(VERSION, "arm64")
-    for name in (MACHINE, DRA):
+    for name in (MACHINE, DRA, MONITORING):
         assert found[name].read_bytes() == packages(VERSION)[name].read_bytes()
     contents = run(["dpkg", "--contents", found[HOST]])
     versions = re.findall(r"_pydantic_core\.cpython-(\d+)-aarch64-linux-gnu\.so", contents)
