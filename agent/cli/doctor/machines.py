@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
-from agent.cli.doctor.remedies import remedy
+from agent.cli.doctor.remedies import REMARKS, remedy
 from agent.cli.summary import causes
 from agent.host.outcome import MachineOutcome
 from agent.host.vendors import HOST_VENDORS, host_vendor
@@ -73,7 +73,7 @@ NOWHERE = Surroundings()
 
 def diagnose(machine: MachineOutcome, around: Surroundings = NOWHERE) -> Diagnosis:
     """Return the findings in the machine's conditions. Those with the same cause are one finding."""
-    notable = (each for each in machine.conditions if each.status is Status.TRUE and each.reason in NOTABLE)
+    notable = (each for each in machine.conditions if each.status is Status.TRUE and _asks(each))
     groups = [*causes(machine.conditions), *((each,) for each in notable)]
     if machine.ready.status is not Status.TRUE and not any(group[0].status is not Status.TRUE for group in groups):
         # Ready may be False for a reason of its own, such as a host without GPUs.
@@ -82,6 +82,11 @@ def diagnose(machine: MachineOutcome, around: Surroundings = NOWHERE) -> Diagnos
     groups.sort(key=lambda group: order.index(group[0].type))
     findings = tuple(_finding(group, machine.name, around) for group in groups)
     return Diagnosis(machine.name, machine.ready, findings)
+
+
+def _asks(condition: Condition) -> bool:
+    """Return whether the condition asks for something although it is True."""
+    return condition.reason in NOTABLE or any(word in condition.message for word in REMARKS)
 
 
 def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> MachineFinding:
@@ -93,7 +98,7 @@ def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> 
         first.message,
         # An Unknown condition has no known symptoms.
         _symptoms(kinds, first.reason, around) if first.status is Status.FALSE else "",
-        _fix(kinds[0], first.reason, machine, around),
+        _fix(first, machine, around),
     )
 
 
@@ -109,14 +114,16 @@ def _symptoms(kinds: Iterable[ConditionType], reason: str, around: Surroundings)
     return "; ".join(dict.fromkeys(reported))
 
 
-def _fix(kind: ConditionType, reason: str, machine: str, around: Surroundings) -> tuple[str, ...]:
+def _fix(condition: Condition, machine: str, around: Surroundings) -> tuple[str, ...]:
+    kind, reason = condition.type, condition.reason
     special: list[str] = []
     for vendor in around.vendors:
         special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, around.modules)
     general = () if special and kind in REPLACED else remedy(kind, reason)
+    remarks = (command for word, command in REMARKS.items() if word in condition.message)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", around.node)
-        for each in dict.fromkeys((*special, *general))
+        for each in dict.fromkeys((*special, *general, *remarks))
     )
 
 

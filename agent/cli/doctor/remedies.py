@@ -191,6 +191,12 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
 }
 """By condition and reason; None means any condition that has no entry of its own."""
 
+REMARKS: Mapping[str, str] = {
+    "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
+    "ModeNotServed": REPORT,
+}
+"""By a word in a condition's message, whatever its status is (docs/conditions.md)."""
+
 
 def remedy(kind: ConditionType, reason: str) -> tuple[str, ...]:
     """Return the commands, with `{machine}` and `{node}` in them; none if there is nothing to do but wait."""

@@ -122,8 +122,8 @@ def _libraries_present(driver: Driver, grant: Grant) -> Condition:
         return false(
             kind,
             Reason.VERSION_MISMATCH,
-            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host"
-            f"{_others(user_space)}",
+            f"kernel module {module} and libraries {library} differ; reload the module or reboot the host, or, if the "
+            f"libraries {module} are installed too, let the loader find those{_others(user_space)}",
         )
     if isinstance(user_space.files, Absent | Broken | Unseen):
         return false(kind, Reason.LIBRARIES_BROKEN, f"{user_space.files.why}; {REINSTALL}")
@@ -180,6 +180,7 @@ def _persistence_mode(persistence: Seen[str]) -> Condition:
             return false(
                 kind,
                 Reason.DAEMON_NOT_RUNNING,
-                "nvidia-persistenced.service is not running, so the driver shuts down idle GPUs, and initialises them "
-                "again for the next user; run `systemctl enable --now nvidia-persistenced`",
+                "nvidia-persistenced.service is not running: unless somebody ran `nvidia-smi -pm 1`, the driver shuts "
+                "down idle GPUs, and initialises them again for the next user; run `systemctl enable --now "
+                "nvidia-persistenced`",
             )

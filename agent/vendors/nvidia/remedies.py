@@ -53,7 +53,9 @@ def remedies(kind: ConditionType, reason: str, facts: VendorFacts, modules: Set[
     """Return the commands for this fault; none if it is not about this driver. `modules` are loaded kernel modules."""
     version = facts.driver.module_version if facts.driver and isinstance(facts.driver.module_version, str) else ""
     match kind, reason:
-        case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH | Reason.RELOAD_NEEDED:
+        case ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH:
+            return (_choose_alternative(version), *reload_driver(modules))
+        case ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED:
             return reload_driver(modules)
         case ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS:
             return reload_driver(modules)
@@ -80,6 +82,11 @@ def reload_driver(modules: Set[str]) -> tuple[str, ...]:
         f"systemctl start {' '.join(DAEMONS)}  # those that ran before",
         "systemctl reboot  # instead, if a module stays in use",
     )
+
+
+def _choose_alternative(version: str) -> str:
+    why = f"if driver {version or 'of the module'} is installed too, choose it: nothing else is needed"
+    return f"update-alternatives --config nvidia && ldconfig  # Debian: {why}"
 
 
 def _install_fabric_manager(version: str) -> tuple[str, ...]:

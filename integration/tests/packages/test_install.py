@@ -1,5 +1,6 @@
 """`systemd/install` on a bare Debian without a network: whole or not at all, and with a way back."""
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -126,6 +127,21 @@ def test_remains_are_removed(root: Root) -> None:
     with pytest.raises(CommandError, match="the former installation does not work; nothing was changed"):
         install(root, "--rollback")
     assert works(root)
+
+
+@pytest.mark.exhaustive
+def test_the_documented_removal_leaves_no_file(root: Root) -> None:
+    before = root.files()
+    install(root)
+    for directory in ("etc/unbounded-agent", "var/lib/unbounded-agent/trees/0", "run/unbounded-agent"):
+        (root.path / directory).mkdir(parents=True, exist_ok=True)
+        (root.path / directory / "file").touch()
+    page = (REPOSITORY / "docs/install.md").read_text().partition("3. Unmount the driver roots")[2]
+    found = re.search(r"^   ```\n(.*?)^   ```$", page, re.MULTILINE | re.DOTALL)
+    assert found
+    root.run("sh", "-ec", found[1])
+    left = {each for each in root.files() - before if not (root.path / each.strip("/")).is_dir()}
+    assert left == set()
 
 
 @pytest.mark.parametrize("arguments", [("--roll",), ("one.whl", "two.whl")])

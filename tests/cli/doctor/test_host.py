@@ -6,28 +6,21 @@ import os
 import pytest
 
 from agent.cli.doctor.command import doctor, examine
-from agent.cli.doctor.host import SERVICE, SOCKET, diagnose_host
+from agent.cli.doctor.host import SOCKET, diagnose_host
 from agent.config.settings import Config
 from agent.model.facts import PciDevice
 from agent.model.finding import Finding
 from tests.cli.doctor.test_doctor import answer_of_libcuda
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
+from tests.fakes.sound_host import KERNEL, SOCKETS, make_sound
 
 EMPTY = Config(machines={})
-SOCKETS = "  sl  local_address rem_address   st tx_queue\n   0: 0100007F:{port:04X} 00000000:0000 {state} 0:0\n"
-KERNEL = "6.12.0-1-amd64"
 
 
 @pytest.fixture
 def sound(gpu_host: Host) -> Host:
-    gpu_host.bus.unit(SERVICE)
-    for name, value in (("vm/overcommit_memory", "1"), ("kernel/panic", "10"), ("kernel/panic_on_oops", "1")):
-        gpu_host.file(f"/proc/sys/{name}", f"{value}\n")
-    gpu_host.file("/proc/net/tcp", SOCKETS.format(port=9788, state="0A"))
-    gpu_host.file("/proc/sys/kernel/osrelease", f"{KERNEL}\n")
-    gpu_host.file(f"/lib/modules/{KERNEL}/modules.dep", "updates/dkms/nvidia-current.ko.xz:\nkernel/i915.ko:\n")
-    gpu_host.file(f"/lib/modules/{KERNEL}/modules.builtin", "kernel/drivers/gpu/drm/simpledrm.ko\n")
+    make_sound(gpu_host)
     answer_of_libcuda(gpu_host, "12040\n")
     return gpu_host
 

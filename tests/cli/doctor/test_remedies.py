@@ -63,11 +63,14 @@ def test_placeholders_are_filled() -> None:
 
 
 def test_the_driver_is_reloaded_in_the_order_of_its_modules() -> None:
-    lines = fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH)
+    lines = fix(ConditionType.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED)
     (unload,) = (each for each in lines if each.startswith("rmmod"))
     assert unload == "rmmod nvidia_peermem nvidia_drm nvidia_modeset nvidia_uvm nvidia  # in this order"
     assert lines[0].startswith("unbounded-agent gpus holders")
     assert fix(ConditionType.DRIVER_ROOT_STAGED, Reason.NOTHING_FITS) == lines
+    mismatch = fix(ConditionType.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH)
+    assert mismatch[1:] == lines
+    assert mismatch[0].startswith("update-alternatives --config nvidia && ldconfig  # Debian: if driver 550.163.01 is")
 
 
 def test_the_package_of_the_fabric_manager_has_the_drivers_version() -> None:

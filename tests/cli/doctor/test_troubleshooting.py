@@ -1,0 +1,160 @@
+"""Each fault of docs/troubleshooting.md is seeded on a host with a running machine, and `doctor` finds it there."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.cli.doctor.command import examine
+from agent.cli.doctor.machines import MachineFinding
+from agent.host.reconcile import Reconciler
+from agent.model.conditions import IN_MACHINE, Condition, ConditionType, Status, false, true
+from agent.model.facts import PciDevice
+from agent.model.handoff import parse_handoff, render_report
+from agent.model.live import render_live
+from agent.model.paths import REPORT_NAME, handoff_file, live_file, report_directory
+from agent.model.reasons import Reason
+from tests.cli.doctor.test_doctor import answer_of_libcuda
+from tests.fakes.gpu_host import MACHINE, UNITS, reconciler, units
+from tests.fakes.host import Host
+from tests.fakes.sound_host import make_sound
+from tests.host.test_driver_generations import upgrade
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/troubleshooting.md"
+FIRST, SECOND = "0000:01:00.0", "0000:02:00.0"
+FABRIC = "nvidia-fabricmanager.service"
+ALL_OPEN = true(ConditionType.DEVICES_ALLOWED, Reason.OPENED, "simulated")
+
+
+def start(host: Host, agent: Reconciler) -> None:
+    """Let the machine run with its settings, and report that everything is as it should be."""
+    (machine,) = agent.reconcile().machines
+    assert machine.start_settings
+    host.write(live_file(MACHINE), render_live(machine.start_settings))
+    units(host, "active")
+    report(host, ALL_OPEN)
+    agent.reconcile()
+
+
+def report(host: Host, *found: Condition) -> None:
+    """Let the machine report these conditions; the others are True."""
+    generation = parse_handoff(host.read(handoff_file(MACHINE))).generation
+    given = {each.type for each in found}
+    fine = (Condition(kind, Status.TRUE, "Fine", "simulated") for kind in IN_MACHINE if kind not in given)
+    path = f"{report_directory(MACHINE)}/{REPORT_NAME}"
+    host.write(path, render_report(generation, (*found, *fine), (), "", "0.1.0", {}, 2))
+
+
+def module(version: str) -> Callable[[Host], None]:
+    return lambda host: host.file("/sys/module/nvidia/version", f"{version}\n")
+
+
+def unloaded(host: Host) -> None:
+    host.remove_file("/sys/module/nvidia/version")
+
+
+def nouveau(host: Host) -> None:
+    unloaded(host)
+    for address in (FIRST, SECOND):
+        host.rebind(address, "nouveau")
+
+
+def not_installed(host: Host) -> None:
+    host.loader_cache("0 libs found in cache `/etc/ld.so.cache'\n")
+
+
+def fabric(state: str, load: str = "loaded") -> Callable[[Host], None]:
+    def seed(host: Host) -> None:
+        assert isinstance(host.pci, tuple)
+        host.pci = (*host.pci, PciDevice("0000:05:00.0", 0x10DE, 0x22A3, 0x068000, "nvidia-nvswitch"))
+        host.bus.unit(FABRIC, state, load)
+
+    return seed
+
+
+def unused_node(host: Host) -> None:
+    host.remove_file("/dev/nvidia1")
+    del host._nodes["/dev/nvidia1"]
+
+
+KIND = ConditionType
+SEEDS: dict[tuple[ConditionType, Reason], Callable[[Host], None]] = {
+    (KIND.DRIVER_LOADED, Reason.MODULE_NOT_LOADED): unloaded,
+    (KIND.DRIVER_LOADED, Reason.WRONG_DRIVER): nouveau,
+    (KIND.DEVICES_PRESENT, Reason.GPU_WITHOUT_DRIVER): lambda host: host.rebind(SECOND, ""),
+    (KIND.DEVICES_PRESENT, Reason.NODES_MISSING): unused_node,
+    (KIND.LIBRARIES_PRESENT, Reason.VERSION_MISMATCH): module("535.261.03"),
+    (KIND.LIBRARIES_PRESENT, Reason.RELOAD_NEEDED): upgrade,
+    (KIND.LIBRARIES_PRESENT, Reason.NOT_INSTALLED): not_installed,
+    (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_NOT_RUNNING): fabric("inactive"),
+    (KIND.FABRIC_READY, Reason.FABRIC_MANAGER_MISSING): fabric("inactive", "not-found"),
+    (KIND.PERSISTENCE_MODE, Reason.DAEMON_NOT_RUNNING): lambda host: host.bus.unit(UNITS[1], "inactive"),
+    (KIND.MACHINE_RUNNING, Reason.STOPPED): lambda host: units(host, "inactive", stopped_at=4711),
+    (KIND.LIBRARIES_LINKED, Reason.NO_REPORT): lambda host: host.remove(f"{report_directory(MACHINE)}/{REPORT_NAME}"),
+    (KIND.DEVICES_ALLOWED, Reason.MACHINE_RESTART_NEEDED): lambda host: host.remove(live_file(MACHINE)),
+}
+"""Faults of the host, and of the machine as the host sees it, by what `doctor` calls them."""
+REPORTED = (
+    (KIND.DEVICES_ALLOWED, Reason.NOT_PERMITTED),
+    (KIND.DEVICES_ALLOWED, Reason.NOT_GIVEN),
+    (KIND.DEVICES_ALLOWED, Reason.DRIVER_HIDDEN),
+    (KIND.LIBRARIES_LINKED, Reason.CONFLICT),
+    (KIND.CDI_SPEC_CURRENT, Reason.GENERATION_FAILED),
+    (KIND.RUNTIME_CONFIGURED, Reason.READ_BACK_FAILED),
+    (KIND.RUNTIME_ACTIVE, Reason.FAILED),
+    (KIND.GPUS_ADVERTISED, Reason.NO_DEVICE_PLUGIN),
+)
+"""Faults that only the machine half sees, in trees of machines in tests/machine; here it reports them."""
+ELSEWHERE = {Reason.FABRIC_MANAGER_STUCK}
+"""Needs minutes: tests/host/verify/test_flapping.py."""
+
+
+@pytest.fixture
+def running(gpu_host: Host) -> Host:
+    make_sound(gpu_host)
+    answer_of_libcuda(gpu_host, "12040\n")
+    start(gpu_host, reconciler(gpu_host))
+    return gpu_host
+
+
+def found(host: Host) -> tuple[MachineFinding, ...]:
+    (machine,) = examine(reconciler(host)).machines
+    return machine.findings
+
+
+def test_what_a_machine_reports_is_found_and_nothing_else(running: Host) -> None:
+    result = examine(reconciler(running))
+    assert (result.sound, found(running)) == (True, ()), "a false alarm"
+    for kind, reason in REPORTED:
+        opened = () if kind is KIND.DEVICES_ALLOWED else (ALL_OPEN,)
+        report(running, *opened, false(kind, reason, "simulated"))
+        (finding,) = found(running)
+        assert (finding.conditions, finding.reason, finding.message) == ((kind,), reason, "machine says: simulated")
+        assert finding.fix
+
+    message = "2 devices; PodsOutdated (recreate them: they keep what they were made with): default/train (550.54.14)"
+    report(running, ALL_OPEN, true(KIND.CDI_SPEC_CURRENT, Reason.VERIFIED, message))
+    (finding,) = found(running)
+    assert (finding.status, finding.prevents_ready) == (Status.TRUE, False)
+    assert "default/train" in finding.message
+    assert finding.fix[0].startswith("kubectl -n NAMESPACE delete pod POD")
+    assert examine(reconciler(running)).sound
+
+
+@pytest.mark.parametrize(("kind", "reason"), SEEDS, ids=lambda each: str(each))
+def test_a_seeded_fault_is_found(running: Host, kind: ConditionType, reason: Reason) -> None:
+    SEEDS[kind, reason](running)
+    (finding,) = (each for each in found(running) if kind in each.conditions and each.reason == reason)
+    assert finding.message
+    assert finding.fix
+
+
+def test_every_fault_of_the_page_is_seeded() -> None:
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    words = {word for row in rows if len(row) == 4 for word in re.findall(r"`(\w+)`|\b([A-Z][A-Za-z]+)\b", row[1])}
+    named = {quoted or plain for quoted, plain in words}
+    seeded = {*SEEDS, *REPORTED}
+    assert named & set(Reason) - {reason for _, reason in seeded} == ELSEWHERE
+    assert named & set(ConditionType) - {kind for kind, _ in seeded} == set()
+    assert len(named & set(Reason)) > 15, "the page was not read"
