@@ -104,7 +104,9 @@ def test_promtool_accepts_the_rules(command: str, file: str) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
-    finished = subprocess.run([promtool, command, "rules", file], cwd=RULES, capture_output=True, text=True, timeout=600)
+    finished = subprocess.run(
+        [promtool, command, "rules", file], cwd=RULES, capture_output=True, text=True, timeout=600
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
 
 

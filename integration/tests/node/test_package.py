@@ -1,4 +1,4 @@
-"""The Debian package on a host whose machine runs: it replaces an installation from a checkout, and goes up and down."""
+"""The Debian package on a host whose machine runs: it replaces an installation from a checkout, and is upgraded."""
 
 import re
 
