@@ -9,12 +9,14 @@ import sys
 from collections.abc import Sequence
 
 import agent
-from agent.cli.printing import ignore_broken_pipe
+from agent.cli.printing import LISTING, ignore_broken_pipe
 from agent.model.paths import COMMAND_PAGE, RUNTIME, STATUSZ_SOCKET
 
-FLAGS = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}}
-"""Commands that the service answers, with the arguments that begin with a hyphen. They end soon, change nothing, and
-see nothing that the service's sandbox hides."""
+WORDS = {"status": {"--check", "--json", "--wide"}, "plan": {"--diff", "--json"}, "gpus": {"list", "--json"}}
+"""Commands that the service answers, with their arguments. They end soon, change nothing, and need nothing that the
+service's sandbox hides. `doctor` needs kernel modules' files, and reads libcuda's version as another user."""
+TAKES_NAME = ("status",)
+"""Commands that also take a machine's name."""
 LIMIT = 4.0
 """Seconds to wait for the service. It does not answer if it was stopped by a signal or is starved of processors."""
 
@@ -34,11 +36,12 @@ def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | Non
     request = {"arguments": [*arguments], "width": width, "colour": colour, "installation": installation()}
     try:
         document = json.loads(_exchange(f"{directory}/{STATUSZ_SOCKET}", json.dumps(request).encode().hex()))
+        output = [_completed(stream, text) for stream, text in document["output"]]
     except (OSError, ValueError):
         # There is no service, or it is one that declines or knows no such page. Every reason leads to the same.
         return None
     try:
-        for stream, text in document["output"]:
+        for stream, text in output:
             file = sys.stderr if stream == "stderr" else sys.stdout
             file.write(text)
             file.flush()
@@ -51,7 +54,8 @@ def ask_service(arguments: Sequence[str], directory: str = RUNTIME) -> int | Non
 def answerable(arguments: Sequence[str]) -> bool:
     """Return whether the service answers this command."""
     name, *rest = arguments or [""]
-    return name in FLAGS and all(each in FLAGS[name] or not each.startswith("-") for each in rest)
+    named = name in TAKES_NAME
+    return name in WORDS and all(each in WORDS[name] or (named and not each.startswith("-")) for each in rest)
 
 
 def installation() -> list[str | int]:
@@ -59,6 +63,15 @@ def installation() -> list[str | int]:
     place = os.path.realpath(agent.__file__)
     # Not the mtime: files in a package keep theirs, whatever is installed.
     return [agent.__version__, place, os.stat(place).st_ctime_ns]
+
+
+def _completed(stream: str, text: str) -> tuple[str, str]:
+    """Return a stream and the text to print there. Raises OSError if what the service cannot see cannot be seen."""
+    if stream != LISTING:
+        return stream, text
+    from agent.cli.gpu_table import lines_of
+
+    return "stdout", "".join(f"{line}\n" for line in lines_of(text))
 
 
 def _exchange(path: str, request: str) -> bytes:

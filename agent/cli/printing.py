@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 
+LISTING = "gpus"
+"""Not a stream of output, but the text of a list that the other process completes (agent.cli.gpu_table)."""
 CAPTURED: ContextVar[list[tuple[str, str]] | None] = ContextVar("captured", default=None)
 """The output so far, as streams and texts, of a command whose output another process prints; otherwise None."""
 
@@ -19,6 +21,15 @@ def say(lines: Iterable[str]) -> None:
             captured.append(("stdout", f"{line}\n"))
     if captured is None:
         sys.stdout.flush()
+
+
+def hand_over(stream: str, text: str) -> bool:
+    """Leave the rest of the work to the other process that prints the output. Return False if there is none."""
+    captured = CAPTURED.get()
+    if captured is None:
+        return False
+    captured.append((stream, text))
+    return True
 
 
 def report(sentence: str) -> None:

@@ -1,12 +1,13 @@
 """Commands that the running service answers: the same output and exit code as from the command's own process."""
 
+import errno
 import gc
 import json
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -17,15 +18,19 @@ import pytest
 from agent.cli import garbage
 from agent.cli.answering import DECLINED, Answers
 from agent.cli.asking import ask_service, installation
-from agent.cli.printing import report, say
+from agent.cli.gpu_list import list_gpus
+from agent.cli.printing import LISTING, hand_over, report, say
 from agent.cli.status import Request, status
 from agent.host.daemon.http.local_server import LocalServer
 from agent.model.paths import STATUSZ_SOCKET
 from agent.system.damage import count
+from agent.system.files import System
+from agent.system.open_files import Held, Holder
 from tests.fakes.gpu_host import MACHINE, reconciler
 from tests.fakes.host import Host
 
 Command = Callable[[Sequence[str]], int]
+POD = "0b3a2c1d-0000-4000-8000-000000000001"
 REPOSITORY = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root asks")
 
@@ -69,6 +74,48 @@ def test_the_askers_terminal_counts(
     assert "\x1b[" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["gpus"], ["gpus", "list"], ["gpus", "--json"], ["gpus", "list", "--json"]])
+def test_the_askers_own_process_finds_who_uses_gpus(
+    gpu_host: Host,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+) -> None:
+    """The service's sandbox hides the processes of others."""
+    searched = []
+
+    def find(system: System, wanted: Mapping[tuple[int, int], str]) -> Held:
+        searched.append(system.root)
+        return Held((Holder(7, (), "python", f"/kubepods/pod{POD}/x", (min(wanted.values()),)),))
+
+    def command(arguments: Sequence[str]) -> int:
+        return list_gpus(reconciler(gpu_host), for_programs="--json" in arguments)
+
+    monkeypatch.setattr("agent.cli.gpu_table.find_holders", find)
+    monkeypatch.setattr("time.time", lambda: 1e9)
+    assert command(arguments) == 0
+    own = capsys.readouterr()
+    with service(tmp_path, command) as directory:
+        assert ask_service(arguments, directory) == 0
+    assert capsys.readouterr() == own
+    assert "0000:01:00.0" in own.out
+    assert (POD in own.out) == ("--json" in arguments)
+    assert searched == [gpu_host.root, "/"]
+
+
+def test_a_list_whose_users_cannot_be_searched_is_no_answer(
+    gpu_host: Host, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find(*_: object) -> Held:
+        raise PermissionError(errno.EACCES, "simulated", "/proc")
+
+    monkeypatch.setattr("agent.cli.gpu_table.find_holders", find)
+    with service(tmp_path, lambda arguments: list_gpus(reconciler(gpu_host), for_programs=False)) as directory:
+        assert ask_service(["gpus"], directory) is None
+    assert capsys.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -78,7 +125,9 @@ def test_the_askers_terminal_counts(
         ["status", "--wait=5"],
         ["--config", "/etc/x.toml", "status"],
         ["plan", "--help"],
-        ["gpus", "list"],
+        ["gpus", "holders"],
+        ["gpus", "detach", "0000:01:00.0"],
+        ["gpus", "list", "more"],
         ["doctor"],
     ],
 )
@@ -186,9 +235,14 @@ CHILD = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from agent.cli.asking import ask_service
-print("code", ask_service(["status"], sys.argv[2]))
+print("code", ask_service([sys.argv[3]], sys.argv[2]))
 print("loaded", *sys.modules)
 """
+
+
+def asked(directory: str, command: str) -> list[str]:
+    argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), directory, command)
+    return subprocess.run(argv, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
 @pytest.mark.processes
@@ -200,9 +254,7 @@ def test_asking_loads_next_to_nothing(tmp_path: Path) -> None:
         return 4
 
     with service(tmp_path, command) as directory:
-        argv = (sys.executable, "-I", "-B", "-c", CHILD, str(REPOSITORY), directory)
-        printed = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
-    answer, code, loaded = printed.splitlines()
+        answer, code, loaded = asked(directory, "status")
     assert (answer, code) == ("answer", "code 4")
     names = set(loaded.split())
     assert {name for name in names if name.startswith("agent.")} <= {
@@ -211,3 +263,18 @@ def test_asking_loads_next_to_nothing(tmp_path: Path) -> None:
     }
     assert names & {"argparse", "dataclasses", "pydantic", "asyncio", "typing", "logging", "http"} == set()
     assert len(names) < 90
+
+
+@pytest.mark.processes
+def test_a_list_of_gpus_loads_only_the_search_for_their_users(tmp_path: Path) -> None:
+    def command(arguments: Sequence[str]) -> int:
+        assert hand_over(LISTING, json.dumps({"entries": [], "unknown": [], "for_programs": False}))
+        return 0
+
+    with service(tmp_path, command) as directory:
+        answer, code, loaded = asked(directory, "gpus")
+    assert (answer, code) == ("this host has no GPU", "code 0")
+    names = set(loaded.split())
+    assert names & {"argparse", "pydantic", "asyncio", "logging", "http", "sh", "jeepney"} == set()
+    assert {name.split(".")[1] for name in names if name.startswith("agent.")} == {"cli", "model", "system"}
+    assert len(names) < 130

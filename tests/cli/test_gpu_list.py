@@ -25,7 +25,7 @@ CGROUP = f"/machine.slice/systemd-nspawn@{MACHINE}.service/kubepods-pod{POD.repl
 def held(monkeypatch: pytest.MonkeyPatch) -> list[Held]:
     """What a search of all processes finds: the last of these."""
     found = [Held()]
-    monkeypatch.setattr("agent.cli.gpu_list.find_holders", lambda *_: found[-1])
+    monkeypatch.setattr("agent.cli.gpu_table.find_holders", lambda *_: found[-1])
     return found
 
 

@@ -1,0 +1,116 @@
+"""Finds who uses the GPUs of a list, and words the list for people or programs.
+
+Where the service makes the list, the command's own process does only this, because the service's sandbox hides
+processes. So this imports little.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from agent.cli.documents import document
+from agent.system.files import System
+from agent.system.open_files import Held, Holder, find_holders
+from agent.system.process import Completed
+
+HEADINGS = ("ADDRESS", "STATE", "MACHINE", "DRIVER", "PODS", "MODEL", "UUID")
+UNKNOWN = "?"
+NOTHING = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One GPU of the list."""
+
+    address: str
+    vendor: str
+    state: str
+    machines: Sequence[str] = ()
+    driver: str = ""
+    """The kernel driver's name, and its version if that is known."""
+    model: str = ""
+    uuid: str = ""
+    nodes: Sequence[tuple[str, int, int]] = ()
+    """Paths of its device nodes, with major and minor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The list, without the GPUs' users."""
+
+    entries: Sequence[Entry]
+    unknown: Sequence[str]
+    """Sentences on what could not be observed."""
+    for_programs: bool
+
+    def as_text(self) -> str:
+        """Return the list for another process of the same version."""
+        return json.dumps(asdict(self))
+
+
+def lines_of(text: str) -> list[str]:
+    """Return the lines that this process prints for the text of a list. Raises OSError as `lines` does."""
+    content = json.loads(text)
+    entries = [Entry(**each) for each in content.pop("entries")]
+    return lines(Listing(entries, **content), System(_no_program))
+
+
+def _no_program(argv: tuple[str, ...], timeout: float) -> Completed:
+    raise FileNotFoundError(argv[0])
+
+
+def lines(listing: Listing, system: System) -> list[str]:
+    """Return the lines to print. Raises OSError if processes cannot be listed."""
+    wanted = {(major, minor): path for each in listing.entries for path, major, minor in each.nodes}
+    held = find_holders(system, wanted)
+    users = [(each, list(_users(each, held.holders))) for each in listing.entries]
+    if listing.for_programs:
+        gpus = [_as_object(each, holders, held) for each, holders in users]
+        return [document("gpus", time.time(), {"gpus": gpus, "unknown": listing.unknown})]
+    if users:
+        found = list(_table([_row(each, holders, held) for each, holders in users]))
+    else:
+        found = ["no GPU was found" if listing.unknown else "this host has no GPU"]
+    return [*found, *(f"unknown: {each}" for each in listing.unknown)]
+
+
+def _users(entry: Entry, holders: Iterable[Holder]) -> Iterator[Holder]:
+    """Yield the processes that have one of the GPU's own nodes open."""
+    paths = {path for path, _, _ in entry.nodes}
+    return (each for each in holders if paths & set(each.paths))
+
+
+def _pods(users: Iterable[Holder]) -> list[str]:
+    return sorted({each.pod_uid for each in users if each.pod_uid})
+
+
+def _as_object(entry: Entry, users: Sequence[Holder], held: Held) -> dict[str, object]:
+    return {
+        "address": entry.address,
+        "vendor": entry.vendor,
+        "model": entry.model,
+        "uuid": entry.uuid,
+        "driver": entry.driver,
+        "state": entry.state,
+        "machines": entry.machines,
+        "processes": len(users),
+        "pods": _pods(users),
+        # If not all processes could be searched, there may be more of them.
+        "usersKnown": not held.unseen,
+    }
+
+
+def _table(found: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    rows = [HEADINGS, *found]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _row(entry: Entry, users: Sequence[Holder], held: Held) -> tuple[str, ...]:
+    count = len(_pods(users))
+    pods = f"{count or ''}{UNKNOWN}" if held.unseen else str(count)
+    machines = ",".join(entry.machines)
+    cells = (entry.address, entry.state, machines, entry.driver, pods, entry.model, entry.uuid)
+    return tuple(each or NOTHING for each in cells)
