@@ -13,6 +13,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
 from agent.model.conditions import Condition, ConditionType
@@ -38,6 +39,8 @@ OTHER_DEVICES = "other-devices"
 """The name that stands for a vendor in a request for non-GPU devices."""
 DRA = "dra"
 """The value of `allocation` for a node that offers its GPUs itself, by Dynamic Resource Allocation."""
+KEPT = 32
+"""How many documents are kept: one for each machine of a large host."""
 REMARK_LIMIT = MESSAGE_LIMIT // 2
 """Characters of a condition's message that a remark may take up."""
 
@@ -129,7 +132,7 @@ class Handoff:
     @property
     def generation(self) -> str:
         """Return a digest of the content except the UNCOUNTED keys: equal content is never a new generation."""
-        return _digest(_content(self))
+        return _rendered(self)[0]
 
 
 def render_handoff(handoff: Handoff) -> bytes:
@@ -138,12 +141,21 @@ def render_handoff(handoff: Handoff) -> bytes:
     The document has the oldest version that can express the handoff, so that an older image keeps working as long as
     nothing newer is granted.
     """
+    return _rendered(handoff)[1]
+
+
+# Each pass of the host half asks for the documents of all machines, and they hardly ever change. With MIG instances, a
+# machine's document has thousands of values.
+@lru_cache(KEPT)
+def _rendered(handoff: Handoff) -> tuple[str, bytes]:
+    """Return the generation and the document."""
     newer = any((handoff.containerd_drop_in, handoff.validation_markers, handoff.allocation))
     newer = newer or any(map(_needs_2, handoff.requests))
     version = HANDOFF_VERSION if newer else OLDEST_HANDOFF
     content = _content(handoff)
-    document = {"version": version, "generation": _digest(content), **content}
-    return json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
+    generation = _digest(content)
+    document = {"version": version, "generation": generation, **content}
+    return generation, json.dumps(document, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def _needs_2(request: Request) -> bool:

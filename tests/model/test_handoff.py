@@ -41,6 +41,15 @@ def test_round_trip() -> None:
         assert parse_handoff(render_handoff(handoff)) == handoff
 
 
+def test_an_unchanged_handoff_is_rendered_once() -> None:
+    """Each pass asks for the documents of all machines; rendering them would be most of its work."""
+    once = render_handoff(HANDOFF)
+    assert render_handoff(replace(HANDOFF)) is once
+    other = replace(HANDOFF, machine="other")
+    assert other.generation != HANDOFF.generation
+    assert parse_handoff(render_handoff(other)) == other
+
+
 def version_1() -> dict[str, Any]:
     """Return the content that the previous release knows."""
     content = asdict(HANDOFF)

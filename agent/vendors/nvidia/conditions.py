@@ -73,8 +73,9 @@ def _devices_present(facts: VendorFacts, grant: Grant) -> Condition:
             Reason.NODES_MISSING,
             f"no usable /dev/nvidiaN for {', '.join(missing)}; run `nvidia-smi` or `nvidia-modprobe -c N`{broken}",
         )
+    present_kinds = {node.kind for node in grant.nodes}
     for needed, (path, command) in NEEDED_BY_ALL.items():
-        if not any(node.kind is needed for node in grant.nodes):
+        if needed not in present_kinds:
             return false(kind, Reason.NODES_MISSING, f"{path} is missing; run `{command}`")
     incomplete = "".join(f"; {each.why}" for each in facts.incomplete if each.pci_address in grant.gpus)
     present = f"{len(grant.nodes)} nodes of {len(grant.gpus)} GPUs{incomplete}"

@@ -1,6 +1,7 @@
 """Chooses the NVIDIA nodes and files that a machine gets. Pure."""
 
 import posixpath
+from collections.abc import Set
 
 from agent.config.settings import MachineSettings
 from agent.model.device import DeviceKind
@@ -25,8 +26,9 @@ def grant_nvidia(facts: VendorFacts, settings: MachineSettings, roots: DriverRoo
     nodes: tuple[DeviceNode, ...] = ()
     if isinstance(facts.devices, tuple) and gpus:
         # Detached GPUs count too: they are still on the fabric, and another machine may get them later.
+        addresses = {gpu.pci_address for gpu in gpus}
         whole_host = {gpu.pci_address for gpu in facts.gpus} == {gpu.pci_address for gpu in wanted}
-        nodes = tuple(sorted(node for node in facts.devices if _granted(node, gpus, settings, whole_host)))
+        nodes = tuple(sorted(node for node in facts.devices if _granted(node, addresses, settings, whole_host)))
     serving, waiting = _driver_roots(facts.driver, roots) if gpus else (None, None)
     return Grant(
         vendor=facts.vendor,
@@ -52,12 +54,12 @@ def wrong_driver(gpus: tuple[Gpu, ...]) -> tuple[Gpu, ...]:
     return tuple(sorted(gpu for gpu in gpus if gpu.driver not in ("", KERNEL_DRIVER) and "vfio" not in gpu.driver))
 
 
-def _granted(node: DeviceNode, gpus: list[Gpu], settings: MachineSettings, whole_host: bool) -> bool:
+def _granted(node: DeviceNode, addresses: Set[str], settings: MachineSettings, whole_host: bool) -> bool:
     match node.kind:
         case DeviceKind.CAPABILITY if not node.pci_address:
             return _capability_granted(node.capability, settings)
         case kind if kind in PER_GPU:
-            return any(gpu.pci_address == node.pci_address for gpu in gpus)
+            return node.pci_address in addresses
         case DeviceKind.IMEX_CHANNEL:
             return settings.imex_channels
         case kind if kind in FABRIC:

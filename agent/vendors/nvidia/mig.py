@@ -53,10 +53,11 @@ def incomplete_instances(
 
     A GPU instance is incomplete if it has no compute instance; no node is missing then. `usable` is as in `complete`.
     """
+    in_use = {each.gpu_instance for each in existing if each.ci is not None}
     for each in sorted(existing | {each.gpu_instance for each in existing}, key=lambda each: (each[:2], str(each))):
         if each.ci is not None:
             missing = tuple(part for part in (each.gpu_instance, each) if part not in usable)
             if missing:
                 yield each, missing
-        elif not any(other.ci is not None and other.gpu_instance == each for other in existing):
+        elif each not in in_use:
             yield each, ()

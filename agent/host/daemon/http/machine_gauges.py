@@ -13,6 +13,7 @@ from agent.host.outcome import MachineOutcome, Outcome
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.reasons import Reason
 
+REASONS = frozenset(Reason)
 OTHER = "other"
 """The label's value for what a machine reports and is not shown."""
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
@@ -67,7 +68,7 @@ def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
 
 
 def _reason(condition: Condition) -> str:
-    return condition.reason if condition.reason in set(Reason) else OTHER
+    return condition.reason if condition.reason in REASONS else OTHER
 
 
 def machine_families(outcome: Outcome, versions: Versions) -> Iterator[Metric]:
