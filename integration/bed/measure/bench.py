@@ -15,6 +15,7 @@ from integration.bed.cluster.cluster_command import make_ready
 from integration.bed.machine.machine_image import machines_disk
 from integration.bed.measure import history
 from integration.bed.measure.bench_dra import measure_dra
+from integration.bed.measure.bench_join import measure_join
 from integration.bed.measure.bench_live import measure_commands, measure_hotplug, measure_idle
 from integration.bed.measure.bench_pods import measure_pod_start
 from integration.bed.measure.bench_script import Measures, numbers, script, seconds
@@ -78,6 +79,8 @@ def _staging(guest: Guest) -> Measures:
 def _run() -> Iterator[tuple[str, float | int | str]]:
     with step("GPUs by Dynamic Resource Allocation"):
         yield from measure_dra().items()
+    with step("root file systems of nodes"):
+        yield from measure_join().items()
     dependencies, machines = wheels.dependencies(), machines_disk()
     with SimulatedHost(host_image(dependencies, layout="flat"), machines) as host:
         with step("install the host half"):

@@ -1,5 +1,6 @@
 """Root file systems from images, by the real skopeo, umoci and docker-registry, without a virtual machine."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -132,6 +133,35 @@ def test_from_a_layout_and_from_archives(layout: Layout, tmp_path: Path) -> None
         assert "decompress it" in found
     else:
         make(ImageSettings(name=f"docker-archive:{compressed}"), tmp_path / "machines/compressed")
+
+
+OFFLINE = """
+import sys
+from agent.config.node import ImageSettings
+from agent.host.provision.binaries import fetch
+from agent.host.provision.image import inspect
+from agent.host.provision.unpacking import unpack
+from agent.model.node import NodeBinary
+from agent.system.files import System
+from agent.system.sh_runner import host_runner, tool_runner
+
+name, root, program, digest, programs = sys.argv[1:]
+settings, system = ImageSettings(name=name), System(host_runner, tool_runner=tool_runner)
+unpack(settings, inspect(settings, name, system), root, system)
+fetch(NodeBinary("kubelet", program, digest, "/usr/local/bin/kubelet"), programs, system)
+"""
+
+
+def test_an_offline_bundle_needs_no_network(layout: Layout, root: Path, tmp_path: Path) -> None:
+    """In a network namespace whose only interface is down."""
+    program = tmp_path / "bundle/kubelet"
+    program.parent.mkdir()
+    program.write_bytes(b"a program")
+    digest = hashlib.sha256(b"a program").hexdigest()
+    arguments = (layout.name("node"), root, program, digest, tmp_path / "programs")
+    run(["unshare", "--net", sys.executable, "-c", OFFLINE, *arguments], cwd=REPOSITORY)
+    assert (root / "etc/os-release").read_bytes() == b"ID=ubuntu\n"
+    assert (tmp_path / "programs" / digest).read_bytes() == b"a program"
 
 
 def test_layers_with_zstd(layout: Layout, tmp_path: Path, root: Path) -> None:
