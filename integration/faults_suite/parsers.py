@@ -25,6 +25,7 @@ from agent.model.handoff import parse_handoff
 from agent.model.host_status import parse_host_status
 from agent.model.json_document import parse_object
 from agent.model.live import parse_live
+from agent.model.node_files import parse_node_files
 from agent.model.pci_address import as_in_sysfs
 from agent.model.remembered import parse_remembered
 from agent.system.files import System
@@ -104,6 +105,7 @@ PARSERS: dict[str, Parser] = {
     "manifest": lambda data: parse_manifest("0.json", data),
     "mig-capability": _of_text(parse_instance),
     "node": lambda data: parse_object("node", data),
+    "node-files": lambda data: parse_node_files("node-files.json", data),
     "nvidia-ctk-version": _of_text(nvidia_ctk.parse_version),
     "nvidia-information": _of_text(parse_information),
     "nvidia-parameters": _of_text(parse_parameters),
