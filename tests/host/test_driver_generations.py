@@ -62,7 +62,7 @@ class RunnerWithRm(ScriptedRunner):
             self._slow(argv[argv.index("--") + 1 :], timeout)
         below = [f"{self.tree}{word}" if word.startswith("/") else word for word in argv]
         # Not `timeout`: the real rm may take longer if this machine is busy.
-        done = subprocess.run(below, capture_output=True, timeout=60)
+        done = subprocess.run(below, capture_output=True, timeout=600)
         return Completed(done.returncode, done.stdout, done.stderr)
 
     def _slow(self, paths: tuple[str, ...], timeout: float) -> None:

@@ -63,7 +63,7 @@ def test_exposure_is_below_the_limit(analyze: str) -> None:
         [analyze, "security", "--offline=yes", "--no-pager", f"--threshold={EXPOSURE_LIMIT}", str(SERVICE)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert re.search(r"Overall exposure level for unbounded-agent\.service: [0-2]\.\d", finished.stdout)
@@ -89,7 +89,7 @@ def test_units_are_valid(analyze: str, tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
     assert (finished.returncode, our_warnings) == (0, [])
@@ -113,7 +113,7 @@ def test_tmpfiles_makes_what_the_service_writes(tmp_path: Path) -> None:
     (tmp_path / "etc/passwd").write_text("root:x:0:0:root:/root:/bin/sh\n")
     (tmp_path / "etc/group").write_text("root:x:0:\n")
     argv = [tool, f"--root={tmp_path}", "--create", str(TMPFILES)]
-    finished = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(argv, capture_output=True, text=True, timeout=600)
     if "Operation not permitted" in finished.stderr:
         pytest.skip("giving directories to root needs root")
     assert finished.returncode == 0, finished.stderr
@@ -191,7 +191,7 @@ def test_modules_are_checked_only_if_configured(tmp_path: Path, text: str | None
     argv = settings(MODULES, "Service")["ExecCondition"].split()
     assert argv[-1] == str(Path(paths.CONFIG_FILE).parent)
     directory = tmp_path if text is not None else tmp_path / "missing"
-    found = subprocess.run([*argv[:-1], directory], capture_output=True, timeout=60)
+    found = subprocess.run([*argv[:-1], directory], capture_output=True, timeout=600)
     assert 0 < found.returncode < 255 if status else found.returncode == 0
 
 
@@ -214,7 +214,7 @@ def test_units_of_the_machine_are_valid(analyze: str) -> None:
     """All except those of the node's packages, which are not installed here."""
     units = sorted(str(path) for path in (UNITS / "machine").glob("unbounded-agent-*"))
     assert len(units) == 8
-    finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=60)
+    finished = subprocess.run([analyze, "verify", "--man=no", *units], capture_output=True, text=True, timeout=600)
     our_warnings = [line for line in (finished.stdout + finished.stderr).splitlines() if "unbounded-agent" in line]
     assert (finished.returncode, our_warnings) == (0, [])
 

@@ -61,7 +61,7 @@ def start(root: Path) -> None:
         (programs / name).chmod(0o755)
     for script in scripts(root):
         subprocess.run(
-            ["/bin/sh", "-c", script], env={"PATH": f"{programs}:{os.environ['PATH']}"}, check=False, timeout=30
+            ["/bin/sh", "-c", script], env={"PATH": f"{programs}:{os.environ['PATH']}"}, check=False, timeout=600
         )
 
 

@@ -356,5 +356,5 @@ def test_promtool_accepts_the_exposition() -> None:
     if promtool is None:
         pytest.skip("promtool is not installed (apt install prometheus)")
     body = Metrics().page(view_of(READY), TEXT).body
-    finished = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=60)
+    finished = subprocess.run([promtool, "check", "metrics"], input=body, capture_output=True, timeout=600)
     assert finished.returncode == 0, finished.stdout + finished.stderr

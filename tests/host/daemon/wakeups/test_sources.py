@@ -353,7 +353,7 @@ def test_udevs_events_need_a_pass_except_those_of_monitors(host: Host, tmp_path:
     (tmp_path / "devices").write_text(UMOCKDEV)
     program = [sys.executable, "-c", PROGRAM, str(tmp_path / "devices"), str(tmp_path / "host")]
     done = subprocess.run(
-        ["umockdev-wrapper", *program], capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[4]
+        ["umockdev-wrapper", *program], capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[4]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [
