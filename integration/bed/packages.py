@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from integration.bed import debian
+from integration.bed import debian, ubuntu
 from integration.bed.cache import REPOSITORY, cache_root, cached
 from integration.bed.process import Argument, run
 
@@ -78,8 +78,8 @@ def debian_root(suite: str, *more: str) -> Iterator[Root]:
     included = [*DEPENDENCIES, *more]
 
     def build(target: Path) -> None:
-        if suite == debian.UBUNTU:
-            debian.ubuntu_tree(target / "root", included)
+        if suite == ubuntu.UBUNTU:
+            ubuntu.ubuntu_tree(target / "root", included)
         else:
             debian.debian_tree(target / "root", "minbase", included, suite=suite)
 

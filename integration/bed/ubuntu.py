@@ -1,0 +1,31 @@
+"""Ubuntu trees made by mmdebstrap, like those of `debian`."""
+
+import hashlib
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+from integration.bed.debian import UNWANTED_FILES, mmdebstrap
+from integration.bed.process import BedError, run
+
+UBUNTU = "noble"
+"""Ubuntu 24.04."""
+UBUNTU_ARCHIVE = "http://archive.ubuntu.com/ubuntu"
+UBUNTU_KEYRING = "pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb"
+UBUNTU_KEYRING_SHA256 = "36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8"
+"""Of the package with the keys of Ubuntu's archive, which Debian 12 does not have."""
+
+
+def ubuntu_tree(target: Path, packages: Sequence[str]) -> None:
+    """Make a minimal Ubuntu tree with apt(8) at `target`. Raises BedError if the package of its keys is another one."""
+    package, keys = target.with_name("keyring.deb"), target.with_name("keys")
+    with urllib.request.urlopen(f"{UBUNTU_ARCHIVE}/{UBUNTU_KEYRING}", timeout=60) as response:
+        package.write_bytes(response.read())
+    if (found := hashlib.sha256(package.read_bytes()).hexdigest()) != UBUNTU_KEYRING_SHA256:
+        raise BedError(f"{UBUNTU_KEYRING} has the SHA-256 {found}")
+    run(["dpkg-deb", "--extract", package, keys])
+    options = [f"--keyring={keys}/usr/share/keyrings/ubuntu-archive-keyring.gpg", "--dpkgopt=force-unsafe-io"]
+    options += [f"--dpkgopt=path-exclude={pattern}" for pattern in UNWANTED_FILES]
+    suites = (UBUNTU, f"{UBUNTU}-updates", f"{UBUNTU}-security")
+    sources = [f"deb {UBUNTU_ARCHIVE} {suite} main universe" for suite in suites]
+    mmdebstrap(target, "minbase", packages, options, UBUNTU, *sources)
