@@ -198,10 +198,11 @@ class Reconciler:
     ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
         answered = report if isinstance(report, Report) else None
-        conditions = readiness.evaluate(self.config.machines[machine.name], goal, facts, report, refused)
+        settings = self.config.machines[machine.name]
+        conditions = readiness.evaluate(settings, goal, facts, report, refused)
         return MachineOutcome(
             name=machine.name,
-            conditions=with_changed_files(conditions, machine.name, answered),
+            conditions=with_changed_files(conditions, machine, answered) if settings.node else conditions,
             gpus=tuple(address for grant in goal.grants for address in grant.gpus),
             pending=not refused and answers.pending(machine, goal, report),
             stopped=not refused and machine.unit_state in ("inactive", "failed"),

@@ -4,17 +4,22 @@ It has the keys `version`, and `files` (lists of SHA-256 digest and size by path
 """
 
 import json
+import re
 from collections.abc import Mapping
 
 from agent.model.errors import DocumentError
 from agent.model.json_document import accept_version, mapping, parse_object
 
 VERSION = 1
+PATH = re.compile(r"/[!#%()*+,\-./0-9:=?@A-Z\[\]^_a-z{}~]{1,254}")
+"""What a listed path consists of. Other paths could read like commands: an administrator sees a changed file's path
+next to the agent's advice."""
 
 
 def render_node_files(files: Mapping[str, tuple[str, int]]) -> bytes:
-    """Return the document; the same files give the same bytes."""
-    return json.dumps({"version": VERSION, "files": files}, indent=1, sort_keys=True).encode() + b"\n"
+    """Return the document, without files whose paths cannot be listed; the same files give the same bytes."""
+    listed = {path: each for path, each in files.items() if PATH.fullmatch(path)}
+    return json.dumps({"version": VERSION, "files": listed}, indent=1, sort_keys=True).encode() + b"\n"
 
 
 def parse_node_files(where: str, data: bytes) -> dict[str, tuple[str, int]]:
@@ -24,8 +29,8 @@ def parse_node_files(where: str, data: bytes) -> dict[str, tuple[str, int]]:
     found = {}
     for path, file in mapping(where, document, "files", list).items():
         match file:
-            case [str(digest), int(size)]:
+            case [str(digest), int(size)] if PATH.fullmatch(path):
                 found[path] = (digest, size)
             case _:
-                raise DocumentError(f"{where}: files[{path[:100]!a}] must be a digest and a size")
+                raise DocumentError(f"{where}: files[{path[:100]!a}] must be a path's digest and size")
     return found

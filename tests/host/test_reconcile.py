@@ -396,21 +396,37 @@ def test_a_machine_with_the_last_good_settings_says_so(gpu_host: Host) -> None:
     assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
 
 
+def changed_files(machine: MachineOutcome) -> str:
+    """Return what MachineRunning, which is True, says of changed files; "" if nothing."""
+    (running,) = [each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING]
+    assert running.status is Status.TRUE
+    return running.message if running.reason == Reason.NODE_FILES_CHANGED else ""
+
+
 def test_changed_files_of_a_node_are_told_with_the_next_step(gpu_host: Host) -> None:
-    agent = reconciler(gpu_host)
+    node = {
+        "server": "https://192.0.2.1:6443",
+        "ca_file": "/etc/ca.crt",
+        "bootstrap_token": "/etc/token",
+        "image": {"repository": "docker://registry.test/nodes"},
+    }
+    agent = reconciler(gpu_host, node=node)
     agent.run_pass()
     units(gpu_host, "active")
     report(gpu_host, OPENED, ("/etc/a", "/etc/b", "/etc/c", "/etc/d"))
     (machine,) = agent.reconcile().machines
-    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "NodeFilesChanged")
-    message = next(each for each in machine.conditions if each.type is ConditionType.MACHINE_RUNNING).message
-    assert "machine says: files differ from those that `up` put into it: /etc/a, /etc/b, /etc/c and 1 more" in message
+    told = "machine says: files differ from those that `up` put into it: /etc/a, /etc/b, /etc/c and 1 more"
+    assert told in changed_files(machine)
     (finding,) = [each for each in diagnose(machine).findings if each.reason == "NodeFilesChanged"]
-    assert finding.fix[-1].startswith(f"unbounded-agent up --rebuild {MACHINE}  #")
+    assert [each.split()[1] for each in finding.fix] == ["stop", "up", "start"], "a stopped node is cordoned"
     assert not finding.prevents_ready
+
+    # `up` did not make this machine.
+    (machine,) = reconciler(gpu_host).reconcile().machines
+    assert not changed_files(machine)
     report(gpu_host, OPENED)
     (machine,) = agent.reconcile().machines
-    assert condition(machine, ConditionType.MACHINE_RUNNING) == (Status.TRUE, "Running")
+    assert not changed_files(machine)
 
 
 def test_missing_nodes_are_bound_again_and_the_report_is_awaited(gpu_host: Host) -> None:

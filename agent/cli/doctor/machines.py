@@ -86,7 +86,15 @@ def diagnose(machine: MachineOutcome, around: Surroundings = NOWHERE) -> Diagnos
 
 def _asks(condition: Condition) -> bool:
     """Return whether the condition asks for something although it is True."""
-    return condition.reason in NOTABLE or any(word in condition.message for word in REMARKS)
+    return condition.reason in NOTABLE or bool(_remarks(condition))
+
+
+def _remarks(condition: Condition) -> list[str]:
+    """Return the commands for the remarks in a condition's message."""
+    # Messages of other conditions have names that pods choose.
+    if condition.type is not ConditionType.CDI_SPEC_CURRENT:
+        return []
+    return [command for word, command in REMARKS.items() if word in condition.message]
 
 
 def _finding(group: Sequence[Condition], machine: str, around: Surroundings) -> MachineFinding:
@@ -120,10 +128,9 @@ def _fix(condition: Condition, machine: str, around: Surroundings) -> tuple[str,
     for vendor in around.vendors:
         special += host_vendor(vendor.vendor).remedies(kind, reason, vendor, around.modules)
     general = () if special and kind in REPLACED else remedy(kind, reason)
-    remarks = (command for word, command in REMARKS.items() if word in condition.message)
     return tuple(
         each.replace("{machine}", machine).replace("{node}", around.node)
-        for each in dict.fromkeys((*special, *general, *remarks))
+        for each in dict.fromkeys((*special, *general, *_remarks(condition)))
     )
 
 

@@ -76,6 +76,7 @@ REMEDIES: Mapping[tuple[ConditionType | None, str], tuple[str, ...]] = {
     (ConditionType.MACHINE_RUNNING, Reason.NODE_FILES_CHANGED): (
         "unbounded-agent stop {machine} --kubeconfig FILE  # moves its pods away",
         "unbounded-agent up --rebuild {machine}  # removes everything in it; needs a valid bootstrap token",
+        "unbounded-agent start {machine} --kubeconfig FILE  # lets pods run there again",
     ),
     (ConditionType.MACHINE_RUNNING, Reason.STARTING): (
         "systemctl status unbounded-agent-prepare@{machine} systemd-nspawn@{machine}",
@@ -195,7 +196,7 @@ REMARKS: Mapping[str, str] = {
     "PodsOutdated": "kubectl -n NAMESPACE delete pod POD  # for each pod above; its controller makes it again",
     "ModeNotServed": REPORT,
 }
-"""By a word in a condition's message, whatever its status is (docs/conditions.md)."""
+"""By a word in the message of CDISpecCurrent, whatever its status is (docs/conditions.md)."""
 
 
 def remedy(kind: ConditionType, reason: str) -> tuple[str, ...]:

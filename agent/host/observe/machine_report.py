@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from agent.model.conditions import Condition, ConditionType, Status
 from agent.model.errors import DocumentError
 from agent.model.handoff import CHANGED_FILES_LIMIT, SIZE_LIMIT, Repair
+from agent.model.node_files import PATH
 from agent.model.paths import REPORT_NAME
 from agent.model.text import printable
 
@@ -49,8 +50,7 @@ def _distinct(items: list[H]) -> list[H]:
 Printable = AfterValidator(_printable)
 Word = Annotated[str, StringConstraints(pattern=r"^[A-Za-z][A-Za-z0-9]{0,63}$")]
 Name = Annotated[str, StringConstraints(max_length=255), Printable]
-PathInMachine = Annotated[str, StringConstraints(pattern=r"^/[^\s`'\"$;|&<>]{1,254}$"), Printable]
-"""Without what would let a path read like a command: an administrator sees it next to the agent's advice."""
+PathInMachine = Annotated[str, StringConstraints(pattern=f"^{PATH.pattern}$")]
 Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 

@@ -34,7 +34,7 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     """Return whether permissions for devices that are no longer granted can be removed now.
 
     They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
-    no report, or it is malformed, they can be removed at once.
+    no report, or it is malformed or outdated, they can be removed at once.
     """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True

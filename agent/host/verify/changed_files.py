@@ -3,25 +3,30 @@
 from collections.abc import Sequence
 
 from agent.host.observe.machine_report import Report
+from agent.host.verify.answers import STALE_AFTER
 from agent.host.verify.readiness import MACHINE_SAYS
 from agent.model.conditions import Condition, ConditionType, Status, true
+from agent.model.facts import MachineFacts
 from agent.model.reasons import Reason
 
 NAMED = 3
 """How many changed files the message names; it counts the others."""
 
 
-def with_changed_files(conditions: Sequence[Condition], machine: str, report: Report | None) -> tuple[Condition, ...]:
-    """Return the conditions, with the changed files that the machine reports in MachineRunning if that is True.
+def with_changed_files(
+    conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
+) -> tuple[Condition, ...]:
+    """Return the conditions, with the changed files that a running machine reports in MachineRunning if that is True.
 
     MachineRunning stays True: pods run, and only an administrator knows whether the change is intended.
     """
-    if report is None or not report.changed_files:
+    current = machine.unit_state == "active" and machine.report_age <= STALE_AFTER
+    if report is None or not report.changed_files or not current:
         return tuple(conditions)
     kind, files = ConditionType.MACHINE_RUNNING, report.changed_files
     more = f" and {len(files) - NAMED} more" if len(files) > NAMED else ""
     says = f"{MACHINE_SAYS}files differ from those that `up` put into it: {', '.join(files[:NAMED])}{more}"
-    advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {machine}`"
+    advice = f"undo the change, or make the machine again: `unbounded-agent up --rebuild {machine.name}`"
     return tuple(
         true(kind, Reason.NODE_FILES_CHANGED, f"{each.message}; {says}; {advice}")
         if each.type is kind and each.status is Status.TRUE

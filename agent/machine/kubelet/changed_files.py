@@ -1,5 +1,6 @@
 """Finds which files of those that `up` put into this machine have changed since."""
 
+import time
 from dataclasses import astuple
 from typing import Any
 
@@ -12,28 +13,32 @@ from agent.model.paths import NODE_FILES
 from agent.system.files import System
 
 NOTE = "node-files"
+DELAY = 45.0
+"""Seconds between the first run after a boot and the first comparison. The kubelet waits for the first runs, and
+digests of Kubernetes' programs take a third of a second. Less than the minute between two runs of the timer."""
 
 
 def changed_files(context: Context) -> tuple[str, ...]:
     """Return the paths of changed files, sorted. The list itself counts as changed if it cannot be used.
 
-    The first call after a boot returns nothing: the kubelet waits for that run, and digests of Kubernetes' programs
-    take a third of a second. Later calls read only files with another identity. Raises OSError.
+    Nothing is compared in the first DELAY seconds after a boot. Later calls read only files with another identity.
+    Raises OSError.
     """
     system, noted = context.system, context.notes.load(NOTE)
     if not noted:
-        context.notes.save(NOTE, {"booted": True, "compared": {}})
+        noted = {"first_run": time.monotonic(), "compared": {}}
+        context.notes.save(NOTE, noted)
+    if time.monotonic() - noted["first_run"] < DELAY:
         return ()
     try:
         listed = parse_node_files(NODE_FILES, system.read(NODE_FILES, SIZE_LIMIT))
     except (DocumentError, OSError):
         return (NODE_FILES,)
-    if context.handoff.containerd_drop_in:
-        # The agent may have added its import to this file.
-        listed.pop(MAIN, None)
+    # The agent itself may have added its import to this file, or may add it later.
+    listed.pop(MAIN, None)
     before = noted["compared"]
     found = {path: _compared(path, *original, before.get(path), system) for path, original in listed.items()}
-    context.notes.save(NOTE, {"booted": True, "compared": found})
+    context.notes.save(NOTE, {**noted, "compared": found})
     return tuple(sorted(path for path, each in found.items() if not each or not each[-1]))
 
 

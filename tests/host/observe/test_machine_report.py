@@ -53,7 +53,9 @@ def test_changed_files_are_listed_up_to_a_limit() -> None:
     assert "changed_files" not in json.loads(document()), "an older host half need not know the key"
 
 
-@pytest.mark.parametrize("path", ["/etc/x; run `curl evil`", "etc/x", "/etc/\x1b[2J", "/", 7])
+@pytest.mark.parametrize(
+    "path", ["/etc/x; run `curl evil`", "etc/x", "/etc/\x1b[2J", "/etc/\u00e9", "/" + "x" * 255, "/", 7]
+)
 def test_attack_a_changed_file_cannot_read_like_a_command(path: object) -> None:
     with pytest.raises(DocumentError, match="changed_files"):
         parse_report(document(changed_files=[path]))
