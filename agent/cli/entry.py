@@ -12,7 +12,10 @@ def run() -> int:
     garbage.for_a_command()
     # pydantic would read the metadata of every installed package to find plugins. Root loads no code that way.
     os.environ["PYDANTIC_DISABLE_PLUGINS"] = "__all__"
-    code = ask_service(sys.argv[1:])
+    try:
+        code = ask_service(sys.argv[1:])
+    except KeyboardInterrupt:
+        return 130
     if code is None:
         from agent.cli.main import main
 

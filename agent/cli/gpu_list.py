@@ -13,6 +13,7 @@ from agent.host.verify.gpu_list import LOST, gpu_state
 from agent.model.facts import Absent, Broken, Facts, Gpu, Unseen, VendorFacts
 from agent.model.remembered import Remembered
 from agent.model.text import printable
+from agent.system.deadlines import read_device_text
 from agent.system.files import System
 from agent.system.seen import read_seen
 
@@ -76,8 +77,9 @@ def _entry(facts: Facts, gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...
 
 def _attribute(system: System, gpu: Gpu, name: str) -> str:
     """Return an attribute of the GPU in sysfs, which only some drivers have; empty if there is none."""
-    data = read_seen(system.read, f"/sys/bus/pci/devices/{gpu.pci_address}/{name}")
-    return printable(data.decode(errors="replace").strip())[:ATTRIBUTE_LIMIT] if isinstance(data, bytes) else ""
+    path = f"/sys/bus/pci/devices/{gpu.pci_address}/{name}"
+    text = read_seen(lambda attribute: read_device_text(system, attribute), path)
+    return printable(text.strip())[:ATTRIBUTE_LIMIT] if isinstance(text, str) else ""
 
 
 def _pci_id(system: System, gpu: Gpu) -> str:

@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands["gpus"].add_argument("--json", action="store_true", help=JSON)
     for name, command in _add(commands["gpus"], "gpus_command", GPU_COMMANDS, required=False).items():
         if name == "list":
-            # Not given must not undo `gpus --json list`.
+            # With a default, it would overwrite the value of `gpus --json list`.
             command.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON)
         else:
             count = "?" if name in ADDRESS_OPTIONAL else None
@@ -68,19 +68,19 @@ def _add_observing(commands: Mapping[str, argparse.ArgumentParser]) -> None:
     """Add the arguments of commands that change nothing."""
     plan, status, doctor = (commands[name] for name in ("plan", "status", "doctor"))
     form = plan.add_mutually_exclusive_group()
-    form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified difference")
+    form.add_argument("--diff", action="store_true", help="show what changes in files, as a unified diff")
     form.add_argument("--json", action="store_true", help=JSON)
-    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this one, with whole messages")
+    status.add_argument("machine", metavar="MACHINE", nargs="?", default="", help="only this one, with full messages")
     form = status.add_mutually_exclusive_group()
     form.add_argument("--wide", action="store_true", help="print a table of all conditions")
     form.add_argument("--json", action="store_true", help=JSON)
-    text = f"repeat every so many seconds ({WATCH_INTERVAL:.0f} if not given) until interrupted"
+    text = f"repeat every SECONDS (default: {WATCH_INTERVAL:.0f}) until interrupted"
     _add_seconds(form, "--watch", WATCH_INTERVAL, SHORTEST_INTERVAL, text)
     status.add_argument("--check", action="store_true", help="exit with 3 or 4 if a machine is not ready")
-    text = f"wait until ready, at most so many seconds ({WAIT_LIMIT:.0f} if not given); then as --check"
+    text = f"wait until ready, for at most SECONDS (default: {WAIT_LIMIT:.0f}); exit codes as for --check"
     _add_seconds(status, "--wait", WAIT_LIMIT, 0, text)
     doctor.add_argument("--json", action="store_true", help=JSON)
-    text = "write everything into an archive without secrets (if not given: a new one in the current directory)"
+    text = "write an archive for a bug report, with recognised secrets removed (default: in the current directory)"
     doctor.add_argument("--bundle", nargs="?", const="", default=None, metavar="FILE", help=text)
     text = "also check the cluster, as a user who may read nodes, pods, DaemonSets, events and logs"
     doctor.add_argument("--kubeconfig", default="", metavar="FILE", help=text)

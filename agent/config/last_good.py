@@ -52,7 +52,7 @@ def keep(config: Config, system: System) -> None:
             # The configuration files may be readable by root only.
             system.write(LAST_GOOD_CONFIG, content, 0o600)
     except OSError:
-        # No copy is better than an older one, which may grant what this configuration no longer grants. Removing the
+        # Better no copy than an outdated one, which may grant what this configuration no longer grants. Removing the
         # file works on a full disk too.
         with contextlib.suppress(OSError):
             system.remove(LAST_GOOD_CONFIG)

@@ -20,9 +20,9 @@ def plugin_resources(node: Mapping[str, Any], prefix: str, harmless: Sequence[st
     found = {}
     for key in ("capacity", "allocatable"):
         for name, count in _object(_object(node.get("status")).get(key)).items():
-            ours = name.startswith(prefix) and not any(fnmatch.fnmatchcase(name, each) for each in harmless)
-            # The allocatable count is zero while a plugin is not running whose pods still have their GPUs.
-            if ours and not is_zero(str(count)):
+            offered = name.startswith(prefix) and not any(fnmatch.fnmatchcase(name, each) for each in harmless)
+            # While a plugin is down, its allocatable count is zero although pods still have its GPUs.
+            if offered and not is_zero(str(count)):
                 found[name] = str(count)
     return dict(sorted(found.items()))
 

@@ -3,6 +3,7 @@
 Importing subprocess would take as long as everything else that is loaded before a machine's generator starts.
 """
 
+import errno
 import os
 import select
 import signal
@@ -28,9 +29,9 @@ class MachineRunner:
         try:
             completed = process.wait(timeout)
         finally:
-            process.close()
+            ended = process.close()
         if completed is None:
-            raise TimeLimitError
+            raise TimeLimitError if ended else TimeoutError(errno.ETIMEDOUT, "SIGKILL did not end it")
         return completed
 
     def close(self) -> None:
@@ -66,13 +67,17 @@ class _Process:
         self._runs = False
         return Completed(status, _content(self._stdout), _content(self._stderr))
 
-    def close(self) -> None:
-        """If the program is still running, kill it and what it started, except other process groups."""
+    def close(self) -> bool:
+        """If the program is still running, kill it and what it started, except other process groups.
+
+        Return whether it has ended.
+        """
         if self._runs:
             # The process has not been reaped yet, so its id cannot belong to another one.
             os.killpg(self._pid, signal.SIGKILL)
             self.wait(KILL_LIMIT)
         self._close_descriptors()
+        return not self._runs
 
     def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:

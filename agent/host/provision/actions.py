@@ -76,7 +76,7 @@ class StopMachine:
 
 @dataclass(frozen=True, slots=True)
 class PublishRoot:
-    """Record the node, and give the complete root file system its name. An old one of the agent is moved aside."""
+    """Record the node, and give the complete root file system its name."""
 
     machine: str
     staged: str

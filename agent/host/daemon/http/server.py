@@ -161,11 +161,13 @@ class Server(ThreadingMixIn, TCPServer):
             )[0]
             self.serve(family, where, limits)
         except OSError as error:
-            user = listening_user(int(port)) if error.errno == errno.EADDRINUSE else None
+            in_use = error.errno == errno.EADDRINUSE
+            user = listening_user(int(port)) if in_use else None
             holder = f" by a process of user {user}, which answers Prometheus instead" if user is not None else ""
+            stop = f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`"
             raise AgentError(
                 f"configuration key metrics.address: cannot listen on {address}: {error.strerror}{holder}",
-                f"configure another address or port, or stop the process that holds it: `ss -lntp 'sport = :{port}'`",
+                stop if in_use else "configure an address that one of the host's interfaces has: `ip -brief address`",
             ) from error
 
     def serve(
