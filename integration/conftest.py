@@ -100,7 +100,7 @@ class Bed:
         assert answer.status, f"the service does not serve {path}"
         return answer.body
 
-    def wait_served(self, seconds: float = 150) -> None:
+    def wait_served(self, seconds: float = 300) -> None:
         """Wait until the service itself reports the machine ready; it makes passes at its own pace."""
         deadline = time.monotonic() + seconds
         while pages.get(self.guest, f"/readyz/machines/{MACHINE}").status != HTTPStatus.OK:

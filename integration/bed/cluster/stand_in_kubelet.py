@@ -20,7 +20,7 @@ from tests.fakes.kubelet_api import make, read
 SECONDS = 90.0
 SLICES = "/apis/resource.k8s.io/v1/resourceslices"
 ROOM = {"cpu": "64", "memory": "64Gi", "pods": "110"}
-CALL_LIMIT = 20.0
+CALL_LIMIT = 60.0
 
 
 def until(what: str, holds: Callable[[], object]) -> None:

@@ -32,7 +32,7 @@ def load_before_nvidia(host: SimulatedHost, address: str) -> None:
     host.guest.write(FIRST, LOAD_FIRST.format(address=address).encode())
 
 
-def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 60) -> str:
+def plug(host: SimulatedHost, port: int, vendor: int, seconds: float = 180) -> str:
     """Plug a GPU of `vendor` into an empty port; return its PCI address once udev has made its nodes."""
     before = _with_nodes(host)
     host.guest.run(["sh", "-c", f"echo {vendor} > {PARAMETER}"])

@@ -12,6 +12,8 @@ from integration.bed.process import BedError
 from integration.bed.vm.json_socket import ClosedError, JSONObject, JSONSocket
 from integration.bed.vm.qemu import Qemu
 
+SHARED = 3.0
+"""By how much a limit for a command is longer: two guests, unit tests and builds may share two processors."""
 CHUNK = 256 * 1024
 
 
@@ -57,8 +59,12 @@ class Guest:
                 time.sleep(0.2)
 
     def run(self, argv: Sequence[str], timeout: float = 60, check: bool = True, stdin: str = "") -> Completed:
-        """Run `argv` as root. Raises GuestError if it takes too long or, with `check`, if its status is not 0."""
+        """Run `argv` as root. Raises GuestError if it takes too long or, with `check`, if its status is not 0.
+
+        `timeout` is in seconds of a guest that has a processor for itself.
+        """
         pid = self.start(argv, stdin)
+        timeout *= SHARED
         deadline = time.monotonic() + timeout
         pause = 0.02
         while not (answer := self._call("guest-exec-status", {"pid": pid}))["exited"]:
@@ -129,11 +135,11 @@ class Guest:
 
     def _call(self, command: str, arguments: JSONObject) -> Any:  # noqa: ANN401 - the shape is the command's
         if self._socket is None:
-            self.wait(30)
+            self.wait(90)
         assert self._socket is not None
         try:
             self._socket.send({"execute": command, "arguments": arguments})
-            answer = self._socket.receive(timeout=60)
+            answer = self._socket.receive(timeout=180)
         except (TimeoutError, ClosedError) as error:
             self.close()
             raise GuestError(f"guest agent, {command}: {error}; {self._qemu.evidence()}") from error

@@ -18,7 +18,7 @@ class ClosedError(Exception):
 class JSONSocket:
     """Sends and receives objects; every wait has a limit in seconds."""
 
-    def __init__(self, path: Path, timeout: float = 10) -> None:
+    def __init__(self, path: Path, timeout: float = 60) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._buffer = b""
         self._socket.settimeout(timeout)
@@ -31,7 +31,7 @@ class JSONSocket:
     def close(self) -> None:
         self._socket.close()
 
-    def send(self, message: JSONObject, prefix: bytes = b"", timeout: float = 10) -> None:
+    def send(self, message: JSONObject, prefix: bytes = b"", timeout: float = 60) -> None:
         """Send an object. Raises TimeoutError if nothing reads it, ClosedError if QEMU has exited."""
         self._socket.settimeout(timeout)
         try:

@@ -83,7 +83,7 @@ class Qemu:
             self._process.wait()
         self._monitor.close()
 
-    def execute(self, command: str, timeout: float = 30, **arguments: JSONValue) -> Any:  # noqa: ANN401
+    def execute(self, command: str, timeout: float = 120, **arguments: JSONValue) -> Any:  # noqa: ANN401
         """Return the value of a QMP command, whose shape depends on the command. Raises QemuError."""
         try:
             self._monitor.send({"execute": command, "arguments": arguments})
@@ -96,7 +96,7 @@ class Qemu:
         self.execute("device_add", driver=model, id=gpu_id(port), bus=f"port{port}")
         self.plugged.add(port)
 
-    def unplug(self, port: int, timeout: float = 60) -> None:
+    def unplug(self, port: int, timeout: float = 180) -> None:
         """Ask the guest to release a GPU and wait until it has: about 5 s, the delay of PCIe's attention button."""
         self.execute("device_del", id=gpu_id(port))
         deadline = time.monotonic() + timeout
@@ -106,10 +106,10 @@ class Qemu:
             time.sleep(0.1)
         self.plugged.discard(port)
 
-    def savevm(self, name: str, timeout: float = 120) -> None:
+    def savevm(self, name: str, timeout: float = 300) -> None:
         self._human(f"savevm {name}", timeout)
 
-    def loadvm(self, name: str, timeout: float = 120) -> None:
+    def loadvm(self, name: str, timeout: float = 300) -> None:
         """Restore a snapshot; the same devices must be plugged. The guest's clock then shows the snapshot's time."""
         self._human(f"loadvm {name}", timeout)
         self._serial_start = self.serial_log.stat().st_size
@@ -145,7 +145,7 @@ class Qemu:
         return any(item["name"] == device for item in self.execute("qom-list", path="/machine/peripheral"))
 
     def _connect(self, path: Path) -> JSONSocket:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         monitor: JSONSocket | None = None
         while monitor is None:
             try:

@@ -164,7 +164,7 @@ def configure(bed: Bed, setting: str) -> None:
     bed.guest.write("/etc/unbounded-agent/config.toml", (CONFIGURATION + line).encode())
     bed.run("systemctl", "reload", "unbounded-agent.service")
     wanted = [f"{NAME}={setting}"] if setting else []
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while [each for each in bed.node.spec()["containerEdits"]["env"] if each.startswith(NAME)] != wanted:
         assert time.monotonic() < deadline, bed.agent("status").stdout
         time.sleep(0.5)

@@ -73,7 +73,7 @@ def granted(bed: Bed) -> dict[str, Any]:
     return found
 
 
-def wait_named(bed: Bed, pod: str, seconds: float = 120) -> str:
+def wait_named(bed: Bed, pod: str, seconds: float = 240) -> str:
     """Wait until the machine half names the pod as outdated; return the condition's message."""
     deadline = time.monotonic() + seconds
     while True:

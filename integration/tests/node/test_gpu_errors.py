@@ -27,7 +27,7 @@ def raise_xid(bed: Bed, minor: int, xid: int) -> None:
     bed.run("sh", "-c", f"echo {minor} {xid} >/sys/module/nvidia/parameters/simulated_xid")
 
 
-def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 120) -> None:
+def pass_until(bed: Bed, done: Callable[[], bool], seconds: float = 240) -> None:
     bed.run("systemctl", "reload", "unbounded-agent.service")
     deadline = time.monotonic() + seconds
     while not done():

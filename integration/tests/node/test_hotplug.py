@@ -36,7 +36,7 @@ def opens(bed: Bed, path: str) -> bool:
     return bed.node.run("python3", "-c", OPEN, path, check=False).status == 0
 
 
-def wait_for_gpus(bed: Bed, count: int, seconds: float = 150) -> None:
+def wait_for_gpus(bed: Bed, count: int, seconds: float = 300) -> None:
     """Wait until the machine is ready with that many GPUs in its CDI specification, and nvidia-ctk reads them there."""
     deadline = time.monotonic() + seconds
     # Waiting only reads files: programs in the machine would take the processor from what is waited for.
@@ -63,7 +63,7 @@ def journal(bed: Bed) -> str:
 def plug(bed: Bed, port: int = PORT) -> float:
     """Plug in one more GPU, and make its node as NVIDIA's programs do; return when that was, by `uptime`."""
     bed.host.qemu.plug(port)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     bound = f"test $(ls -d /sys/bus/pci/drivers/nvidia/0000:* | wc -l) = {len(bed.host.gpus)}"
     while bed.run("sh", "-c", bound, check=False).status:
         assert time.monotonic() < deadline, bed.run("dmesg").stdout[-2000:]

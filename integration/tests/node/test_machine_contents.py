@@ -158,7 +158,7 @@ def test_image_without_our_half(ready: Bed) -> None:
     ready.run("sh", "-c", f"rm -rf {ROOT}/usr/lib/unbounded-agent; find {ROOT}/etc {ROOT}/usr/lib/systemd "
               "-name 'unbounded-agent*' -delete -o -name '50-unbounded-agent.conf' -delete")  # fmt: skip
     ready.run("systemctl", "restart", f"systemd-nspawn@{MACHINE}.service", timeout=200)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while ready.node.run("systemctl", "is-active", "containerd.service", check=False).stdout.strip() != "active":
         assert time.monotonic() < deadline
         time.sleep(1)

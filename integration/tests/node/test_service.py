@@ -27,7 +27,7 @@ def passes(bed: Bed) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in counters)
 
 
-def wait_for_a_pass(bed: Bed, after: float, seconds: float = 120) -> None:
+def wait_for_a_pass(bed: Bed, after: float, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while passes(bed) <= after:
         assert time.monotonic() < deadline, f"no pass of the service within {seconds} s of its reload"
@@ -49,7 +49,7 @@ def test_prometheus_scrapes_it(ready: Bed) -> None:
     ready.guest.write("/etc/prometheus/prometheus.yml", PROMETHEUS.encode())
     ready.run("systemctl", "start", "prometheus.service")
     query = ["promtool", "query", "instant", "--format=json", "http://127.0.0.1:9090"]
-    script = f"for _ in $(seq 60); do out=$({' '.join(query)} unbounded_agent_machine_ready 2>/dev/null); "
+    script = f"for _ in $(seq 200); do out=$({' '.join(query)} unbounded_agent_machine_ready 2>/dev/null); "
     script += 'case $out in *gpu-node*) echo "$out"; exit 0;; esac; sleep 1; done; exit 1'
     found = json.loads(ready.run("sh", "-c", script, timeout=120).stdout)
     assert found[0]["metric"]["machine"] == "gpu-node"
