@@ -4,6 +4,8 @@ The order matters. GPUs that a device plugin has given to pods are unknown to th
 round: both would give them out again. So nobody may have a GPU while the node is moved.
 """
 
+import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -100,16 +102,22 @@ def to_dra(machine: str, node: Node, configured: str, classes: Iterable[str], ad
         Step(
             f"remove {PLUGIN} from the node{_in_words(node.allocatable)}",
             not node.allocatable,
-            ("delete its DaemonSet, or exclude the node in its node selector, and wait for its pod to end",),
+            (
+                "delete its DaemonSet, or exclude the node in its node selector, and wait for its pod to end",
+                "if the kubelet was restarted since, its counts are left over; remove them from the node's status:",
+                *_remove_counts(node),
+            ),
         ),
         Step(
             f'make the kubelet forget the plugin{_in_words(node.capacity)}, and set allocation = "{DRA}"',
             not node.capacity and configured == DRA,
             (
-                # Without the file, the kubelet sets the counts in the node's status to zero when it starts.
                 f"systemctl --machine={machine} stop kubelet",
                 f"systemd-run --machine={machine} --wait --quiet rm -f {CHECKPOINT}",
                 f"systemctl --machine={machine} start kubelet",
+                # A kubelet that finds its directory of device plugins empty would do this itself, but it has just made
+                # its own socket there (ShouldResetExtendedResourceCapacity in Kubernetes 1.36).
+                *_remove_counts(node),
                 *_configuring(machine, DRA),
             ),
         ),
@@ -161,6 +169,15 @@ def _end_pods(pods: tuple[str, ...], what: str) -> Step:
     named = (pod.partition("/") for pod in pods)
     commands = tuple(f"kubectl --namespace={namespace} delete pod {name}" for namespace, _, name in named)
     return Step(f"end the pods that {what}", not pods, commands)
+
+
+def _remove_counts(node: Node) -> tuple[str, ...]:
+    """Return the command that removes device plugins' resources from the node's status, if it has any."""
+    nothing = dict.fromkeys(sorted({*node.capacity, *node.allocatable}))
+    if not nothing:
+        return ()
+    patch = json.dumps({"status": {"capacity": nothing, "allocatable": nothing}}, separators=(",", ":"))
+    return (f"kubectl patch node {node.name} --subresource=status --type=merge --patch={shlex.quote(patch)}",)
 
 
 def _configuring(machine: str, wanted: str) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """`kube allocation`: the steps in their order, those that it takes itself, and where it stops."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +110,8 @@ def cluster(tmp_path: Path) -> Cluster:
 
 
 def last_to_do(capsys: pytest.CaptureFixture[str]) -> str:
-    return next((line for line in capsys.readouterr().out.splitlines() if " to do: " in line), "")
+    """Return the step at which the command stopped, with what it says to do."""
+    return capsys.readouterr().out.partition(" to do: ")[2]
 
 
 def test_without_a_kubeconfig_the_steps_are_printed(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,12 +136,19 @@ def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFi
     assert cluster.host.read_text(cordoned_file(MACHINE)) == f"{NODE}\n"
     cluster.cordoned, cluster.pods = True, []
     assert cluster.run("dra") == 1
-    assert "3. to do: remove the vendor's device plugin from the node (the node's status still" in last_to_do(capsys)
+    assert "remove the vendor's device plugin from the node (the node's status still" in last_to_do(capsys)
     # The plugin's pod has ended. The kubelet keeps the capacity for five minutes.
     cluster.allocatable["nvidia.com/gpu"] = "0"
     for cluster.capacity["nvidia.com/gpu"], cluster.allocation in (("2", "dra"), ("0", "device-plugin")):
         assert cluster.run("dra") == 1
-        assert "4. to do: make the kubelet forget the plugin" in last_to_do(capsys)
+        assert "make the kubelet forget the plugin" in (printed := last_to_do(capsys))
+        assert patches(printed) == ([] if cluster.capacity["nvidia.com/gpu"] == "0" else [LEFTOVER])
+    # A kubelet that was restarted without its checkpoint leaves both as they are.
+    cluster.allocatable = cluster.capacity = {"nvidia.com/gpu": "2"}
+    assert cluster.run("dra") == 1
+    assert "remove the vendor's device plugin" in (printed := last_to_do(capsys))
+    assert patches(printed) == [LEFTOVER]
+    cluster.allocatable = cluster.capacity = {}
     cluster.allocation = "dra"
     assert cluster.run("dra") == 1
     assert "GPUsAdvertised" in last_to_do(capsys)
@@ -147,6 +156,15 @@ def test_a_node_is_moved_step_by_step(cluster: Cluster, capsys: pytest.CaptureFi
     assert cluster.run("dra") == 0
     assert cluster.changes()[-1] == ("uncordon", NODE)
     assert not cluster.host.exists(cordoned_file(MACHINE))
+
+
+LEFTOVER = {kind: {"nvidia.com/gpu": None} for kind in ("capacity", "allocatable")}
+
+
+def patches(printed: str) -> list[object]:
+    """Return the changes of a node's status that printed commands make, as a shell and kubectl read them."""
+    found = [shlex.split(line)[-1] for line in printed.splitlines() if line.strip().startswith("kubectl patch")]
+    return [json.loads(each.removeprefix("--patch="))["status"] for each in found]
 
 
 def test_a_node_that_somebody_else_cordoned_stays_so(cluster: Cluster) -> None:

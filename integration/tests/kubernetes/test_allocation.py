@@ -1,5 +1,6 @@
 """A live node with pods of both kinds is moved from the device plugin to Dynamic Resource Allocation, and back."""
 
+import shlex
 import time
 from collections.abc import Callable, Iterator
 
@@ -88,6 +89,8 @@ def test_a_node_with_pods_is_moved_there_and_back(cluster: Cluster) -> None:
         # The rest is words: a line of the configuration.
         if command.startswith(("systemctl --machine", "systemd-run")):
             bed.run(*command.split())
+        elif command.startswith("kubectl"):
+            cluster.kubectl(*shlex.split(command)[1:])
     configure(bed, f'{CONFIGURATION}allocation = "dra"\n')
     finish(bed, "dra")
     assert schedulable(cluster)
