@@ -91,7 +91,7 @@ class Soak:
 
     def follow(self, gpus: int) -> None:
         """Wait until every machine has that many GPUs of the current driver and is ready."""
-        self._script("follow", str(gpus), self.versions[self.current], *MACHINES, timeout=700)
+        self._script("follow", str(gpus), self.versions[self.current], *MACHINES, timeout=1800)
 
     def hotplug(self) -> None:
         """Plug in a GPU, which appears in all machines, then unplug it without `gpus detach`."""
