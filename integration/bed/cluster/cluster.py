@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from agent.cli.allocation_steps import CHECKPOINT
 from integration.bed.cache import REPOSITORY, step
 from integration.bed.cluster.control_plane import ControlPlane, free_ports, node_user
 from integration.bed.lifetime import Lifetime
@@ -120,6 +121,14 @@ class Cluster(Lifetime):
     def delete_plugin(self, plugin: str = PLUGIN) -> None:
         """Delete a device plugin and wait until its pod is gone."""
         self.kubectl("--namespace=kube-system", "delete", plugin, "--cascade=foreground", "--timeout=200s")
+
+    def forget_plugin(self) -> None:
+        """Delete NVIDIA's device plugin and what the kubelet keeps of it, as `unbounded-agent kube allocation` says."""
+        self.delete_plugin()
+        self.node.shell(f"systemctl stop kubelet; rm -f {CHECKPOINT}; systemctl start kubelet")
+        nothing = {"nvidia.com/gpu": None}
+        patch = json.dumps({"status": {"capacity": nothing, "allocatable": nothing}})
+        self.kubectl("patch", "node", MACHINE, "--subresource=status", "--type=merge", f"--patch={patch}")
 
     def plugin_log(self) -> str:
         """Return the log of the device plugin's current pod."""

@@ -6,7 +6,6 @@ Both must not offer the same GPUs, so the node moves from one to the other betwe
 import statistics
 import time
 
-from agent.cli.allocation_steps import CHECKPOINT
 from agent.model.handoff import DRA
 from integration.bed.cluster.cluster import Cluster, pod
 from integration.bed.measure.bench_script import Measures
@@ -51,8 +50,7 @@ def _offer(cluster: Cluster, allocation: str) -> None:
     """Move the node, which has no pod with a GPU, in the order of `unbounded-agent kube allocation`."""
     number, guest = len(cluster.host.gpus), cluster.host.guest
     if allocation == DRA:
-        cluster.delete_plugin()
-        cluster.node.shell(f"systemctl stop kubelet; rm -f {CHECKPOINT}; systemctl start kubelet")
+        cluster.forget_plugin()
     guest.write("/etc/unbounded-agent/config.toml", f'{CONFIGURATION}allocation = "{allocation}"\n'.encode())
     guest.run(["systemctl", "reload", "unbounded-agent.service"])
     if allocation == DRA:

@@ -10,9 +10,7 @@ import pytest
 
 from agent.model.paths import DRA_DRIVER
 from integration.bed.cluster.cluster import SHOW, Cluster, pod
-from integration.bed.machine.node import MACHINE
 from integration.bed.measure.versions import host_versions, machine_versions
-from integration.bed.process import CommandError
 from integration.bed.vm.installation import CONFIGURATION
 from integration.bed.vm.simulated_host import SimulatedHost
 from integration.conftest import READY, Bed
@@ -245,15 +243,7 @@ def test_nothing_is_published_next_to_a_device_plugin(
         assert advertised["status"] == "False", advertised
         assert "device plugin" in advertised["message"]
     finally:
-        cluster.delete_plugin()
-        with pytest.raises(CommandError):
-            cluster.kubectl("--namespace=kube-system", "get", "daemonset/nvidia-device-plugin")
-        bed.node.shell(
-            "systemctl stop kubelet; rm -f /var/lib/kubelet/device-plugins/kubelet_internal_checkpoint; "
-            "systemctl start kubelet"
-        )
-        patch = [{"op": "remove", "path": f"/status/{kind}/nvidia.com~1gpu"} for kind in ("capacity", "allocatable")]
-        cluster.kubectl("patch", "node", MACHINE, "--subresource=status", "--type=json", f"--patch={json.dumps(patch)}")
+        cluster.forget_plugin()
         wait_for_devices(cluster, NUMBER)
 
 
