@@ -32,6 +32,10 @@ SecretFile = Annotated[str, StringConstraints(pattern=r"^(/[^\s]+|credential:[A-
 LoadCredential=). The secret itself is never in the configuration."""
 
 
+ARCHIVES: tuple[Literal["crictl", "cni_plugins"], ...] = ("crictl", "cni_plugins")
+"""Programs that their projects publish in archives."""
+
+
 class NodeModel(BaseModel):
     """Immutable; an unknown key is an error."""
 
@@ -69,16 +73,35 @@ class ImageSettings(NodeModel):
 
 
 class BinariesSettings(NodeModel):
-    """Kubernetes' programs, if the image does not contain them."""
+    """Programs of a node, if the image does not contain them."""
 
-    version: Version
-    """Kubernetes' version, such as `1.36.3`."""
+    version: Version | Literal[""] = ""
+    """Kubernetes' version, such as `1.36.3`, for the kubelet and `kubectl`."""
     mirror: Url = "https://dl.k8s.io"
     """Where `release/vVERSION/bin/linux/ARCHITECTURE/kubelet` is."""
+    crictl_version: Version | Literal[""] = ""
+    """The version of `crictl`, from cri-tools."""
+    cni_plugins_version: Version | Literal[""] = ""
+    """The version of the standard CNI plugins. They replace the image's in `containerd.cni_binaries`."""
+    github_mirror: Url = "https://github.com"
+    """Where `kubernetes-sigs/cri-tools` and `containernetworking/plugins` are, with the archives of their releases, for
+    `crictl` and the CNI plugins."""
     bundle: AbsolutePath | Literal[""] = ""
-    """A directory with the same files by their base names, used instead of `mirror` (hosts without a network)."""
-    sha256: dict[Literal["kubelet", "kubectl"], Sha256]
-    """The files' SHA-256 digests."""
+    """A directory with the same files by their base names, used instead of the mirrors (hosts without a network)."""
+    sha256: dict[Literal["kubelet", "kubectl", "crictl", "cni_plugins"], Sha256]
+    """The SHA-256 digests of the files to fetch: of the programs `kubelet` and `kubectl`, and of the archives with
+    `crictl` and `cni_plugins`. Only these are fetched."""
+
+    @model_validator(mode="after")
+    def _versions(self) -> Self:
+        for name in self.sha256:
+            key = f"{name}_version" if name in ARCHIVES else "version"
+            if not getattr(self, key):
+                raise ValueError(f"{key} is missing: which version of {name} has the digest sha256.{name}?")
+        for name in ARCHIVES:
+            if getattr(self, f"{name}_version") and name not in self.sha256:
+                raise ValueError(f"sha256.{name} is missing: which digest has {name} of {name}_version?")
+        return self
 
 
 class KubeletSettings(NodeModel):

@@ -2,7 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, TypeAlias
+
+Archive: TypeAlias = Literal["", "program", "programs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +23,16 @@ class NodeImage:
 
 @dataclass(frozen=True, slots=True)
 class NodeBinary:
-    """A program that is put into the root file system before the machine's first start."""
+    """A program, or an archive of some, that is put into the root file system before the machine's first start."""
 
     name: str
     source: str
     """A URL, or an absolute path of an offline bundle."""
     sha256: str
     path: str
-    """In the machine."""
+    """In the machine. Of an archive of several programs: their directory."""
+    archive: Archive = ""
+    """Whether the file is a tar archive, compressed by gzip: with the program `name`, or with any programs."""
 
 
 @dataclass(frozen=True, slots=True)

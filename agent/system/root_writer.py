@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from agent.system import opening
 from agent.system.copy import copy_content
@@ -46,7 +46,16 @@ class RootWriter:
 
     def write(self, path: str, content: bytes, mode: int = 0o644) -> None:
         """Replace a file atomically and durably. Missing parent directories are made with mode 0755."""
-        self._replace(path, mode, lambda writing: _write_all(writing, content))
+        self.stream(path, (content,), mode)
+
+    def stream(self, path: str, chunks: Iterable[bytes], mode: int) -> None:
+        """Replace a file as `write` does, by content that comes in chunks. What the iterable raises changes nothing."""
+
+        def fill(writing: int) -> None:
+            for chunk in chunks:
+                _write_all(writing, chunk)
+
+        self._replace(path, mode, fill)
 
     def copy(self, source: str, path: str, mode: int) -> None:
         """Replace a file by a copy of a file on the host, which only root may be able to write."""

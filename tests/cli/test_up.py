@@ -1,8 +1,10 @@
 """From a bare host to a node and back: `up`, what it does when it is repeated, and `reset`."""
 
+import gzip
 import hashlib
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,7 @@ from agent.model.paths import (
     unit_drop_in,
 )
 from tests.cli.doctor.test_doctor import answer_of_libcuda
+from tests.fakes.archives import entry, packed
 from tests.fakes.gpu_host import MACHINE, UNITS
 from tests.fakes.node_host import DIGEST, NODE, SYSCTLS, NodeHost, node_host, node_reconciler, wanted
 
@@ -112,6 +115,22 @@ def test_the_machine_has_a_list_of_what_was_put_into_it(host: NodeHost) -> None:
     assert isinstance(record, NodeRecord)
     assert {path: each for path, (each, _) in listed.items()} == record.binaries | record.files
     assert all(host.identity(f"{root}{path}").size == size for path, (_, size) in listed.items())
+
+
+def test_crictl_and_network_plugins_of_a_bundle(host: NodeHost) -> None:
+    """The list has crictl alone: network plugins replace CNI plugins by their own."""
+    archive = gzip.compress(packed(entry("crictl"), content=b"a tool"))
+    digest = hashlib.sha256(archive).hexdigest()
+    versions = {"crictl_version": "1.36.0", "cni_plugins_version": "1.9.1"}
+    binaries = {**versions, "bundle": "/srv", "sha256": {"crictl": digest, "cni_plugins": digest}}
+    host.file("/srv/crictl-v1.36.0-linux-amd64.tar.gz", archive)
+    host.file("/srv/cni-plugins-linux-amd64-v1.9.1.tgz", archive)
+    assert run(host, binaries=binaries) == 0
+    root = machine_root(MACHINE)
+    assert host.read(f"{root}/usr/local/bin/crictl") == host.read(f"{root}/usr/lib/cni/crictl") == b"a tool"
+    listed = parse_node_files(NODE_FILES, host.read(f"{root}{NODE_FILES}"))
+    assert listed["/usr/local/bin/crictl"] == (hashlib.sha256(b"a tool").hexdigest(), len(b"a tool"))
+    assert not [path for path in listed if path.startswith("/usr/lib/cni")]
 
 
 def test_a_wrong_digest_leaves_a_host_that_can_go_on(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +224,19 @@ def test_another_api_server_needs_a_rebuild(host: NodeHost, capsys: pytest.Captu
     assert run(host) == 0
     assert run(host, server="https://192.0.2.2:6443") == 0
     assert "was made with other settings: server; run `unbounded-agent up --rebuild" in capsys.readouterr().err
+
+
+def test_a_record_of_an_older_release_lacks_newer_settings(host: NodeHost, capsys: pytest.CaptureFixture[str]) -> None:
+    host.file("/srv/kubelet", b"a program")
+    sha256 = {"kubelet": hashlib.sha256(b"a program").hexdigest()}
+    binaries = {"version": "1.36.3", "bundle": "/srv", "sha256": sha256}
+    assert run(host, binaries=binaries) == 0
+    record = NODE_RECORDS.read(record_paths(MACHINE), host)
+    assert isinstance(record, NodeRecord)
+    older = {key: value for key, value in record.settings.items() if not key.endswith("_version")}
+    NODE_RECORDS.write(record_paths(MACHINE), replace(record, settings=older), host)
+    assert run(host, binaries=binaries) == 0
+    assert "was made with other settings" not in capsys.readouterr().err
 
 
 def test_a_deleted_machine_is_noticed_and_made_again(host: NodeHost) -> None:

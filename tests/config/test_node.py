@@ -71,6 +71,20 @@ def test_errors_name_the_key(tmp_path: Path, key: str, value: str, message: str)
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("binaries", "message"),
+    [
+        (f'sha256.kubelet = "{"a1" * 32}"', "binaries: version is missing: which version of kubelet"),
+        (f'sha256.crictl = "{"a1" * 32}"', "binaries: crictl_version is missing: which version of crictl"),
+        ('cni_plugins_version = "1.9.1"\nsha256 = {}', "binaries: sha256.cni_plugins is missing"),
+        ('version = "1.36"\nsha256 = {}', "binaries.version: "),
+    ],
+)
+def test_a_version_and_a_digest_belong_together(tmp_path: Path, binaries: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"machines.gpu.node.{message}"):
+        settings(tmp_path, tables=f"[machines.gpu.node.binaries]\n{binaries}\n")
+
+
 @pytest.mark.parametrize("value", ["abcdef.0123456789abcdef", "s3cret token"])
 def test_a_token_in_the_place_of_a_path_is_not_repeated(tmp_path: Path, value: str) -> None:
     with pytest.raises(ConfigError) as caught:

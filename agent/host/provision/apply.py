@@ -42,6 +42,7 @@ from agent.host.reconcile import BUSY
 from agent.host.state.locks import locked
 from agent.model.errors import AgentError, ApplyError
 from agent.model.network import Chains
+from agent.model.node import NodeBinary
 from agent.model.node_files import render_node_files
 from agent.model.paths import (
     AS_FOUND,
@@ -177,13 +178,27 @@ def perform(action: Action, tools: Tools, progress: Progress = lambda _: None) -
 
 def _fill(action: FillRoot, system: System) -> None:
     writer = RootWriter(system.place(action.staged))
+    listed: dict[str, tuple[str, int]] = {}
     for binary in action.binaries:
-        writer.copy(system.place(cached(binary, BINARIES)), binary.path, 0o755)
+        listed |= _put(binary, writer, system)
     for file in action.files:
         writer.write(file.path, file.content, file.mode)
-    listed = {each.path: (each.sha256, system.identity(cached(each, BINARIES)).size) for each in action.binaries}
     listed |= {each.path: (hashlib.sha256(each.content).hexdigest(), len(each.content)) for each in action.files}
     writer.write(NODE_FILES, render_node_files(listed))
+
+
+def _put(binary: NodeBinary, writer: RootWriter, system: System) -> dict[str, tuple[str, int]]:
+    """Put what was fetched into a root file system. Return digests and sizes of what should stay as it is, by path."""
+    path = cached(binary, BINARIES)
+    if not binary.archive:
+        writer.copy(system.place(path), binary.path, 0o755)
+        return {binary.path: (binary.sha256, system.identity(path).size)}
+    # Loaded where it is used: most images have these programs.
+    from agent.host.provision.archives import put_programs
+
+    programs = put_programs(binary, system.place(path), writer)
+    # Network plugins put their own editions of the CNI plugins into that directory.
+    return programs if binary.archive == "program" else {}
 
 
 def _publish(action: PublishRoot, system: System) -> None:

@@ -1,4 +1,4 @@
-"""Kubernetes' programs, from a mirror or an offline bundle. Only the configured digest says which file is right.
+"""A node's programs, from a mirror or an offline bundle. Only the configured digest says which file is right.
 
 A cache has verified files under their digests, so a node that is made again needs no network for them.
 """
@@ -12,9 +12,9 @@ import urllib.error
 from collections.abc import Iterable, Iterator
 from typing import BinaryIO, Literal
 
-from agent.config.node import BinariesSettings
+from agent.config.node import NodeSettings
 from agent.model.errors import ApplyError
-from agent.model.node import NodeBinary
+from agent.model.node import Archive, NodeBinary
 from agent.system import opening
 from agent.system.deadlines import bounded
 from agent.system.download import open_url
@@ -22,6 +22,9 @@ from agent.system.files import System, remains
 
 DIRECTORY = "/usr/local/bin"
 """In the machine."""
+CRICTL = "kubernetes-sigs/cri-tools/releases/download/v{version}/crictl-v{version}-linux-{architecture}.tar.gz"
+CNI_PLUGINS = "containernetworking/plugins/releases/download/v{version}/cni-plugins-linux-{architecture}-v{version}.tgz"
+"""Archives on GitHub."""
 CHUNK = 1 << 20
 SILENCE_LIMIT = 30.0
 """Seconds without any byte."""
@@ -31,15 +34,37 @@ SIZE_LIMIT = 1 << 30
 """Bytes; the kubelet of 2026 has 60 million. A mirror must not fill the disk before the digest is known."""
 
 
-def wanted_binaries(settings: BinariesSettings | None, architecture: str) -> tuple[NodeBinary, ...]:
+def wanted_binaries(node: NodeSettings, architecture: str) -> tuple[NodeBinary, ...]:
     """Return the programs that are put into a root file system, for Go's name of an architecture."""
+    settings = node.binaries
     if settings is None:
         return ()
-    release = f"{settings.mirror.rstrip('/')}/release/v{settings.version}/bin/linux/{architecture}"
-    return tuple(
-        NodeBinary(name, f"{settings.bundle or release}/{name}", digest, f"{DIRECTORY}/{name}")
-        for name, digest in sorted(settings.sha256.items())
-    )
+    kubernetes, github = settings.mirror.rstrip("/"), settings.github_mirror.rstrip("/")
+
+    def wanted(name: str, digest: str) -> NodeBinary:
+        path = f"{DIRECTORY}/{name}"
+        archive: Archive = ""
+        match name:
+            case "crictl":
+                release = CRICTL.format(version=settings.crictl_version, architecture=architecture)
+                source, archive = f"{github}/{release}", "program"
+            case "cni_plugins":
+                release = CNI_PLUGINS.format(version=settings.cni_plugins_version, architecture=architecture)
+                source, archive, path = f"{github}/{release}", "programs", node.containerd.cni_binaries
+            case _:
+                source = f"{kubernetes}/release/v{settings.version}/bin/linux/{architecture}/{name}"
+        if settings.bundle:
+            source = f"{settings.bundle}/{source.rpartition('/')[2]}"
+        return NodeBinary(name, source, digest, path, archive)
+
+    return tuple(wanted(*each) for each in sorted(settings.sha256.items()))
+
+
+def settings_of(binary: NodeBinary) -> str:
+    """Return the names of the settings that say which file is fetched, for a hint."""
+    if binary.archive:
+        return f"binaries.{binary.name}_version or binaries.github_mirror"
+    return "binaries.version or binaries.mirror"
 
 
 def cached(binary: NodeBinary, directory: str) -> str:
@@ -126,7 +151,7 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
         error.close()
         raise ApplyError(
             f"{binary.source}: {error.code} {error.reason}",
-            "correct binaries.version or binaries.mirror, or use binaries.bundle",
+            f"correct {settings_of(binary)}, or use binaries.bundle",
         ) from error
     except urllib.error.URLError as error:
         raise _unreachable(binary, str(error.reason)) from error
@@ -135,7 +160,8 @@ def _answer(binary: NodeBinary, method: Literal["GET", "HEAD"]) -> Iterator[http
 
 
 def _unreachable(binary: NodeBinary, why: str) -> ApplyError:
-    return ApplyError(f"{binary.source}: {why}", "check the network to the mirror, or set binaries.mirror or .bundle")
+    mirror = settings_of(binary).rpartition(" ")[2]
+    return ApplyError(f"{binary.source}: {why}", f"check the network to the mirror, or set {mirror} or .bundle")
 
 
 def _chunks(source: BinaryIO | http.client.HTTPResponse) -> Iterator[bytes]:
@@ -150,7 +176,7 @@ def _copied(what: str, chunks: Iterable[bytes], file: BinaryIO | None) -> str:
         size += len(chunk)
         if size > SIZE_LIMIT:
             raise ApplyError(
-                f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check binaries.mirror and binaries.bundle"
+                f"{what} has more than {SIZE_LIMIT >> 20} MiB", "check the mirror, or the files of binaries.bundle"
             )
         if time.monotonic() > deadline:
             raise ApplyError(

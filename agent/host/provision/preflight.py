@@ -5,10 +5,10 @@ Each check returns a sentence if all is well, and otherwise a Problem. All check
 
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from agent.config.node import BinariesSettings, NodeSettings
+from agent.config.node import NodeSettings
 from agent.host.provision.binaries import look
 from agent.host.provision.image import UNPACKED
 from agent.host.provision.secrets import read_token
@@ -186,11 +186,11 @@ def _judge(answer: Answer, token: str, where: str) -> Iterable[Check]:
             yield Check("clock", "the clocks of host and API server agree")
 
 
-def check_binaries(binaries: Iterable[NodeBinary], settings: BinariesSettings, system: System) -> str:
+def check_binaries(binaries: Sequence[NodeBinary], system: System) -> str:
     """Check that the programs are where they will be fetched from. Their digests are verified when they are fetched.
 
     Raises ApplyError or OSError.
     """
     for binary in binaries:
         look(binary, system)
-    return f"Kubernetes {settings.version} can be fetched"
+    return f"can be fetched: {', '.join(binary.source.rpartition('/')[2] for binary in binaries)}"

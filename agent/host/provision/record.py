@@ -17,11 +17,16 @@ NOT_IN_ROOT = (
     "image.mirror",
     "image.signature_policy",
     "binaries.mirror",
+    "binaries.github_mirror",
     "binaries.bundle",
 )
 """Settings that decide how a node is made, but not what is in it: a change of them needs no rebuild."""
 HOST_SETTINGS = "host."
 """The prefix of settings that are applied to the host, which needs no rebuild either."""
+
+
+UNSET = json.dumps("")
+"""A record of an older release lacks newer settings, which are empty unless somebody sets them."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class NodeRecord:
     inode: int
     """Of the root directory. A directory with another one was not made by `up`."""
     binaries: dict[str, str]
-    """SHA-256 digests by path in the machine."""
+    """SHA-256 digests by path in the machine: of programs, or of the archive of a directory's."""
     files: dict[str, str]
     """SHA-256 digests by path in the machine."""
     settings: dict[str, str]
@@ -76,7 +81,7 @@ def settings_of_root(settings: NodeSettings) -> dict[str, str]:
 def changed_settings(record: NodeRecord, settings: NodeSettings) -> tuple[str, ...]:
     """Return the keys of settings that differ from those that the node was made with."""
     wanted, made = settings_of_root(settings), record.settings
-    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key) != made.get(key)))
+    return tuple(sorted(key for key in {*wanted, *made} if wanted.get(key, UNSET) != made.get(key, UNSET)))
 
 
 def _flat(prefix: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:

@@ -130,7 +130,7 @@ class Provisioner:
         assert node.image, "the checks passed"
         inputs = replace(node_inputs(node.machine, self.config, self.system), labels=node.labels)
         files = node_files(node.machine, node.settings, inputs)
-        binaries = wanted_binaries(node.settings.binaries, node.image.architecture)
+        binaries = wanted_binaries(node.settings, node.image.architecture)
         record = make_record(node.settings, inputs.name, node.image, binaries, files)
         goal = RootGoal(node.image, binaries, files, record, node.settings.bootstrap_token)
         steps = plan_root(goal, node.facts)
@@ -190,10 +190,8 @@ class Provisioner:
             return f"the node is {inputs.name}"
 
         checks.append(checked("node", complete, name))
-        if settings.binaries and image:
-            binaries = wanted_binaries(settings.binaries, image[0].architecture)
-            look = (binaries, settings.binaries, self.system)
-            checks.append(checked("binaries", lambda: preflight.check_binaries(*look), name))
+        if image and (binaries := wanted_binaries(settings, image[0].architecture)):
+            checks.append(checked("binaries", lambda: preflight.check_binaries(binaries, self.system), name))
         labels = gpu_labels(_grants(name, planned), facts, self.system) if settings.kubelet.gpu_labels else {}
         return replace(work, checks=tuple(checks), image=image[0] if image else None, labels=labels)
 

@@ -6,11 +6,11 @@ from http.server import BaseHTTPRequestHandler
 
 import pytest
 
-from agent.config.node import BinariesSettings
 from agent.host.provision.binaries import fetch, look, wanted_binaries
 from agent.model.errors import ApplyError
 from agent.model.node import NodeBinary
 from tests.fakes.host import Host
+from tests.fakes.node_settings import node_settings
 from tests.fakes.web_server import serving
 
 PROGRAM = b"\x7fELF kubelet" * 200_000
@@ -57,13 +57,29 @@ def program(source: str, digest: str = DIGEST) -> NodeBinary:
 
 
 def test_where_programs_come_from() -> None:
-    settings = BinariesSettings(version="1.36.3", sha256={"kubelet": DIGEST, "kubectl": "0" * 64})
-    kubectl, kubelet = wanted_binaries(settings, "arm64")
+    binaries = {"version": "1.36.3", "sha256": {"kubelet": DIGEST, "kubectl": "0" * 64}}
+    kubectl, kubelet = wanted_binaries(node_settings(binaries=binaries), "arm64")
     assert kubelet == program("https://dl.k8s.io/release/v1.36.3/bin/linux/arm64/kubelet")
     assert (kubectl.name, kubectl.path, kubectl.sha256) == ("kubectl", "/usr/local/bin/kubectl", "0" * 64)
-    bundle = settings.model_copy(update={"bundle": "/media/usb"})
+    bundle = node_settings(binaries={**binaries, "bundle": "/media/usb"})
     assert wanted_binaries(bundle, "arm64")[1].source == "/media/usb/kubelet"
-    assert wanted_binaries(None, "amd64") == ()
+    assert wanted_binaries(node_settings(), "amd64") == ()
+
+
+def test_where_archives_come_from() -> None:
+    """As the projects name their releases' files."""
+    versions = {"crictl_version": "1.36.0", "cni_plugins_version": "1.9.1"}
+    binaries = {**versions, "sha256": {"crictl": DIGEST, "cni_plugins": "0" * 64}}
+    plugins, crictl = wanted_binaries(node_settings(binaries=binaries), "arm64")
+    tools = "https://github.com/kubernetes-sigs/cri-tools/releases/download/v1.36.0/crictl-v1.36.0-linux-arm64.tar.gz"
+    assert crictl == NodeBinary("crictl", tools, DIGEST, "/usr/local/bin/crictl", "program")
+    cni = "https://github.com/containernetworking/plugins/releases/download/v1.9.1/cni-plugins-linux-arm64-v1.9.1.tgz"
+    assert plugins == NodeBinary("cni_plugins", cni, "0" * 64, "/usr/lib/cni", "programs")
+    bundle = {**binaries, "bundle": "/media/usb"}
+    there = node_settings(binaries=bundle, containerd={"cni_binaries": "/opt/cni/bin"})
+    plugins, crictl = wanted_binaries(there, "amd64")
+    assert crictl.source == "/media/usb/crictl-v1.36.0-linux-amd64.tar.gz"
+    assert (plugins.source, plugins.path) == ("/media/usb/cni-plugins-linux-amd64-v1.9.1.tgz", "/opt/cni/bin")
 
 
 @pytest.mark.parametrize("name", ["kubelet", "moved"])
@@ -121,6 +137,9 @@ def test_a_look_fetches_nothing(host: Host, mirror: str) -> None:
     for name in ("kubelet", "moved"):
         look(program(f"{mirror}/{name}"), host)
     assert Mirror.asked == ["HEAD /kubelet", "HEAD /moved", "HEAD /kubelet"]
+    archive = NodeBinary("crictl", f"{mirror}/nothing", DIGEST, "/usr/local/bin/crictl", "program")
+    with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.crictl_version or binaries.github_mirror"):
+        look(archive, host)
     with pytest.raises(ApplyError, match=r"404 Not Found .*binaries.version"):
         look(program(f"{mirror}/nothing"), host)
     with pytest.raises(ApplyError, match=r"refused .*network to the mirror"):

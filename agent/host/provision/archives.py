@@ -1,0 +1,100 @@
+"""Puts the programs of an archive into a root file system: crictl, and the standard CNI plugins.
+
+The archives are those of the projects' releases: tar with gzip, and the programs at the top. Nothing is unpacked on the
+host, and an archive decides only the programs' contents, and the names of CNI plugins in their own directory.
+"""
+
+import gzip
+import hashlib
+import re
+import tarfile
+import zlib
+from collections.abc import Iterator
+from typing import IO, BinaryIO, cast
+
+from agent.host.provision.binaries import CHUNK, settings_of
+from agent.model.errors import ApplyError
+from agent.model.node import NodeBinary
+from agent.system import opening
+from agent.system.root_writer import RootWriter
+
+NAME = re.compile(r"(?:\./)?([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
+"""A program at the top of an archive; with `./` where tar packed a directory. Others are left out."""
+UNPACKED_LIMIT = 1 << 30
+"""Bytes. The CNI plugins of 2026 have 90 million, crictl 40 million."""
+ENTRIES_LIMIT = 1000
+DESCRIPTION_LIMIT = 1 << 16
+"""Bytes before an entry's content, in which its long name, times and the like are."""
+DAMAGED = (tarfile.TarError, zlib.error, gzip.BadGzipFile, EOFError, ArithmeticError, RecursionError, ValueError)
+
+
+class _Metered:
+    """What is left of an archive, of which the library may read only `allowance` bytes at present.
+
+    It keeps in memory what describes an entry, however long that is.
+    """
+
+    def __init__(self, content: gzip.GzipFile) -> None:
+        self._content = content
+        self.allowance = DESCRIPTION_LIMIT
+
+    def read(self, size: int) -> bytes:
+        self.allowance -= size
+        if self.allowance < 0:
+            raise tarfile.ReadError(f"more than {DESCRIPTION_LIMIT >> 10} KiB describe an entry")
+        return self._content.read(size)
+
+
+def put_programs(binary: NodeBinary, path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
+    """Write the programs of the archive at `path` on the host, and return digests and sizes by path in the root.
+
+    Raises ApplyError for an archive without the programs, and OSError.
+    """
+    found: dict[str, tuple[str, int]] = {}
+    try:
+        with opening.plain(path) as file, gzip.GzipFile(fileobj=file) as content:
+            for name, program in _programs(content):
+                if binary.archive == "programs":
+                    found |= _put(program, f"{binary.path}/{name}", writer)
+                elif name == binary.name:
+                    found |= _put(program, binary.path, writer)
+    except DAMAGED as error:
+        raise ApplyError(f"{binary.source}: not an archive that can be used: {error}", _hint(binary)) from error
+    if not found:
+        what = "no programs" if binary.archive == "programs" else f"no program {binary.name}"
+        raise ApplyError(f"{binary.source} has {what} at its top", _hint(binary))
+    return found
+
+
+def _programs(content: gzip.GzipFile) -> Iterator[tuple[str, IO[bytes]]]:
+    """Yield the names and contents of the programs. Each must be read before the next one."""
+    size, metered = 0, _Metered(content)
+    # As a stream: it is read once, whatever its entries say.
+    with tarfile.open(fileobj=cast(BinaryIO, metered), mode="r|") as archive:
+        for number, entry in enumerate(archive):
+            size += entry.size
+            if entry.size < 0 or size > UNPACKED_LIMIT or number >= ENTRIES_LIMIT:
+                raise tarfile.ReadError(f"more than {UNPACKED_LIMIT >> 20} MiB, or more than {ENTRIES_LIMIT} entries")
+            metered.allowance = entry.size + DESCRIPTION_LIMIT
+            name = NAME.fullmatch(entry.name)
+            program = archive.extractfile(entry) if name and entry.isreg() and entry.mode & 0o111 else None
+            if name and program:
+                yield name[1], program
+
+
+def _put(program: IO[bytes], path: str, writer: RootWriter) -> dict[str, tuple[str, int]]:
+    digest, size = hashlib.sha256(), 0
+
+    def chunks() -> Iterator[bytes]:
+        nonlocal size
+        while chunk := program.read(CHUNK):
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+
+    writer.stream(path, chunks(), 0o755)
+    return {path: (digest.hexdigest(), size)}
+
+
+def _hint(binary: NodeBinary) -> str:
+    return f"take the archive of the project's release; correct {settings_of(binary)}, and sha256.{binary.name}"
