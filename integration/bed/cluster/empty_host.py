@@ -18,11 +18,12 @@ from typing import Any
 
 import yaml
 
-from integration.bed import wheels
+from integration.bed import debian, wheels
 from integration.bed.cache import step
 from integration.bed.cluster.cluster import RESOURCE, ClusterError, manifest, pod
 from integration.bed.cluster.control_plane import ControlPlane, free_ports
 from integration.bed.cluster.kubernetes import KUBERNETES, MODULE
+from integration.bed.drivers.host_roots import PYTHON
 from integration.bed.lifetime import Lifetime
 from integration.bed.machine.machine_image import CONTAINERFILE, empty_disk, machine_image
 from integration.bed.machine.node import MACHINE
@@ -84,9 +85,9 @@ class Mirror(Lifetime):
 class EmptyHost(Lifetime):
     """The host, with the agent installed and configured, and its surroundings; `nodes` may join."""
 
-    def __init__(self, *nodes: str, memory_mib: int = 4096) -> None:
+    def __init__(self, *nodes: str, memory_mib: int = 4096, suite: str = debian.SUITE) -> None:
         self._nodes = nodes or (NODE,)
-        self._memory_mib = memory_mib
+        self._memory_mib, self._suite = memory_mib, suite
         self._stack = ExitStack()
         (self.kubelet_port,) = free_ports(1)
 
@@ -94,7 +95,7 @@ class EmptyHost(Lifetime):
         """Start everything; `unbounded-agent up` is the next step."""
         enter = self._stack.enter_context
         # Builds come first: the virtual machine would slow them.
-        image = host_image(wheels.dependencies())
+        image = host_image(wheels.dependencies(PYTHON[self._suite]), suite=self._suite)
         self.control_plane = enter(ControlPlane(self._nodes))
         self.mirror = enter(Mirror(self.control_plane.binaries))
         self.registry, self.pod_registry = enter(Registry(login=True)), enter(Registry(tls=False))

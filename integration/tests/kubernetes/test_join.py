@@ -32,9 +32,9 @@ sysctl vm.overcommit_memory vm.panic_on_oom kernel.panic kernel.panic_on_oops ke
 """Prints what `up` changes on a host, and what its node's pods do. systemd-nspawn's own lock and mount stay."""
 
 
-@pytest.fixture(scope="module")
-def empty_host() -> Iterator[EmptyHost]:
-    with EmptyHost() as host:
+@pytest.fixture(scope="module", params=["trixie", pytest.param("bookworm", marks=pytest.mark.exhaustive)])
+def empty_host(request: pytest.FixtureRequest) -> Iterator[EmptyHost]:
+    with EmptyHost(suite=request.param) as host:
         yield host
 
 
