@@ -57,6 +57,11 @@ def test_an_incomplete_run_makes_no_table(tmp_path: Path, outcome: str, expected
         table(path)
 
 
+def test_a_host_that_may_fail_is_in_the_table_only_if_it_passed(tmp_path: Path) -> None:
+    failed = case("test_hosts", "b", ("host", "testing"), outcome='<skipped type="pytest.xfail" message="x"/>')
+    assert "testing" not in table(results(tmp_path, case("test_pods", "a", ("runc", "1.1")), failed))
+
+
 def test_a_run_that_says_nothing_makes_no_table(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no test says"):
         table(results(tmp_path, case("test_pods", "a")))
