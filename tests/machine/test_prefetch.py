@@ -3,6 +3,7 @@
 import json
 import os
 import select
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -136,10 +137,15 @@ def test_the_run_uses_the_command_that_was_started(tmp_path: Path) -> None:
 
 
 def test_the_head_start_loads_few_modules() -> None:
-    """Loading delays the generator's start."""
-    code = "import sys, agent.machine.prefetch; print(*sys.modules)"
-    # -I -S: modules that the environment's .pth files load at every start do not count.
-    repository = str(Path(__file__).parents[2])
-    argv = [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.append({repository!r}); {code}"]
-    loaded = set(subprocess.run(argv, capture_output=True, text=True, check=True).stdout.split())
-    assert not loaded & {"dataclasses", "inspect", "tomllib", "shutil", "tempfile", "typing", "agent.model.handoff"}
+    """Loading delays the generator's start. runpy is what `python3 -m` loads."""
+    repository = Path(__file__).parents[2]
+    unit = (repository / "systemd/machine/unbounded-agent-gpu.service").read_text()
+    command = shlex.split(next(line for line in unit.splitlines() if line.startswith("ExecStart=")))
+    assert command[-1].endswith("; sys.exit(main())")
+    code = command[-1].replace("sys.exit(main())", "print(*sys.modules)")
+    argv = [sys.executable, *command[1:-1], code]
+    finished = subprocess.run(argv, env={"PYTHONPATH": str(repository)}, capture_output=True, text=True, check=True)
+    loaded = set(finished.stdout.split())
+    assert "agent.machine.prefetch" in loaded
+    heavy = {"dataclasses", "inspect", "runpy", "shutil", "site", "tempfile", "tomllib", "typing"}
+    assert not loaded & {*heavy, "agent.model.handoff"}
