@@ -55,7 +55,7 @@ Count = Annotated[int, Field(strict=True, ge=0, lt=2**31)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class _Condition(_Model):
@@ -67,7 +67,7 @@ class _Condition(_Model):
 
 class _Document(_Model):
     # Unknown keys, which a newer machine half may write, are ignored. Only the size of the whole report limits them.
-    model_config = ConfigDict(extra="ignore", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True, defer_build=True)
 
     version: Annotated[int, Field(strict=True, ge=1, le=1)]
     generation: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{0,64}$")]

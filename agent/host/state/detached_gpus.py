@@ -21,7 +21,7 @@ from agent.system.files import System
 
 
 class _Note(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", defer_build=True)
 
     device: int
     draining: bool

@@ -13,7 +13,7 @@ from agent.host.state.record import Record
 from agent.model.facts import Library, StagedRoot
 
 
-class _File(BaseModel):
+class _File(BaseModel, defer_build=True):
     target: Annotated[str, Field(min_length=1)]
     source: str
     link: str
@@ -23,7 +23,7 @@ class _File(BaseModel):
     text: str = ""
 
 
-class _Manifest(BaseModel):
+class _Manifest(BaseModel, defer_build=True):
     index: Annotated[int, Field(ge=0)]
     vendor: str
     driver_version: str
@@ -31,7 +31,7 @@ class _Manifest(BaseModel):
     files: list[_File]
 
 
-class _Handed(BaseModel):
+class _Handed(BaseModel, defer_build=True):
     indices: list[Annotated[int, Field(ge=0)]]
 
 

@@ -15,7 +15,7 @@ from agent.model.paths import GPU_FAULTS
 from agent.system.files import System
 
 
-class _Fault(BaseModel):
+class _Fault(BaseModel, defer_build=True):
     reason: str
     meaning: str
     since: float

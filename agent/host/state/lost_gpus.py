@@ -12,12 +12,12 @@ from agent.model.paths import KERNEL_LOG_READ, LOST_GPUS
 from agent.system.files import System
 
 
-class _Lost(BaseModel):
+class _Lost(BaseModel, defer_build=True):
     why: str
     binding: int
 
 
-class LogRead(BaseModel):
+class LogRead(BaseModel, defer_build=True):
     """How far the kernel log was read, and to which drivers GPUs were bound at that time."""
 
     sequence: int

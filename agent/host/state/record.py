@@ -22,14 +22,15 @@ class Record(Generic[T]):
     def __init__(self, kind: type[T], *versions: int, advice: str = "") -> None:
         """Define the format.
 
-        `kind` is T. `versions` are the versions that can be read; the first of them is written. If there are none, the
-        file has no key `version`. `advice` is added to messages about a damaged file.
+        `kind` is T. Its models have `defer_build`: no command needs all formats. `versions` are the versions that can
+        be read; the first of them is written. If there are none, the file has no key `version`. `advice` is added to
+        messages about a damaged file.
         """
         self._kind, self._versions, self._advice = kind, versions, advice
 
     @cached_property
     def _adapter(self) -> TypeAdapter[T]:
-        # Made at first use: it takes about a millisecond, and no command needs all formats.
+        # Made at first use, which takes about a millisecond.
         return TypeAdapter(self._kind)
 
     def render(self, value: T) -> bytes:
