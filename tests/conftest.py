@@ -1,5 +1,7 @@
 """Fixtures that several test modules share."""
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,19 @@ from tests.fakes.host import Host
 # Hypothesis's time limit for one example fails on a busy machine, and says nothing about the code.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def never_wait_for_the_disk() -> Iterator[None]:
+    """A first pass syncs 150 times, and each time the disk writes what virtual machines next to the tests have written.
+
+    What is synced, and when, is checked by tests/host/test_power_loss.py.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            # Like the real call, this fails for a descriptor that is not open.
+            patch.setattr(os, name, os.fstat)
+        yield
 
 
 @pytest.fixture
