@@ -17,7 +17,7 @@ from pathlib import Path
 
 from integration.bed.cache import step
 from integration.bed.cluster.certificates import Certificates
-from integration.bed.cluster.kubernetes import kubernetes
+from integration.bed.cluster.kubernetes import RELEASE, kubernetes
 from integration.bed.lifetime import Lifetime
 from integration.bed.process import Argument, CommandError, run
 from integration.bed.run_directory import run_directory
@@ -56,14 +56,15 @@ class ControlPlane(Lifetime):
     """A control plane; kubelets may register under the names in `nodes`.
 
     Without `controllers`, the scheduler does not run either, and a Node changes only when somebody writes it.
+    `release` is one that integration.bed.cluster.kubernetes builds.
     """
 
-    def __init__(self, nodes: Iterable[str], *, controllers: bool = True) -> None:
+    def __init__(self, nodes: Iterable[str], *, controllers: bool = True, release: str = RELEASE) -> None:
         self._controllers = controllers
         self.directory = run_directory("control-plane")
         self.nodes = tuple(nodes)
         self.port, self._etcd, self._etcd_peers = free_ports(3)
-        self.binaries = kubernetes()
+        self.binaries = kubernetes(release)
         self._groups = {ADMIN: "system:masters", CONTROLLER_MANAGER: "", SCHEDULER: ""}
         self._groups |= {node_user(node): "system:nodes" for node in self.nodes}
         self._tokens = {user: secrets.token_hex(16) for user in self._groups}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from agent.cli.kube import DIRECTORY
 from integration.bed.cluster.control_plane import ControlPlane
+from integration.bed.cluster.kubernetes import RELEASE
 from integration.bed.cluster.stand_in_kubelet import StandInKubelet, listed, until
 from integration.bed.machine.dra_namespace import KUBECONFIG, DraNamespace
 from tests.fakes.dra_machine import GPUS, NODE, DraMachine
@@ -26,10 +27,11 @@ class Offering:
 
 
 @contextmanager
-def offering() -> Iterator[Offering]:
-    """Run a control plane and the service of one node."""
+def offering(release: str = RELEASE) -> Iterator[Offering]:
+    """Run a control plane of this release (see ControlPlane) and the service of one node."""
     # The usual temporary paths are longer than a socket's path may be.
-    with ControlPlane((NODE,)) as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
+    control_plane = ControlPlane((NODE,), release=release)
+    with control_plane as cluster, tempfile.TemporaryDirectory(prefix="dra-") as directory:
         kubelet, machine = StandInKubelet(cluster, NODE), DraMachine(Path(directory))
         kubelet.create_node()
         cluster.kubectl("create", f"--filename={DIRECTORY}/device-class-nvidia.yaml")

@@ -1,11 +1,15 @@
-"""Kubernetes and etcd, built in the versions that integration/go/kubernetes/go.mod pins."""
+"""Kubernetes and etcd, built in the versions that the go.mod files in integration/go/kubernetes* pin."""
 
+import sys
 from pathlib import Path
 
 from integration.bed.cache import REPOSITORY, cached
 from integration.bed.tools import compile_go, pinned
 
-MODULE = REPOSITORY / "integration" / "go" / "kubernetes"
+MODULES = REPOSITORY / "integration" / "go"
+RELEASE, NEXT_RELEASE = "kubernetes", "kubernetes-1.37"
+"""Directories in MODULES: the release that clusters have, and the next one, which only exhaustive tests build."""
+MODULE = MODULES / RELEASE
 KUBERNETES = "k8s.io/kubernetes"
 PACKAGES = (
     *(
@@ -16,24 +20,27 @@ PACKAGES = (
 )
 
 
-def kubernetes() -> Path:
+def kubernetes(release: str = RELEASE) -> Path:
     """Return a directory with kubelet, kubectl, etcd and the control plane, linked statically.
 
     Without Go's build cache this takes seven minutes on two cores, so files that change often are not among the inputs.
+    `release` is RELEASE or NEXT_RELEASE.
     """
     # hack/lib/version.sh sets these variables in a release build, from the checkout; here the version is the module's.
     version = "k8s.io/component-base/version"
-    number = pinned(MODULE, KUBERNETES)
+    module = MODULES / release
+    number = pinned(module, KUBERNETES)
     major, minor, _ = number.split(".", 2)
     settings = {"gitVersion": f"v{number}", "gitMajor": major, "gitMinor": minor}
     flags = " ".join(["-s", "-w", *(f"-X {version}.{name}={value}" for name, value in settings.items())])
 
     def build(output: Path) -> None:
         for package in PACKAGES:
-            compile_go(MODULE, package, output / package.rsplit("/", 1)[1], flags)
+            compile_go(module, package, output / package.rsplit("/", 1)[1], flags)
 
-    return cached("kubernetes", [MODULE, flags, *PACKAGES], build)
+    return cached(release, [module, flags, *PACKAGES], build)
 
 
 if __name__ == "__main__":
-    print(kubernetes())
+    # Prints the directory of the release that clusters have, or of the one that is named.
+    print(kubernetes(*sys.argv[1:]))

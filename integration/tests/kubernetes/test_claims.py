@@ -21,6 +21,8 @@ from integration.bed.cluster.example_driver import DRIVER, demo
 from integration.bed.cluster.stand_in_kubelet import DriverSocket, listed, prepared, until
 from tests.fakes.dra_machine import GPUS, healthy, whole
 
+pytestmark = pytest.mark.usefixtures("record_release")
+
 NINE = (*GPUS, "0000:09:00.0")
 """The demo's pods need nine GPUs."""
 ANYTHING = [{"operator": "Exists"}]
@@ -32,8 +34,8 @@ MIG = "MIG-00000000-0000-4000-8000-000000000007"
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Offering]:
-    with offering() as node:
+def node(release: str) -> Iterator[Offering]:
+    with offering(release) as node:
         for vendor in ("amd", "intel"):
             node.cluster.kubectl("create", f"--filename={DIRECTORY}/device-class-{vendor}.yaml")
         node.cluster.kubectl("label", "namespace", "default", "resource.kubernetes.io/admin-access=true")

@@ -18,14 +18,16 @@ from agent.model.gpu_states import Effect
 from integration.bed.cluster.control_plane import ControlPlane, node_user
 from integration.bed.process import CommandError
 
+pytestmark = pytest.mark.usefixtures("record_release")
+
 NODE, OTHER = "kube1", "kube2"
 GPU = Device("gpu-1", "vendor", ("vendor.com/gpu=1",), "0000:01:00.0", taints=(Taint("a/b", "", Effect.NO_EXECUTE),))
 PREPARED = (PreparedDevice(("gpu",), NODE, "gpu-1", GPU.cdi_names),)
 
 
 @pytest.fixture(scope="module")
-def control_plane() -> Iterator[ControlPlane]:
-    with ControlPlane((NODE, OTHER), controllers=False) as control_plane:
+def control_plane(release: str) -> Iterator[ControlPlane]:
+    with ControlPlane((NODE, OTHER), controllers=False, release=release) as control_plane:
         control_plane.kubectl("create", "serviceaccount", "default")
         for name in (NODE, OTHER):
             _make(control_plane, {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}})

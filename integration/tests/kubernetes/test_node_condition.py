@@ -84,9 +84,8 @@ def look(control_plane: ControlPlane, name: str = NODE) -> tuple[dict[str, Any],
 def test_condition_is_set_updated_and_removed_and_nothing_else_is_touched(
     control_plane: ControlPlane, machine: NodeNamespace, kubeconfig: str, record_property: Record
 ) -> None:
-    record_property(
-        "Kubernetes", json.loads(control_plane.kubectl("version", "--output=json"))["serverVersion"]["gitVersion"]
-    )
+    version = json.loads(control_plane.kubectl("version", "--output=json"))["serverVersion"]["gitVersion"]
+    record_property("Kubernetes", version.removeprefix("v"))
     before, none = look(control_plane)
     other_before = look(control_plane, OTHER)
     assert none is None

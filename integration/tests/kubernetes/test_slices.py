@@ -24,14 +24,16 @@ from integration.bed.cluster.stand_in_kubelet import ROOM, DriverSocket, StandIn
 from integration.bed.process import CommandError
 from tests.fakes.dra_machine import GPUS, KUBECONFIG, NODE, DraMachine, healthy, whole
 
+pytestmark = pytest.mark.usefixtures("record_release")
+
 OTHER_NODE = "other-node"
 ANYTHING = [{"operator": "Exists"}]
 """The node has no kubelet that renews its lease, so it gets taints."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[ControlPlane]:
-    with ControlPlane((NODE, OTHER_NODE)) as control_plane:
+def cluster(release: str) -> Iterator[ControlPlane]:
+    with ControlPlane((NODE, OTHER_NODE), release=release) as control_plane:
         for node in (NODE, OTHER_NODE):
             StandInKubelet(control_plane, node).create_node(ROOM if node == NODE else {})
         for vendor in ("nvidia", "intel"):

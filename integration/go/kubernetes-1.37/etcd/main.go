@@ -1,0 +1,1 @@
+../../kubernetes/etcd/main.go
