@@ -128,3 +128,12 @@ def test_fresh_without_a_suite_prints_its_usage(arguments: tuple[str, ...]) -> N
     finished = run("integration/fresh", *arguments)
     assert finished.returncode == 2
     assert "  integration/fresh SUITE [COMMAND" in finished.stderr
+
+
+def test_the_cluster_command_explains_itself_before_anything_is_set_up(tmp_path: Path) -> None:
+    finished = run("integration/cluster", "--help", XDG_CACHE_HOME=str(tmp_path))
+    assert finished.returncode == 0
+    assert "integration/cluster up --dra " in finished.stdout
+    finished = run("integration/cluster", "down", XDG_CACHE_HOME=str(tmp_path))
+    assert finished.returncode == 2
+    assert "integration/cluster up --dra " in finished.stderr

@@ -206,11 +206,14 @@ class Cluster(Lifetime):
             time.sleep(0.5)
 
     def evidence(self) -> str:
-        """Return the cluster's pods and latest events, and the end of the kubelet's journal."""
+        """Return the cluster's pods and latest events, and the ends of the journals of kubelet and DRA driver."""
         pods = self.kubectl("get", "pods", "--all-namespaces", "-o", "wide")
         events = self.kubectl("get", "events", "--all-namespaces", "--sort-by=.lastTimestamp").splitlines()[-25:]
-        journal = self.node.run("journalctl", "--unit=kubelet", "--no-pager", "--lines=25", check=False).stdout
-        return "\n".join([pods, *events, journal])
+        journals = [
+            self.node.run("journalctl", f"--unit={unit}", "--no-pager", "--lines=25", check=False).stdout
+            for unit in ("kubelet", "unbounded-agent-dra")
+        ]
+        return "\n".join([pods, *events, *journals])
 
     def _provision(self) -> None:
         binaries = self.control_plane.binaries

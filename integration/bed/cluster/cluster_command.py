@@ -34,7 +34,7 @@ The cluster runs; its node is the machine on the SIMULATED GPU host. Try:
     integration/cluster kubectl get nodes
     integration/cluster kubectl describe node gpu-node{slices}
     integration/cluster kubectl apply -f integration/bed/cluster/manifests/gpu-test.yaml
-    integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded pod/gpu-test
+    integration/cluster kubectl wait --for=jsonpath='{.status.phase}'=Succeeded --timeout=3m pod/gpu-test
     integration/cluster kubectl logs gpu-test
     integration/cluster down
 """
