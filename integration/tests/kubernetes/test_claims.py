@@ -3,6 +3,7 @@
 The manifests are those of Kubernetes' example driver and our own examples.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 from agent.cli.kube import DIRECTORY
+from agent.dra.checkpoint import CHECKPOINT
 from agent.model.allocatable import AllocatableDevice
 from agent.model.gpu_states import GpuState, GpuStatus
 from agent.model.paths import DRA_DRIVER
@@ -231,6 +233,62 @@ def remove(node: Offering, *names: str) -> None:
     with DriverSocket(node.machine.kubelet) as driver:
         for each in mine:
             assert not driver.unprepare(each)
+
+
+@pytest.mark.exhaustive
+def test_claims_come_and_go_and_leave_nothing(node: Offering) -> None:
+    """As the robustness and stress tests of NVIDIA's driver: two claims of one pod, and one claim of four pods."""
+    offer(node, *map(whole, GPUS[:3]))
+    (slices,) = listed(node.cluster, "resourceslices")
+    sharing = [f"sharing-{number}" for number in range(4)]
+    request = {"devices": {"requests": [{"name": "gpu", "exactly": {"deviceClassName": "nvidia-gpu"}}]}}
+    for _ in range(5):
+        create(node, claim_of("ResourceClaimTemplate", "own", {"spec": request}))
+        create(node, claim_of("ResourceClaim", "common", request))
+        create(node, claiming("two", resourceClaimTemplateName="own", count=2))
+        for name in sharing:
+            create(node, claiming(name, resourceClaimName="common"))
+        given = started(node, 5)
+        (common,) = {frozenset(given[f"default/{name}"]["main"]) for name in sharing}
+        assert common | given["default/two"]["main"] == {each.cdi_names[0] for each in map(whole, GPUS[:3])}
+        users = [len(each["status"]["reservedFor"]) for each in listed(node.cluster, "resourceclaims")]
+        assert sorted(users) == [1, 1, 4]
+        remove(node, "two", *sharing)
+        node.cluster.kubectl("delete", "resourceclaims/common", "resourceclaimtemplates/own", "--wait=false")
+        until("no claim is left", lambda: not listed(node.cluster, "resourceclaims"))
+    assert listed(node.cluster, "resourceslices") == [slices]
+    assert json.loads((node.machine.tree / CHECKPOINT[1:]).read_text())["claims"] == []
+
+
+@pytest.mark.exhaustive
+def test_a_claim_that_is_gone_meanwhile(node: Offering) -> None:
+    """Before the kubelet asks for it, or later, with a kubelet that lost its files and never gives it back."""
+    offer(node, whole(GPUS[0]))
+    pod = example("claim-shared")
+    create(node, pod)
+    until("it is allocated", lambda: "allocation" in str(listed(node.cluster, "resourceclaims")))
+    (claim,) = listed(node.cluster, "resourceclaims")
+    for _ in range(2):
+        node.cluster.kubectl("delete", "pod", "gpu-shared", "--force", "--grace-period=0")
+        until("its claim is gone", lambda: not listed(node.cluster, "resourceclaims"))
+        with DriverSocket(node.machine.kubelet) as driver:
+            assert claim["metadata"]["name"] in driver.prepare(claim).error
+        create(node, pod)
+        assert list(started(node, 1)) == ["default/gpu-shared"]
+        (claim,) = listed(node.cluster, "resourceclaims")
+
+
+def claim_of(kind: str, name: str, spec: dict[str, Any]) -> str:
+    return yaml.safe_dump({"apiVersion": "resource.k8s.io/v1", "kind": kind, "metadata": {"name": name}, "spec": spec})
+
+
+def claiming(name: str, count: int = 1, **source: str) -> str:
+    """Return a pod with one container that has so many claims, from a template or one that there is."""
+    claims = [{"name": f"claim-{number}", **source} for number in range(count)]
+    wanted = [{"name": each["name"]} for each in claims]
+    container = {"name": "main", "image": "registry.invalid/none", "resources": {"claims": wanted}}
+    spec = {"containers": [container], "resourceClaims": claims}
+    return yaml.safe_dump({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec})
 
 
 def test_a_mig_instance_by_its_profile(node: Offering) -> None:
