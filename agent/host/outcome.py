@@ -25,8 +25,8 @@ class MachineOutcome:
     gpus: tuple[str, ...] = ()
     """PCI addresses of the granted GPUs."""
     pending: bool = False
-    """Another pass is needed soon: the machine was just started, its report does not answer the latest handoff yet or
-    has an Unknown condition that Ready needs, or Ready has to settle."""
+    """Another pass is needed soon, for one of these reasons: the machine was just started; its report does not answer
+    the latest handoff yet; a condition in the report that Ready needs is Unknown; Ready has not settled yet."""
     stopped: bool = False
     """The machine exists and the agent may write its settings, but it is not running."""
     startable: bool = False
@@ -34,11 +34,11 @@ class MachineOutcome:
     has_run: bool = False
     """The machine ran since the host booted, and is not running now."""
     expected: int = 0
-    """How many GPUs the settings ask for. If they ask for all, those that the machine has and those that it lost."""
+    """How many GPUs the settings ask for. If they ask for all: how many the machine has, and has lost."""
     advertised: int | None = None
     """How many of the granted GPUs the node offers to pods, according to the machine; None if that is unknown."""
     agent_version: str = ""
-    """The machine half's version, from its report; empty without one."""
+    """The machine half's version, from its report; empty without a report."""
     reported: float = 0.0
     """When the machine half last reported, in seconds since the epoch; 0 without a report."""
     lost: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class MachineOutcome:
     repairs: Mapping[Repair, int] = field(default_factory=dict)
     """Repairs by the machine half since the machine's boot, from its report; empty without a report."""
     start_settings: LiveSettings | None = None
-    """The settings that a start would use now; None if they are not the goal's, or there is no goal."""
+    """The settings that a start would use now; None if those on disk are not the goal's, or if there is no goal."""
     fault: Fault | None = None
     """An unexpected error while working on this machine."""
 
@@ -62,12 +62,12 @@ class MachineOutcome:
 
 
 def granted_to(machines: Iterable[MachineOutcome]) -> Mapping[str, tuple[str, ...]]:
-    """Return the names of the machines that have a GPU, by its PCI address."""
-    found: dict[str, tuple[str, ...]] = {}
+    """Return the names of the machines that were granted each GPU, by its PCI address."""
+    granted: dict[str, tuple[str, ...]] = {}
     for machine in machines:
         for address in machine.gpus:
-            found[address] = (*found.get(address, ()), machine.name)
-    return found
+            granted[address] = (*granted.get(address, ()), machine.name)
+    return granted
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,9 +45,9 @@ log = logging.getLogger(__name__)
 LOCK_WAIT = 10.0
 """Seconds to wait while another process makes a pass."""
 CLEANUP_INTERVAL = 600.0
-"""Seconds until the removal of a driver root is tried again after a failure. One attempt may take a minute."""
+"""Seconds between a failed attempt to remove a driver root and the next one. An attempt may take a minute."""
 STAGING_CLEANUP_INTERVAL = 60.0
-"""Seconds until the removal of other leftovers is tried again. One attempt takes at most a second."""
+"""Seconds between a failed attempt to remove other leftovers and the next one. An attempt takes at most a second."""
 BUSY = "another pass of unbounded-agent is still running"
 SYSTEMD_MINIMUM = 252
 """Debian 12's version, the oldest tested."""
@@ -66,8 +66,8 @@ class FailedCleanup:
 class Reconciler:
     """Brings a host to its goal.
 
-    Between passes, a Reconciler keeps only the parsed loader cache, the ages of records, failed removals, and the
-    faults that were logged.
+    Between passes, a Reconciler keeps only the parsed loader cache, the ages of files, failed removals, and the faults
+    that were logged.
     """
 
     config: Config
@@ -76,15 +76,15 @@ class Reconciler:
     progress: Callable[[str], None] = lambda _: None
     """Called with a sentence when a step begins, and with an empty text when a part of a step is done."""
     rejected: str = ""
-    """What is wrong with the configuration, if the last good one is in force instead; otherwise empty."""
+    """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
     loader_cache: LoaderCache = field(default_factory=LoaderCache)
     ages: Ages = field(default_factory=Ages)
     failed_cleanups: dict[Cleanup, FailedCleanup] = field(default_factory=dict)
     logged_faults: tuple[str, ...] = ()
-    """Sentences on the faults of the last pass."""
+    """The faults of the last pass, one sentence each. Their tracebacks are in the log already."""
 
     def preview(self) -> tuple[Facts, Plan, Difference]:
-        """Return facts, plan and difference without changing anything."""
+        """Return facts, plan and difference without changing anything. Raises AgentError if no pass is possible."""
         facts = without_plain(observe(self.config, self.system, self.devices, self.loader_cache, self.ages))
         self.progress("")
         if isinstance(facts.systemd_version, int) and facts.systemd_version < SYSTEMD_MINIMUM:
@@ -108,7 +108,7 @@ class Reconciler:
                 missing_nodes |= {machine.name} if answers.reports_missing_nodes(goal, report) else set()
             except Exception as error:
                 faults[machine.name] = broken = fault("read its report", error)
-                # Treat the report as broken: a report that cannot be read must not keep a permission in force.
+                # Treat the report as malformed, so that an error here does not keep permissions in force.
                 released |= {machine.name} if answers.released(machine, goal, Broken(broken.why)) else set()
         return Acknowledged(released, missing_nodes, faults)
 
@@ -135,7 +135,7 @@ class Reconciler:
         with locked(self.system, PASS_LOCK, lock_wait, BUSY):
             clear_remains(self.system, tuple(self.config.machines))
             facts, planned, difference = self.preview()
-            # Before a GPU is withdrawn, no new pod may get it.
+            # Taint GPUs before they are withdrawn: no new pod may get one of them.
             self._publish_gpu_states(facts, planned)
             applied = self._apply(planned, difference)
             if applied.done or applied.failures:
@@ -165,18 +165,18 @@ class Reconciler:
         for machine in sorted(facts.machines, key=lambda each: each.name):
             if machine.name not in self.config.machines:
                 continue
-            before, remembered = history.get(machine.name, ()), planned.goal.remembered
+            previous, remembered = history.get(machine.name, ()), planned.goal.remembered
             faulted = difference.faults.get(machine.name)
             try:
                 if faulted:
                     outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
                 elif machine.name in goals:
-                    outcome = self._evaluate(machine, goals[machine.name], facts, difference)
+                    outcome = self._outcome_of_goal(machine, goals[machine.name], facts, difference)
                 else:
-                    outcome = MachineOutcome(machine.name, self._without_goal(machine, facts, planned))
-                found = readiness.with_rejected(outcome.conditions, self.rejected)
-                found = with_unseen_machine(with_lost_gpus(found, machine.name, remembered), machine)
-                conditions = with_transitions(with_time(found, before, now), before, now)
+                    outcome = MachineOutcome(machine.name, self._conditions_without_goal(machine, facts, planned))
+                current = readiness.with_rejected(outcome.conditions, self.rejected)
+                current = with_unseen_machine(with_lost_gpus(current, machine.name, remembered), machine)
+                conditions = with_transitions(with_time(current, previous, now), previous, now)
             except Exception as error:
                 faulted = fault("evaluate its conditions", error)
                 outcome = MachineOutcome(machine.name, readiness.faulted(faulted.why))
@@ -188,12 +188,12 @@ class Reconciler:
             machines.append(replace(outcome, pending=pending, fault=faulted))
         return tuple(machines)
 
-    def _without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
+    def _conditions_without_goal(self, machine: MachineFacts, facts: Facts, planned: Plan) -> tuple[Condition, ...]:
         if machine.name in planned.held:
             return readiness.held(machine, planned.held[machine.name])
         return readiness.without_gpus(self.config.machines[machine.name], facts)
 
-    def _evaluate(
+    def _outcome_of_goal(
         self, machine: MachineFacts, goal: MachineGoal, facts: Facts, difference: Difference
     ) -> MachineOutcome:
         report, refused = read_report(machine), difference.refused.get(machine.name, "")
@@ -226,7 +226,10 @@ class Reconciler:
         return self.logged_faults
 
     def start(self, name: str) -> tuple[str, ...]:
-        """Start a machine without waiting. Return failures, one sentence each. The caller must not hold PASS_LOCK."""
+        """Start a machine, without waiting until it runs. Return failures, one sentence each.
+
+        The caller must not hold PASS_LOCK, because the start makes a pass.
+        """
         self.progress(f"start machine {name}")
         clear_report(self.system, name)
         try:
@@ -248,28 +251,30 @@ class Reconciler:
 
     def _apply(self, planned: Plan, difference: Difference) -> Applied:
         if planned.goal.machines:
-            # Machines bind this directory: they do not start if it is missing.
+            # Every machine's settings bind this directory.
             self.system.make_directory(HOST_NVIDIA)
         failures = []
         for machine in planned.goal.machines:
-            # Before the machine starts, its unit mounts a file system on the report directory.
+            # The machine's settings bind both. Before a start, its unit also mounts a file system on the second one.
             for directory in (handoff_directory(machine.name), report_directory(machine.name)):
                 try:
                     self.system.make_directory(directory)
                 except OSError as error:
                     failures.append(f"cannot create {directory}: {error.strerror}")
         now = time.monotonic()
-        wanted = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
-        waiting = {action: each for action, each in wanted if now - each.tried < _retry_after(action)}
-        due = [action for action in difference.actions if action not in tuple(waiting)]
+        old_failures = [(action, each) for action, each in self.failed_cleanups.items() if action in difference.actions]
+        postponed = {action: each for action, each in old_failures if now - each.tried < _retry_after(action)}
+        # A tuple is searched, because actions of some other types cannot be hashed.
+        due = [action for action in difference.actions if action not in tuple(postponed)]
         applied = apply(due, self.system, self.progress)
-        self.failed_cleanups = waiting | {
+        self.failed_cleanups = postponed | {
             action: FailedCleanup(now, why) for action, why in applied.failed_cleanups.items()
         }
         return replace(applied, failures=(*failures, *applied.failures))
 
 
 def _retry_after(action: Cleanup) -> float:
+    """Return the seconds between a failed attempt and the next one."""
     return STAGING_CLEANUP_INTERVAL if isinstance(action, RemoveStaleStaging) else CLEANUP_INTERVAL
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from agent.config.settings import Config
-from agent.host.observe.driver_roots import LINKED
+from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.observe.units import observe_units
 from agent.host.vendors import host_vendor
 from agent.model.facts import Absent, Broken, Facts, Seen, Unseen
@@ -123,8 +123,8 @@ def _plain_roots(facts: Facts) -> Iterator[Finding]:
     if not facts.plain_roots:
         return
     cause = "driver roots are plain directories, so root in one machine can change them for all others"
-    if LINKED in facts.staged_problems:
-        yield Finding(cause, LINKED, ("do what is written above while no machine is running",))
+    if STATE_IS_LINKED in facts.staged_problems:
+        yield Finding(cause, STATE_IS_LINKED, ("do what is written above while no machine is running",))
         return
     yield Finding(
         cause,

@@ -1,14 +1,14 @@
-"""Tells how long ago files changed, even if the clock is set meanwhile."""
+"""Computes how long ago files changed, even if the wall clock is set in between."""
 
 import time
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
-    changed: float
+class _Observation:
+    ctime: float
     """The file's change time by the wall clock, which may have been set since."""
-    born: float
+    changed_at: float
     """The file's change time by CLOCK_BOOTTIME."""
     observed_at: float
     """The time of the last observation, by CLOCK_BOOTTIME."""
@@ -18,21 +18,22 @@ class _Seen:
 class Ages:
     """Remembers the change times that this process saw, so that only the first age of a file depends on the wall clock.
 
-    If the change time of a file differs from the one observed last, the file changed after that observation.
+    If a file's change time differs from the one that was observed last, the file changed after that observation.
     """
 
-    _seen: dict[str, _Seen] = field(default_factory=dict)
+    _observations: dict[str, _Observation] = field(default_factory=dict)
+    """The last observation of each file, by path."""
 
-    def of(self, path: str, changed: float) -> float:
-        """Return the seconds since `changed`, the file's ctime. A time in the future counts as one equally long ago.
+    def of(self, path: str, ctime: float) -> float:
+        """Return the seconds since `ctime`, the file's change time. N seconds in the future count as N seconds ago.
 
         Unlike the mtime, the ctime cannot be chosen by whoever writes the file.
         """
-        age, now = abs(time.time() - changed), time.clock_gettime(time.CLOCK_BOOTTIME)
-        known = self._seen.get(path)
-        if known and known.changed == changed:
-            born = known.born
+        age, now = abs(time.time() - ctime), time.clock_gettime(time.CLOCK_BOOTTIME)
+        last = self._observations.get(path)
+        if last and last.ctime == ctime:
+            changed_at = last.changed_at
         else:
-            born = now - (min(age, now - known.observed_at) if known else age)
-        self._seen[path] = _Seen(changed, born, now)
-        return now - born
+            changed_at = now - (min(age, now - last.observed_at) if last else age)
+        self._observations[path] = _Observation(ctime, changed_at, now)
+        return now - changed_at

@@ -14,12 +14,12 @@ from agent.system.mounts import mounted
 from agent.system.seen import classify_error, read_seen
 
 OVERLAY = "overlay"
-LINKED = (
+STATE_IS_LINKED = (
     f"the path {STATE} contains a symbolic link, so systemd mounts nothing there: replace the link with a bind mount"
 )
 """systemd requires a Where= without links (unit_fail_if_noncanonical in its src/core/unit.c)."""
 INDICES = 64
-"""Number of mount points. The indices of removed driver roots are used again."""
+"""Number of mount points, one per index. The indices of removed driver roots are used again."""
 STAGED_AGAIN = "the driver root will be staged again"
 """Ends the messages about driver roots whose manifest or files cannot be used."""
 SPARE = 2
@@ -49,13 +49,13 @@ def observe_staged(system: System) -> Staged:
     """Return the driver roots on disk. An unusable manifest is a problem, never an exception."""
     try:
         mounts = mounted(system, OVERLAY)
-        trees, manifests = (_indices(system, place, end) for place, end in ((TREES, ""), (MANIFESTS, ".json")))
+        trees, manifests = _indices(system, TREES, ending=""), _indices(system, MANIFESTS, ending=".json")
         leftovers = _leftovers(system)
         plain = set() if HOST_NVIDIA in mounts else {each for each in manifests - trees if _is_plain(each, system)}
     except OSError as error:
         return Staged((), 0, unseen=classify_error(error.filename or "driver roots", error).why)
-    place = read_seen(system.real_path, STATE)
-    problems = [LINKED] if isinstance(place, str) and place != STATE else []
+    real_state = read_seen(system.real_path, STATE)
+    problems = [STATE_IS_LINKED] if isinstance(real_state, str) and real_state != STATE else []
     roots, unseen = [], list[str]()
     for index in sorted(manifests):
         path = f"{MANIFESTS}/{index}.json"
@@ -69,9 +69,9 @@ def observe_staged(system: System) -> Staged:
         except DocumentError as error:
             problems.append(str(error))
         except OSError as error:
-            found = classify_error(path, error)
-            # Anything but Unseen means a damaged manifest: for example, a directory is in its place.
-            (unseen if isinstance(found, Unseen) else problems).append(found.why)
+            failure = classify_error(path, error)
+            # Any other failure means that the manifest is damaged: for example, a directory is in its place.
+            (unseen if isinstance(failure, Unseen) else problems).append(failure.why)
     complete = {root.index for root in roots}
     return Staged(
         roots=tuple(sorted(roots)),
@@ -86,12 +86,12 @@ def observe_staged(system: System) -> Staged:
 
 
 def _leftovers(system: System) -> tuple[str, ...]:
-    """Return the paths in STAGING and REMOVED. A directory that a caller of `plan` may not read counts as empty."""
-    found: list[str] = []
-    for place in (STAGING, REMOVED):
+    """Return the paths in STAGING and REMOVED. A directory that `plan`'s user may not read counts as empty."""
+    paths: list[str] = []
+    for directory in (STAGING, REMOVED):
         with contextlib.suppress(PermissionError):
-            found += (f"{place}/{name}" for name in _names(system, place))
-    return tuple(found)
+            paths += (f"{directory}/{name}" for name in _names(system, directory))
+    return tuple(paths)
 
 
 def _names(system: System, directory: str) -> tuple[str, ...]:
@@ -101,7 +101,8 @@ def _names(system: System, directory: str) -> tuple[str, ...]:
         return ()
 
 
-def _indices(system: System, directory: str, ending: str) -> set[int]:
+def _indices(system: System, directory: str, *, ending: str) -> set[int]:
+    """Return the indices after which the directory's entries are named, ignoring all other entries."""
     names = {name.removesuffix(ending) for name in _names(system, directory) if name.endswith(ending)}
     return {int(name) for name in names if name.isdecimal() and len(name) < 10 and name == str(int(name))}
 
@@ -120,10 +121,10 @@ def _is_plain(index: int, system: System) -> bool:
 
 
 def _next_index(taken: set[int], system: System, *, protected: bool) -> int:
-    """Return the index above all taken ones; if there are no mount points left above, the lowest free index.
+    """Return the index above all taken ones or, if that has no mount point, the lowest free index.
 
-    The next SPARE - 1 indices are free too. If HOST_NVIDIA is not protected, indices whose directory exists are
-    skipped, because a machine may have created it.
+    The SPARE - 1 indices after it are free too. `protected` means that HOST_NVIDIA is mounted. If it is not, machines
+    can create directories in it, so indices whose directory exists are skipped.
     """
     above = max(taken, default=-1) + 1
     free = [*range(above, INDICES - SPARE), *range(INDICES - SPARE)]

@@ -7,7 +7,7 @@ from agent.config.settings import Config
 from agent.host.observe.ages import Ages
 from agent.host.observe.driver_roots import observe_staged
 from agent.host.observe.loader_cache import Listing, LoaderCache
-from agent.host.observe.machine import observe_machine, unread_settings, unseen_machine
+from agent.host.observe.machine import ignored_settings, observe_machine, unseen_machine
 from agent.host.observe.mount_sources import observe_sources
 from agent.host.observe.owned_files import observe_files, read_owned
 from agent.host.observe.placements import observe_placements
@@ -42,12 +42,12 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
     # Include machines that are no longer configured but still have the agent's settings.
     names = sorted({*config.machines, *(name for path in recorded if (name := machine_of(path)) is not None)})
     detached = observe_detached(system)
-    # The lists are made in parallel with the calls to PID 1, which take as long.
+    # List the devices in the background, because the calls to PID 1 take just as long.
     wait_for_pci = _begin_list("the PCI devices in sysfs", devices.pci_devices)
     wait_for_drm = _begin_list("the DRM devices in sysfs", devices.drm_devices)
     services = [service for vendor in HOST_VENDORS for service in vendor.services]
-    parent = mount_unit(HOST_NVIDIA)
-    units = observe_units([*map(machine_unit, names), *services, parent], system)
+    parent_mount = mount_unit(HOST_NVIDIA)
+    units = observe_units([*map(machine_unit, names), *services, parent_mount], system)
     machine_units = {name: with_properties(units[machine_unit(name)], system) for name in names}
     systemd_version = observe_version(system)
     sources = Sources(
@@ -63,13 +63,13 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         detached=detached.gpus,
     )
     template = observe_template(system)
-    no_template = "" if isinstance(template, tuple) else template.why
+    template_problem = "" if isinstance(template, tuple) else template.why
     staged = observe_staged(system)
     remembered, damage = observe_remembered(system)
     vendors = tuple(vendor.observe(sources) for vendor in HOST_VENDORS)
-    unread = (each for name in names for each in unread_settings(name, system))
+    ignored = (each for name in names for each in ignored_settings(name, system))
     roots, time_records = with_times(staged.roots, vendors, system)
-    problems = (no_template, discarded, *loader_cache.skipped(), detached.problem, damage, *unread)
+    problems = (template_problem, discarded, *loader_cache.skipped(), detached.problem, damage, *ignored)
     return Facts(
         architecture=sources.architecture,
         systemd_version=systemd_version,
@@ -80,7 +80,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
         next_driver_root_index=staged.next_index,
         corrupt_roots=staged.corrupt,
         plain_roots=staged.plain,
-        mounting_failed=units[parent].state == "failed",
+        mounting_failed=units[parent_mount].state == "failed",
         stale_staging=staged.leftovers,
         staged_unseen=staged.unseen,
         time_records=time_records,
@@ -99,7 +99,7 @@ def observe(config: Config, system: System, devices: DeviceSource, loader_cache:
 
 
 def _machine(name: str, unit: Unit, system: System, ages: Ages) -> MachineFacts:
-    """Return the machine's facts; those of its unit alone if an unexpected error occurs."""
+    """Return the machine's facts. If an unexpected error occurs, return only the facts about its unit."""
     try:
         return observe_machine(name, unit, system, ages)
     except Exception as error:
@@ -111,7 +111,7 @@ def _entries(listing: Seen[Listing]) -> Seen[tuple[CacheEntry, ...]]:
 
 
 def _begin_list(what: str, listing: Callable[[], Seen[D]]) -> Callable[[], Seen[D]]:
-    """Begin to list devices, and return a function that waits for the list, in bounded time.
+    """Begin to list devices, and return a function that waits a limited time for the list.
 
     libudev reads `uevent` files. On kernels of 2024 that have "driver core: Fix uevent_show() vs driver detach race",
     which was reverted later, such a read blocks until the driver releases its device.

@@ -5,14 +5,14 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 LIMIT = 1024
-"""Bytes of the file that says so."""
+"""Bytes of the file in which the machine says so."""
 
 
 def observe_joined(machine: str, system: System) -> str:
-    """Return the name of the Node object as which the running machine has joined; empty if it has not, or not yet.
+    """Return the name of the running machine's Node object; empty if its kubelet has not joined the cluster.
 
-    Root in the machine can write anything there.
+    The name is not trusted: root in the machine can write anything into the file.
     """
     found = read_seen(lambda path: system.read_untrusted(path, LIMIT), joined_file(machine))
-    text = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
-    return text if text.isprintable() else ""
+    node = found[0].decode(errors="replace").strip() if isinstance(found, tuple) else ""
+    return node if node.isprintable() else ""

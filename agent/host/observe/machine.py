@@ -92,17 +92,17 @@ def _root(name: str, system: System) -> Seen[str]:
             return unseen
 
 
-def unread_settings(name: str, system: System) -> tuple[str, ...]:
+def ignored_settings(name: str, system: System) -> tuple[str, ...]:
     """Return a problem for each settings file of the machine that systemd-nspawn ignores.
 
-    Of the files in /etc, in /run and next to the root, it reads only the first one (systemd.nspawn(5)).
+    systemd-nspawn reads only the first of the files in /etc, in /run and next to the root (systemd.nspawn(5)).
     """
-    read = nspawn_file(name)
-    if read_seen(system.exists, read) is not True:
+    in_force = nspawn_file(name)
+    if read_seen(system.exists, in_force) is not True:
         return ()
     others = (f"{directory}/{name}.nspawn" for directory in (NSPAWN_RUNTIME, MACHINE_ROOTS))
     return tuple(
-        f"{other} has no effect, because systemd-nspawn reads {read} instead; move its settings to "
+        f"{other} has no effect, because systemd-nspawn reads {in_force} instead; move its settings to "
         f"machines.{name}.nspawn in the configuration and remove the file"
         for other in others
         if read_seen(system.exists, other) is True
@@ -140,16 +140,18 @@ def _live(name: str, system: System, ages: Ages) -> tuple[LiveSettings | Unseen 
 
 
 def _start_unknown(live: LiveSettings | Unseen | None) -> bool:
-    """Return whether no record says which settings the machine was started with. An Unseen record may say it."""
+    """Return whether no record says with which settings the machine was started. A record that is Unseen may say so."""
     return live is None or (isinstance(live, LiveSettings) and not live.fixed)
 
 
 def _started(name: str, system: System) -> tuple[bytes, bytes] | None:
+    """Return copies of the .nspawn file and the drop-in with which the machine was started; None if one is missing."""
     nspawn, drop_in = read_seen(system.read, started_nspawn(name)), read_seen(system.read, started_drop_in(name))
     return (nspawn, drop_in) if isinstance(nspawn, bytes) and isinstance(drop_in, bytes) else None
 
 
 def _handed_roots(name: str, system: System) -> Seen[tuple[int, ...]]:
+    """Return the indices of the driver roots that handoffs have named since the machine's start."""
     path = handed_roots_file(name)
     data = read_seen(system.read, path)
     if not isinstance(data, bytes):

@@ -20,9 +20,9 @@ def observe_sources(config: Config, system: System) -> dict[str, Seen[MountSourc
     """
     mounts = [mount for settings in config.machines.values() for mount in settings.extra_mounts]
     secret = {*SECRET, *_real_paths(system)} if mounts else set[str]()
-    written = {mount.source for mount in mounts if not mount.read_only}
+    writable = {mount.source for mount in mounts if not mount.read_only}
     return {
-        source: read_seen(lambda path: _source(system, path, secret, read_only=path not in written), source)
+        source: read_seen(lambda path: _source(system, path, secret, read_only=path not in writable), source)
         for source in sorted({mount.source for mount in mounts})
     }
 
@@ -35,21 +35,22 @@ def _real_paths(system: System) -> list[str]:
 
 def _source(system: System, path: str, secret: Collection[str], *, read_only: bool) -> MountSource | Broken:
     """Return the source; Broken if it must not be mounted. Raises OSError."""
-    source = call_source(path, lambda: _answering(system, path))
+    source = call_source(path, lambda: _resolve(system, path))
     try:
         mountable(plain(source.path), read_only=read_only, secret=secret)
     except ValueError as error:
         return Broken(str(error))
     if any(is_below(step, secret) for step in source.components):
         return Broken("the path to it leads through a place that controls the host or other machines")
-    # A user who can replace the source by a link could show root in the machine any part of the host.
+    # A user who can replace the source with a link could give root in the machine access to any part of the host.
     if why := call_source(f"the path to {path}", lambda: untrusted_component(system, path, any_last_owner=True)):
         return Broken(f"{why}: the path could be redirected")
     return source
 
 
-def _answering(system: System, path: str) -> MountSource:
+def _resolve(system: System, path: str) -> MountSource:
+    """Return the source with its real path, after mounting what is mounted on demand. Raises OSError."""
     real = system.real_path(path)
-    # lstat(2) and the like do not trigger an automount; statfs(2) does.
+    # statfs(2) triggers an automount, which lstat(2) and the like do not.
     system.free_bytes(real)
     return MountSource(real, path_components(system, path))

@@ -11,7 +11,10 @@ from agent.system.seen import read_seen
 
 
 def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
-    """Return the ownership record (digests by path), and a problem or an empty text. A damaged record is discarded."""
+    """Return the ownership record (digests by path), and a problem; empty if there is none.
+
+    A damaged record is discarded.
+    """
     found = OWNED_FILES.read_seen(OWNED, system)
     if isinstance(found, Absent):
         return {}, ""
@@ -25,7 +28,7 @@ def read_owned(system: System) -> tuple[dict[str, str] | Unseen, str]:
 
 
 def observe_files(machines: Iterable[str], owned: Mapping[str, str] | Unseen, system: System) -> dict[str, FileState]:
-    """Return the state of machines' files, of the record of granted GPUs, and of every file in the ownership record."""
+    """Return the state of the machines' files, the record of granted GPUs, and the files in the ownership record."""
     wanted = {*REMEMBERED_GPUS, *(path for name in machines for path in (*machine_files(name), set_device_allow(name)))}
     if isinstance(owned, Unseen):
         contents = {path: _content(path, system) for path in sorted(wanted)}

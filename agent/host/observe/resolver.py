@@ -5,22 +5,28 @@ import ipaddress
 from agent.system.files import System
 from agent.system.seen import read_seen
 
-SETTINGS = "/etc/resolv.conf"
+RESOLV_CONF = "/etc/resolv.conf"
 STUB = "/run/systemd/resolve/stub-resolv.conf"
-"""Names systemd-resolved at 127.0.0.53. The link to it lasts over boots, also while systemd-resolved does not run."""
+"""Names systemd-resolved, at 127.0.0.53, as the DNS server. RESOLV_CONF is a link to this file on most hosts that use
+systemd-resolved, and remains one while systemd-resolved is not running."""
 UPLINK = "/run/systemd/resolve/resolv.conf"
-"""Names the DNS servers that systemd-resolved asks (systemd-resolved.service(8))."""
+"""Names the DNS servers that systemd-resolved itself queries (systemd-resolved.service(8))."""
 LIMIT = 1 << 16
+"""Bytes of either file that are read."""
 
 
 def uses_stub_resolver(system: System) -> bool:
-    """Return whether programs ask systemd-resolved on the host's loopback interface."""
-    link = read_seen(system.read_link, SETTINGS)
-    return isinstance(link, str) and link.removeprefix("..") == STUB
+    """Return whether programs send DNS queries to systemd-resolved on the host's loopback interface."""
+    target = read_seen(system.read_link, RESOLV_CONF)
+    # Most distributions make the link relative to /etc.
+    return isinstance(target, str) and target.removeprefix("..") == STUB
 
 
 def remote_servers(path: str, system: System) -> tuple[list[str], list[str]]:
-    """Return the DNS servers in a file of resolv.conf(5), and those of them that are not on the host's loopback."""
+    """Return the DNS servers in a file in the format of resolv.conf(5), and those among them that are not on loopback.
+
+    A file that cannot be read has none.
+    """
     found = read_seen(lambda each: system.read(each, LIMIT), path)
     lines = found.decode(errors="replace").splitlines() if isinstance(found, bytes) else []
     words = [line.split() for line in lines]

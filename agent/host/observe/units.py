@@ -41,9 +41,9 @@ class Unit:
 
 
 def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
-    """Return the states of units by name, with a single call to PID 1.
+    """Return the states of units by name, with a single call to PID 1. All are Unseen if PID 1 does not answer.
 
-    The result includes units that are not loaded. An alias has the state of its unit.
+    The result includes units that are not loaded. An alias has the state of the unit that it names.
     """
     try:
         return dict(zip(names, map(_unit, names, systemd.list_units(names, system)), strict=True))
@@ -52,7 +52,7 @@ def observe_units(names: Sequence[str], system: System) -> Mapping[str, Unit]:
 
 
 def with_properties(unit: Unit, system: System) -> Unit:
-    """Return a machine's unit with the properties that matter; its state is Unseen if a property cannot be read."""
+    """Return a machine's unit with its other properties; the unit's state is Unseen if a property cannot be read."""
     if not isinstance(unit.state, str):
         return unit
     try:

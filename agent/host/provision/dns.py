@@ -1,7 +1,7 @@
 """Checks whether pods will reach the DNS servers that they get from their node."""
 
 from agent.config.settings import MachineSettings
-from agent.host.observe.resolver import SETTINGS, UPLINK, remote_servers
+from agent.host.observe.resolver import RESOLV_CONF, UPLINK, remote_servers
 from agent.host.provision.preflight import Check
 from agent.model.facts import Facts
 from agent.system.files import System
@@ -17,7 +17,7 @@ def check_dns(machine: str, settings: MachineSettings, facts: Facts, system: Sys
     chosen = "resolvConf" in node.kubelet.configuration or "ResolvConf" in settings.nspawn.extra.get("Exec", {})
     if chosen:
         return []
-    path = UPLINK if facts.stub_resolver else SETTINGS
+    path = UPLINK if facts.stub_resolver else RESOLV_CONF
     servers, remote = remote_servers(path, system)
     if remote:
         return [Check("dns", f"pods can ask {', '.join(remote)} ({path})", machine=machine)]

@@ -14,7 +14,7 @@ from agent.cli.doctor.host import SERVICE, diagnose_host
 from agent.config.settings import Config
 from agent.host.apply.driver_roots import protect, remove_root
 from agent.host.apply.publishing import publish
-from agent.host.observe.driver_roots import LINKED
+from agent.host.observe.driver_roots import STATE_IS_LINKED
 from agent.host.outcome import Outcome
 from agent.model.conditions import ConditionType, Status
 from agent.model.errors import ApplyError, BusError
@@ -281,12 +281,12 @@ def test_a_link_in_the_path_is_named(plain: Host, tmp_path: Path) -> None:
     state.symlink_to("../../elsewhere")
     outcome = reconciler(plain).reconcile()
     assert staged(outcome) == (Status.TRUE, "PlainCopy")
-    assert LINKED in outcome.facts.all_problems()
+    assert STATE_IS_LINKED in outcome.facts.all_problems()
     plain.bus.unit(SERVICE)
     assert [
         each
         for each in diagnose_host(replace(outcome.facts, vendors=()), Config(machines={}), plain).findings
-        if LINKED in each.evidence
+        if STATE_IS_LINKED in each.evidence
     ]
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from agent.config.settings import Config
-from agent.host.observe.resolver import SETTINGS, STUB, UPLINK, uses_stub_resolver
+from agent.host.observe.resolver import RESOLV_CONF, STUB, UPLINK, uses_stub_resolver
 from agent.host.plan.goal import plan
 from agent.host.provision.dns import check_dns
 from agent.host.provision.preflight import Check
@@ -17,7 +17,7 @@ RESOLVED = "nameserver 127.0.0.53\noptions edns0 trust-ad\nsearch example.com\n"
 
 
 def with_resolved(host: Host, uplink: str = "nameserver 192.0.2.53\nnameserver fe80::1%eth0\n") -> None:
-    host.symlink(SETTINGS, f"..{STUB}")
+    host.symlink(RESOLV_CONF, f"..{STUB}")
     host.file(STUB, RESOLVED)
     host.file(UPLINK, uplink)
 
@@ -35,7 +35,7 @@ def nspawn_lines(settings: Config, *, stub_resolver: bool) -> list[bytes]:
 @pytest.mark.parametrize("target", [STUB, f"..{STUB}"])
 def test_the_link_shows_systemd_resolved_also_before_it_runs(host: Host, target: str) -> None:
     assert not uses_stub_resolver(host)
-    host.symlink(SETTINGS, target)
+    host.symlink(RESOLV_CONF, target)
     assert uses_stub_resolver(host)
 
 
@@ -60,8 +60,8 @@ def test_servers_that_pods_can_reach(host: Host) -> None:
     (check,) = checked(host)
     assert check.passed
     assert "192.0.2.53, fe80::1%eth0" in check.message
-    host.remove(SETTINGS)
-    host.symlink(SETTINGS, "/etc/static-resolv.conf")
+    host.remove(RESOLV_CONF)
+    host.symlink(RESOLV_CONF, "/etc/static-resolv.conf")
     host.file("/etc/static-resolv.conf", "# by hand\nnameserver 192.0.2.1\n")
     assert checked(host)[0].passed
 
@@ -80,8 +80,8 @@ def test_servers_that_pods_cannot_reach(host: Host, uplink: str, what: str) -> N
     assert (check.passed, check.required) == (False, False)
     assert what in check.message
     assert "node.kubelet.configuration.resolvConf" in check.advice
-    host.remove(SETTINGS)
-    host.file(SETTINGS, uplink)
+    host.remove(RESOLV_CONF)
+    host.file(RESOLV_CONF, uplink)
     assert what in checked(host)[0].message
 
 
