@@ -1,7 +1,7 @@
-"""Makes the commands that run in a machine's unit before each start. They do not need the agent. Pure.
+"""Makes the commands that run in a machine's unit before each start. Pure.
 
-With them a machine starts whatever is wrong with the agent. systemd-nspawn has no optional binds: it fails if the
-source of one Bind= is missing.
+The commands do not need the agent, so a machine starts even if the agent is broken. They comment out binds whose source
+is missing, because systemd-nspawn has no optional binds and fails if one source is missing.
 """
 
 from agent.model.paths import (
@@ -17,11 +17,11 @@ from agent.model.paths import (
 )
 
 CONFIGURED = "# As configured (nspawn.extra):"
-"""The comment before the lines from nspawn.extra. They stay even if their source is missing: nspawn then fails."""
+"""The comment before the lines from nspawn.extra. They are never commented out: nspawn fails if a source is missing."""
 MISSING = "\\#missing:"
 """The prefix that comments out a line whose source is missing, quoted for the shell."""
 LOCK_WAIT = 20
-"""Seconds to wait for a running pass. Only staging a driver takes longer; the start then goes on without the lock."""
+"""Seconds to wait for a running pass; then the start continues without the lock. Only staging a driver takes longer."""
 REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec unbounded-agent-report"
 """Arguments of mount(8). The file system is small, so that a machine that fills it does no harm."""
 
@@ -29,7 +29,8 @@ REPORT_MOUNT = "-t tmpfs -o size=1m,nr_inodes=64,mode=0755,nosuid,nodev,noexec u
 def before_start(machine: str) -> list[str]:
     """Return ExecStartPre= lines that need only a shell and the base system's tools, and no file of the agent.
 
-    Each line may fail ("-"), and runs outside the unit's sandbox ("+"): mounts in the sandbox would not reach nspawn.
+    Each line may fail ("-"), and runs outside the unit's sandbox ("+"), because nspawn would not see mounts in the
+    sandbox.
     """
     return [
         "# The next lines work without the agent, so that the machine starts whatever is wrong with the agent.",

@@ -54,10 +54,10 @@ class _Steps:
 
 
 def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) -> Difference:
-    """Return the steps: removals, changes to running machines, settings, driver roots, handoffs that name the roots.
+    """Return the steps in order: removals, changes to running machines, settings, driver roots, handoffs, the rest.
 
-    Steps that no machine waits for come last. But if a new driver root is staged, unused ones are removed before that,
-    because the new one may need their space.
+    Driver roots come before the handoffs that name them. The rest are steps that no machine waits for, such as removing
+    unused driver roots. But if a new root is staged, unused ones are removed first: the new root may need their space.
     """
     refused: dict[str, str | Unseen] = {}
     faults, machines = {**plan.faults, **acknowledged.faults}, []
@@ -73,10 +73,10 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
             machines.append(_Steps(forbid_withdrawn(machine, facts), [], []))
     settings = [write for machine in machines for write in machine.settings]
     removals = [*_permission_removals(plan, facts), *_removals(plan, facts)]
-    changed = [write.path for write in settings] + [removal.path for removal in removals]
+    changed_paths = [write.path for write in settings] + [removal.path for removal in removals]
     reload_needed = (
         facts.reload_pending
-        or any(path.startswith(UNIT_SETTINGS) for path in changed)
+        or any(path.startswith(UNIT_SETTINGS) for path in changed_paths)
         or any(machine.unit_needs_reload for machine in facts.machines)
     )
     reload: list[Action] = [ReloadUnits()] if reload_needed else []
@@ -86,19 +86,20 @@ def diff(plan: Plan, facts: Facts, acknowledged: Acknowledged = Acknowledged()) 
     later: list[Action] = [StageDriverRoot(root) for root in plan.goal.waiting_roots if root not in facts.staged]
     later += [WriteFile(path, content) for path, content in facts.time_records.items()]
     unused = collect(plan.goal, facts)
-    first, last = (unused, []) if stage else ([], unused)
-    needed, others = publish(plan.goal, facts, unused)
-    later += others
-    shown = [*protect(facts), *needed]
-    at_start, at_end = (reload, []) if any(each.unit_state != "active" for each in facts.machines) else ([], reload)
+    collect_first, collect_last = (unused, []) if stage else ([], unused)
+    publish_now, publish_later = publish(plan.goal, facts, unused)
+    later += publish_later
+    roots = [*collect_first, *protect(facts), *publish_now, *stage]
+    all_run = all(each.unit_state == "active" for each in facts.machines)
+    reload_early, reload_late = ([], reload) if all_run else (reload, [])
     if handoffs and not removals:
         # The reload blocks PID 1 for longer than all other steps take, and running machines do not need it: leave it to
-        # the pass after their reports. If a machine is not running, `at_start` has the reload. After removals it must
-        # not wait, because later passes may not observe a unit whose drop-in was removed.
-        at_end = []
-    noted = record_remembered(plan.goal.remembered, facts)
-    changes = (*removals, *running, *settings, *at_start, *first, *shown, *stage, *handoffs, *at_end, *noted)
-    return Difference((*changes, *last, *later), refused, faults)
+        # the pass after their reports. If a machine is not running, `reload_early` has the reload. After removals, the
+        # reload must not wait, because later passes may not observe a unit whose drop-in was removed.
+        reload_late = []
+    records = record_remembered(plan.goal.remembered, facts)
+    changes = (*removals, *running, *settings, *reload_early, *roots, *handoffs, *reload_late, *records)
+    return Difference((*changes, *collect_last, *later), refused, faults)
 
 
 def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _Steps:
@@ -106,9 +107,9 @@ def _steps(machine: MachineGoal, facts: Facts, acknowledged: Acknowledged) -> _S
     running = change_running(
         machine, facts, released=machine.name in acknowledged.released, missing_nodes=missing_nodes
     )
-    bound = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
-    settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write(file, facts)]
-    return _Steps(running, settings, _publish(machine, facts, republish=bound))
+    republish = any(change.rebinds for change in running) or (missing_nodes and _was_rebound(machine, facts))
+    settings = [write for file in (machine.nspawn, machine.drop_in) for write in _write_if_different(file, facts)]
+    return _Steps(running, settings, _publish_handoff(machine, facts, republish=republish))
 
 
 def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
@@ -121,10 +122,11 @@ def settings_pending(goal: MachineGoal, difference: Difference) -> bool:
 
 
 def startable(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether the agent wrote the machine's files, maybe for an earlier goal, and systemd has read the drop-in.
+    """Return whether the agent wrote both of the machine's settings files, and systemd has read the drop-in.
 
     Without the .nspawn file, the template's -U would change the owners of all files in the machine. Without the
-    drop-in, nothing would prepare the start. Settings of an earlier goal are better than a node that is down.
+    drop-in, nothing would prepare the start. The files may be those of an earlier goal: a node with outdated settings
+    is better than none.
     """
     contents = [facts.files[file.path].content for file in (goal.nspawn, goal.drop_in)]
     machine = next(each for each in facts.machines if each.name == goal.name)
@@ -132,7 +134,7 @@ def startable(goal: MachineGoal, facts: Facts) -> bool:
     return not unread and all(isinstance(each, bytes) and each.startswith(MARK) for each in contents)
 
 
-def _publish(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
+def _publish_handoff(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action]:
     """Return the steps that publish the handoff, with the agent's records of it.
 
     The record of the grant is written before the handoff: after a crash between the two writes, the next pass sees that
@@ -140,35 +142,36 @@ def _publish(goal: MachineGoal, facts: Facts, *, republish: bool) -> list[Action
     its nodes. The record of the grant is then rewritten too: its time shows when the handoff was last published.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
-    note = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
-    noted = [note] if republish or machine.granted != goal.granted else []
-    handoff = [_whole(goal.handoff_file)] if republish else _write(goal.handoff_file, facts)
-    return [*record_handed(goal, facts), *noted, *handoff]
+    record = WriteFile(granted_file(goal.name), GRANTED.render(goal.granted))
+    records = [record] if republish or machine.granted != goal.granted else []
+    handoff = [_write(goal.handoff_file)] if republish else _write_if_different(goal.handoff_file, facts)
+    return [*record_handed(goal, facts), *records, *handoff]
 
 
 def _was_rebound(goal: MachineGoal, facts: Facts) -> bool:
-    """Return whether missing nodes were bound since the last publication of the handoff, which must then be repeated.
+    """Return whether missing nodes were bound after the handoff was last published: it must then be published again.
 
     This happens if a pass ended after it bound the nodes and before it published the handoff, or if a later pass bound
-    nodes that the earlier one could not bind.
+    nodes that an earlier pass could not bind.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     all_bound = machine.live and (machine.live.rebound, machine.live.nodes) == (goal.generation, goal.live.nodes)
     return bool(all_bound) and machine.live_age < machine.granted_age
 
 
-def _write(file: OwnedFile, facts: Facts) -> list[WriteFile]:
+def _write_if_different(file: OwnedFile, facts: Facts) -> list[WriteFile]:
     state = facts.files[file.path]
-    if state.content == file.content and (state.owned or _private(file.path)):
+    if state.content == file.content and (state.owned or _in_state_directory(file.path)):
         return []
-    return [_whole(file)]
+    return [_write(file)]
 
 
-def _whole(file: OwnedFile) -> WriteFile:
+def _write(file: OwnedFile) -> WriteFile:
     return WriteFile(file.path, file.content, file.mode)
 
 
 def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
+    """Return why the machine's settings files must not be written; None if they may be."""
     for file in (machine.nspawn, machine.drop_in):
         state = facts.files[file.path]
         match state.content:
@@ -179,12 +182,12 @@ def _refusal(machine: MachineGoal, facts: Facts) -> str | Unseen | None:
             case Absent():
                 continue
             case content if not state.owned and content != file.content:
-                place = (
+                target = (
                     f"machines.{machine.name}.nspawn in the configuration"
                     if file is machine.nspawn
                     else "a drop-in of another name in the same directory, such as 95-local.conf"
                 )
-                return f"{file.path} was not written by this agent; move its settings to {place}, and remove the file"
+                return f"{file.path} was not written by this agent; move its settings to {target}, and remove the file"
     return None
 
 
@@ -203,27 +206,27 @@ def _removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
 def _permission_removals(plan: Plan, facts: Facts) -> list[RemoveFile]:
     """Return removals of the permissions that machines got while they ran, for machines that are no longer configured.
 
-    Our drop-in takes precedence over these permissions, but it is removed as well. The permissions must be removed
-    first, because later passes know of such a machine only by its settings.
+    The agent's drop-in takes precedence over these permissions, but it is removed as well. The permissions must be
+    removed first, because later passes find such a machine only by its settings.
     """
     template = facts.template_device_allow
     if not isinstance(template, tuple):
-        # Without the template it is unknown which entries the agent added. No machine starts without it either.
+        # Without the template, it is unknown which entries the agent added. No machine can start without it either.
         return []
     configured = {machine.name for machine in plan.goal.machines} | plan.held.keys() | plan.skipped.keys()
     removals = []
     for machine in facts.machines:
         if machine.name in configured or machine.live is None:
             continue
-        ours = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in template}
+        agent_lines = {f"DeviceAllow={entry}" for entry in machine.live.allow if entry not in template}
         path = set_device_allow(machine.name)
         content = facts.files[path].content
-        # A property without any entry of the agent stays: an administrator has set it.
-        if isinstance(content, bytes) and ours & set(content.decode(errors="replace").splitlines()):
+        # A file without any line of the agent stays, because an administrator has made it.
+        if isinstance(content, bytes) and agent_lines & set(content.decode(errors="replace").splitlines()):
             removals.append(RemoveFile(path))
     return removals
 
 
-def _private(path: str) -> bool:
+def _in_state_directory(path: str) -> bool:
     """Return whether the path is in the agent's own directory, where files need no ownership record."""
     return path.startswith(f"{STATE}/")

@@ -33,14 +33,15 @@ def named_roots(facts: Facts, machine: str) -> dict[str, int] | None:
 
 
 def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
-    """Return the step that records the roots of the current and the new handoff, if the record lacks one.
+    """Return the step that records the roots of the current and the new handoff, unless the record has them all.
 
-    The step comes before the new handoff. Running containers still use the roots that the current handoff names.
+    The step must precede the new handoff. The roots of the current handoff are recorded too, because running containers
+    still use them.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     recorded = machine.handed_roots
     if not isinstance(recorded, tuple):
-        # Only the machine's start creates the record: a record made later would lack roots that running containers use.
+        # Only the machine's start creates the record: one created later would lack roots that running containers use.
         return []
     new = {root.index for grant in goal.grants if (root := grant.driver_root)}
     handed = {*recorded, *(named_roots(facts, goal.name) or {}).values(), *new}
@@ -52,11 +53,11 @@ def record_handed(goal: MachineGoal, facts: Facts) -> list[Action]:
 def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Action], list[Action]]:
     """Return the steps that publish roots that machines do not see yet.
 
-    There are two lists: one for roots that the goal's handoffs name, one for the other roots. `unused` has the
-    removals; roots that are about to be removed are not published.
+    There are two lists: one for roots that the goal's handoffs name, and one for other roots. Roots that a step in
+    `unused` removes are not published.
     """
-    going = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
-    hidden = [root for root in facts.staged if root.hidden and root.index not in going]
+    removed = {action.index for action in unused if isinstance(action, RemoveDriverRoot)}
+    hidden = [root for root in facts.staged if root.hidden and root.index not in removed]
     return (
         [PublishDriverRoot(root) for root in hidden if root in goal.driver_roots],
         [PublishDriverRoot(root) for root in hidden if root not in goal.driver_roots],
@@ -64,22 +65,22 @@ def publish(goal: Goal, facts: Facts, unused: Iterable[Action]) -> tuple[list[Ac
 
 
 def without_plain(facts: Facts) -> Facts:
-    """Return facts without the plain directories that `protect` replaces, so that the plan stages them again."""
+    """Return the facts without the plain directories that `protect` replaces, so that the plan stages them again."""
     if not _replaceable(facts):
         return facts
     return replace(facts, staged=tuple(root for root in facts.staged if root.index not in facts.plain_roots))
 
 
 def protect(facts: Facts) -> list[Action]:
-    """Return the step that replaces plain directories by mounts. A failed step is not tried again in this boot."""
+    """Return the step that replaces plain directories with mounts. A failed step is tried again only after a reboot."""
     return [ProtectDriverRoots(facts.plain_roots)] if _replaceable(facts) else []
 
 
 def _replaceable(facts: Facts) -> bool:
     """Return whether there are plain directories that mounts can replace now.
 
-    This needs that no mount has failed since the host booted, no machine runs (but one may be starting), everything
-    relevant was observed, and the host has the drivers to stage again.
+    For that, no mount may have failed since the host booted, no machine may be running (one may be starting),
+    everything relevant must have been observed, and the host must have the drivers, which are staged again.
     """
     if not facts.plain_roots or facts.mounting_failed or facts.staged_unseen:
         return False
@@ -92,7 +93,7 @@ def _replaceable(facts: Facts) -> bool:
 
 
 def _on_host(root: StagedRoot, facts: Facts) -> bool:
-    """Return whether the host has the root's driver, or that of the loaded module, which machines then use instead."""
+    """Return whether the host has files of the root's version, or of the module's version, which can replace them."""
     driver = next((each.driver for each in facts.vendors if each.vendor == root.vendor), None)
     if driver is None or not isinstance(driver.user_space.files, tuple):
         return False
@@ -111,7 +112,7 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     # Staging removes these leftovers itself.
     leftovers = () if staging else facts.stale_staging
     actions: list[Action] = [RemoveStaleStaging(leftovers)] if leftovers else []
-    used = _used(goal, facts)
+    used = _used_roots(goal, facts)
     if used is None:
         return actions
     known = {root.index: f"{root.vendor} driver {root.version}" for root in facts.staged}
@@ -120,7 +121,7 @@ def collect(goal: Goal, facts: Facts) -> list[Action]:
     return actions + [RemoveDriverRoot(index, on_disk[index]) for index in sorted(on_disk.keys() - used)]
 
 
-def _used(goal: Goal, facts: Facts) -> set[int] | None:
+def _used_roots(goal: Goal, facts: Facts) -> set[int] | None:
     """Return the indices of the roots that must stay; None if not all are known."""
     used = {root.index for root in (*goal.driver_roots, *goal.waiting_roots)}
     for machine in facts.machines:
@@ -160,7 +161,7 @@ def _host_roots(vendor: str, driver: Driver, staged: tuple[StagedRoot, ...]) -> 
     unclear = any(isinstance(version, Unseen | Broken) for version in versions)
     if unclear or not isinstance(driver.user_space.files, tuple):
         return None
-    ours = [root for root in staged if root.vendor == vendor]
+    roots = [root for root in staged if root.vendor == vendor]
     return {
-        max(root.index for root in ours if root.version == each.version) for each in ours if each.version in versions
+        max(root.index for root in roots if root.version == each.version) for each in roots if each.version in versions
     }

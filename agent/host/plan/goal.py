@@ -11,7 +11,7 @@ from agent.host.plan.live_devices import owners, permissions_to_keep, withdrawn_
 from agent.host.plan.mounts import split_mounts
 from agent.host.plan.nspawn import SYS_MODULE, bindable, own_network, render_nspawn
 from agent.host.plan.remembered import remember
-from agent.host.plan.selection import Selection, other_driver, select
+from agent.host.plan.selection import Selection, describe_wrong_driver, select
 from agent.host.plan.shares import Shares, in_turn, unknown_grants
 from agent.host.plan.unit_drop_in import device_allow, from_template, render_drop_in
 from agent.host.vendors import host_vendor
@@ -27,38 +27,39 @@ from agent.model.paths import MACHINE_HOST_NVIDIA, handoff_file, machine_files, 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The goal, and the machines that it leaves as they are, each with the reason."""
+    """The goal, and the machines for which there is none, each with the reason."""
 
     goal: Goal
     held: dict[str, str]
     """Machines that must not change: they are missing, have an error, could not be observed (fail static), or still run
     although they are no longer configured."""
     skipped: dict[str, str]
-    """Machines that get no GPU, and have no files of the agent to withdraw."""
+    """Machines that get nothing, and have no files of the agent that would have to be removed."""
     faults: Mapping[str, Fault] = field(default_factory=dict)
     """Unexpected errors by machine; the plan leaves such a machine as it is."""
 
 
 def plan(config: Config, facts: Facts, now: float = 0.0) -> Plan:
     """Return what each machine should have, and the driver roots for it. `now` is in seconds since the epoch."""
-    return _plan(config, facts, now, _faults(facts))
+    return _plan_around(_faults(facts), config, facts, now)
 
 
-def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault]) -> Plan:
+def _plan_around(faults: Mapping[str, Fault], config: Config, facts: Facts, now: float) -> Plan:
+    """Return the plan, in which machines with a fault stay as they are."""
     held = _no_longer_configured(config, facts)
     skipped: dict[str, str] = {}
     machines: list[MachineGoal] = []
     roots = _Roots(facts.next_driver_root_index)
-    absent = {machine.name: machine.root.why for machine in facts.machines if isinstance(machine.root, Absent | Broken)}
+    no_root = {each.name: each.root.why for each in facts.machines if isinstance(each.root, Absent | Broken)}
     shares = Shares(config, facts, faults)
     unseen = [vendor.devices.why for vendor in facts.vendors if not isinstance(vendor.devices, tuple | Absent)]
     unseen += [facts.staged_unseen] if facts.staged_unseen else []
     unknown = unknown_grants(config, facts, faults)
     template = facts.template_device_allow
     for name, settings in in_turn(config):
-        if name in absent:
+        if name in no_root:
             # The machine's file system may not be mounted yet: keep its settings.
-            held[name] = absent[name]
+            held[name] = no_root[name]
         elif name in faults:
             held[name] = faults[name].why
         elif unseen or name in unknown:
@@ -68,15 +69,15 @@ def _plan(config: Config, facts: Facts, now: float, faults: Mapping[str, Fault])
         elif (
             not any(vendor.gpus for vendor in facts.vendors)
             and not settings.has_extras
-            and not _has_our_files(facts, name)
+            and not _has_owned_files(facts, name)
         ):
             skipped[name] = "no GPU on this host"
         else:
             try:
-                machine = _machine(name, config, facts, template, roots, shares.share(name))
+                machine = _machine_goal(name, config, facts, template, roots, shares.share(name))
             except Exception as error:
-                # The machine keeps its GPUs. Plan all again, so that machines planned before it get none of them.
-                return _plan(config, facts, now, {**faults, name: fault("plan its settings", error)})
+                # The machine keeps its GPUs. Plan all machines again, because others may have got some of these GPUs.
+                return _plan_around({**faults, name: fault("plan its settings", error)}, config, facts, now)
             shares.record_grants(name, settings, machine.grants)
             machines.append(machine)
     waiting = tuple(root for root in roots.waiting if root not in roots.wanted)
@@ -93,7 +94,8 @@ def _faults(facts: Facts) -> dict[str, Fault]:
 def _no_longer_configured(config: Config, facts: Facts) -> dict[str, str]:
     """Return running machines that are no longer configured, with the reason why they keep their settings.
 
-    Without our settings, the template's -U would apply at the next start, and change the owners of the machine's files.
+    Without the agent's settings, the template's -U would apply at the next start, and change the owners of the
+    machine's files.
     """
     return {
         machine.name: "it is no longer in the configuration; its settings stay while it runs"
@@ -110,29 +112,31 @@ class _Roots:
         self.wanted: list[StagedRoot] = []
         self.waiting: list[StagedRoot] = []
 
-    def place(self, grant: Grant) -> Grant:
-        serving = self._place(grant.driver_root, self.wanted)
-        waiting = self._place(grant.waiting_root, self.waiting)
+    def assign(self, grant: Grant) -> Grant:
+        """Return the grant with indices for its roots."""
+        serving = self._assign(grant.driver_root, self.wanted)
+        waiting = self._assign(grant.waiting_root, self.waiting)
         return replace(grant, driver_root=serving, waiting_root=waiting)
 
-    def _place(self, root: StagedRoot | None, among: list[StagedRoot]) -> StagedRoot | None:
+    def _assign(self, root: StagedRoot | None, roots: list[StagedRoot]) -> StagedRoot | None:
+        """Return the root with an index, and add it to `roots`."""
         if root is None:
             return None
         if root.index == UNSTAGED:
-            placed = [*self.wanted, *self.waiting]
-            known = [each for each in placed if replace(each, index=UNSTAGED) == root]
-            root = known[0] if known else replace(root, index=self.next_index)
+            assigned = [*self.wanted, *self.waiting]
+            same = [each for each in assigned if replace(each, index=UNSTAGED) == root]
+            root = same[0] if same else replace(root, index=self.next_index)
             self.next_index = max(self.next_index, root.index + 1)
-        if root not in among:
-            among.append(root)
+        if root not in roots:
+            roots.append(root)
         return root
 
 
-def _has_our_files(facts: Facts, machine: str) -> bool:
+def _has_owned_files(facts: Facts, machine: str) -> bool:
     return any(path in facts.files and facts.files[path].owned for path in machine_files(machine))
 
 
-def _machine(
+def _machine_goal(
     name: str, config: Config, facts: Facts, template: tuple[DeviceAllow, ...], roots: _Roots, share: Share
 ) -> MachineGoal:
     settings = config.machines[name]
@@ -140,7 +144,9 @@ def _machine(
     nodes = tuple(sorted(node for grant in grants for node in grant.nodes))
     directories = tuple(sorted(directory for grant in grants for directory in grant.directories))
     mounts = split_mounts(settings.extra_mounts, facts, config.machines)
-    nspawn = render_nspawn(name, settings.nspawn, nodes, directories, mounts.found, dns=_dns(settings, facts))
+    nspawn = render_nspawn(
+        name, settings.nspawn, nodes, directories, mounts.possible, dns=_resolv_conf(settings, facts)
+    )
     allow = device_allow(settings, template, nodes)
     allow += permissions_to_keep(name, facts, allow)
     drop_in = render_drop_in(name, settings, allow)
@@ -171,24 +177,25 @@ def _machine(
             {grant.vendor: grant.driver_root.index for grant in grants if grant.driver_root},
         ),
         live=LiveSettings(
-            fixed=_fixed(name, settings, template),
+            fixed=_fixed_digest(name, settings, template),
             allow=allow,
             nodes={
                 **{node.path: f"{node.number.major}:{node.number.minor}" for node in nodes},
                 **{each.path: f"{READ_WRITE if each.writable else READ_ONLY}{each.inode}" for each in directories},
             },
             owners=owners(allow, facts),
-            mounts=tuple(mount.target for mount in mounts.found),
+            mounts=tuple(mount.target for mount in mounts.possible),
             withdrawn=handoff.withdrawn,
         ),
         missing=mounts.missing,
     )
 
 
-def _dns(settings: MachineSettings, facts: Facts) -> str:
-    """Return where a node gets its DNS servers, which its pods get too: not systemd-resolved on the host.
+def _resolv_conf(settings: MachineSettings, facts: Facts) -> str:
+    """Return the machine's ResolvConf= (systemd.nspawn(5)); empty for nspawn's own choice.
 
-    nspawn itself gives none to a machine with a network of its own.
+    A node passes its DNS servers on to pods, which cannot reach systemd-resolved on the host's loopback interface. To a
+    machine with its own network, nspawn would give no DNS servers at all.
     """
     if settings.node is None:
         return ""
@@ -200,17 +207,17 @@ def _grants(
 ) -> tuple[Grant, ...]:
     """Return a grant for each vendor in the machine's handoff. Only one grant has the problems of the selection."""
     vendors = sorted((each for each in facts.vendors if _is_handed(each)), key=lambda each: each.vendor)
-    present = named_roots(facts, name) or {}
+    current_roots = named_roots(facts, name) or {}
     reporting = next((each.vendor for each in (*(each for each in vendors if each.gpus), *vendors)), "")
     grants = []
     for vendor in vendors:
-        choice = DriverRoots(facts.staged, present.get(vendor.vendor))
-        wanted = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
-        grant = roots.place(_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, wanted)))
+        choice = DriverRoots(facts.staged, current_roots.get(vendor.vendor))
+        gpus = tuple(gpu for gpu in selection.gpus if gpu.vendor == vendor.vendor)
+        grant = roots.assign(_only_bindable(host_vendor(vendor.vendor).grant(vendor, settings, choice, gpus)))
         problems = selection.problems if vendor.vendor == reporting else ()
         # Each vendor reports its own GPUs with a wrong driver, because its conditions say what to do next.
         problems += tuple(
-            other_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
+            describe_wrong_driver(gpu, gpu.pci_address) for gpu in selection.wrong_driver if gpu.vendor == vendor.vendor
         )
         grants.append(replace(grant, problems=problems + grant.problems))
     # Omit the other devices if none are configured.
@@ -218,16 +225,16 @@ def _grants(
 
 
 def _is_handed(vendor: VendorFacts) -> bool:
-    """Return whether handoffs name the vendor. If the host has no GPU, they omit vendors that older images lack.
+    """Return whether handoffs name the vendor. Vendors without a GPU are left out if older images do not know them.
 
-    A machine half that knows an omitted vendor withdraws by itself what the machine had of that vendor.
+    A machine half that knows a vendor withdraws what the machine had of it when handoffs no longer name it.
     """
     return bool(vendor.gpus) or host_vendor(vendor.vendor).always_handed
 
 
-def _fixed(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
+def _fixed_digest(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ...]) -> str:
     """Return a digest of the settings that only a restart can change: all but the devices."""
-    # All configured mounts are included, because a source that is missing now does not change the settings.
+    # All configured mounts are included, because a source that appears or disappears must not change the digest.
     nspawn = render_nspawn(name, settings.nspawn, (), mounts=tuple(settings.extra_mounts))
     # These lines are left out: a machine that runs without them needs no restart.
     nspawn = nspawn.replace(f"{SYS_MODULE}\n".encode(), b"").replace(f"{CONFIGURED}\n".encode(), b"")
@@ -236,8 +243,8 @@ def _fixed(name: str, settings: MachineSettings, template: tuple[DeviceAllow, ..
     return hashlib.sha256(nspawn + drop_in).hexdigest()
 
 
-def _bindable(grant: Grant) -> Grant:
-    """Return the grant without nodes whose path cannot be written into a .nspawn file; these become problems."""
+def _only_bindable(grant: Grant) -> Grant:
+    """Return the grant without nodes whose path cannot be written into a .nspawn file, and with a problem for each."""
     refused = [node for node in grant.nodes if not bindable(node.path)]
     problems = tuple(f"{node.path!r} cannot be written into a .nspawn file" for node in refused)
     nodes = tuple(node for node in grant.nodes if node not in refused)

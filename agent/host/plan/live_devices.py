@@ -15,24 +15,26 @@ def change_running(goal: MachineGoal, facts: Facts, *, released: bool, missing_n
     """Return the change to a running machine; none if nothing differs, or if its live settings are unknown.
 
     `released` means that the machine no longer uses withdrawn devices. `missing_nodes` means that it reports nodes of
-    its current handoff as missing: all nodes are then bound again, but only once for this handoff, until
-    the machine has had all of them.
+    its current handoff as missing: all nodes are then bound again. That happens once per handoff, and again only after
+    the machine has had all nodes.
     """
     machine = next(each for each in facts.machines if each.name == goal.name)
     before = machine.live
     if machine.unit_state != "active" or before is None:
         return []
-    leftover = [] if released else _leftover(goal, before, facts)
-    allow = (*goal.live.allow, *leftover)
-    noted = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in leftover}}
+    still_needed = [] if released else _still_needed(goal, before, facts)
+    allow = (*goal.live.allow, *still_needed)
+    device_owners = {**goal.live.owners, **{entry.node: before.owners[entry.node] for entry in still_needed}}
     rebind = missing_nodes and before.rebound != goal.generation
     # Clear `rebound` once the machine has all nodes: they may be missing again later, as after a reload of a module.
     rebound = goal.generation if rebind else "" if released and not missing_nodes else before.rebound
     same = set(allow) == set(before.allow) and goal.live.nodes == before.nodes and rebound == before.rebound
-    if same and noted == before.owners and not before.unsure:
+    if same and device_owners == before.owners and not before.unsure:
         return []
     others = tuple(entry for entry in machine.device_allow if entry not in (*before.allow, *allow))
-    after = replace(goal.live, fixed=before.fixed, allow=allow, rebound=rebound, owners=noted, mounts=before.mounts)
+    after = replace(
+        goal.live, fixed=before.fixed, allow=allow, rebound=rebound, owners=device_owners, mounts=before.mounts
+    )
     return [ChangeDevices(goal.name, replace(before, nodes={}) if rebind else before, after, others)]
 
 
@@ -59,16 +61,16 @@ def forbid_withdrawn(goal: MachineGoal, facts: Facts) -> list[ChangeDevices]:
     return changes
 
 
-def _leftover(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
-    """Return the permissions to keep for withdrawn devices, which the CDI specification may still give to pods.
+def _still_needed(goal: MachineGoal, live: LiveSettings, facts: Facts) -> list[DeviceAllow]:
+    """Return the permissions to keep for withdrawn devices, which the machine's CDI specification may still contain.
 
     A permission is kept only if a device with its number exists, and the number still belongs to the same GPU or shared
     node as when it was permitted. Otherwise a different device may have the number, now or later, as when a driver
     finds GPUs in another order.
     """
-    present, wanted = _owners(facts), {entry.node for entry in goal.live.allow}
-    known = [entry for entry in live.allow if entry.node in present and entry.node not in wanted]
-    return [entry for entry in known if live.owners.get(entry.node) == present[entry.node]]
+    present, granted = _owners(facts), {entry.node for entry in goal.live.allow}
+    withdrawn = [entry for entry in live.allow if entry.node in present and entry.node not in granted]
+    return [entry for entry in withdrawn if live.owners.get(entry.node) == present[entry.node]]
 
 
 def owners(allow: Collection[DeviceAllow], facts: Facts) -> dict[str, str]:
@@ -93,8 +95,8 @@ def permissions_to_keep(name: str, facts: Facts, allow: Collection[DeviceAllow])
     # if no owner was recorded, as in older releases.
     same = {device for device in may_need if live.owners.get(device, draining[device]) == draining[device]}
     template = facts.template_device_allow
-    withheld = set(template).difference(allow) if isinstance(template, tuple) else set()
-    return tuple(entry for entry in live.allow if entry in withheld or entry.node in same)
+    no_longer_granted = set(template).difference(allow) if isinstance(template, tuple) else set()
+    return tuple(entry for entry in live.allow if entry in no_longer_granted or entry.node in same)
 
 
 def _draining(facts: Facts) -> list[DeviceNode]:
@@ -104,6 +106,7 @@ def _draining(facts: Facts) -> list[DeviceNode]:
 
 
 def _owners(facts: Facts) -> dict[str, str]:
+    """Return the owner of every device on the host, by the name of the device in a DeviceAllow= entry."""
     return {node_by_number(node.number): _owner(node) for node in _all_nodes(facts)}
 
 

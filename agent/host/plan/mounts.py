@@ -18,8 +18,8 @@ BIND_SOURCE = re.compile(r"-?(?P<path>/(?:\\.|[^:\\])*)")
 class Mounts:
     """The mounts of one machine from its next start on."""
 
-    found: tuple[ExtraMount, ...] = ()
-    """The possible mounts, with the real paths of their sources: nspawn would follow links, and links may change."""
+    possible: tuple[ExtraMount, ...] = ()
+    """Mounts with the real paths of their sources: nspawn would follow links, which may change before the start."""
     missing: tuple[str, ...] = ()
     """Sources that are missing or must not be mounted, in words. A missing source would prevent the machine's start."""
 
@@ -27,32 +27,33 @@ class Mounts:
 def split_mounts(mounts: Sequence[ExtraMount], facts: Facts, machines: Mapping[str, MachineSettings]) -> Mounts:
     """Split the mounts into those that are possible now and the others. `machines` has the settings of all machines."""
     mounted_by = _mounted_paths(facts, machines) if mounts else {}
-    found, missing = [], []
+    possible, missing = [], []
     for mount in mounts:
         match facts.mount_sources.get(mount.source):
-            case MountSource() as source if around := _outer_path(source, mounted_by):
-                # It does not help if the other machine mounts that path read-only: root in it can remount it writable.
-                why = f"the path to it leads through {around}, where machine {mounted_by[around]} could put a link"
+            case MountSource() as source if outer := _outer_path(source, mounted_by):
+                # Read-only mounts of that path count too, because root in the machine can remount them writable.
+                why = f"the path to it leads through {outer}, where machine {mounted_by[outer]} could put a link"
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case MountSource(path=real):
-                found.append(mount.model_copy(update={"source": real}))
+                possible.append(mount.model_copy(update={"source": real}))
             case Broken(why) | Unseen(why):
                 missing.append(f"{mount.source} for {mount.target} ({why})")
             case Absent() | None:
                 missing.append(f"{mount.source} for {mount.target}")
-    return Mounts(tuple(found), tuple(missing))
+    return Mounts(tuple(possible), tuple(missing))
 
 
 def _mounted_paths(facts: Facts, machines: Mapping[str, MachineSettings]) -> dict[str, str]:
     """Return the host paths that machines mount or will mount, each with the machine, which can put any link there."""
-    mounted_by = {path: name for name, settings in machines.items() for path in _named(settings)}
-    seen = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
-            if path in mounted_by and isinstance(source, MountSource)
-            and not _outer_path(source, mounted_by)}  # fmt: skip
-    return mounted_by | seen
+    mounted_by = {path: name for name, settings in machines.items() for path in _configured_sources(settings)}
+    real_paths = {source.path: mounted_by[path] for path, source in facts.mount_sources.items()
+                  if path in mounted_by and isinstance(source, MountSource)
+                  and not _outer_path(source, mounted_by)}  # fmt: skip
+    return mounted_by | real_paths
 
 
-def _named(settings: MachineSettings) -> Iterator[str]:
+def _configured_sources(settings: MachineSettings) -> Iterator[str]:
+    """Yield the host paths that the settings mount: those of `extra_mounts`, and those of Bind= in `nspawn.extra`."""
     yield from (mount.source for mount in settings.extra_mounts)
     for key in BINDS:
         lines = settings.nspawn.extra.get("Files", {}).get(key, [])
@@ -61,8 +62,6 @@ def _named(settings: MachineSettings) -> Iterator[str]:
                 yield re.sub(r"\\(.)", r"\1", source["path"])
 
 
-def _outer_path(source: MountSource, places: Iterable[str]) -> str:
-    """Return the first of the places that the path to the source leads through; empty if there is none."""
-    return next(
-        (place for place in places for step in source.components if step.startswith(f"{place.rstrip('/')}/")), ""
-    )
+def _outer_path(source: MountSource, paths: Iterable[str]) -> str:
+    """Return the first of `paths` that the path to the source leads through; empty if there is none."""
+    return next((path for path in paths for step in source.components if step.startswith(f"{path.rstrip('/')}/")), "")

@@ -16,7 +16,7 @@ from agent.model.paths import (
 )
 
 SYS_MODULE = "BindReadOnly=/sys/module"
-"""Binds the whole directory: a module's own is missing until the module is loaded, which would prevent the start."""
+"""Binds the whole directory, because a module's own directory does not exist until the module is loaded."""
 TRUE = ("yes", "y", "true", "t", "on", "1")
 """Values that systemd's parse_boolean accepts as true."""
 OWN_NETWORK = ("VirtualEthernetExtra", "Interface", "MACVLAN", "IPVLAN", "Bridge", "Zone")
@@ -26,7 +26,7 @@ HEADER = f"{MARK.decode()}; changes are overwritten. Its settings are in {CONFIG
 
 
 def bindable(path: str) -> bool:
-    """Return whether the path can be written into a Bind= line, which loses outer blanks and ends at a line break."""
+    """Return whether a Bind= line can contain the path. systemd strips blanks at its ends and splits at line breaks."""
     return path == path.strip() and path.isprintable() and path.startswith("/")
 
 

@@ -15,8 +15,8 @@ def remember(
 ) -> Seen[Remembered]:
     """Return the record as it should be. `held` contains the machines that keep what they have.
 
-    A GPU in the record that is missing now is lost, unless it is in another slot, or the settings of its machines no
-    longer request it. A GPU that was withdrawn from all machines is not in the record.
+    A GPU in the record that is no longer on the PCI bus is lost, unless it is in another slot, or the settings of its
+    machines no longer request it. A GPU that was withdrawn from all machines leaves the record.
     """
     before = facts.remembered
     if isinstance(before, Unseen | Absent):
@@ -38,27 +38,27 @@ def remember(
         gpu, old = present.get(address), known.get(address)
         if gpu is not None:
             model, uuid = (old.model, old.uuid) if old else ("", "")
-            kept = [name for name in (old.machines if old else ()) if name in held and name in config.machines]
-            machines = tuple(sorted({*granted.get(address, ()), *kept}))
-            each = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, machines)
+            keeping = [name for name in (old.machines if old else ()) if name in held and name in config.machines]
+            machines = tuple(sorted({*granted.get(address, ()), *keeping}))
+            entry = RememberedGpu(address, gpu.vendor, gpu.model or model, gpu.uuid or uuid, machines)
         elif old is not None and old.uuid not in uuids:
-            machines = tuple(name for name in old.machines if _wanted(config, name, old))
-            lost = old.lost or now
-            each = RememberedGpu(address, old.vendor, old.model, old.uuid, machines, lost)
+            machines = tuple(name for name in old.machines if _is_requested(old, name, config))
+            lost_since = old.lost or now
+            entry = RememberedGpu(address, old.vendor, old.model, old.uuid, machines, lost_since)
         else:
             continue
-        if each.machines:
-            gpus.append(each)
+        if entry.machines:
+            gpus.append(entry)
     return Remembered(tuple(gpus), before.damage)
 
 
 def record_remembered(remembered: Seen[Remembered], facts: Facts) -> list[Action]:
-    """Return the steps that rewrite missing or outdated copies of the record. A first, empty record is not written."""
+    """Return the steps that write missing or outdated copies of the record; none if it is empty and has no copy yet."""
     files = remembered_files(remembered)
-    found = {file.path: facts.files[file.path].content for file in files}
-    if remembered == Remembered() and all(isinstance(each, Absent) for each in found.values()):
+    contents = {file.path: facts.files[file.path].content for file in files}
+    if remembered == Remembered() and all(isinstance(each, Absent) for each in contents.values()):
         return []
-    return [WriteFile(file.path, file.content) for file in files if found[file.path] != file.content]
+    return [WriteFile(file.path, file.content) for file in files if contents[file.path] != file.content]
 
 
 def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
@@ -69,8 +69,8 @@ def remembered_files(remembered: Seen[Remembered]) -> tuple[OwnedFile, ...]:
     return tuple(OwnedFile(path, content) for path in REMEMBERED_GPUS)
 
 
-def _wanted(config: Config, machine: str, gpu: RememberedGpu) -> bool:
-    """Return whether the machine's settings still request a GPU that is missing."""
+def _is_requested(gpu: RememberedGpu, machine: str, config: Config) -> bool:
+    """Return whether the machine's settings still request a GPU that is no longer on the PCI bus."""
     if machine not in config.machines:
         return False
     wanted = config.machines[machine].gpus

@@ -23,42 +23,43 @@ class Selection:
 def select(vendors: tuple[VendorFacts, ...], wanted: str | list[str], share: Share) -> Selection:
     """Return the GPUs for one machine. `wanted` is its setting `gpus`."""
     present = sorted(gpu for vendor in vendors for gpu in vendor.gpus)
+    # GPUs without a driver are included, because their driver may be loaded later.
     fitting = [gpu for gpu in present if gpu.driver in ("", *host_vendor(gpu.vendor).drivers)]
-    usable = [gpu for gpu in fitting if _counts(gpu, vendors, share)]
+    usable = [gpu for gpu in fitting if _is_eligible(gpu, vendors, share)]
     wrong = tuple(gpu for vendor in vendors for gpu in host_vendor(vendor.vendor).wrong_driver(vendor.gpus))
     if wanted == "all":
         # If another vendor's GPUs are usable, a GPU with a wrong driver may be meant for the host's display.
         missed = tuple(gpu for gpu in wrong if all(each.vendor == gpu.vendor for each in usable))
-        return Selection(_free(usable, share), _why_not_free(usable, share), wrong_driver=missed)
+        return Selection(_not_reserved(usable, share), _why_reserved(usable, share), wrong_driver=missed)
     if isinstance(wanted, str):
-        selection = _count(usable, int(wanted.removeprefix("count=")), share)
+        selection = _select_count(usable, int(wanted.removeprefix("count=")), share)
         if not selection.problems:
             return selection
-        return replace(selection, problems=selection.problems + _why_not_free(usable, share), wrong_driver=wrong)
+        return replace(selection, problems=selection.problems + _why_reserved(usable, share), wrong_driver=wrong)
     chosen: list[Gpu] = []
     problems: list[str] = []
     missed = tuple(gpu for gpu in wrong if gpu.pci_address in wanted or gpu.uuid in wanted)
     for name in wanted:
-        found = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
-        chosen += [gpu for gpu in _free(found, share) if gpu not in chosen]
-        problems += _why_not_free(found, share)
-        if not found and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
-            problems.append(_missing(name, present))
+        named = [gpu for gpu in fitting if name in (gpu.pci_address, gpu.uuid)]
+        chosen += [gpu for gpu in _not_reserved(named, share) if gpu not in chosen]
+        problems += _why_reserved(named, share)
+        if not named and all(name not in (gpu.pci_address, gpu.uuid) for gpu in missed):
+            problems.append(_why_not_found(name, present))
     return Selection(tuple(chosen), tuple(problems), missed)
 
 
-def _counts(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
-    """Return whether `all` and `count=N` include the GPU.
+def _is_eligible(gpu: Gpu, vendors: tuple[VendorFacts, ...], share: Share) -> bool:
+    """Return whether `all` and `count=N` may select the GPU.
 
-    A GPU without a driver is excluded, unless the machine already has the GPU or a driver is expected: an integrated
-    GPU, for example, may have no driver on purpose.
+    A GPU without a driver is selected only if a driver is expected, or if the machine already has the GPU. An
+    integrated GPU, for example, may have no driver on purpose.
     """
     expected = any(vendor.driver_expected for vendor in vendors if vendor.vendor == gpu.vendor)
     return bool(gpu.driver) or expected or gpu.pci_address in share.current
 
 
-def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
-    free = [gpu for gpu in _free(usable, share) if gpu.pci_address not in share.taken]
+def _select_count(usable: list[Gpu], count: int, share: Share) -> Selection:
+    free = [gpu for gpu in _not_reserved(usable, share) if gpu.pci_address not in share.taken]
     # Detached GPUs come last, except draining ones, which may be attached again while they have users. Of the others,
     # the machine's current GPUs come first: a new GPU with a lower address must not replace one that pods use.
     last = {gpu.pci_address for gpu in free if gpu.detached} - share.draining
@@ -70,17 +71,17 @@ def _count(usable: list[Gpu], count: int, share: Share) -> Selection:
         return gpu.pci_address in last, not current, rank(gpu.vendor), not gpu.driver, gpu.pci_address
 
     chosen = tuple(sorted(free, key=order)[:count])
-    others = f", and {len(usable) - len(free)} for other machines" if len(free) < len(usable) else ""
-    short = f"the configuration asks for {count} GPUs, but the host has {len(free)}{others}"
-    return Selection(chosen, () if len(chosen) == count else (short,))
+    others = f" (GPUs for other machines: {len(usable) - len(free)})" if len(free) < len(usable) else ""
+    too_few = f"the configuration asks for {count} GPUs, but the host has {len(free)}{others}"
+    return Selection(chosen, () if len(chosen) == count else (too_few,))
 
 
-def _free(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
+def _not_reserved(gpus: list[Gpu], share: Share) -> tuple[Gpu, ...]:
     return tuple(gpu for gpu in gpus if gpu.pci_address not in share.reserved)
 
 
-def _why_not_free(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
-    """Return one sentence for each GPU that is not free."""
+def _why_reserved(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
+    """Return one sentence for each GPU that is reserved for a machine with a fault."""
     return tuple(
         f"GPU {gpu.pci_address} is {share.reserved[gpu.pci_address]}"
         for gpu in gpus
@@ -88,11 +89,12 @@ def _why_not_free(gpus: list[Gpu], share: Share) -> tuple[str, ...]:
     )
 
 
-def _missing(name: str, present: list[Gpu]) -> str:
-    found = (other_driver(gpu, name) for gpu in present if name in (gpu.pci_address, gpu.uuid))
-    return next(found, f"GPU {name} is not on this host")
+def _why_not_found(name: str, present: list[Gpu]) -> str:
+    """Return the sentence about a requested GPU that is not on the host, or has a wrong driver."""
+    with_wrong_driver = (describe_wrong_driver(gpu, name) for gpu in present if name in (gpu.pci_address, gpu.uuid))
+    return next(with_wrong_driver, f"GPU {name} is not on this host")
 
 
-def other_driver(gpu: Gpu, name: str) -> str:
-    """Return the sentence about a GPU with a wrong driver, which the settings call `name`."""
+def describe_wrong_driver(gpu: Gpu, name: str) -> str:
+    """Return the sentence about a GPU with a wrong driver. `name` is its address or UUID, as the settings have it."""
     return f"GPU {name} has kernel driver {gpu.driver}, not {' or '.join(host_vendor(gpu.vendor).drivers)}"

@@ -1,8 +1,8 @@
 """Divides the host's GPUs among machines whose settings request a number of them (`count=N`). Pure.
 
 GPUs that settings name are not available to `count=N`. A machine keeps the GPUs that it has. `all` means all GPUs, even
-those that other machines have. A machine with a fault keeps its GPUs: no other machine gets one of them, unless the
-settings of both request it.
+those that other machines have. If the agent meets an unexpected error (a fault) in its work on a machine, that machine
+keeps its GPUs: no other machine gets one of them, unless the settings of both machines request it.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -24,8 +24,8 @@ class Shares:
 
     def __init__(self, config: Config, facts: Facts, faulted: Collection[str] = ()) -> None:
         lists = [each.gpus for each in config.machines.values() if isinstance(each.gpus, list)]
-        self._assigned = _named(facts, {gpu for each in lists for gpu in each})
-        """GPUs that settings name, also for machines that do not exist yet, and GPUs that were assigned so far."""
+        self._assigned = _with_addresses({gpu for each in lists for gpu in each}, facts)
+        """GPUs that settings name, even for machines that do not exist yet, and GPUs that were assigned so far."""
         self._draining = facts.draining
         machines = {each.name: each for each in facts.machines if each.name in config.machines}
         granted = {name: each.granted for name, each in machines.items()}
@@ -36,7 +36,8 @@ class Shares:
         self._granted_before = {
             name: frozenset(each.gpus) for name, each in granted.items() if isinstance(each, Granted)
         }
-        # Machines whose settings name GPUs are included: a UUID is unknown until the driver has initialised the GPU.
+        # Machines whose settings name GPUs are included, because they may name a GPU by a UUID that is not known yet:
+        # the driver must initialise the GPU first.
         self._still_reserved = {
             name: gpus for name, gpus in self._granted_before.items() if config.machines[name].gpus != "all"
         }
@@ -45,7 +46,7 @@ class Shares:
         """Return the share of a machine, which must be the next one in turn."""
         others = {gpu for name, gpus in self._still_reserved.items() if name != machine for gpu in gpus}
         current = self._granted_before.get(machine, frozenset())
-        # A fault in another machine does not take a GPU from this one.
+        # A fault of another machine must not cost this one a GPU that it already has.
         reserved = {
             gpu: why for gpu, why in self._blocked_by_fault.items() if gpu not in self._may_open.get(machine, ())
         }
@@ -63,23 +64,23 @@ class Shares:
             self._assigned |= {gpu for grant in grants for gpu in (*grant.gpus, *grant.detached)}
 
 
-def _named(facts: Facts, names: Collection[str]) -> set[str]:
-    """Return the names (addresses or UUIDs), with the addresses of the GPUs that these UUIDs name."""
+def _with_addresses(names: Collection[str], facts: Facts) -> set[str]:
+    """Return the names of GPUs (addresses or UUIDs), and for each known UUID also the GPU's address."""
     present = (gpu for vendor in facts.vendors for gpu in vendor.gpus)
     return {*names, *(gpu.pci_address for gpu in present if gpu.uuid in names)}
 
 
 def _may_open(machine: MachineFacts) -> set[str]:
-    """Return the GPUs that the machine was granted, or may still open. A faulted machine's facts may be incomplete."""
+    """Return the GPUs that the machine was granted or may still open, as far as is known of a machine with a fault."""
     granted = machine.granted.gpus if isinstance(machine.granted, Granted) else ()
     return {*granted, *(machine.live.owners.values() if isinstance(machine.live, LiveSettings) else ())}
 
 
 def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Facts) -> dict[str, str]:
-    """Return the GPUs that a machine with a fault may have but its settings do not name, each with the reason.
+    """Return the GPUs that other machines must not get because a machine with a fault may have them, with the reason.
 
-    If the machine's grant is unknown, it may have all GPUs. If its settings say `all`, none is returned, because it
-    shares its GPUs.
+    If the machine's grant is unknown, it may have any GPU. GPUs that its settings name are left out, because others may
+    name them too; with `all`, it shares every GPU.
     """
     if wanted == "all":
         return {}
@@ -87,7 +88,7 @@ def _blocked_by_fault(machine: MachineFacts, wanted: str | list[str], facts: Fac
     if not isinstance(machine.granted, Granted | Absent):
         why = f"perhaps {why}"
         may_open |= {gpu.pci_address for vendor in facts.vendors for gpu in vendor.gpus}
-    shared = _named(facts, wanted) if isinstance(wanted, list) else set[str]()
+    shared = _with_addresses(wanted, facts) if isinstance(wanted, list) else set[str]()
     return dict.fromkeys(may_open - shared, why)
 
 
@@ -98,8 +99,7 @@ def unknown_grants(config: Config, facts: Facts, faulted: Collection[str] = ()) 
     those with `all`. The share of any other machine depends only on its own grant, and only while some machine has a
     fault, or a GPU has no driver and is not expected to get one.
     """
-    # `all` and `count=N` select a GPU that has no driver, and is not expected to get one, only for a machine that
-    # already has that GPU.
+    # If no driver is expected, `all` and `count=N` select the GPU only for a machine that already has it.
     without_driver = any(
         not gpu.driver for vendor in facts.vendors if not vendor.driver_expected for gpu in vendor.gpus
     )

@@ -23,8 +23,8 @@ def device_allow(
     # DevicePolicy=closed does not allow /dev/kmsg: without this entry, open() fails with EPERM (systemd 257).
     kmsg = (DeviceAllow("/dev/kmsg", "rw"),) if settings.nspawn.kmsg else ()
     modes = {device.path: device.mode for device in settings.extra_devices}
-    ours = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
-    return (*from_template(template), *kmsg, *ours)
+    granted = (DeviceAllow(node_by_number(node.number), modes.get(node.path, settings.device_mode)) for node in nodes)
+    return (*from_template(template), *kmsg, *granted)
 
 
 def from_template(template: tuple[DeviceAllow, ...]) -> tuple[DeviceAllow, ...]:
@@ -40,7 +40,7 @@ def node_by_number(number: DeviceNumber) -> str:
 def render_drop_in(
     machine: str, settings: MachineSettings, allow: tuple[DeviceAllow, ...], *, whole: bool = True
 ) -> bytes:
-    """Return the drop-in with the list from `device_allow`; if not `whole`, without the commands before the start."""
+    """Return the drop-in with `allow`, the list from `device_allow`. If not `whole`, omit the commands before start."""
     lines = [
         "[Unit]",
         f"Wants=unbounded-agent-prepare@{machine}.service",
