@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from agent.config.settings import Config
-from agent.host.apply.bootstrap_token import take_used_tokens
+from agent.host.apply.bootstrap_token import remove_used_tokens
 from agent.host.apply.gpu_states import publish_gpu_states
 from agent.host.apply.host_status import publish_host_status
 from agent.host.apply.steps import Applied, apply
@@ -145,7 +145,7 @@ class Reconciler:
             ready = {machine.name: machine.ready for machine in machines if self._sets_node_condition(machine.name)}
             unpublished = publish_host_status(self.system, ready, time.time())
             nodes = [name for name, settings in sorted(self.config.machines.items()) if settings.node]
-            failures += take_used_tokens(nodes, self.system)
+            failures += remove_used_tokens(nodes, self.system)
             unpublished += self._publish_gpu_states(facts, planned)
         problems = tuple(each.why for each in self.failed_cleanups.values())
         return Outcome(

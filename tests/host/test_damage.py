@@ -10,7 +10,7 @@ import pytest
 
 from agent.cli.prepare import prepare
 from agent.host.state.detached_gpus import note_detached, observe_detached
-from agent.host.state.lost_gpus import LogRead, keep_log_read, log_read, observe_lost, record_lost
+from agent.host.state.lost_gpus import LogPosition, observe_lost, read_log_position, record_lost, save_log_position
 from agent.model.conditions import ConditionType, Status
 from agent.model.paths import (
     CONDITIONS,
@@ -96,12 +96,13 @@ def test_a_directory_in_the_place_of_the_gpus_record_is_moved_aside(gpu_host: Ho
         gpu_host.write(f"{path}/content", b"")
     gpu_host.symlink(f"/sys/bus/pci/devices/{GPU}", "../../../devices/pci0000:00")
     gpu_host.symlink("/sys/devices/pci0000:00/driver", "../../bus/pci/drivers/nvidia")
-    assert (observe_lost(gpu_host), log_read(gpu_host), observe_detached(gpu_host).gpus) == ({}, None, frozenset())
+    assert (observe_lost(gpu_host), read_log_position(gpu_host)) == ({}, None)
+    assert not observe_detached(gpu_host).gpus
     assert record_lost(gpu_host, GPU, "gone")
-    keep_log_read(gpu_host, LogRead(sequence=1, bindings={}))
+    save_log_position(gpu_host, LogPosition(sequence=1, bindings={}))
     assert note_detached(gpu_host, GPU, draining=False)
     assert observe_lost(gpu_host)
-    assert log_read(gpu_host)
+    assert read_log_position(gpu_host)
     assert observe_detached(gpu_host).gpus
 
 

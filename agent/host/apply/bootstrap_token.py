@@ -1,7 +1,8 @@
-"""Gives a machine its bootstrap token, and takes it back when the machine's kubelet has joined the cluster.
+"""Gives a machine its bootstrap token, and removes the token once the machine's kubelet has joined the cluster.
 
-The token is next to the handoff, outside the root file system, which the host never opens after the machine has booted.
-So a new token reaches a running machine, whose kubelet reads the file each minute, and none is left in the machine.
+The token's file is next to the handoff. It is not in the machine's root file system, which the host never opens after
+the machine has booted. So a new token reaches a running machine, whose kubelet reads the file each minute, and no token
+stays in the machine.
 """
 
 from collections.abc import Iterable
@@ -14,11 +15,11 @@ from agent.system.files import System
 from agent.system.seen import read_seen
 
 LIMIT = 1024
-"""Bytes of a token's file."""
+"""Bytes of a token's file that are read."""
 
 
 def given_token(machine: str, system: System) -> str | None:
-    """Return the token that the machine has; None if it has none. An unreadable one is an empty text."""
+    """Return the token that the machine has: None if it has none, an empty text if the token cannot be read."""
     found = read_seen(lambda path: system.read_untrusted(path, LIMIT)[0], token_file(machine))
     if isinstance(found, Absent):
         return None
@@ -28,13 +29,13 @@ def given_token(machine: str, system: System) -> str | None:
 def give_token(machine: str, token: str, system: System) -> None:
     """Write the token for the machine. Raises OSError."""
     path = token_file(machine)
-    # An earlier machine of this name may have joined.
+    # An earlier machine of this name may have reported that it has joined: the new token would be removed at once.
     system.remove(joined_file(machine))
     make_way(path, system)
     system.write(path, f"{token}\n".encode(), 0o600)
 
 
-def take_used_tokens(nodes: Iterable[str], system: System) -> tuple[str, ...]:
+def remove_used_tokens(nodes: Iterable[str], system: System) -> tuple[str, ...]:
     """Remove the tokens of machines that have joined. Return failures, one sentence each."""
     failures = []
     for machine in nodes:

@@ -28,17 +28,18 @@ MARGIN = 64 << 20
 """Bytes that must stay free on the file system after staging, for the agent's state."""
 
 RELOAD_LIMIT = 60.0
+"""Seconds that systemd may take to reload its units."""
 REMOVAL_LIMIT = 10.0
 """Seconds until a removal stops; later passes continue it. Root in a machine may have added any number of files."""
 LEFTOVERS_LIMIT = 1.0
-"""Seconds for a removal of leftovers, for which no step waits."""
+"""Seconds until a removal of leftovers stops. The limit is lower, because no other step needs this removal."""
 
 
 def stage(root: StagedRoot, system: System, progress: Callable[[], None] = lambda: None) -> None:
     """Copy a driver root to disk, by reflink if possible. Raises ApplyError, OSError.
 
-    The root is copied to STAGING and recorded in a manifest; then a rename moves it to its place. Calls `progress`
-    after each file, and after each part of a large file.
+    The root is copied to STAGING and recorded in a manifest; then a rename moves it to TREES. Calls `progress` after
+    each file, and after each part of a large file.
     """
     system.make_directory(TREES)
     system.make_directory(STAGING)
@@ -113,10 +114,10 @@ def remove_root(index: int, system: System) -> None:
         system.rename(tree, removed)
     elif HOST_NVIDIA not in mounted(system, OVERLAY):
         _move(driver_root(index), removed, system)
-    # The second file was written by an earlier release: it says where the files came from.
-    for note in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
-        system.remove(note)
-    # The manifest is removed after the move to REMOVED: without it, a plain directory would never be found again.
+    # Earlier releases wrote the second record, which says where the files came from.
+    for record in (times_file(index), f"{MANIFESTS}/{index}.origin.json"):
+        system.remove(record)
+    # The move to REMOVED comes first: without its manifest, a plain directory would never be found again.
     system.remove_tree(f"{MANIFESTS}/{index}.json")
     clear((removed,), system)
 
@@ -134,7 +135,7 @@ def protect(indices: tuple[int, ...], system: System) -> None:
     """Replace plain directories: move them away and mount their parent. Raises AgentError, OSError.
 
     Their content is not used again: root in a machine may have changed it, or still have a file open. If the agent is
-    killed meanwhile, or PID 1 does not answer, the next pass stages the roots again.
+    killed before the mount, or PID 1 does not answer, the next pass stages the roots again.
     """
     system.make_directory(REMOVED)
     moves = [(driver_root(index), f"{REMOVED}/{index}") for index in indices]
@@ -146,12 +147,13 @@ def protect(indices: tuple[int, ...], system: System) -> None:
             _move(removed, plain, system)
         raise ApplyError("they stay plain directories", f"see `journalctl -b -u '{mount_unit(HOST_NVIDIA)}'`")
     for index in indices:
-        # The next pass removes what cannot be removed now.
+        # The next pass tries again if a root cannot be removed now.
         with contextlib.suppress(AgentError):
             remove_root(index, system)
 
 
 def _move(path: str, to: str, system: System) -> None:
+    """Rename a directory, unless it is missing. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         system.rename(path, to)
 

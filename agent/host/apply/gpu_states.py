@@ -1,4 +1,4 @@
-"""Publishes the states of GPUs to the machines that offer their GPUs themselves."""
+"""Publishes the states of GPUs to the machines that offer their GPUs by Dynamic Resource Allocation."""
 
 from collections.abc import Collection, Mapping
 
@@ -12,22 +12,23 @@ from agent.system.files import System
 def publish_gpu_states(
     system: System, states: Mapping[str, tuple[GpuStatus, ...]], unchanged: Collection[str]
 ) -> tuple[str, ...]:
-    """Write the states of each machine in `states`, and remove all others but `unchanged`. Return failures.
+    """Write the states for each machine in `states`, and remove those of any other machine that is not in `unchanged`.
 
-    The document has no time in it, so an unchanged one wakes nobody in the machine.
+    Return failures, one sentence each. The document contains no time, so it is written, and wakes the machine's DRA
+    driver, only if a state has changed.
     """
     failures = []
     try:
         known = system.entries(MACHINES_STATE)
     except OSError:
-        # publish_host_status reports it.
+        # publish_host_status reports this failure.
         known = ()
     for name in sorted({*known, *states} - set(unchanged)):
         path = gpu_states_file(name)
         try:
-            # The directory is made with the machine's first settings.
+            # A machine that never had a goal has no such directory.
             if system.is_directory(handoff_directory(name)):
-                _settle(system, path, states.get(name))
+                _update(system, path, states.get(name))
         except OSError as error:
             failures.append(f"cannot update {path}: {error.strerror}")
         except Exception as error:
@@ -35,7 +36,8 @@ def publish_gpu_states(
     return tuple(failures)
 
 
-def _settle(system: System, path: str, states: tuple[GpuStatus, ...] | None) -> None:
+def _update(system: System, path: str, states: tuple[GpuStatus, ...] | None) -> None:
+    """Write the states if they differ from those in the file; remove the file if there are none."""
     if states is None:
         make_way(path, system)
         system.remove(path)

@@ -12,7 +12,7 @@ from agent.model.paths import MACHINES_STATE, conditions_file, handoff_directory
 from agent.system.files import System
 
 FRESH = 45.0
-"""Seconds until an unchanged host status is written again: less than the interval between passes by the timer."""
+"""Seconds until an unchanged host status is written again: less than a minute, so that every timed pass writes it."""
 
 
 def publish_host_status(system: System, ready: Mapping[str, Condition], now: float) -> tuple[str, ...]:
@@ -28,14 +28,14 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
     for name in sorted({*known, *ready}):
         path = conditions_file(name)
         try:
-            # A machine that never had a GPU has no such directory.
+            # A machine that never had a goal has no such directory.
             if not system.is_directory(handoff_directory(name)):
                 continue
             if name not in ready:
                 make_way(path, system)
                 system.remove(path)
             else:
-                _write(system, path, host_status(ready[name], now))
+                _update(system, path, host_status(ready[name], now))
         except OSError as error:
             failures.append(f"cannot update {path}: {error.strerror}")
         except Exception as error:
@@ -43,7 +43,8 @@ def publish_host_status(system: System, ready: Mapping[str, Condition], now: flo
     return tuple(failures)
 
 
-def _write(system: System, path: str, status: HostStatus) -> None:
+def _update(system: System, path: str, status: HostStatus) -> None:
+    """Write the status if it differs from that in the file, or if the file is no longer fresh."""
     try:
         # Root in the machine can remount the directory writable and put a link there.
         before = parse_host_status(system.read_untrusted(path, SIZE_LIMIT)[0])

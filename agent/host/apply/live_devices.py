@@ -1,6 +1,6 @@
 """Changes the devices of a running machine, without restarting the machine or anything in it.
 
-It calls systemd on the system bus, as systemctl and machinectl do. Starting one of these takes ten times as long.
+The calls go to systemd and systemd-machined over D-Bus: starting systemctl or machinectl would take ten times as long.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,7 +20,7 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     """Change permissions, bind nodes, and record what succeeded. Raises ApplyError, or OSError for the record.
 
     The intended permissions are recorded first, so that the record has every permission in force even if the agent is
-    killed meanwhile. If the record cannot be written, devices that are no longer granted are still forbidden. But
+    killed before the end. If the record cannot be written, devices that are no longer granted are still forbidden. But
     nothing is permitted or bound, because each later pass would do so again.
     """
     before, after = action.before, action.after
@@ -29,9 +29,9 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
     live, failures = replace(after, allow=before.allow, nodes=kept, unsure=before.unsure), []
     change_permissions = before.unsure or set(before.allow) != set(after.allow)
     added = tuple(entry for entry in after.allow if entry not in before.allow)
-    unsure = replace(live, allow=(*before.allow, *added), unsure=True) if change_permissions else live
+    intended = replace(live, allow=(*before.allow, *added), unsure=True) if change_permissions else live
     try:
-        _note(action.machine, unsure, system)
+        _record(action.machine, intended, system)
     except OSError:
         if set(before.allow) - set(after.allow):
             still_allowed = (entry for entry in after.allow if entry in before.allow)
@@ -44,9 +44,9 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
         except BusError as error:
             failures.append(str(error))
             # PID 1 may have carried out a call that it did not answer.
-            live = live if isinstance(error, BusAnswerError) else unsure
+            live = live if isinstance(error, BusAnswerError) else intended
     live, unbound = _bind_all(action, live, system, report_progress)
-    _note(action.machine, live, system)
+    _record(action.machine, live, system)
     if failures := [*failures, *unbound]:
         raise ApplyError("; ".join(failures), f"`machinectl reboot {action.machine}` applies all changes")
 
@@ -54,25 +54,24 @@ def change_devices(action: ChangeDevices, system: System, report_progress: Calla
 def _bind_all(
     action: ChangeDevices, live: LiveSettings, system: System, report_progress: Callable[[], None]
 ) -> tuple[LiveSettings, list[str]]:
-    """Bind the nodes that the machine lacks. Return the record with those that could be bound, and the failures."""
+    """Bind the nodes that the machine lacks. Return `live` with the nodes that could be bound, and the failures."""
     failures = []
     for path, number in action.after.nodes.items():
         if path in live.nodes:
             continue
         try:
-            # A failure does not keep the other nodes from being bound.
             machined.bind_mount(action.machine, path, read_only=number.startswith(READ_ONLY), system=system)
             live = replace(live, nodes={**live.nodes, path: number})
         except BusError as error:
+            # Go on with the other nodes, unless the machine hangs: then each of them would take as long to fail.
             failures.append(f"{path} cannot be bound: {error}")
             if isinstance(error.__cause__, TimeoutError):
-                # The machine hangs, and each further node would wait as long.
                 break
         report_progress()
     return live, failures
 
 
-def _note(machine: str, live: LiveSettings, system: System) -> None:
+def _record(machine: str, live: LiveSettings, system: System) -> None:
     write_record(system, live_file(machine), render_live(live))
 
 

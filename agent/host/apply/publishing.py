@@ -2,12 +2,11 @@
 
 A published root is an overlay file system without a writable layer. Root in a machine can remount a bind mount
 writable, but not an overlay that has no layer to write to (ovl_reconfigure in fs/overlayfs). HOST_NVIDIA, which has the
-mount points, is such an overlay too. Otherwise root in a machine could remove a mount point, which unmounts it in all
-machines (detach_mounts in fs/namei.c), and put something else in its place.
+mount points, is such an overlay too. Otherwise root in a machine could remove a mount point, which would unmount the
+root in all machines (detach_mounts in fs/namei.c), and put something else in its place.
 
 PID 1 mounts the roots, because processes in the service's sandbox may not, and because PID 1 also mounts them at boot,
-without the service.
-The mounts propagate into running machines.
+without the service. The mounts propagate into running machines.
 """
 
 import posixpath
@@ -65,11 +64,12 @@ def publish(index: int, system: System) -> None:
         if not failure:
             return
         if observe_units([mount_unit(HOST_NVIDIA)], system)[mount_unit(HOST_NVIDIA)].state != "failed":
+            # The parent is mounted, or was not tried: the kernel may well have overlay file systems.
             raise ApplyError(f"driver root {index} cannot be mounted: {failure}")
         # Remove the units before the rename: at the next boot, their mounts would hide the plain directory.
         _remove_unit(driver_root(index), system)
         _remove_unit(HOST_NVIDIA, system)
-    # If other roots are plain directories, a mount would hide those from the machines that use them.
+    # No mount here: if other roots are plain directories, it would hide them from the machines that use them.
     system.make_directory(HOST_NVIDIA)
     system.rename(f"{TREES}/{index}", driver_root(index))
 
@@ -108,7 +108,10 @@ def unpublish_parent(system: System) -> None:
 
 
 def _mount(index: int, system: System) -> str:
-    """Mount driver root `index`. Return why that failed; empty if it worked. Raises AgentError for other errors."""
+    """Mount driver root `index`. Return where to look if the mount failed; empty if it worked.
+
+    Raises AgentError if PID 1 does not answer, and OSError if a unit cannot be written.
+    """
     if HOST_NVIDIA not in mounted(system, OVERLAY):
         _write_parent(system)
     path, parent = driver_root(index), mount_unit(HOST_NVIDIA)
@@ -128,7 +131,7 @@ def _write_parent(system: System) -> None:
 
 
 def _write_unit(path: str, description: str, lower: str, needs: str, system: System) -> None:
-    """Write and enable a mount unit. `path` determines its content, so systemd need not read a known unit again."""
+    """Write and enable a mount unit. Its content never changes, so systemd need not reload a unit that it knows."""
     name = mount_unit(path)
     unit = UNIT.format(
         description=description, target=DRIVER_ROOTS_TARGET, needs=needs, path=path, lower=lower, nothing=NOTHING
@@ -152,9 +155,10 @@ def _wants_link(name: str) -> str:
 
 
 def _run_job(verb: Literal["StartUnit", "StopUnit"], unit: str, system: System) -> str:
-    """Start or stop a unit, and wait until PID 1 has tried. Return why PID 1 refuses to try; empty if it does not.
+    """Start or stop a unit, and wait until PID 1 has tried. If PID 1 refuses, return the reason after `: `.
 
-    Raises AgentError if PID 1 does not answer or finish in time.
+    Otherwise return an empty text, even if the attempt failed. Raises AgentError if PID 1 does not answer or does not
+    finish in time.
     """
     deadline = time.monotonic() + JOB_LIMIT
     try:

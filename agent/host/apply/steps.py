@@ -50,10 +50,10 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
     failed_cleanups: dict[Cleanup, str] = {}
     failed: list[Action] = []
     # Without an ownership record, no settings are written, but devices that are no longer granted are still forbidden.
-    unrecorded = _record(actions, system, finished=False) if actions else ()
-    failures = [*unrecorded]
+    record_failures = _update_record(actions, system, finished=False) if actions else ()
+    failures = [*record_failures]
     for action in actions:
-        if _left_out(action, failed, recorded=not unrecorded):
+        if _must_skip(action, failed, recorded=not record_failures):
             continue
         progress(action.describe())
         try:
@@ -62,21 +62,22 @@ def apply(actions: Sequence[Action], system: System, progress: Callable[[str], N
         except Exception as error:
             failed.append(action)
             if isinstance(action, Cleanup):
-                failed_cleanups[action] = str(_failed(action, error))
+                failed_cleanups[action] = str(_failure(action, error))
             else:
-                failures.append(str(_failed(action, error)))
+                failures.append(str(_failure(action, error)))
     if any(isinstance(action, RemoveFile) for action in done):
-        failures += _record(done, system, finished=True)
+        failures += _update_record(done, system, finished=True)
     return Applied(tuple(done), tuple(failures), failed_cleanups)
 
 
-def _left_out(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
-    """Return whether a step must be left out because of steps that failed, or because no record could be written."""
+def _must_skip(action: Action, failed: Sequence[Action], *, recorded: bool) -> bool:
+    """Return whether a step must be skipped because an earlier step failed, or because no record could be written."""
     match action:
         case WriteFile(path) if path.startswith(f"{MACHINES_STATE}/"):
+            # The handoff may name a driver root that could not be published.
             return any(isinstance(each, Publishing) for each in failed)
         case StageDriverRoot():
-            # The plain directories, which the new driver root would replace, stay in use.
+            # The plain directories that the new driver root would replace stay in use.
             return any(isinstance(each, ProtectDriverRoots) for each in failed)
         case WriteFile():
             return not recorded and _needs_record(action)
@@ -95,7 +96,7 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
         case WriteFile():
             _write(action, system)
         case RemoveFile(path):
-            _note_pending_reload(path, system)
+            _record_pending_reload(path, system)
             system.remove(path)
         case StageDriverRoot(root):
             stage(root, system, report_progress)
@@ -118,7 +119,7 @@ def perform(action: Action, system: System, report_progress: Callable[[], None] 
 
 
 def _write(action: WriteFile, system: System) -> None:
-    _note_pending_reload(action.path, system)
+    _record_pending_reload(action.path, system)
     if action.path.startswith(f"{STATE}/"):
         make_way(action.path, system)
     system.write(action.path, action.content, action.mode)
@@ -129,13 +130,13 @@ def _needs_record(write: WriteFile) -> bool:
     return not write.path.startswith(f"{STATE}/")
 
 
-def _note_pending_reload(path: str, system: System) -> None:
+def _record_pending_reload(path: str, system: System) -> None:
     """Record, before a unit file changes, that systemd must read it again: a crash must not hide the change."""
     if path.startswith(UNIT_SETTINGS):
         system.write(RELOAD_PENDING, b"")
 
 
-def _failed(action: Action, error: Exception) -> AgentError:
+def _failure(action: Action, error: Exception) -> AgentError:
     match error:
         case AgentError():
             return ApplyError(f"cannot {action.describe()}: {error.message}", error.hint)
@@ -145,10 +146,11 @@ def _failed(action: Action, error: Exception) -> AgentError:
             return ApplyError(f"cannot {action.describe()}: {in_words(error)}")
 
 
-def _record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
-    """Update the ownership record, and return failures. It names a file from before its writing to its removal.
+def _update_record(actions: Sequence[Action], system: System, *, finished: bool) -> tuple[str, ...]:
+    """Update the ownership record before the steps, or, if `finished`, after them. Return failures.
 
-    If the current record cannot be read, that is a failure too: the files in it must not be forgotten.
+    The record names a file from before it is written until it has been removed. If the current record cannot be read,
+    that is a failure too: the files in it must not be forgotten.
     """
     try:
         before = _read_record(system)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from agent.host.state.gpu_faults import record_fault
-from agent.host.state.lost_gpus import LogRead, binding, bindings, keep_log_read, log_read, record_lost
+from agent.host.state.lost_gpus import LogPosition, binding, bindings, read_log_position, record_lost, save_log_position
 from agent.host.vendors import HOST_VENDORS
 from agent.model.gpu_facts import GpuFault
 from agent.model.text import one_line, rfc3339
@@ -47,7 +47,7 @@ class GpuErrors:
         """The last error of each GPU, with its time, by PCI address."""
         self._system, self._open = system, open_log
         self._log: KernelLog | None = None
-        self._last_saved = log_read(system)
+        self._last_saved = read_log_position(system)
         self._sequence = self._last_saved.sequence if self._last_saved else None
         self._listen()
 
@@ -105,12 +105,12 @@ class GpuErrors:
             bound = self._last_saved.bindings if self._last_saved else {}
         else:
             bound = bindings(self._system, addresses)
-        now = LogRead(sequence=self._sequence, bindings=bound)
+        now = LogPosition(sequence=self._sequence, bindings=bound)
         if now == self._last_saved:
             return
         self._last_saved = now
         try:
-            keep_log_read(self._system, now)
+            save_log_position(self._system, now)
         except OSError as problem:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 

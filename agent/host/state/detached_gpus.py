@@ -43,7 +43,7 @@ class Detached:
     draining: frozenset[str] = frozenset()
     """Detached GPUs that processes may still use until the last of these processes has exited."""
     tainted: Mapping[str, Tainted] = field(default_factory=dict)
-    """All GPUs that no new pod is to get, `gpus` and those that machines still have."""
+    """All GPUs that no new pod may get: those in `gpus`, and those that machines still have."""
     problem: str = ""
     """Why the record was discarded; empty if it was not."""
 
@@ -51,33 +51,33 @@ class Detached:
 def observe_detached(system: System) -> Detached:
     """Return the detached GPUs. Raises ObservationError if they are unknown, because none of them may be granted."""
     try:
-        notes = _noted(system)
+        notes = _read_record(system)
     except OSError as error:
         raise ObservationError(f"{DETACHED_GPUS}: {error.strerror or error}") from error
     if isinstance(notes, Broken):
         count(DETACHED_GPUS)
         what = f"{notes.why}; discarding the record of detached GPUs"
         return Detached(problem=f"{what}: run `unbounded-agent gpus detach` again for each of them")
-    gone = {address: note for address, note in notes.items() if not note.granted}
+    detached = {address: note for address, note in notes.items() if not note.granted}
     return Detached(
-        frozenset(gone),
-        frozenset(address for address, note in gone.items() if note.draining),
+        frozenset(detached),
+        frozenset(address for address, note in detached.items() if note.draining),
         {address: Tainted(note.evict, note.since) for address, note in notes.items()},
     )
 
 
 def note_detached(system: System, address: str, *, draining: bool) -> bool:
-    """Record the GPU as detached; False if it does not exist. Raises OSError. The caller must hold the pass lock."""
+    """Record the GPU as detached. Return whether it exists. Raises OSError. The caller must hold the pass lock."""
     return _note(system, address, draining=draining)
 
 
 def note_tainted(system: System, address: str, *, evict: bool) -> bool:
-    """Record that no new pod is to get a GPU that machines still have, as `note_detached` does."""
+    """Record that no new pod may get a GPU that machines still have. Otherwise like `note_detached`."""
     return _note(system, address, draining=False, granted=True, evict=evict)
 
 
 def _note(system: System, address: str, **values: bool) -> bool:
-    device, known = _device(system, address), _known(system)
+    device, known = _device(system, address), _usable_record(system)
     if device is not None:
         before = known.get(address)
         kept = {"evict": before.evict, "since": before.since} if before else {"since": time.time()}
@@ -88,16 +88,18 @@ def _note(system: System, address: str, **values: bool) -> bool:
 
 def forget_detached(system: System, address: str) -> None:
     """Remove the GPU from the record. Raises OSError. The caller must hold the pass lock."""
-    others = {each: note for each, note in _known(system).items() if each != address}
+    others = {each: note for each, note in _usable_record(system).items() if each != address}
     _RECORD.write(DETACHED_GPUS, others, system)
 
 
-def _known(system: System) -> Mapping[str, _Note]:
-    notes = _noted(system)
+def _usable_record(system: System) -> Mapping[str, _Note]:
+    """Return the record; empty if it is damaged. Raises OSError."""
+    notes = _read_record(system)
     return {} if isinstance(notes, Broken) else notes
 
 
-def _noted(system: System) -> Mapping[str, _Note] | Broken:
+def _read_record(system: System) -> Mapping[str, _Note] | Broken:
+    """Return the record without GPUs that have left the PCI bus. Raises OSError if it cannot be read."""
     found = _RECORD.read_seen(DETACHED_GPUS, system)
     if isinstance(found, Absent):
         return {}

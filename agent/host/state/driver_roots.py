@@ -1,6 +1,6 @@
 """Formats of a driver root's manifest (`MANIFESTS/<index>.json`), and of the record of roots in handoffs. Pure.
 
-Unknown keys are ignored: another release may have written the file, before an upgrade or before the way back from one.
+Unknown keys are ignored: another release may have written the file, before an upgrade or a downgrade.
 """
 
 from collections.abc import Iterable

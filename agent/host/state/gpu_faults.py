@@ -1,7 +1,7 @@
 """Keeps in /run which GPUs had a fatal error in the kernel log.
 
-A GPU has recovered when its driver is bound again: it came back on the bus, or the driver was loaded again. After a
-reset without that, `gpus attach` clears the record. The host's reboot clears it as well.
+A GPU counts as recovered once a driver is bound to it again, after it came back on the bus or the driver was reloaded.
+If it was reset without either, `gpus attach` clears the record. A reboot of the host clears the record as well.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,10 @@ def observe_faults(system: System) -> Mapping[str, GpuFault]:
 
 
 def record_fault(system: System, address: str, fault: GpuFault) -> bool:
-    """Record a fatal error. Return False if nothing changes: no driver, or this error again. Raises OSError."""
+    """Record a fatal error, unless it is recorded already or the GPU has no driver.
+
+    Return whether the record changed. Raises OSError.
+    """
     bound, known = binding(system, address), _recorded(system)
     if bound is None or (address in known and known[address].reason == fault.reason):
         return False
@@ -50,6 +53,6 @@ def forget_fault(system: System, address: str) -> bool:
 
 
 def _recorded(system: System) -> dict[str, _Fault]:
-    # A damaged record counts as empty: it is no reason to keep every GPU from pods.
+    # A damaged record counts as empty, because the damage is no reason to keep every GPU from pods.
     found = _RECORD.read(GPU_FAULTS, system) or {}
     return {address: each for address, each in found.items() if binding(system, address) == each.binding}

@@ -11,7 +11,7 @@ from agent.model.paths import RUNTIME
 from agent.system.files import System
 
 POLL = 0.05
-"""Seconds between two attempts. They are needed because flock(2) has no time limit."""
+"""Seconds between two attempts to get the lock. Attempts are repeated because flock(2) has no time limit."""
 
 
 @contextmanager

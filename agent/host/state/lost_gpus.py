@@ -17,7 +17,7 @@ class _Lost(BaseModel, defer_build=True):
     binding: int
 
 
-class LogRead(BaseModel, defer_build=True):
+class LogPosition(BaseModel, defer_build=True):
     """How far the kernel log was read, and to which drivers GPUs were bound at that time."""
 
     sequence: int
@@ -27,7 +27,7 @@ class LogRead(BaseModel, defer_build=True):
 
 
 _LOST = Record(dict[str, _Lost])
-_LOG_READ = Record(LogRead)
+_LOG_POSITION = Record(LogPosition)
 
 
 def observe_lost(system: System) -> Mapping[str, str]:
@@ -44,14 +44,14 @@ def record_lost(system: System, address: str, why: str) -> bool:
     return True
 
 
-def log_read(system: System) -> LogRead | None:
+def read_log_position(system: System) -> LogPosition | None:
     """Return how far the log was read since the host booted; None if there is no usable record."""
-    return _LOG_READ.read(KERNEL_LOG_READ, system)
+    return _LOG_POSITION.read(KERNEL_LOG_READ, system)
 
 
-def keep_log_read(system: System, read: LogRead) -> None:
+def save_log_position(system: System, position: LogPosition) -> None:
     """Record how far the log was read. Raises OSError."""
-    _LOG_READ.write(KERNEL_LOG_READ, read, system)
+    _LOG_POSITION.write(KERNEL_LOG_READ, position, system)
 
 
 def bindings(system: System, addresses: Iterable[str]) -> dict[str, int]:

@@ -16,12 +16,12 @@ MARK = b"# Written by unbounded-agent"
 def is_ours(content: bytes, digest: str) -> bool:
     """Return whether a recorded file is still the agent's.
 
-    A file is the agent's if it is unchanged, or still begins with our first line, which warns that edits are
-    overwritten. So is an empty or zeroed file, which some file systems leave after a loss of power. A file with any
-    other content has replaced the agent's.
+    A file is the agent's if it is unchanged, or still begins with the agent's first line, which warns that edits are
+    overwritten. An empty or zeroed file, which some file systems leave after a loss of power, is the agent's too. Any
+    other content means that somebody has replaced the file.
     """
-    lost = not content.strip(b"\0")
-    return lost or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
+    no_content = not content.strip(b"\0")
+    return no_content or hashlib.sha256(content).hexdigest() == digest or content.startswith(MARK)
 
 
 def _normal(path: str) -> str:

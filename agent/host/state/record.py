@@ -49,7 +49,7 @@ class Record(Generic[T]):
             # Validated as JSON, because pydantic in strict mode does not accept a Python list for a tuple.
             return self._adapter.validate_json(json.dumps(document), strict=True)
         except ValidationError as error:
-            raise DocumentError(f"{where}: {_first(error)}", self._advice) from error
+            raise DocumentError(f"{where}: {_first_problem(error)}", self._advice) from error
         except DocumentError as error:
             raise DocumentError(error.message, self._advice or error.hint) from error
 
@@ -73,7 +73,7 @@ class Record(Generic[T]):
         write_record(system, path, self.render(value))
 
 
-def _first(error: ValidationError) -> str:
+def _first_problem(error: ValidationError) -> str:
     first = error.errors(include_url=False)[0]
     # The error has no location if the document contains half of a surrogate pair, which pydantic does not accept.
     name, *inner = first["loc"] or ("",)

@@ -28,12 +28,12 @@ HOST_FILES = (CONDITIONS, DETACHED_GPUS, KERNEL_LOG_READ, LOST_GPUS, OWNED, RELO
 
 
 def clear_remains(system: System, configured: tuple[str, ...]) -> None:
-    """Remove temporary files next to files that not every pass writes. Ignores failures: leftovers do no harm."""
+    """Remove temporary files next to the agent's files. Ignores failures, because leftovers do no harm."""
     # The files are removed by name, because the agent never lists a directory in which a machine can write.
     for path in (*HOST_FILES, *(path for name in _machines(system, configured) for path in _state_files(name))):
         with suppress(OSError):
             system.remove_remains(path)
-    # The unit's shell writes this file while it holds the pass lock. This pass has it now, so the file is a leftover.
+    # The unit's shell writes this file only while it holds the pass lock. This pass has the lock: it is a leftover.
     for name in _machines(system, configured):
         with suppress(OSError):
             system.remove(rewritten_nspawn(name))
@@ -44,7 +44,7 @@ def clear_remains(system: System, configured: tuple[str, ...]) -> None:
 
 
 def clear_report(system: System, machine: str) -> None:
-    """Remove an old report before the machine starts: the last run, or an earlier machine of this name, left it."""
+    """Remove the old report before the machine starts. It is from the last run, or an earlier machine of this name."""
     for path in (f"{report_directory(machine)}/{REPORT_NAME}", joined_file(machine)):
         with suppress(OSError):
             system.remove(path)

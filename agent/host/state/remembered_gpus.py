@@ -1,4 +1,4 @@
-"""Reads the record of the GPUs that machines were last granted, from the first of its two copies that is intact."""
+"""Reads the record of the GPUs that machines were last granted, from the first intact one of its two copies."""
 
 from agent.model.errors import DocumentError
 from agent.model.facts import Broken, Seen, Unseen
@@ -10,9 +10,10 @@ from agent.system.seen import read_seen
 
 
 def observe_remembered(system: System) -> tuple[Seen[Remembered], str]:
-    """Return the record, and a problem or an empty text.
+    """Return the record, and a problem; empty if there is none.
 
-    Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and else empty.
+    Without an intact copy, the record is Unseen if a copy could not be read, Broken if one is damaged, and empty if
+    both are missing.
     """
     copies = [_copy(path, system) for path in REMEMBERED_GPUS]
     problems = "; ".join(each.why for each in copies if isinstance(each, Broken | Unseen))

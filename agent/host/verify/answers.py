@@ -10,7 +10,7 @@ from agent.model.reasons import Reason
 REPORT_INTERVAL = 60.0
 """Seconds between two runs of the machine half by its timer."""
 STALE_AFTER = 3 * REPORT_INTERVAL + 30.0
-"""Seconds after which a report is stale: by then, three later reports are missing. Includes time for a slow run."""
+"""Seconds after which a report is stale: by then, three later ones are overdue, the last by 30 s for a slow run."""
 
 
 def pending(machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen) -> bool:
@@ -24,7 +24,7 @@ def answers(report: Report, machine: MachineFacts, goal: MachineGoal) -> bool:
     """Return whether the report answers the current handoff.
 
     A report of missing nodes must also be newer than the last binding of nodes and the last publication of the handoff.
-    Only the files' times show this, because a handoff that is published again has the same generation.
+    Only the files' ages show whether it is, because a handoff that is published again has the same generation.
     """
     older = machine.report_age > min(machine.granted_age, machine.live_age)
     return report.generation == goal.generation and not (older and reports_missing_nodes(goal, report))
@@ -34,7 +34,7 @@ def released(machine: MachineFacts, goal: MachineGoal, report: Report | Absent |
     """Return whether permissions for devices that are no longer granted can be removed now.
 
     They can be removed once the machine half has stopped using the devices, or has had enough time to stop. If there is
-    no report, or it is malformed or outdated, they can be removed at once.
+    no report, or the report is malformed or stale, they can be removed at once.
     """
     if isinstance(report, Report) and report.generation == goal.generation:
         return True

@@ -1,4 +1,4 @@
-"""Says that files differ from what `up` put into a machine. Pure."""
+"""Adds to MachineRunning that files in a machine differ from those that `up` put there. Pure."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ NAMED = 3
 def with_changed_files(
     conditions: Sequence[Condition], machine: MachineFacts, report: Report | None
 ) -> tuple[Condition, ...]:
-    """Return the conditions, with the changed files that a running machine reports in MachineRunning if that is True.
+    """Return the conditions. If MachineRunning is True, its message then names the files that the machine reports.
 
     MachineRunning stays True: pods run, and only an administrator knows whether the change is intended.
     """

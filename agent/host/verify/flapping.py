@@ -1,4 +1,4 @@
-"""Adjusts conditions that depend on time: Ready that keeps being lost, and a start that does not end. Pure."""
+"""Adjusts conditions that depend on time: a Ready that was lost too often, a start that takes too long. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from agent.model.text import rfc3339
 WINDOW = 600.0
 """Seconds for which a loss of Ready is remembered."""
 LOSSES = 4
-"""Losses within WINDOW after which Ready has to settle. Fewer may come from manual repairs or planned restarts."""
+"""Losses within WINDOW after which Ready must settle. Fewer losses may come from manual repairs or planned restarts."""
 SETTLING = 60.0
 """Seconds without a fault until Ready is True again."""
 STARTING_LIMIT = 300.0
@@ -18,9 +18,9 @@ STARTING_LIMIT = 300.0
 
 
 def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) -> tuple[Condition, ...]:
-    """Return the new conditions, Ready last, adjusted according to those of the previous pass."""
+    """Return the new conditions, Ready last, adjusted with the help of `old`, the conditions of the previous pass."""
     before = {each.type: each for each in old}
-    others = [_overdue(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
+    others = [_limit_start(each, before.get(each.type), now) for each in new if each.type is not ConditionType.READY]
     ready = next(each for each in new if each.type is ConditionType.READY)
     if others != [each for each in new if each.type is not ConditionType.READY]:
         ready = summarize(others)
@@ -28,7 +28,7 @@ def with_time(new: Sequence[Condition], old: Sequence[Condition], now: float) ->
 
 
 def settled(ready: Condition, before: Condition | None, now: float) -> Condition:
-    """Return Ready as it is to be shown: False at once, but True only after a delay if Ready was lost too often.
+    """Return Ready as users see it: False at once, but True only after a delay if Ready was lost too often.
 
     Only False counts as a loss. Unknown is no fault: Ready is Unknown until a machine has answered a new handoff.
     """
@@ -49,12 +49,12 @@ def settled(ready: Condition, before: Condition | None, now: float) -> Condition
     return replace(ready, losses=losses, good_since=good_since)
 
 
-def _overdue(condition: Condition, before: Condition | None, now: float) -> Condition:
+def _limit_start(condition: Condition, before: Condition | None, now: float) -> Condition:
     """Return the condition; False instead of Unknown if Fabric Manager has been starting for too long."""
     if condition.reason != Reason.FABRIC_MANAGER_STARTING or before is None:
         return condition
-    # `last_transition` is the time when the status changed, not the reason. So from the second pass with this reason
-    # on, time in which the condition was Unknown for another reason counts as well.
+    # `last_transition` is when the status changed, not when the reason changed. So from the second pass with this
+    # reason on, time for which the condition was Unknown for another reason counts as well.
     waited = now - before.last_transition if before.reason == condition.reason else 0.0
     if before.reason != Reason.FABRIC_MANAGER_STUCK and waited <= STARTING_LIMIT:
         return condition

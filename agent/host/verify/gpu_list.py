@@ -38,7 +38,7 @@ def listed_gpus(facts: Facts, granted: Mapping[str, tuple[str, ...]]) -> Iterato
 
 
 def gpu_state(gpu: Gpu, vendor: VendorFacts, machines: tuple[str, ...]) -> str:
-    """Return the state of a GPU on the PCI bus: the first of these that applies."""
+    """Return the state of a GPU on the PCI bus. If several states apply, the first of those below counts."""
     if gpu.detached:
         return "detached"
     if gpu.lost:

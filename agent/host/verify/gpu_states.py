@@ -18,20 +18,20 @@ RECOVERY = "after a reset without a reboot or a reload of the driver, run `unbou
 def gpu_states(
     goal: MachineGoal, facts: Facts, remembered: Seen[Remembered], shared: bool = False
 ) -> tuple[GpuStatus, ...]:
-    """Return the states of the GPUs that the machine has, is losing, or has lost. Detached GPUs are included.
+    """Return the states of the GPUs that the machine has or has lost. GPUs that are detached from it are included.
 
     `shared` says whether pods may share them.
     """
     present = {gpu.pci_address: gpu for vendor in facts.vendors for gpu in vendor.gpus}
     addresses = sorted({address for grant in goal.grants for address in (*grant.gpus, *grant.detached)})
-    found = [_state(present[address], facts.gpus) for address in addresses if address in present]
-    return tuple(sorted(replace(each, shared=shared) for each in (*found, *_lost(goal, remembered))))
+    states = [_state(present[address], facts.gpus) for address in addresses if address in present]
+    return tuple(sorted(replace(each, shared=shared) for each in (*states, *_lost(goal, remembered))))
 
 
 def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
     state, reason, message, since = _health(gpu, known)
     tainted = known.tainted.get(gpu.pci_address)
-    # Pods stay on a GPU that has failed: only an administrator has them evicted, by detaching it.
+    # Pods stay on a GPU that has failed: they are evicted only if an administrator detaches the GPU.
     effect = Effect.NONE if state is GpuState.HEALTHY else Effect.NO_SCHEDULE
     if tainted is not None:
         effect = Effect.NO_EXECUTE if tainted.evict else Effect.NO_SCHEDULE
@@ -54,7 +54,7 @@ def _state(gpu: Gpu, known: GpuFacts) -> GpuStatus:
 
 
 def _health(gpu: Gpu, known: GpuFacts) -> tuple[GpuState, str, str, float]:
-    """Return state, reason, message and time, without regard to a detachment."""
+    """Return state, reason, message and time, as if the GPU was not being detached."""
     fault = known.faults.get(gpu.pci_address)
     if gpu.lost:
         reason, since = (fault.reason, fault.since) if fault else (str(Reason.GPU_FALLEN_OFF_BUS), 0.0)

@@ -17,7 +17,7 @@ def lost_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu
 
 
 def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
-    """Return how many GPUs a machine is to have. `wanted` is its setting `gpus`, `had` what it has and has lost."""
+    """Return how many GPUs a machine should have. `wanted` is its setting `gpus`; `had` are the GPUs it has or lost."""
     if wanted == "all":
         return len(had)
     return len(wanted) if isinstance(wanted, list) else int(wanted.removeprefix("count="))
@@ -26,7 +26,7 @@ def expected_gpus(wanted: str | list[str], had: Collection[str]) -> int:
 def with_lost_gpus(
     conditions: Sequence[Condition], machine: str, remembered: Seen[Remembered]
 ) -> tuple[Condition, ...]:
-    """Return the conditions with GPUsComplete added, or replaced, in the order of ConditionType.
+    """Return the conditions with the current GPUsComplete, in the order of ConditionType.
 
     GPUsComplete makes Ready False only if the machine has no GPU left: one lost GPU does not make the others unusable.
     """
@@ -34,10 +34,10 @@ def with_lost_gpus(
     remaining = [gpu for gpu in _granted_gpus(machine, remembered) if not gpu.lost]
     all_lost = complete.status is Status.FALSE and not remaining
 
-    found = {each.type: each for each in conditions} | {KIND: complete}
-    if all_lost and found[ConditionType.READY].status is not Status.FALSE:
-        found[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
-    return tuple(found[kind] for kind in ConditionType)
+    by_type = {each.type: each for each in conditions} | {KIND: complete}
+    if all_lost and by_type[ConditionType.READY].status is not Status.FALSE:
+        by_type[ConditionType.READY] = false(ConditionType.READY, Reason.GPU_LOST, f"{KIND}: {complete.message}")
+    return tuple(by_type[kind] for kind in ConditionType)
 
 
 def _granted_gpus(machine: str, remembered: Seen[Remembered]) -> tuple[RememberedGpu, ...]:

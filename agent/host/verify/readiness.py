@@ -64,13 +64,13 @@ def without_gpus(settings: MachineSettings, facts: Facts) -> tuple[Condition, ..
 
 
 def held(machine: MachineFacts, why: str) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that is left as it is: it is missing, or something could not be observed."""
+    """Return the conditions of a machine that stays as it is, because it is missing or the observation failed."""
     if isinstance(machine.root, Absent | Broken):
         ready = false(ConditionType.READY, Reason.NO_SUCH_MACHINE, why)
         running = false(ConditionType.MACHINE_RUNNING, Reason.NO_SUCH_MACHINE, why)
         others = [unknown(kind, Reason.NO_SUCH_MACHINE, why) for kind in ConditionType]
-        found = {each.type: each for each in (*others, running, ready)}
-        return tuple(found.values())
+        by_type = {each.type: each for each in (*others, running, ready)}
+        return tuple(by_type.values())
     conditions = [
         unknown(kind, Reason.OBSERVATION_FAILED, why) for kind in ConditionType if kind is not ConditionType.READY
     ]
@@ -97,7 +97,7 @@ def evaluate(
     if not any(grant.gpus or grant.problems for grant in goal.grants):
         return _with_missing_extras(_extras_only(settings, machine, goal, facts, report, refused), machine, goal)
     from_vendors = [_merge_vendors(kind, facts, goal.grants) for kind in FROM_VENDORS]
-    inside = dict(_inside(machine, goal, report))
+    inside = dict(_from_machine(machine, goal, report))
     for kind, key in IF_CONFIGURED.items():
         if not getattr(settings, key):
             inside[kind] = not_applicable(kind, f"machines.{goal.name}.{key} is not set")
@@ -119,9 +119,9 @@ def _extras_only(
     report: Report | Absent | Broken | Unseen,
     refused: str | Unseen,
 ) -> tuple[Condition, ...]:
-    """Return the conditions of a machine that gets no GPU, but may have other devices, which do not affect Ready."""
+    """Return the conditions of a machine that gets no GPU. It may have other devices, which do not affect Ready."""
     conditions = without_gpus(settings, facts)
-    inside, relayed = _inside(machine, goal, report), {}
+    inside, relayed = _from_machine(machine, goal, report), {}
     if settings.extra_mounts or any(grant.nodes for grant in goal.grants):
         kind = ConditionType.DEVICES_ALLOWED
         relayed[kind] = _devices_allowed(machine, goal, refused, inside[kind])
@@ -133,7 +133,7 @@ def _extras_only(
 def _with_missing_extras(
     conditions: tuple[Condition, ...], machine: MachineFacts, goal: MachineGoal
 ) -> tuple[Condition, ...]:
-    """Add to DevicesPresent's message missing non-GPU devices and mounts, and mounts that the next start adds.
+    """Name in DevicesPresent's message the non-GPU devices and mounts that are missing or wait for the next start.
 
     The status stays, because GPUs do not need them.
     """
@@ -165,12 +165,12 @@ def with_rejected(conditions: tuple[Condition, ...], rejected: str) -> tuple[Con
 
 def _merge_vendors(kind: ConditionType, facts: Facts, grants: tuple[Grant, ...]) -> Condition:
     """Return the worst of the vendors' conditions. Only vendors with a GPU or a problem in this machine count."""
-    found = []
+    conditions = []
     for grant in grants:
         vendor = next(each for each in facts.vendors if each.vendor == grant.vendor)
         if grant.gpus or grant.problems:
-            found += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
-    return worst(found)
+            conditions += [each for each in host_vendor(grant.vendor).conditions(vendor, grant) if each.type is kind]
+    return worst(conditions)
 
 
 def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
@@ -192,10 +192,9 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
             return false(kind, Reason.NOT_STAGED, message + problems)
         if root.hidden:
             unit = mount_unit(driver_root(root.index))
-            return false(
-                kind, Reason.NOT_MOUNTED, f"{_place(root)}, but it is not mounted: see `systemctl status '{unit}'`"
-            )
-    staged = "; ".join([*(_place(root) for root in roots), *waiting])
+            message = f"{_staged_as(root)}, but it is not mounted: see `systemctl status '{unit}'`"
+            return false(kind, Reason.NOT_MOUNTED, message)
+    staged = "; ".join([*(_staged_as(root) for root in roots), *waiting])
     if any(root.index in facts.plain_roots for root in roots):
         return true(
             kind, Reason.PLAIN_COPY, f"{staged}, a plain directory: root in one machine can change it for all; {PLAIN}"
@@ -203,13 +202,13 @@ def _driver_root_staged(goal: MachineGoal, facts: Facts) -> Condition:
     return true(kind, Reason.STAGED, staged)
 
 
-def _place(root: StagedRoot) -> str:
+def _staged_as(root: StagedRoot) -> str:
     return f"driver {root.version} is staged as driver root {root.index}"
 
 
 def _waiting(root: StagedRoot, facts: Facts) -> str:
     if root in facts.staged:
-        return f"{_place(root)}, but its kernel module is not loaded yet"
+        return f"{_staged_as(root)}, but its kernel module is not loaded yet"
     return f"driver {root.version} is not staged yet, nor is its kernel module loaded"
 
 
@@ -262,7 +261,7 @@ def _devices_allowed(machine: MachineFacts, goal: MachineGoal, refused: str | Un
     return inside
 
 
-def _inside(
+def _from_machine(
     machine: MachineFacts, goal: MachineGoal, report: Report | Absent | Broken | Unseen
 ) -> Mapping[ConditionType, Condition]:
     """Return the conditions that the machine half reports. Without a current report, they are Unknown."""

@@ -1,4 +1,4 @@
-"""Adjusts the conditions of a machine of which nobody knows whether it exists. Pure."""
+"""Adjusts the conditions of a machine if it is unknown whether the machine exists. Pure."""
 
 from collections.abc import Sequence
 
@@ -7,13 +7,13 @@ from agent.model.facts import MachineFacts, Unseen
 from agent.model.reasons import Reason
 
 NOT_RUNNING = ("inactive", "failed")
-"""States that the unit has too if there is no machine of this name."""
+"""States of the unit that do not prove that the machine exists."""
 
 
 def with_unseen_machine(conditions: Sequence[Condition], machine: MachineFacts) -> tuple[Condition, ...]:
-    """Return the conditions, MachineRunning and Ready Unknown if the caller may not see whether the machine exists.
+    """Return the conditions. MachineRunning and Ready become Unknown if it is unknown whether the machine exists.
 
-    A machine that runs, or has run since the host booted, exists.
+    That is so for users who may not read /var/lib/machines. A machine that has run since the host booted exists.
     """
     if not isinstance(machine.root, Unseen) or machine.has_run or machine.unit_state not in NOT_RUNNING:
         return tuple(conditions)
