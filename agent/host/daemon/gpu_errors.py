@@ -80,24 +80,25 @@ class GpuErrors:
             self._listen()
         if self._log is None:
             return False
-        before, behind = self._log.overruns, self._log.behind
+        overruns, behind = self._log.overruns, self._log.behind
         try:
             texts, _ = self._log.read()
         except OSError as error:
             self._close_after_error(f"{PATH}: {error.strerror}")
             return False
         if self._sequence is not None or not self._log.behind:
-            # Keep no position while skipping old records: after a restart, the rest of them would count as new.
+            # Until all old records are skipped, keep no position: after a restart, the rest of them would count as new.
             self._sequence = self._log.sequence
-        if self._log.overruns > before:
+        if self._log.overruns > overruns:
             log.warning("%s: records were overwritten before they were read; GPU errors may have been missed", PATH)
         # An error that is repeated in many records is logged and checked once.
         times = Counter(errors(texts))
-        taken = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
-        return any([self._handle(error, count, behind) for error, count in taken])
+        of_gpus = ((error, count) for error, count in times.items() if self._is_present(error.pci_address))
+        # A list, so that each error is handled, even after a fatal one.
+        return any([self._handle(error, count, behind) for error, count in of_gpus])
 
-    def keep(self, addresses: Iterable[str]) -> None:
-        """Record for the next start of the service how far the log was read. `addresses` has the host's GPUs."""
+    def save_position(self, addresses: Iterable[str]) -> None:
+        """Record how far the log was read, for the next start of the service. `addresses` has the host's GPUs."""
         if self._sequence is None:
             return
         if self._log is None or self._log.behind:
@@ -105,12 +106,12 @@ class GpuErrors:
             bound = self._last_saved.bindings if self._last_saved else {}
         else:
             bound = bindings(self._system, addresses)
-        now = LogPosition(sequence=self._sequence, bindings=bound)
-        if now == self._last_saved:
+        position = LogPosition(sequence=self._sequence, bindings=bound)
+        if position == self._last_saved:
             return
-        self._last_saved = now
+        self._last_saved = position
         try:
-            save_log_position(self._system, now)
+            save_log_position(self._system, position)
         except OSError as problem:
             log.error("cannot save the read position of %s: %s", PATH, one_line(str(problem)))
 
@@ -125,11 +126,11 @@ class GpuErrors:
         level = logging.INFO if error.from_application else logging.WARNING
         log.log(level, "%s: %s%s", error.pci_address, error.meaning, f" ({count} times)" if count > 1 else "")
         address = error.pci_address
-        known = self._last_saved.bindings.get(address) if self._last_saved else None
-        if not (error.lost or error.fault) or (behind and known != binding(self._system, address)):
+        saved = self._last_saved.bindings.get(address) if self._last_saved else None
+        if not (error.lost or error.fault) or (behind and saved != binding(self._system, address)):
             return False
         try:
-            # Both are recorded, whatever the first one returns.
+            # Record both, whatever the first call returns.
             fault = GpuFault(error.fault, error.meaning, time.time())
             new = bool(error.fault) and record_fault(self._system, address, fault)
             return (error.lost and record_lost(self._system, address, error.meaning)) or new
@@ -138,9 +139,10 @@ class GpuErrors:
             return False
 
     def _is_present(self, address: str) -> bool:
-        """Return whether the GPU is on the PCI bus, or was when it had an earlier error.
+        """Return whether the GPU is on the PCI bus, or was there when it had an earlier error.
 
-        Errors of other addresses are ignored. This bounds the metric's series, because a host has few slots.
+        Errors at any other address are ignored. This limits the number of series of the metric, because a host has few
+        slots.
         """
         return address in self.last or read_seen(self._system.exists, f"/sys/bus/pci/devices/{address}") is True
 

@@ -39,18 +39,19 @@ log = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 PROGRESS_INTERVAL = 1.0
-"""Least seconds between two signs of life within a step, which may have hundreds of parts, such as a driver's files."""
+"""Minimum seconds between two signs of life in a step, which may have hundreds of parts, such as a driver's files."""
 WATCHDOG_SHARE = 5 / 12
-"""The longest delay between passes, as a share of the watchdog's time: stopping the process for a minute is allowed."""
+"""The longest delay between passes, as a share of the watchdog's interval. The rest is more than a minute, so that the
+process may be suspended for that long."""
 START_STEP = 120
-"""Seconds that systemd waits for the next sign of life during the start. The watchdog's time is the same."""
+"""Seconds that systemd waits for the next sign of life during the start. The watchdog's interval is equally long."""
 
 
 class Passes(Protocol):
     """The part of agent.host.reconcile.Reconciler that the loop needs."""
 
     rejected: str
-    """What is wrong with the configuration, while an earlier one is used in its place; otherwise empty."""
+    """What is wrong with the configuration files, if the last good configuration is in force; otherwise empty."""
 
     def run_pass(self) -> Outcome: ...
 
@@ -69,7 +70,7 @@ class Timing:
     back_off: float = 5.0
     """Delay after a failed pass. Each further failure doubles it, up to `interval`."""
     jitter: float = 0.1
-    """Share by which delays vary, so that hosts that booted together do not all work at the same time."""
+    """Share by which delays vary at most, so that hosts that booted together do not all work at the same time."""
     grace: float = 5.0
     """How long a pass may continue after SIGTERM before it is interrupted."""
 
@@ -107,6 +108,7 @@ class Daemon:
         self._publisher = Publisher(self._endpoint, local, self._metrics, timing.evidence)
         self._outcome: Outcome | None = None
         self._observed = 0.0
+        """When the host was last observed completely, in seconds since the epoch."""
         self._why_stale = "the first pass has not finished"
         """Why there is no fresh observation; empty after a completed pass."""
         self._passes: deque[statusz.Pass] = deque(maxlen=statusz.PASSES)
@@ -132,7 +134,7 @@ class Daemon:
             elif reloading and ready:
                 self._notifier.send("READY=1")
             if not signals.stop:
-                trigger, delay = self.next()
+                trigger, delay = self.next_pass()
                 if source := self._wakeups.wait(delay, signals):
                     trigger = source
                     self._metrics.convergence.begin(self._wakeups.first)
@@ -159,7 +161,7 @@ class Daemon:
         """Make one pass and report it."""
         self._notifier.send("WATCHDOG=1")
         started = time.monotonic()
-        # Before the pass, so that the pass sees GPUs that are newly recorded as lost.
+        # Read the kernel log first, so that the pass sees which GPUs it reports as lost.
         self._gpu_errors.read()
         try:
             with signals.in_pass():
@@ -174,7 +176,7 @@ class Daemon:
             self._outcome, self._why_stale = outcome, ""
             if not unseen(outcome.facts):
                 self._observed = outcome.finished
-            self._gpu_errors.keep(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
+            self._gpu_errors.save_position(gpu.pci_address for vendor in outcome.facts.vendors for gpu in vendor.gpus)
             self._event_log.outcome(outcome)
             actions = outcome.sentences
         failures, seconds = self._event_log.failed, round(time.monotonic() - started, 3)
@@ -188,7 +190,7 @@ class Daemon:
         self._notifier.status(f"no metrics: {unserved}; {status}" if unserved else status)
         self._notifier.send("WATCHDOG=1")
 
-    def next(self) -> tuple[str, float]:
+    def next_pass(self) -> tuple[str, float]:
         """Return what triggers the next pass if no event or signal does, and in how many seconds."""
         timing, now = self._timing, time.monotonic()
         if not self._pending:
@@ -211,7 +213,7 @@ class Daemon:
         return any(machine.pending for machine in self._machines())
 
     def _progress(self, sentence: str) -> None:
-        """Report that a step begins, or, with an empty text, that it continues. A pass gives no other sign of life."""
+        """Report that a step begins or, if `sentence` is empty, continues. A pass gives no other sign of life."""
         if sentence:
             log.info("%s", one_line(sentence))
             self._notifier.status(sentence)
@@ -258,7 +260,7 @@ def run(
 ) -> int:
     """Run the service until SIGTERM, and return the exit code. Raises AgentError if it cannot start.
 
-    `make` gets a function that reports progress. `answer` is LocalServer's.
+    `make` gets a function that reports progress. `answer` is described at LocalServer.
     """
     faulthandler.enable()  # The watchdog's SIGABRT then writes the stack of each thread to the journal.
     log_to(sys.stderr)

@@ -48,28 +48,28 @@ def watchdog_interval(environment: Mapping[str, str]) -> float:
 
 
 def listeners(environment: Mapping[str, str]) -> tuple[socket.socket, ...]:
-    """Return the sockets that systemd listens on for this process (sd_listen_fds(3)). Others that it passed are closed.
+    """Return the listening sockets that systemd passed to this process (sd_listen_fds(3)). Close any other descriptor.
 
-    Call this once: each call would return objects for the same descriptors.
+    Call this only once, because each call would return objects for the same descriptors.
     """
     pid, count = environment.get("LISTEN_PID", ""), environment.get("LISTEN_FDS", "")
     if pid != str(os.getpid()) or not count.isdecimal():
         return ()
-    found = []
+    sockets = []
     for descriptor in range(FIRST_PASSED, FIRST_PASSED + int(count)):
         try:
             passed = socket.socket(fileno=descriptor)
         except OSError:
-            log.warning("file descriptor %d, which systemd passed, is no socket", descriptor)
+            log.warning("file descriptor %d, which systemd passed, is not a socket", descriptor)
             continue
         if passed.type is socket.SOCK_STREAM and passed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             passed.set_inheritable(False)
             passed.setblocking(True)
-            found.append(passed)
+            sockets.append(passed)
         else:
             log.warning("the socket %d, which systemd passed, is not one that accepts connections", descriptor)
             passed.close()
-    return tuple(found)
+    return tuple(sockets)
 
 
 class PriorityFormatter(logging.Formatter):

@@ -47,7 +47,7 @@ class Signals:
 
     @contextlib.contextmanager
     def in_pass(self) -> Iterator[None]:
-        """Let a stop interrupt the block after the grace period. Files stay intact, because writes are atomic."""
+        """During the block, a stop raises PassInterruptedError after the grace period. Files are written atomically."""
         self._in_pass = True
         try:
             yield

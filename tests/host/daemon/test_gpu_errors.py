@@ -316,7 +316,7 @@ def listen_for_a_while(follow: Callable[[], GpuErrors], kernel_log: Log) -> None
     found = follow()
     kernel_log.write(PAGE_FAULT)
     found.read()
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     found.close()
 
 
@@ -337,12 +337,12 @@ def test_an_unchanged_note_is_not_written_again(
     found = follow()
     kernel_log.write(PAGE_FAULT)
     found.read()
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     gpu_host.remove_file(KERNEL_LOG_READ)
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     assert not gpu_host.exists(KERNEL_LOG_READ)
     bind(gpu_host, FIRST)
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     assert gpu_host.exists(KERNEL_LOG_READ)
 
 
@@ -366,7 +366,7 @@ def test_after_a_quiet_first_run_nothing_is_missed(
     kernel_log.write(OFF_THE_BUS)
     found = follow()
     assert not found.read()
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     found.close()
     assert (counts, observe_lost(gpu_host)) == ({}, {})
     kernel_log.write(OFF_THE_BUS)
@@ -386,7 +386,7 @@ def test_messages_before_the_first_run_are_skipped(
     kernel_log.flood(BURST)
     kernel_log.write(OFF_THE_BUS)
     found = follow()
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     if interrupted == "lost":
         kernel_log.failing = [errno.EIO]
         found.read()
@@ -412,14 +412,14 @@ def test_a_pass_while_catching_up_does_not_make_old_errors_new(
     if interrupted == "lost":
         kernel_log.failing = [errno.EIO]
         found.read()
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     if interrupted == "restarted":
         found.close()
         found = follow()
     kernel_log.write(OFF_THE_BUS)
     assert not found.read()
     assert observe_lost(gpu_host) == {}
-    found.keep([FIRST, SECOND])
+    found.save_position([FIRST, SECOND])
     found.close()
     kernel_log.write(OFF_THE_BUS)
     assert follow().read(), "of the binding that was kept once all was read"

@@ -8,7 +8,7 @@ BUCKETS = (0.5, 2, 5, 15, 60, 300)
 
 
 class Convergence:
-    """Measures one convergence at a time, from the first event. Events that come before it ends are part of it."""
+    """Measures one convergence at a time, from its first event. Events that come before its end belong to it."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(

@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class InheritedServer(Server):
-    """A server on a socket on which systemd listens, also while the service does not run (systemd.socket(5))."""
+    """A server on a socket on which systemd listens, even while the service does not run (systemd.socket(5))."""
 
     def __init__(self, listening: socket.socket, site: Site, limits: Limits = LIMITS) -> None:
         """Serve the pages of `site`. Peers may have been waiting since before the service started."""
@@ -23,7 +23,7 @@ class InheritedServer(Server):
 
 
 class Endpoint:
-    """Servers on the sockets that systemd passed, or else one on the configured address.
+    """Servers on the sockets that systemd passed; if it passed none, a server on the configured address.
 
     If another process uses the address, `listen` can be called again later.
     """
@@ -43,7 +43,7 @@ class Endpoint:
         self._site = site
         if self._server:
             self._server.site = site
-        # Not earlier: a peer that has waited would get "Not Found".
+        # Accept connections only now: without pages, peers that have waited would get "Not Found".
         self._served = self._served or tuple(InheritedServer(each, site) for each in self._inherited)
         for each in self._served:
             each.site = site
@@ -60,9 +60,9 @@ class Endpoint:
             self.error = error.message
 
     def move(self, address: str) -> None:
-        """Serve on another address. If the new address cannot be bound, raise AgentError and keep the old one.
+        """Serve on another address. If it cannot be bound, raise AgentError and keep the old one.
 
-        On sockets of systemd nothing changes.
+        Do nothing if systemd passed sockets.
         """
         if address == self._address or self._inherited:
             return

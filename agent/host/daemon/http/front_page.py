@@ -1,6 +1,6 @@
 """Makes the page at `/`, for people: conditions, GPUs, machines and links to the other pages. Pure.
 
-Plain HTML without scripts and without anything from elsewhere. Texts that a machine or a tool wrote are escaped.
+The page is plain HTML, and loads no scripts or other resources. Texts that a machine or a tool wrote are escaped.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,11 +36,11 @@ th { font-weight: 600 } td:last-child { overflow-wrap: anywhere }
 }
 """
 MARKS = {Status.TRUE: "\u2713", Status.FALSE: "\u2717", Status.UNKNOWN: "?"}
-"""So that colours are not needed to read the page."""
+"""Signs in addition to the colours, which not all readers can tell apart."""
 
 
 def front_page(host: str, known: Knowledge, machines: Iterable[MachineOutcome], outcome: Outcome | None) -> Page:
-    """Return the page of the host named `host`. `outcome` is None without a fresh one."""
+    """Return the page of the host named `host`. `outcome` is None if the last outcome is not fresh."""
     shown = tuple(machines)
     title = f"unbounded-agent on {host}"
     parts = [
@@ -100,7 +100,7 @@ def _ready(machine: MachineOutcome) -> str:
 
 
 def _sorted(conditions: Iterable[Condition]) -> list[Condition]:
-    """Return the conditions: Ready first, then those that are not True, what Ready needs before the others."""
+    """Return Ready first, then the conditions that are not True, then the others. What Ready needs leads each group."""
     return sorted(
         conditions,
         key=lambda each: (

@@ -53,16 +53,16 @@ Check: TypeAlias = tuple[bool, str, str]
 def pages(
     machines: Iterable[MachineOutcome], alive: bool, not_seen: str, notes: tuple[Check, ...] = ()
 ) -> dict[str, Page]:
-    """Return the health pages by path. `not_seen` says what was not freshly observed and why, or is empty.
+    """Return the health pages by path. `not_seen` says what has not been observed lately, and why; otherwise empty.
 
     `notes` are further checks on the verbose page of /readyz. They do not affect its status.
     """
     loop = [(alive, "loop", "ok" if alive else "no pass has ended in time")]
     observation = [(not not_seen, "observation", not_seen or "ok"), *notes]
-    found = _both("/livez", loop) | _both("/healthz", loop) | _both("/readyz", observation)
+    by_path = _two_pages("/livez", loop) | _two_pages("/healthz", loop) | _two_pages("/readyz", observation)
     for machine in machines:
-        found |= _both(f"/readyz/machines/{machine.name}", list(_checks(machine)))
-    return found
+        by_path |= _two_pages(f"/readyz/machines/{machine.name}", list(_checks(machine)))
+    return by_path
 
 
 def _checks(machine: MachineOutcome) -> Iterator[Check]:
@@ -80,10 +80,10 @@ def _explain(condition: Condition) -> str:
     return f"{condition.status} {condition.reason}: {condition.message}"
 
 
-def _both(path: str, checks: list[Check]) -> dict[str, Page]:
+def _two_pages(path: str, checks: list[Check]) -> dict[str, Page]:
     """Return the short and the verbose page of a path. The first check decides their status.
 
-    If it fails, the short page is the verbose one, which explains the failure, as in Kubernetes.
+    If that check fails, both are verbose, so that the short page explains the failure, as in Kubernetes.
     """
     good = checks[0][0]
     lines = [f"[{'+' if passed else '-'}]{one_line(f'{name} {text}')}" for passed, name, text in checks]

@@ -89,7 +89,7 @@ def _size(root: StagedRoot) -> int:
 def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOutcome]) -> dict[tuple[str, str], int]:
     """Return the number of devices by kind and status. The counts of GPUs add up to host_pci_gpus.
 
-    Of other kinds, usable nodes are counted as `ok`; nothing else is known about them.
+    For devices of other kinds, only usable nodes are known. They count as `ok`.
     """
     granted = {address for machine in machines for address in machine.gpus}
     counts = {(str(DeviceKind.GPU), status): 0 for status in GPU_STATUSES}
@@ -97,7 +97,7 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
         nodes = vendor.devices if isinstance(vendor.devices, tuple) else None
         for gpu in vendor.gpus:
             status = _gpu_status(gpu, nodes)
-            # It is no fault if a GPU that no machine has is bound to vfio-pci, or is integrated and has no driver.
+            # A GPU that no machine has may be bound to vfio-pci, or be integrated without a driver: that is no fault.
             unused = status not in ("ok", "detached") and gpu.pci_address not in granted
             counts[DeviceKind.GPU, "unused" if unused else status] += 1
         for node in nodes or ():
@@ -107,7 +107,7 @@ def _device_counts(vendors: Iterable[VendorFacts], machines: Iterable[MachineOut
 
 
 def _gpu_status(gpu: Gpu, nodes: tuple[DeviceNode, ...] | None) -> str:
-    """Return a GPU's status: the first of these that applies.
+    """Return a GPU's status, the first of these that applies:
 
     `detached`, `unbound` (no kernel driver), `lost` (the kernel log says that the GPU no longer answers), `unknown`
     (nodes cannot be listed), `ok` (a usable node), `missing` (no usable node).

@@ -1,4 +1,4 @@
-"""Serves root on this host: what the service knows, and answers to commands."""
+"""Serves /statusz and answers commands, on a Unix socket for root on this host."""
 
 import contextlib
 import os
@@ -17,17 +17,18 @@ class LocalServer(Server):
     def __init__(self, directory: str, name: str, answer: Callable[[str], Page | None] = lambda query: None) -> None:
         """Listen on the socket `name` in `directory`. Raises AgentError if the socket cannot be created.
 
-        `answer` makes COMMAND_PAGE from a request's query, in a thread of its own; None if there is no answer.
+        `answer` returns the answer to a command, which is the query of a request for COMMAND_PAGE; None if the command
+        is unknown. It is called in the request's thread.
         """
         self._make_answer = answer
         try:
             descriptor = opening.open_probe(directory)
             try:
                 # Use the directory's descriptor: the socket's path may be longer than the 107 bytes of sun_path.
-                place = f"/proc/self/fd/{descriptor}/{name}"
+                path = f"/proc/self/fd/{descriptor}/{name}"
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(place)
-                self.serve(socket.AF_UNIX, place, Limits())
+                    os.unlink(path)
+                self.serve(socket.AF_UNIX, path, Limits())
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -36,8 +37,8 @@ class LocalServer(Server):
                 f"check that {directory} is a directory that the agent can write to",
             ) from error
 
-    def made_page(self, path: str, query: str) -> Page | None:
-        """Return the answer to a command."""
+    def custom_page(self, path: str, query: str) -> Page | None:
+        """Return the answer to a command; None for other paths."""
         return self._make_answer(query) if path == COMMAND_PAGE else None
 
     def server_bind(self) -> None:

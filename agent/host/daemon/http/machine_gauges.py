@@ -1,6 +1,6 @@
 """Makes the metrics of machines. Root in a machine writes its report, so values from it that become labels are bounded.
 
-A label's new value is a new series in Prometheus, which keeps it for weeks.
+Each new value of a label begins a new series, which Prometheus keeps for weeks.
 """
 
 import re
@@ -15,10 +15,10 @@ from agent.model.reasons import Reason
 
 REASONS = frozenset(Reason)
 OTHER = "other"
-"""The label's value for what a machine reports and is not shown."""
+"""The label's value instead of a reported value that is not shown."""
 VERSION = re.compile(r"[0-9]{1,4}(\.[0-9]{1,4}){1,3}([-+.~]?[a-z0-9]{1,12}){0,2}")
 VERSIONS = 16
-"""How many versions of machine halves are shown in the life of the service. Further ones are `other`."""
+"""How many versions of machine halves the metrics show until the service restarts. Further versions are `other`."""
 
 
 class Versions:
@@ -36,7 +36,7 @@ class Versions:
 
 
 def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
-    """Yield what is shown also without fresh evidence. All conditions are then Unknown, so no machine is ready."""
+    """Yield the metrics that are shown even without fresh evidence: all conditions are then Unknown, none is ready."""
     ready = gauge("machine_ready", "1 if the machine can run GPU workloads, on fresh evidence.", "machine")
     states = gauge(
         "machine_condition",
@@ -60,8 +60,8 @@ def condition_families(machines: Iterable[MachineOutcome]) -> Iterator[Metric]:
         ready.add_metric([machine.name], machine.ready.status is Status.TRUE)
         losses.add_metric([machine.name], len(machine.ready.losses))
         for kind in ConditionType:
-            found = machine.condition(kind)
-            states.add_metric([machine.name, kind, found.status, _reason(found)], 1)
+            condition = machine.condition(kind)
+            states.add_metric([machine.name, kind, condition.status, _reason(condition)], 1)
         if machine.ready.last_transition:
             changed.add_metric([machine.name], machine.ready.last_transition)
     yield from (ready, states, changed, losses)
@@ -72,7 +72,7 @@ def _reason(condition: Condition) -> str:
 
 
 def machine_families(outcome: Outcome, versions: Versions) -> Iterator[Metric]:
-    """Yield what needs a fresh outcome."""
+    """Yield the metrics that need a fresh outcome."""
     yield from _gpu_counts(outcome.machines)
     stopped = gauge(
         "machine_stopped",

@@ -1,4 +1,4 @@
-"""Makes Prometheus metrics of outcomes: gauges show the last outcome, counters add up all of them."""
+"""Makes Prometheus metrics from the outcomes of passes: gauges show the last outcome, counters add up all of them."""
 
 from collections.abc import Iterable
 from http import HTTPStatus
@@ -21,8 +21,8 @@ from agent.model.reasons import Reason
 
 BUCKETS = (0.1, 0.5, 2, 10, 60, 300)
 RESULTS = ("converged", "changed", "partial", "failed")
-"""Results of a pass, in this order: there was nothing to do, something was done, some steps or observations failed, the
-pass did not finish."""
+"""Results of a pass: there was nothing to do (`converged`), something was done (`changed`), some steps or observations
+failed (`partial`), or the pass did not finish (`failed`)."""
 ACTIONS = (*get_args(ActionKind), "other")
 """Values of the label of actions_total. No action is of kind `other` any longer, but dashboards may use its series."""
 OPENMETRICS = "application/openmetrics-text; version=1.0.0"

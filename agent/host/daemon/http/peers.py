@@ -7,7 +7,7 @@ import time
 
 
 class Peers:
-    """The connections that have a slot. They need a limit: any process of the host can open as many as it likes."""
+    """The connections that have a slot. Slots are limited, because any process on the host can open any number."""
 
     def __init__(self, slots: int) -> None:
         self._slots, self._lock = slots, threading.Lock()
@@ -17,13 +17,13 @@ class Peers:
     def admit(self, connection: socket.socket, patience: float) -> bool:
         """Give the connection a slot, and return whether there was one. If necessary, close the oldest idle connection.
 
-        A connection is idle as long as it has sent no complete request, and again if it has not read its answer
-        `patience` seconds after one.
+        A connection is idle until its request is complete, and again from `patience` seconds after that, because a peer
+        should have read the answer by then.
         """
         with self._lock:
             if len(self._completed) >= self._slots:
                 cutoff = time.monotonic() - patience
-                # A connection without a complete request has the time 0, and so is idle.
+                # A connection whose request is not complete has the time 0, so it is idle.
                 oldest = next((each for each, at in self._completed.items() if not at or at < cutoff), None)
                 if oldest is None:
                     return False

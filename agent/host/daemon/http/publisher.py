@@ -1,4 +1,4 @@
-"""Prepares all pages after each pass, and gives them to the servers: a set for now, and one for when it is too old."""
+"""Prepares all pages after each pass: a set to serve now, and a set to serve once the first one is too old."""
 
 import os
 import time

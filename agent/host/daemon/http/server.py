@@ -17,7 +17,7 @@ from agent.model.errors import AgentError
 from agent.system.sockets import listening_user
 
 CONNECTIONS = 8
-"""Connections that are served at a time. A further one takes the slot of an idle one, or is closed: none may wait."""
+"""Connections that are served at a time. None may wait: a further one takes an idle one's slot, or is closed."""
 POLL = 3600.0
 """Seconds between two checks by serve_forever whether to stop. `stop` wakes serve_forever, so checks can be rare."""
 PLAIN = "text/plain; charset=utf-8"
@@ -80,22 +80,22 @@ class Handler(BaseHTTPRequestHandler):
 
     def setup(self) -> None:
         super().setup()
-        self._cut_after(self.server.limits.headers)
+        self._hang_up_after(self.server.limits.headers)
 
     def finish(self) -> None:
-        self._cut.cancel()
+        self._timer.cancel()
         with contextlib.suppress(OSError):
             super().finish()
 
     def do_GET(self) -> None:
         """Send the page at the path."""
         self.server.peers.request_complete(self.connection)
-        self._cut.cancel()
-        self._cut_after(self.server.limits.whole - self.server.limits.headers)
+        self._timer.cancel()
+        self._hang_up_after(self.server.limits.whole - self.server.limits.headers)
         url = urlsplit(self.path)
         openmetrics = "application/openmetrics-text" in self.headers.get("Accept", "")
         verbose = "verbose" in url.query.split("&")
-        page = self.server.made_page(url.path, url.query) or self.server.site.page(
+        page = self.server.custom_page(url.path, url.query) or self.server.site.page(
             url.path, verbose, openmetrics, time.monotonic()
         )
         if page is None:
@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815 (http.server looks for this name)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Send a short error in plain text. The base class calls this too, for malformed requests for example."""
+        """Send a short error in plain text. The base class calls this method too, such as for malformed requests."""
         status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
         self._answer(Page(status, f"{status.phrase}\n".encode()))
 
@@ -115,7 +115,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Type", page.content_type)
         self.send_header("Content-Length", str(len(page.body)))
         self.send_header("X-Content-Type-Options", "nosniff")
-        # The page for people has no script, and nothing from elsewhere.
+        # The policy allows what the page for people has: styles, but no scripts or other resources.
         self.send_header("Content-Security-Policy", POLICY)
         if page.status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET, HEAD")
@@ -123,11 +123,11 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(page.body)
 
-    def _cut_after(self, seconds: float) -> None:
+    def _hang_up_after(self, seconds: float) -> None:
         # A socket's own timeout restarts with each byte, so it cannot bound a connection.
-        self._cut = threading.Timer(seconds, self._hang_up)
-        self._cut.daemon = True
-        self._cut.start()
+        self._timer = threading.Timer(seconds, self._hang_up)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
@@ -178,14 +178,14 @@ class Server(ThreadingMixIn, TCPServer):
         listening: socket.socket | None = None,
         site: Site = NO_PAGES,
     ) -> None:
-        """Begin to serve, on a socket that listens already if there is one. Raises OSError."""
+        """Begin to serve on `listening`, which listens already, or else on a new socket at `where`. Raises OSError."""
         self.site = site
         self.limits = limits
         self.peers = Peers(CONNECTIONS)
         self.address_family = family
         super().__init__(where, Handler, bind_and_activate=listening is None)  # type: ignore[arg-type]
         if listening is not None:
-            # TCPServer has made a socket of its own, which is not bound.
+            # Replace the socket that TCPServer has made, which is not bound.
             self.socket.close()
             self.socket, self.server_address = listening, listening.getsockname()
         self._thread = threading.Thread(target=self.serve_forever, args=(POLL,), name="http", daemon=True)
@@ -196,8 +196,8 @@ class Server(ThreadingMixIn, TCPServer):
         """The port in use. The kernel chooses it if the address has port 0."""
         return int(self.server_address[1])
 
-    def made_page(self, path: str, query: str) -> Page | None:
-        """Return a page that is made for this request; None for all other pages."""
+    def custom_page(self, path: str, query: str) -> Page | None:
+        """Return a page that is made for this request; None to serve a prepared page."""
         return None
 
     def process_request(self, request: Request, client_address: object) -> None:

@@ -1,4 +1,4 @@
-"""Makes a JSON page for people who investigate a problem: facts, decisions and failures in short. Pure.
+"""Makes a JSON page for people who investigate a problem: facts, decisions and failures in brief. Pure.
 
 The keys may change: programs should read the metrics or `status --json`.
 """
@@ -16,7 +16,7 @@ from agent.model.facts import Absent, Broken, Facts, MachineFacts, Seen, Unseen,
 from agent.model.text import rfc3339
 
 PASSES = 20
-"""How many passes are remembered: enough for those after one event, and some earlier ones."""
+"""How many passes are remembered: enough for all passes after one event, and some earlier ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ def page(knowledge: Knowledge, machines: Iterable[MachineOutcome], facts: Facts 
 
 
 def _machine(machine: MachineOutcome, facts: Facts | None) -> dict[str, object]:
-    found = next((each for each in facts.machines if each.name == machine.name), None) if facts else None
+    observed = next((each for each in facts.machines if each.name == machine.name), None) if facts else None
     return {
         "gpus": machine.gpus,
         "lostGPUs": machine.lost,
         "pending": machine.pending,
         "stopped": machine.stopped,
         "conditions": {each.type: _condition(each) for each in machine.conditions},
-        "seen": _observed(found) if found else None,
+        "seen": _observed(observed) if observed else None,
     }
 
 

@@ -1,7 +1,7 @@
 """Watches directories for names that appear, disappear or change, with inotify(7).
 
-inotify_simple only wraps the system calls. pyroute2's Inotify is not used: it has no non-blocking read, takes a failed
-inotify_add_watch(2) for a watch, and exits at an overflow.
+inotify_simple only wraps the system calls. pyroute2's Inotify is not used, because it has no non-blocking read, takes a
+failed inotify_add_watch(2) for a watch, and exits when events overflow.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from agent.system import opening
 from agent.system.files import System
 
 NODES = flags.CREATE | flags.DELETE | flags.MOVED_FROM | flags.MOVED_TO | flags.ATTRIB
-"""Events of device nodes. CLOSE_WRITE is not among them: any program that closes a GPU's node causes it."""
+"""Events of device nodes. CLOSE_WRITE is not one of them, because any program that closes a GPU's node causes it."""
 FILES = NODES | flags.CLOSE_WRITE
 """Events of regular files."""
 ANY = ""
@@ -38,8 +38,8 @@ class Directories:
     ) -> None:
         """Set what is watched: the directories that `where` returns.
 
-        `matters` decides whether a change of a name (or ANY) in a directory needs a pass. `mounts` is whether file
-        systems may be mounted over the directories.
+        `matters` gets a directory and a name in it, or ANY, and decides whether a change there needs a pass. `mounts`
+        means that file systems may be mounted over the directories.
         """
         self.name = name
         self._system, self._where, self._matters = system, where, matters

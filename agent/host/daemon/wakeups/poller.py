@@ -16,13 +16,13 @@ from agent.model.text import one_line
 log = logging.getLogger(__name__)
 
 BACK_OFF = 60.0
-"""Most seconds between two attempts to open a lost source. A source that has worked for longer counts as healthy."""
+"""Maximum seconds between two attempts to open a lost source. A source that has worked for longer counts as healthy."""
 GONE = select.POLLHUP | select.POLLNVAL
 """Events of a dead descriptor. POLLERR is not one of them: it may also mean an overflow."""
 
 
 class Source(Protocol):
-    """Reports changes of one kind on the host. Any exception, also from a library, means that the source is lost."""
+    """Reports changes of one kind on the host. After any exception, even one from a library, the source is lost."""
 
     name: str
 
@@ -56,14 +56,14 @@ class Interrupt(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settling:
-    """When a pass begins after events, in seconds. A second full of events causes at most three passes."""
+    """How long after events a pass begins, in seconds. A second full of events causes at most three passes."""
 
     quiet: float = 0.05
     """Time without a further event before a pass, because related events come together."""
     longest: float = 0.5
     """The longest time from the first event to its pass, however many events follow."""
     spacing: float = 0.5
-    """The least time between the starts of two passes that events cause."""
+    """The minimum time between the starts of two passes that events cause."""
 
 
 @dataclass(slots=True)
@@ -94,12 +94,12 @@ class _Tracked:
 
 @dataclass(slots=True)
 class Wakeups:
-    """All sources. A lost one is opened again; that causes a pass, because the source may have missed events."""
+    """All sources. A lost source is opened again; that causes a pass, because the source may have missed events."""
 
     sources: Collection[Source] = ()
     settling: Settling = field(default_factory=Settling)
     _tracked: list[_Tracked] = field(init=False)
-    _last: float = field(init=False, default=-math.inf)
+    _last_wakeup: float = field(init=False, default=-math.inf)
     """When an event last caused a pass, by time.monotonic()."""
     first: float = field(init=False, default=-math.inf)
     """When the first event of the last wait was noticed, by time.monotonic(). An event during a pass is noticed at the
@@ -118,7 +118,7 @@ class Wakeups:
         return any(tracked.tally.watching for tracked in self._tracked if tracked.source.name == name)
 
     def open(self) -> None:
-        """Open all sources. Call this before the first pass: otherwise events before the first wait would be missed."""
+        """Open all sources. Call this before the first pass, or events before the first wait are missed."""
         for tracked in self._tracked:
             self._open(tracked)
 
@@ -130,7 +130,7 @@ class Wakeups:
         self.first = last = time.monotonic()
         while not interrupt.pending:
             now = time.monotonic()
-            until = self._start(self.first, last) if events else deadline
+            until = self._pass_time(self.first, last) if events else deadline
             if now >= until:
                 break
             new = self._due(self._ready(until - now, interrupt))
@@ -140,15 +140,15 @@ class Wakeups:
                 events |= dict.fromkeys(new)
         if not events or interrupt.pending:
             return ""
-        self._last = time.monotonic()
+        self._last_wakeup = time.monotonic()
         for tracked in self._tracked:
             tracked.tally.wakeups += tracked.source.name in events
         return next(iter(events))
 
-    def _start(self, first: float, last: float) -> float:
+    def _pass_time(self, first: float, last: float) -> float:
         """Return when to begin the pass for events that came between `first` and `last`."""
         settling = self.settling
-        return max(min(last + settling.quiet, first + settling.longest), self._last + settling.spacing)
+        return max(min(last + settling.quiet, first + settling.longest), self._last_wakeup + settling.spacing)
 
     def _ready(self, seconds: float, interrupt: Interrupt) -> list[_Tracked]:
         """Wait for events. Return the sources that have events, and those that may have to be opened again."""
@@ -161,17 +161,17 @@ class Wakeups:
                 owners[descriptor] = tracked
                 poll.register(descriptor, events)
         seconds = min([seconds, *(tracked.retry - time.monotonic() for tracked in closed)])
-        found = poll.poll(max(0, math.ceil(seconds * 1000)))
-        for descriptor, events in found:
+        polled = poll.poll(max(0, math.ceil(seconds * 1000)))
+        for descriptor, events in polled:
             if descriptor == interrupt.fileno():
                 interrupt.drain()
             elif events & GONE and owners[descriptor].tally.watching:
                 self._lose(owners[descriptor], "its file descriptor was closed or hung up")
-        ready = {id(owners[each]): owners[each] for each, _ in found if each in owners}
+        ready = {id(owners[each]): owners[each] for each, _ in polled if each in owners}
         return [*ready.values(), *(tracked for tracked in closed if id(tracked) not in ready)]
 
     def _due(self, sources: Iterable[_Tracked]) -> list[str]:
-        """Return the sources that need a pass: they have an event, or were just reopened and may have missed events."""
+        """Return the names of sources that need a pass, after an event or after a reopening (events may be missed)."""
         due = []
         for tracked in sources:
             if not tracked.tally.watching:
@@ -198,7 +198,7 @@ class Wakeups:
         return True
 
     def _lose(self, tracked: _Tracked, why: str) -> None:
-        """Log and count a loss once, close the source, and set when to reopen it: at once, then less and less often."""
+        """Log and count a loss once, close the source, and set when to reopen it: at once, then ever more rarely."""
         now, tally = time.monotonic(), tracked.tally
         if tally.watching and now - tracked.opened > BACK_OFF:
             tracked.failures = 0

@@ -111,7 +111,7 @@ class NewReports:
     def matters(self, directory: str, name: str) -> bool:
         """Return whether the report in this directory has changed, or is the first one after a long silence.
 
-        Return False even then, if the machine's reports have caused too many passes lately.
+        Even if it has, return False if the machine's reports have caused too many passes lately.
         """
         if name not in (REPORT_NAME, ANY):
             return False
@@ -133,6 +133,6 @@ class NewReports:
         except FileNotFoundError:
             return NONE
         except OSError as error:
-            # The error stands for the content: a report that cannot be read needs a pass, which says so.
+            # Use the error instead of the content: a report that becomes unreadable needs a pass, which says why.
             return str(error.errno).encode()
         return hashlib.sha256(content).digest()

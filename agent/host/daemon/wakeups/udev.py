@@ -27,7 +27,7 @@ class Udev:
         self._system, self._modules, self._make = system, modules, monitor
         self._monitor: Monitor | None = None
         self._socket: socket.socket | None = None
-        """The monitor's socket, for what pyudev cannot do: detect an overflow, and discard events without parsing."""
+        """The monitor's socket, for what pyudev cannot do: detect an overflow, and discard events unparsed."""
 
     def open(self) -> None:
         if not self._system.exists(CONTROL):
